@@ -154,7 +154,7 @@ class WireError(KvplugError, ValueError):
 
 
 class AuthenticationError(KvplugError, PermissionError):
-    """The peer did not prove its identity (wrong secret, wrong user, wrong token)."""
+    """The peer did not prove its identity (wrong secret, wrong user, wrong certificate)."""
 
 
 class HandshakeError(KvplugError):

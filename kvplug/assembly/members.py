@@ -114,7 +114,7 @@ def unreachable_contact(url: str, contact: str) -> str | None:
 
     A Unix socket in the file system is passed: containers of one host may share its folder.
     """
-    address = parse_contact(contact).address
+    address = parse_contact(contact)
     is_local = is_loopback(address.host) if isinstance(address, TcpAddress) else not address.is_path
     servers = url.partition("://")[2].partition("/")[0].rpartition("@")[2].split(",")
     hosts = [server.rpartition(":")[0].strip("[]") or server for server in servers]
@@ -183,11 +183,6 @@ class DirectoryMembers(Members):
     # -- called by a connector -----------------------------------------------------------------
 
     def announce(self, contact: str) -> None:
-        if "token=" in contact:
-            raise ConfigError(
-                "peers: a directory shows contacts, and without a secret this one holds the token that"
-                " admits its peers; set KVPLUG_SECRET or secret_file, or host = 'unix:@name'"
-            )
         if fault := unreachable_contact(self._url, contact):
             raise ConfigError(fault)
         with self._lock:

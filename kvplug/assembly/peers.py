@@ -25,8 +25,8 @@ from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.listener import Listener, dial, dial_until
+from kvplug.net.trust.connection import Connection, dial, dial_until
+from kvplug.net.trust.listener import Listener
 
 _log = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class ControlPeers(Peers):
     def _bound(self) -> Listener:
         address = self._listen or self._settings.config.control_address(self._rank)
         listener = Listener.open(address, self._settings.credentials, CONTROL)
-        _log.info("listening for peers at %s", listener.address)
+        _log.info("listening for peers at %s", listener.contact)
         return listener
 
     def _listening(self, listener: AnyServer) -> AnyServer:

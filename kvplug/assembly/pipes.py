@@ -112,7 +112,7 @@ class PipeServer:
         self._on_end = on_end
         self._server: LinkServer[Pipe] = peers.serve(self._open, lambda pipe: pipe.abort())
         self.contact: str = self._server.contact
-        """The argument of :func:`connect_pipe` in the other process. May carry a token; do not log it."""
+        """The argument of :func:`connect_pipe` in the other process."""
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         """The pipe to the next program, over the transport both ends agreed on.

@@ -20,6 +20,7 @@ from kvplug.assembly.making import made
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, own_part
 from kvplug.config import Config, Role, check_options
+from kvplug.config.addresses import TcpAddress, UnixAddress, parse_server
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError
 from kvplug.metrics.sinks import Sink
@@ -349,14 +350,25 @@ def credentials_of(config: Config) -> Credentials:
 
     Raises:
         ConfigError: one of the files cannot be used.
-        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        InsecureAddressError: host or an element of peers is an address of TCP, and there is neither a secret
+            nor TLS.
     """
     tls = None
     if config.tls_cert and config.tls_key and config.tls_ca:
         tls = TlsFiles(
             cert=config.tls_cert, key=config.tls_key, ca=config.tls_ca, check_host=config.tls_check_host
         )
-    return Credentials.for_host(config.host, secret_file=config.secret_file, tls=tls)
+    credentials = Credentials.load(secret_file=config.secret_file, tls=tls)
+    check_addresses(credentials, config.host, config.peer_addresses)
+    return credentials
+
+
+def check_addresses(credentials: Credentials, host: str, peers: Iterable[str]) -> None:
+    """Raises InsecureAddressError: a config's ``host`` or one of ``peers`` needs a secret or TLS."""
+    unix = host.startswith("unix:")
+    credentials.mode_at(UnixAddress(host) if unix else TcpAddress(host, 0), "host")
+    for peer in peers:
+        credentials.mode_at(parse_server(peer), "peers")
 
 
 def must_authenticate(config: Config) -> bool:

@@ -17,7 +17,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
 from kvplug.assembly.slow_path import SlowStoreAlarm
 from kvplug.config import Config
-from kvplug.config.addresses import TcpAddress, parse_address
+from kvplug.config.addresses import DEFAULT_HOST, TcpAddress, parse_address
 from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError
 from kvplug.metrics.record import RecordedStore
 from kvplug.metrics.stats import TransferStats
@@ -194,7 +194,7 @@ class StoreServer:
         self._closed = False
         self._server: LinkServer[ControlLink] = self._peers.serve(self._check, ControlLink.close)
         self.contact: str = self._server.contact
-        """Where other programs reach the store. May carry a token; do not log it."""
+        """Where other programs reach the store."""
         self._thread = BackgroundThread(self._run, name="kvplug-store-serve", stop=self._peers.close)
         try:
             self._thread.start()
@@ -294,7 +294,7 @@ class StoreServer:
 def _host_of(address: str) -> str:
     """The ``host`` of a config whose programs listen at this address."""
     parsed = parse_address(address)
-    return parsed.host if isinstance(parsed, TcpAddress) else str(parsed) if parsed.name else "127.0.0.1"
+    return parsed.host if isinstance(parsed, TcpAddress) else str(parsed) if parsed.name else DEFAULT_HOST
 
 
 def serve_store(

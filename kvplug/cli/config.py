@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,13 @@ import click
 
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHOSEN, name_faults, own_part
+from kvplug.assembly.resolve import check_addresses
 from kvplug.cli.completion import files, overrides as complete_keys
 from kvplug.cli.groups import CommandGroup
 from kvplug.cli.table import show_table
 from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
-from kvplug.config.schema import TLS_KEYS
+from kvplug.config.addresses import DEFAULT_HOST
+from kvplug.config.schema import TLS_KEYS, directory_of
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
 from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, Spec
@@ -25,7 +28,7 @@ from kvplug.transport.spec import CommandSpec, Spec
 
 @click.group(cls=CommandGroup)
 def config() -> None:
-    """Show the effective configuration, or check one."""
+    """Show the effective configuration, check one, or make a secret for it."""
 
 
 @attrs.frozen
@@ -95,6 +98,24 @@ def check(path: str) -> None:
         sys.exit(1)
 
 
+@config.command()
+@click.argument("path", metavar="FILE", shell_complete=files)
+def secret(path: str) -> None:
+    """Write a random secret into a new file that only this user can read, and print its line for a config.
+
+    Copy the file to each host of the deployment. Exit code 2: the file exists, or cannot be made.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(fd, "w", encoding="ascii") as f:
+            os.fchmod(fd, 0o600)
+            f.write(f"{secrets.token_hex(32)}\n")
+    except OSError as e:
+        click.echo(printable(f"kvplug: {path}: {e.strerror or e}"), err=True)
+        sys.exit(2)
+    click.echo(f"secret_file = {json.dumps(os.path.abspath(path), ensure_ascii=False)}")
+
+
 def _check_trust(draft: Draft) -> None:
     from kvplug.net.trust.credentials import Credentials
     from kvplug.net.trust.tls import TlsFiles
@@ -102,8 +123,9 @@ def _check_trust(draft: Draft) -> None:
     values = draft.values
     cert, key, ca = (values.get(name) for name in TLS_KEYS)
     tls = TlsFiles(cert=cert, key=key, ca=ca) if cert and key and ca else None
-    host = values.get("host", "127.0.0.1")
-    Credentials.for_host(host, secret_file=values.get("secret_file"), tls=tls, environ=os.environ)
+    credentials = Credentials.load(secret_file=values.get("secret_file"), tls=tls)
+    peers = (each for each in values.get("peers", ()) if directory_of(each) is None)
+    check_addresses(credentials, values.get("host", DEFAULT_HOST), peers)
 
 
 def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:

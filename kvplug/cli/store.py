@@ -62,8 +62,7 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
     of the configuration's stores.
 
     The first line of the output is the contact: other programs set it as an option of their store, for
-    example options.host.contact. At a loopback port it carries a token; treat it as a password. Programs that
-    connect and leave are logged to stderr.
+    example options.host.contact. Programs that connect and leave are logged to stderr.
 
     \b
     kvplug store serve host --address unix:@kv --set options.host.size='64 GiB'

@@ -1,9 +1,8 @@
-"""Addresses and contacts as text: where a listener listens, and how another process connects to it.
+"""Addresses as text: where a listener listens, and how another process connects to it.
 
-An *address* is what an operator writes: ``host:port``, ``[::1]:port``, ``unix:@name`` (an abstract Unix
-socket: nothing in the file system, gone with its process), ``unix:`` (the same, name generated) or
-``unix:/path`` (a socket in the file system, for containers that share a folder). A *contact* is what a
-listener hands out: an address, and on loopback TCP the token that authenticates its holder.
+An operator writes ``host:port``, ``[::1]:port``, ``unix:@name`` (an abstract Unix socket: nothing in the file
+system, gone with its process), ``unix:`` (the same, name generated) or ``unix:/path`` (a socket in the file
+system, for containers that share a folder). A *contact* is the address that a listener hands out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import urllib.parse
 from typing import Any, Final
 
 import attrs
@@ -19,6 +17,7 @@ import attrs
 from kvplug.config.messages import shown
 from kvplug.errors import ConfigError, WireError
 
+DEFAULT_HOST: Final = "unix:@kvplug"
 LAST_PORT: Final = 65535
 MAX_UNIX_BYTES: Final = 107
 """Of the path or name of a Unix socket: the kernel has 108, and one is a NUL."""
@@ -26,13 +25,8 @@ _UNIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 _UNIX_PATH = re.compile(r"/[A-Za-z0-9._:@%+=,~/-]*[A-Za-z0-9._:@%+=,~-]")
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _ZONE = re.compile(r"[\w.-]{1,15}", re.ASCII)
-_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")
 _MAX_CONTACT = 512
 _FORMS = "allowed is host:port, [ipv6]:port, unix:@name or unix:/path"
-_NOT_A_CONTACT = (
-    "not a contact: expected host:port, tcp://host:port?token=…, unix:@name or unix:/path, whole, as its"
-    " listener gave it"
-)
 
 
 @attrs.frozen
@@ -70,23 +64,6 @@ class UnixAddress:
 
 
 Address = TcpAddress | UnixAddress
-
-
-@attrs.frozen
-class ListenerContact:
-    """An address, and the token that opens it. ``str()`` and ``repr()`` never show the token."""
-
-    address: Address
-    token: str = attrs.field(default="", repr=False)
-
-    def __str__(self) -> str:
-        return str(self.address)
-
-    def reveal(self) -> str:
-        """The text that another process needs, token included: not for logs."""
-        if isinstance(self.address, UnixAddress):
-            return str(self.address)
-        return f"tcp://{self.address}" + (f"?token={self.token}" if self.token else "")
 
 
 def parse_address(text: str, port: int | None = None) -> TcpAddress | UnixAddress:
@@ -187,36 +164,20 @@ def _check_bytes(what: str, text: str, limit: int) -> None:
         raise ValueError(f"the {what} of a Unix socket has at most {limit} bytes here, and this one {count}")
 
 
-def parse_contact(text: str) -> ListenerContact:
-    """Parse a listener's contact; a bare address (``host:port``, ``unix:@name``) is a contact too.
+def parse_contact(text: str) -> Address:
+    """The address in a contact, which another process may have sent.
 
     Raises:
-        WireError: it is neither. The text is not repeated where it may hold a token.
+        WireError: it is not one.
     """
     if len(text) > _MAX_CONTACT:
         raise WireError(f"not a contact: expected a string of at most {_MAX_CONTACT} characters")
-    rest, _, query = text.removeprefix("tcp://").partition("?")
-    token = ""
-    if query:
-        fields = urllib.parse.parse_qs(query, strict_parsing=False, max_num_fields=4)
-        token = fields.get("token", [""])[0]
-        if set(fields) != {"token"} or not _TOKEN.fullmatch(token) or rest.startswith("unix:"):
-            raise WireError(_NOT_A_CONTACT)
     try:
-        address = parse_server(rest)
+        return parse_server(text)
     except ConfigError as e:
-        # Without the cause, which repeats what it could not read.
-        raise WireError(_NOT_A_CONTACT if "token" in text else e.faults[0]) from None
-    return ListenerContact(address, token)
+        raise WireError(e.faults[0]) from e
 
 
 def contact_form(_: Any, __: Any, value: Any) -> None:
-    """The validator of an option that takes the address or the contact of a listener.
-
-    Raises:
-        ConfigError: it is neither. A token in it is not repeated.
-    """
-    try:
-        parse_contact(value if isinstance(value, str) else "")
-    except (WireError, ValueError) as e:
-        raise ConfigError(str(e)) from None
+    """The validator of an option that takes the address of a listener. Raises ConfigError: it is not one."""
+    parse_server(value if isinstance(value, str) else "")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from kvplug.config import sources
-from kvplug.config.addresses import LAST_PORT
+from kvplug.config.addresses import DEFAULT_HOST, LAST_PORT
 from kvplug.config.messages import Fault, in_place_of, nearest, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.role import Role, role_of
@@ -102,21 +102,24 @@ class Config:
         metadata={"kvplug.help": "Whether this process produces KV, consumes it, or both. Must be set."},
     )
     host: str = option(
-        "127.0.0.1",
-        help="Address to listen at or to dial: a host, unix:@name for an abstract Unix socket, or"
-        " unix:/path for one in the file system. An address that other hosts can reach needs a secret.",
+        DEFAULT_HOST,
+        help="Address to listen at or to dial: unix:@name for an abstract Unix socket, which this user's"
+        " processes on this host reach; unix:/path for one in the file system, for containers; or, for other"
+        " hosts, a host, which needs a secret (`kvplug config secret` makes one) or TLS. To the name of a"
+        " Unix socket the number of the rank is appended. Give each deployment on a host a name of its own.",
         validator=host_form,
     )
     port: int = option(
         DEFAULT_PORT,
-        help="First port: rank r listens at port + port_offset + r.",
+        help="First port, where host is no Unix socket: rank r listens at port + port_offset + r.",
         at_least=1,
         at_most=LAST_PORT,
         validator=count("a port number"),
     )
     port_offset: int = option(
         0,
-        help="Added to port. Give each deployment on one host an offset of its own.",
+        help="Added to port, or to the number after the name of a Unix socket. Give each deployment with the"
+        " same host and port an offset of its own.",
         at_least=0,
         at_most=LAST_PORT,
         validator=count("a whole number"),

@@ -15,9 +15,8 @@ from kvplug.config.addresses import (
     TcpAddress,
     check_host,
     check_unix_path,
-    contact_form,
     parse_address,
-    parse_contact,
+    parse_server,
 )
 from kvplug.config.messages import bad_value, nearest
 from kvplug.errors import ConfigError
@@ -105,10 +104,9 @@ DIRECTORY_URL = re.compile(r"([a-z][a-z0-9-]{0,39})://(\S+)")
 def peer_form(_: Any, __: Any, value: Any) -> None:
     if isinstance(value, str) and directory_of(value) is not None:
         return
-    if isinstance(value, str) and "://" in value and not value.startswith("tcp://"):
+    if isinstance(value, str) and "://" in value:
         raise ValueError('a directory of engines is written as a URL, such as "redis://10.0.0.7:6379/0"')
-    contact_form(_, __, value)
-    address = parse_contact(value).address
+    address = parse_server(value if isinstance(value, str) else "")
     if isinstance(address, TcpAddress) and address.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
         raise ConfigError(f"{value!r} is not a peer: {address.host} stands for every interface of a host")
 
@@ -154,7 +152,7 @@ def count(what: str) -> Any:
 
 def directory_of(peer: str) -> str | None:
     """The name of the directory that an element of ``peers`` stands for; ``None``: it is an address."""
-    found = None if peer.startswith("tcp://") else DIRECTORY_URL.fullmatch(peer)
+    found = DIRECTORY_URL.fullmatch(peer)
     return None if found is None else found[1]
 
 
@@ -186,7 +184,7 @@ def cross_faults(values: Mapping[str, Any]) -> list[str]:
     given = [key for key in TLS_KEYS if key not in missing]
     if given and missing:
         faults.append(f"{missing[0]}: nothing was given; TLS needs it, since {given[0]} is set")
-    if given and host.startswith("unix:"):
+    if given and host.startswith("unix:") and not values.get("peers"):
         faults.append(
             f"{given[0]}: a file was given, and host is {host!r}; TLS is for TCP, and a Unix socket never"
             " leaves the host: remove one of the two"

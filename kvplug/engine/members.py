@@ -41,8 +41,7 @@ class Members(abc.ABC):
         """Announce that this worker listens at ``contact``, and renew that until :meth:`close`.
 
         Raises:
-            ConfigError: the contact holds a token, which a directory must not show; or other hosts reach the
-                directory and cannot reach the contact.
+            ConfigError: other hosts reach the directory and cannot reach the contact.
         """
 
     @abc.abstractmethod

@@ -20,7 +20,6 @@ from kvplug.cli.completion import (
     plugins as plugins,
 )
 from kvplug.config.addresses import (
-    ListenerContact as ListenerContact,
     parse_contact as parse_contact,
 )
 from kvplug.config.messages import (

@@ -23,8 +23,9 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.decline import decline
-from kvplug.net.trust.listener import Connection, Listener
+from kvplug.net.trust.listener import Listener
 from kvplug.transport.pipe import Pipe, PipeListener
 
 T = TypeVar("T")
@@ -238,7 +239,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
                     self._check_shortage()
                     for listener in self._listeners:
                         listener.check_shortage()
-                    where = ", ".join(listener.address for listener in self._listeners)
+                    where = ", ".join(listener.contact for listener in self._listeners)
                     raise TimeoutError(f"no peer connected a pipe to {where} in time")
             return self._ready.popleft()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from kvplug.config.addresses import DEFAULT_HOST
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.pipe import PipeEndpoint
@@ -27,8 +28,8 @@ class PipeContext:
     """An instance of the spec's options class, or ``None``."""
     credentials: Credentials
     """What its listeners and connections prove themselves with."""
-    host: str = "127.0.0.1"
-    """The interface it may listen on. Loopback means that no other host will connect."""
+    host: str = DEFAULT_HOST
+    """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
     device: str = "cpu"
     """The device of the tensors, such as ``cuda:0``."""
     timeout_s: float = 30.0
@@ -72,8 +73,8 @@ class QueueContext:
     """An instance of the spec's options class, or ``None``."""
     credentials: Credentials
     """What its listeners and connections prove themselves with."""
-    host: str = "127.0.0.1"
-    """The interface it may listen on, for readers that memory does not reach."""
+    host: str = DEFAULT_HOST
+    """The interface it may listen on, for readers that memory does not reach; none, for a Unix socket."""
     n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
     """How many readers a queue has if ``create`` does not name them."""
     local_reader_ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
@@ -104,8 +105,8 @@ class StoreContext:
     seal: PageSeal = attrs.field(factory=PageSeal)
     """How its pages are protected, where other programs can write to it: with a proof if the config has a
     secret."""
-    host: str = "127.0.0.1"
-    """The interface it may listen on. Loopback means that no other host will connect."""
+    host: str = DEFAULT_HOST
+    """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
     allow_unauthenticated_data_plane: bool = False
     """Whether it may use connections between hosts whose ends prove nothing."""
     buffer_size: int = 2**30
@@ -140,8 +141,8 @@ class CommunicatorContext:
     """An instance of the spec's options class, or ``None``."""
     credentials: Credentials
     """What its connections prove themselves with."""
-    host: str = "127.0.0.1"
-    """The interface its data plane may use."""
+    host: str = DEFAULT_HOST
+    """The interface its data plane may use; loopback, for a Unix socket."""
     group: StatelessGroup
     """The ranks that take part; it carries their messages before the transport does. The caller owns it."""
     device_group: Any = None

@@ -192,11 +192,6 @@ def test_an_engine_at_our_own_address_is_named_and_not_followed(
     assert failures(stats).keys() == {"refused"}
 
 
-def test_a_token_is_never_announced(members: Any) -> None:
-    with pytest.raises(ConfigError, match="set KVPLUG_SECRET or secret_file"):
-        members("open").announce("tcp://127.0.0.1:7000?token=abcdefghijklmnop")
-
-
 def test_an_unknown_directory_is_named_with_the_others() -> None:
     config = Config.from_dict({"role": "both", "peers": ["zookeeper://a:1"], "connector": "lookup"})
     assert (config.directory, config.peer_addresses) == ("zookeeper://a:1", ())

@@ -97,7 +97,7 @@ def test_check_notes_what_must_come_from_elsewhere(birds: Any) -> None:
     done = birds.kvplug("config", "check", path)
     assert done.returncode == 0
     assert "note: role is not set here" in done.stderr
-    assert "note: 192.0.2.7" in done.stderr
+    assert "note: host: 192.0.2.7" in done.stderr
     assert "KVPLUG_SECRET" in done.stderr
     done = birds.kvplug("config", "check", path, KVPLUG_SECRET="0123456789abcdef")
     assert "KVPLUG_SECRET" not in done.stderr
@@ -108,3 +108,20 @@ def test_check_of_what_cannot_be_read_exits_with_two(birds: Any, name: str, text
     done = birds.kvplug("config", "check", write(birds, text, name))
     assert done.returncode == 2
     assert done.stderr.startswith("kvplug: bad configuration in ")
+
+
+def test_a_secret_is_made_for_this_user_alone_and_never_overwritten(birds: Any, tmp_path: Path) -> None:
+    path = tmp_path / "the secret"
+    done = birds.kvplug("config", "secret", str(path))
+    assert done.returncode == 0
+    assert (done.stdout, path.stat().st_mode & 0o777) == (f'secret_file = "{path}"\n', 0o600)
+    made = path.read_text()
+    assert len(made.strip()) == 64
+    (tmp_path / "kvplug.toml").write_text(f'host = "192.0.2.7"\n{done.stdout}')
+    checked = birds.kvplug("config", "check", str(tmp_path / "kvplug.toml"))
+    assert checked.returncode == 0
+    assert "note: host" not in checked.stderr
+    again = birds.kvplug("config", "secret", str(path))
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+    assert path.read_text() == made

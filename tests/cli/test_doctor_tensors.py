@@ -40,8 +40,9 @@ from kvplug.negotiation.handshake.agreement import agree
 from kvplug.negotiation.handshake.exchange import hello_in
 from kvplug.negotiation.handshake.hello import DOCTOR, Hello
 from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.connection import dial
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Listener, dial
+from kvplug.net.trust.listener import Listener
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
@@ -451,12 +452,13 @@ def test_a_stopped_a_dead_and_a_foreign_peer_are_told_apart(fork_server: ForkSer
     assert_named(dead, "problem peer: no process listens there")
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         threading.Thread(target=_hang_up_once, args=(foreign,), daemon=True).start()
-        found = doctor(fork_server, peer=f"127.0.0.1:{foreign.getsockname()[1]}")
+        given: Any = {"peer": f"127.0.0.1:{foreign.getsockname()[1]}", "env": {"KVPLUG_SECRET": SECRET}}
+        found = doctor(fork_server, **given)
         assert_named(found, "problem peer: a program listens there that is no kvplug")
         threading.Thread(
             target=_hang_up_once, args=(foreign, b"-ERR unknown command\r\n" * 9), daemon=True
         ).start()
-        found = doctor(fork_server, peer=f"127.0.0.1:{foreign.getsockname()[1]}", timeout_s=5)
+        found = doctor(fork_server, **given, timeout_s=5)
     assert_named(found, "problem peer: another program listens there")
 
 
@@ -505,7 +507,9 @@ def test_tls_at_one_end_is_named(tmp_path: Path, fork_server: ForkServer) -> Non
     trustme = pytest.importorskip("trustme", reason="makes certificates")
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca")
-    made = {name: {"tls_ca": str(tmp_path / "ca")} for name in ("127.0.0.1", "other.example")}
+    made = {
+        name: {"host": "127.0.0.1", "tls_ca": str(tmp_path / "ca")} for name in ("127.0.0.1", "other.example")
+    }
     for name, tls in made.items():
         issued = authority.issue_cert(name)
         for key, pem in (("tls_key", issued.private_key_pem), ("tls_cert", issued.cert_chain_pems[0])):

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError
+from kvplug.net.trust.connection import Connection, dial
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Connection, Listener, dial
+from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import PipeAcceptor
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until

@@ -195,7 +195,7 @@ class DoctorServer:
         self._peers = ControlPeers(settings, listen=address)
         self._server: LinkServer[ControlLink] = self._peers.serve(_refuse, ControlLink.close)
         self.contact = self._server.contact
-        """For the other doctor's ``--peer``. May carry a token; do not log it."""
+        """For the other doctor's ``--peer``."""
 
     def close(self) -> None:
         """Stop listening. Idempotent."""

@@ -36,7 +36,7 @@ from kvplug.negotiation.model import UNKNOWN_WEIGHTS
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.listener import dial
+from kvplug.net.trust.connection import dial
 
 _ANSWER_S: Final = 5.0
 _SILENT: Final = {
@@ -54,7 +54,7 @@ class PeerExamination:
     """What was found out about one peer."""
 
     contact: str
-    """Its address, without a token."""
+    """Its address."""
     findings: list[Finding] = attrs.field(factory=list)
     fields: tuple[Field, ...] = ()
     host: HostFacts | None = None
@@ -92,7 +92,7 @@ def examine_peer(
         facts: of this side's engine; the others are taken to be the peer's.
         own: the peer is a listener of this process, which has no host of its own.
     """
-    found = PeerExamination(contact=contact.removeprefix("tcp://").partition("?")[0])
+    found = PeerExamination(contact=contact)
     settings = store_links(resolved, TransferStats())
     try:
         channel = Channel(dial(contact, settings.credentials, CONTROL, deadline.remaining()))

@@ -48,7 +48,10 @@ def unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
     if isinstance(error, HandshakeError):
         return refusals(error.reasons, "the peer")[0]
     if isinstance(error, InsecureAddressError):
-        what, change = "it is reached over a network, and there is no secret", "export KVPLUG_SECRET=..."
+        what, change = (
+            "it is an address of TCP, and there is no secret",
+            "secret_file: what `kvplug config secret FILE` prints",
+        )
         topic = "secret"
     elif isinstance(error, AuthenticationError) and "mismatch, certificate" in str(error):
         topic, what = "tls", "the certificate there names other hosts than the one that is dialled"
@@ -67,7 +70,7 @@ def unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
         topic, what = "secret", "one end has not proved itself to the other"
         source = secret_source(config)
         why = (*why, f"this end's secret is that of {source}" if source else "this end has no secret")
-        change = "KVPLUG_SECRET or secret_file: the same at both ends; or the listener's whole contact"
+        change = "KVPLUG_SECRET or secret_file: the same at both ends; or one user at both ends, on one host"
     elif isinstance(error, ResourceExhaustedError):
         topic, what = error.resource, "a resource has run out"
         change = line_for_resource(error.resource)
@@ -102,7 +105,7 @@ def unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
         )
     elif isinstance(error, WireError):
         topic, what = "peer", "it is no address of kvplug, or the program there speaks something else"
-        change = "--peer HOST:PORT, unix:@NAME, or the listener's whole contact"
+        change = "--peer HOST:PORT, unix:@NAME or unix:/PATH"
     else:
         topic, what, change = "peer", "it was not examined to the end", ""
     return Finding(topic=topic, verdict="problem", what=f"{contact}: {what}", why=why, change=change)

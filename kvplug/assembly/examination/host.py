@@ -22,7 +22,7 @@ import kvplug
 from kvplug.config import Config
 from kvplug.net.memory.room import memory_limit
 from kvplug.net.peer_text import peer_text
-from kvplug.net.trust.host import boot_id, namespace
+from kvplug.net.trust.identity import boot_id, namespace
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - it is looked at
 _NAMESPACES: Final = ("pid", "net", "ipc", "mnt", "user")

@@ -1,20 +1,14 @@
-"""Addresses as the kernel has them: what a host stands for, and who can reach it."""
+"""What the host of an address stands for, and where it can be reached from."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import secrets
 import socket
-import sys
-
-import attrs
 
 from kvplug.config.addresses import TcpAddress
 from kvplug.errors import PeerGoneError
-from kvplug.net.trust.host import boot_id, namespace
-
-HAS_ABSTRACT_SOCKETS = sys.platform.startswith("linux") and hasattr(socket, "AF_UNIX")
+from kvplug.net.trust.identity import boot_id, namespace
 
 
 def local_domain() -> str:
@@ -40,28 +34,8 @@ def unix_address(host: str) -> str:
     return f"{host}-{secrets.token_hex(6)}" if host.startswith("unix:/") else "unix:"
 
 
-def generated_name() -> str:
-    """A name for an abstract socket: it names its process, and cannot be guessed."""
-    return f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}"
-
-
-@attrs.frozen
-class Resolved:
-    """One socket address that a host and port stand for."""
-
-    family: int
-    sockaddr: tuple[str, int] | tuple[str, int, int, int]
-
-    @property
-    def loopback(self) -> bool:
-        return _is_loopback_number(self.sockaddr[0])
-
-
-def resolve(address: TcpAddress) -> tuple[Resolved, ...]:
-    """Every socket address that ``address`` stands for, IPv4 first.
-
-    What is checked for being loopback is what is then bound or dialled, so that a name cannot mean
-    one thing to the check and another to the connection.
+def resolve(address: TcpAddress) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """The family and the socket address of everything that ``address`` stands for, IPv4 first.
 
     Raises:
         PeerGoneError: the name is not known (perhaps not yet).
@@ -72,11 +46,8 @@ def resolve(address: TcpAddress) -> tuple[Resolved, ...]:
         )
     except (OSError, UnicodeError) as e:
         raise PeerGoneError(f"the host of {address} is not known: {e}") from e
-    resolved = dict.fromkeys(
-        Resolved(int(family), sockaddr)  # type: ignore[arg-type]
-        for family, _, _, _, sockaddr in found
-    )
-    return tuple(sorted(resolved, key=lambda r: r.family != socket.AF_INET))
+    ends = dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found)
+    return sorted(ends, key=lambda end: end[0] != socket.AF_INET)  # type: ignore[arg-type]
 
 
 def is_loopback(host: str) -> bool:
@@ -85,18 +56,12 @@ def is_loopback(host: str) -> bool:
     ``0.0.0.0``, ``::`` and names that cannot be resolved are not.
     """
     try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        try:
-            resolved = resolve(TcpAddress(host, 0))
-        except PeerGoneError:
-            return False
-        return bool(resolved) and all(r.loopback for r in resolved)
-    return _is_loopback_number(host)
+        return all(_is_loopback(sockaddr[0]) for _, sockaddr in resolve(TcpAddress(host, 0)))
+    except PeerGoneError:
+        return False
 
 
-def _is_loopback_number(host: str) -> bool:
-    number = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None:
-        number = number.ipv4_mapped
-    return number.is_loopback
+def _is_loopback(number: str) -> bool:
+    address = ipaddress.ip_address(number.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,7 +1,7 @@
 """The mutual challenge, without any input or output: messages in, messages out.
 
     client                                         server
-    OPENING  version, mode, purpose, nonce  ─────►  is that mode enough here? (refusal if not)
+    OPENING  version, mode, purpose, nonce  ─────►  is that what is served here? (refusal if not)
                                             ◄─────  ANSWER   nonce
     PROOF    HMAC(key, "client", …)         ─────►  compared in constant time (refusal if wrong)
                                             ◄─────  VERDICT  HMAC(key, "server", …), then IDENTITY
@@ -15,7 +15,8 @@ reflection) and the TLS session that carries the connection, if there is one (no
 
 The challenge proves the identity of the other end when the connection is made. Without TLS it does not
 protect the bytes that follow against an attacker on the network path, which could also relay the whole
-exchange.
+exchange. Without a secret the key is empty, and the kernel (Unix sockets) or TLS proves the other end, before
+the challenge begins.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ import hashlib
 import hmac
 import os
 import struct
-from collections.abc import Callable, Mapping
-from typing import Self
+from collections.abc import Generator
 
 from kvplug.errors import AuthenticationError, ResourceExhaustedError, WireError
 from kvplug.net.peer_text import peer_text
@@ -37,114 +37,107 @@ NONCE_SIZE = 32
 MAGIC = b"KVPT"
 _LABEL = b"kvplug trust 2"
 _OPENING = struct.Struct("<4sBBH32s32s")  # magic, version, mode, 0, digest of the purpose, nonce
-_REPLY = struct.Struct("<4sBBH32s")  # magic, version, refusal, 0, nonce or proof
+_REPLY = struct.Struct("<4sBBH32s")  # magic, version, refusal, 0, nonce, proof or the detail of a refusal
 OPENING_SIZE = _OPENING.size
 REPLY_SIZE = _REPLY.size
 PROOF_SIZE = hashlib.sha256().digest_size
 _VERDICT = _REPLY.pack(MAGIC, VERSION, 0, 0, b"")[:8]
 """What stands before the listener's proof."""
 
+Exchange = Generator[tuple[bytes, int], bytes, PeerIdentity]
+"""One end of a challenge: yields what to send and the size of the next message, is sent that message, and
+returns the identity of the proven peer."""
+
 
 class Mode(enum.IntEnum):
-    """What is proved."""
+    """What proves the other end."""
 
     SECRET = 1
     """Knowledge of the deployment's secret."""
-    TOKEN = 2
-    """Knowledge of the token in a loopback contact."""
-    SAME_USER = 3
-    """The kernel's word: the same user, on the same host."""
+    SAME_USER = 2
+    """The kernel's word: the same user, at the other end of a Unix socket."""
+    CERTIFICATE = 3
+    """TLS alone: a certificate of the deployment's own authority."""
 
 
 class Refusal(enum.IntEnum):
-    """Why a listener refused a connection. It counts refusals by these names, in lower case."""
+    """Why a listener refuses a connection. A reply has room for a detail, which the dialling end explains."""
 
-    NONE = 0
     GARBAGE = 1
-    VERSION = 2
-    PURPOSE = 3
-    SECRET_NEEDED = 4
-    NO_SECRET_HERE = 5
-    MODE = 6
-    WRONG_SECRET = 7
-    WRONG_TOKEN = 8
-    OTHER_USER = 9
-    UNKNOWN_USER = 10
-    CROWDED = 11
-    TLS_NEEDED = 12
-    NO_TLS_HERE = 13
-    EXHAUSTED = 14
-    # Never sent, only counted:
-    SILENT = 64
-    LEFT = 65
-    TLS_FAILED = 66
+    """It does not speak this version of the challenge."""
+    PURPOSE = 2
+    """It came for another service."""
+    CREDENTIALS = 3
+    """Its secret or certificate is wrong, or one end has a secret or TLS and the other does not."""
+    OTHER_USER = 4
+    """Another user of this host, or the kernel does not say which."""
+    BUSY = 5
+    """Too many connections, or a resource ran out, which is the detail."""
+    SILENT = 6
+    """It did not prove itself in time, or hung up. Never sent."""
 
     @property
     def reason(self) -> str:
         return self.name.lower().replace("_", " ")
 
 
+_SAME_SECRET = "give both ends the same (KVPLUG_SECRET or secret_file)"  # noqa: S105
 _SET_TLS = "set tls_cert, tls_key and tls_ca on both ends, or on neither"
-_GIVE_BOTH = "give both ends the same (KVPLUG_SECRET or secret_file)"
-
-_ADVICE = {  # for the dialling end; "it" is the listener
-    Refusal.GARBAGE: "it could not read our first message",
-    Refusal.VERSION: "it speaks another version of the challenge; install the same kvplug on both ends",
-    Refusal.PURPOSE: "it serves another purpose than {purpose!r}; check that the port is the right one",
-    Refusal.SECRET_NEEDED: f"it has a secret and this end has none; {_GIVE_BOTH}",
-    Refusal.NO_SECRET_HERE: f"this end has a secret and the listener has none; {_GIVE_BOTH}, or neither",
-    Refusal.MODE: "it does not accept this way of proving; use its whole contact (with the token)",
-    Refusal.WRONG_SECRET: "the secrets differ; check KVPLUG_SECRET or secret_file on both ends",
-    Refusal.WRONG_TOKEN: "the token is not its own; the contact may be of an earlier run: get a new one",
-    Refusal.OTHER_USER: "it belongs to another user of this host; run both ends as one user or with a secret",
-    Refusal.UNKNOWN_USER: "the kernel does not tell it which user this end is; use its whole contact (with"
-    " the token) or give both ends a secret",
-    Refusal.CROWDED: "it has as many connections as it takes, and does not accept them fast enough",
-    Refusal.TLS_NEEDED: f"it uses TLS and this end does not; {_SET_TLS}",
-    Refusal.NO_TLS_HERE: f"this end uses TLS and the listener does not; {_SET_TLS}",
-    Refusal.EXHAUSTED: "its process has no free descriptor, thread or memory for another connection",
-}
-
-_SEEN_HERE = {  # for the listener; "it" is the dialling end
-    Refusal.GARBAGE: "it does not speak the challenge: no kvplug, or another one",
-    Refusal.SECRET_NEEDED: f"it has no secret, and this end has one; {_GIVE_BOTH}",
-    Refusal.NO_SECRET_HERE: f"it has a secret, and this end has none; {_GIVE_BOTH}, or neither",
-    Refusal.MODE: "it asked for a way of proving that is not enough here",
-    Refusal.WRONG_SECRET: "its secret is another one; check KVPLUG_SECRET or secret_file on both ends",
-    Refusal.WRONG_TOKEN: "its token is not ours: it may have the contact of an earlier run",
-    Refusal.CROWDED: "too many connections at once",
-    Refusal.TLS_NEEDED: f"it does not use TLS, and this end does; {_SET_TLS}",
-    Refusal.NO_TLS_HERE: f"it uses TLS, and this end does not; {_SET_TLS}",
-    Refusal.SILENT: "it did not prove itself in time",
-    Refusal.LEFT: "it hung up before it had proved itself",
+# By refusal and detail: what the listener's log says ("it" is the dialling end), and what the dialling end
+# says ("it" is the listener).
+_TEXTS: dict[tuple[Refusal, str], tuple[str, str]] = {
+    (Refusal.GARBAGE, ""): (
+        "it does not speak the challenge: no kvplug, or another version",
+        "it could not read our first message; install the same kvplug on both ends",
+    ),
+    (Refusal.PURPOSE, ""): (
+        "it came for another purpose",
+        "it serves another purpose than {purpose!r}; check that the address is the right one",
+    ),
+    (Refusal.CREDENTIALS, "needs a secret"): (
+        f"it has no secret, and this end has one; {_SAME_SECRET}",
+        f"it has a secret and this end has none; {_SAME_SECRET}",
+    ),
+    (Refusal.CREDENTIALS, "has no secret"): (
+        f"it has a secret, and this end has none; {_SAME_SECRET}, or neither",
+        f"this end has a secret and the listener has none; {_SAME_SECRET}, or neither",
+    ),
+    (Refusal.CREDENTIALS, "wrong secret"): (
+        "its secret is another one; check KVPLUG_SECRET or secret_file on both ends",
+        "the secrets differ; check KVPLUG_SECRET or secret_file on both ends",
+    ),
+    (Refusal.CREDENTIALS, "needs TLS"): (
+        f"it does not use TLS, and this end does; {_SET_TLS}",
+        f"it uses TLS and this end does not; {_SET_TLS}",
+    ),
+    (Refusal.CREDENTIALS, "has no TLS"): (
+        f"it uses TLS, and this end does not; {_SET_TLS}",
+        f"this end uses TLS and the listener does not; {_SET_TLS}",
+    ),
+    (Refusal.OTHER_USER, ""): (
+        "it belongs to another user of this host",
+        "it belongs to another user of this host; run both ends as one user or with a secret",
+    ),
+    (Refusal.BUSY, ""): (
+        "too many connections at once",
+        "it has as many connections as it takes, and does not accept them fast enough",
+    ),
+    (Refusal.SILENT, ""): ("it did not prove itself in time, or hung up", ""),
 }
 
 
 class RefusedError(AuthenticationError):
     """A listener refuses a client; ``reply`` is the message to send to it."""
 
-    def __init__(self, refusal: Refusal, text: str = "", *, lacks: str = "") -> None:
-        """``lacks``: the resource that ran out here, for ``EXHAUSTED``."""
-        super().__init__(text or _SEEN_HERE.get(refusal, refusal.reason))
+    def __init__(self, refusal: Refusal, detail: str = "", text: str = "") -> None:
+        super().__init__(text or _TEXTS[refusal, detail][0])
         self.refusal = refusal
-        self._lacks = lacks
-
-    @property
-    def reply(self) -> bytes:
-        return _REPLY.pack(MAGIC, VERSION, self.refusal, 0, self._lacks.encode()[:NONCE_SIZE])
+        self.reply = _REPLY.pack(MAGIC, VERSION, refusal, 0, detail.encode()[:NONCE_SIZE])
 
     @classmethod
-    def for_lack(cls, shortage: ResourceExhaustedError) -> Self:
+    def for_lack(cls, shortage: ResourceExhaustedError) -> RefusedError:
         """The refusal of a client that this process has no resource for."""
-        return cls(Refusal.EXHAUSTED, str(shortage), lacks=shortage.resource)
-
-
-def advice(refusal: int, purpose: str) -> str:
-    """What a refused client should check."""
-    try:
-        return _ADVICE[Refusal(refusal)].format(purpose=purpose)
-    except (ValueError, KeyError):
-        return f"for a reason this version does not know (number {refusal}); install the same kvplug"
+        return cls(Refusal.BUSY, shortage.resource, str(shortage))
 
 
 def prove(key: bytes, role: str, mode: Mode, opening: bytes, answer: bytes, binding: bytes = b"") -> bytes:
@@ -161,158 +154,78 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-class ServerChallenge:
-    """One unproven connection, seen by the listener.
+def admit(purpose: str, mode: Mode, key: bytes, identity: bytes, binding: bytes = b"") -> Exchange:
+    """The listener's end of the challenge, for one connection. ``binding`` identifies its TLS session.
 
-    ``keys`` are the modes this listener accepts. ``attest`` is asked in mode SAME_USER: it returns
-    normally if the kernel says that the peer is the same user, and raises :class:`RefusedError` if not.
-    ``binding`` identifies the TLS session that carries the connection.
+    Raises:
+        RefusedError: the client is refused.
     """
-
-    def __init__(
-        self,
-        purpose: str,
-        keys: Mapping[Mode, bytes],
-        identity: bytes,
-        attest: Callable[[], None],
-        binding: bytes = b"",
-    ) -> None:
-        self._purpose = purpose
-        self._keys = keys
-        self._identity = identity
-        self._attest = attest
-        self._binding = binding
-        self._answer = _REPLY.pack(MAGIC, VERSION, Refusal.NONE, 0, os.urandom(NONCE_SIZE))
-        self._opened = b""
-        self._proved = False
-        self.mode: Mode | None = None
-        self.peer: PeerIdentity | None = None
-        """Set when the peer is proven."""
-        self.need = OPENING_SIZE
-        """Size of the next message that :meth:`feed` takes."""
-
-    def feed(self, message: bytes) -> bytes:
-        """Take one message of exactly ``need`` bytes, return what to send back.
-
-        Raises:
-            RefusedError: the peer is refused.
-        """
-        if self.mode is None:
-            return self._opening(message)
-        if not self._proved:
-            return self._proof(message)
-        try:
-            self.peer = decode_identity(message)
-        except WireError as e:
-            raise RefusedError(Refusal.GARBAGE, str(e)) from e
-        self.need = 0
-        return b""
-
-    def _opening(self, message: bytes) -> bytes:
-        magic, version, number, reserved, purpose, _ = _OPENING.unpack(message)
-        if magic != MAGIC:
-            raise RefusedError(Refusal.GARBAGE)
-        if version != VERSION:
-            raise RefusedError(
-                Refusal.VERSION, f"it speaks version {version} of the challenge, ours is {VERSION}"
-            )
-        if reserved:
-            raise RefusedError(Refusal.GARBAGE)
-        if number not in self._keys:
-            if Mode.SECRET in self._keys:
-                raise RefusedError(Refusal.SECRET_NEEDED)
-            raise RefusedError(Refusal.NO_SECRET_HERE if number == Mode.SECRET else Refusal.MODE)
-        if not hmac.compare_digest(purpose, _digest(self._purpose.encode())):
-            raise RefusedError(Refusal.PURPOSE, f"it came for something else than {self._purpose!r}")
-        mode = Mode(number)
-        if mode is Mode.SAME_USER:
-            self._attest()
-        self.mode = mode
-        self._opened = message
-        self.need = PROOF_SIZE
-        return self._answer
-
-    def _proof(self, message: bytes) -> bytes:
-        assert self.mode is not None
-        key = self._keys[self.mode]
-        said = self.mode, self._opened, self._answer, self._binding
-        if not hmac.compare_digest(message, prove(key, "client", *said)):
-            raise RefusedError(Refusal.WRONG_TOKEN if self.mode is Mode.TOKEN else Refusal.WRONG_SECRET)
-        self._proved = True
-        self.need = IDENTITY_SIZE
-        return _VERDICT + prove(key, "server", *said) + self._identity
+    opening = yield b"", OPENING_SIZE
+    magic, version, theirs, reserved, digest, _ = _OPENING.unpack(opening)
+    if magic == MAGIC and version != VERSION:
+        text = f"it speaks version {version} of the challenge, ours is {VERSION}"
+        raise RefusedError(Refusal.GARBAGE, text=text)
+    if magic != MAGIC or reserved or theirs not in list(Mode):
+        raise RefusedError(Refusal.GARBAGE)
+    if theirs != mode:
+        raise RefusedError(Refusal.CREDENTIALS, "needs a secret" if mode is Mode.SECRET else "has no secret")
+    if not hmac.compare_digest(digest, _digest(purpose.encode())):
+        raise RefusedError(Refusal.PURPOSE, text=f"it came for another purpose than {purpose!r}")
+    answer = _REPLY.pack(MAGIC, VERSION, 0, 0, os.urandom(NONCE_SIZE))
+    proof = yield answer, PROOF_SIZE
+    if not hmac.compare_digest(proof, prove(key, "client", mode, opening, answer, binding)):
+        raise RefusedError(Refusal.CREDENTIALS, "wrong secret")
+    message = yield _VERDICT + prove(key, "server", mode, opening, answer, binding) + identity, IDENTITY_SIZE
+    try:
+        return decode_identity(message)
+    except WireError as e:
+        raise RefusedError(Refusal.GARBAGE, text=str(e)) from e
 
 
-class ClientChallenge:
-    """The same connection, seen by the dialling end. ``where`` names the listener in messages."""
+def introduce(
+    purpose: str, mode: Mode, key: bytes, identity: bytes, where: str, binding: bytes = b""
+) -> Exchange:
+    """The dialling end of the challenge. ``where`` names the listener in messages.
 
-    def __init__(
-        self,
-        purpose: str,
-        mode: Mode,
-        key: bytes,
-        identity: bytes,
-        attest: Callable[[], None],
-        where: str,
-        binding: bytes = b"",
-    ) -> None:
-        self._purpose = purpose
-        self._mode = mode
-        self._key = key
-        self._identity = identity
-        self._attest = attest
-        self._where = where
-        self._binding = binding
-        digest, nonce = _digest(purpose.encode()), os.urandom(NONCE_SIZE)
-        self._opening = _OPENING.pack(MAGIC, VERSION, mode, 0, digest, nonce)
-        self._answer = b""
-        self._verdict_seen = False
-        self.peer: PeerIdentity | None = None
-        self.need = REPLY_SIZE
+    Raises:
+        AuthenticationError: we were refused, or the listener did not prove itself.
+        ResourceExhaustedError: the listener's process has no resources for a connection now.
+    """
+    opening = _OPENING.pack(MAGIC, VERSION, mode, 0, _digest(purpose.encode()), os.urandom(NONCE_SIZE))
+    answer = yield opening, REPLY_SIZE
+    _check_reply(answer, purpose, where)
+    verdict = yield prove(key, "client", mode, opening, answer, binding), REPLY_SIZE
+    proof = _check_reply(verdict, purpose, where)
+    if not hmac.compare_digest(proof, prove(key, "server", mode, opening, answer, binding)):
+        raise AuthenticationError(
+            f"{where} did not prove itself to us: it does not know our secret, or another process is"
+            " between us"
+        )
+    message = yield b"", IDENTITY_SIZE
+    try:
+        peer = decode_identity(message)
+    except WireError as e:
+        raise AuthenticationError(f"{where} proved itself and then sent {e}") from e
+    yield identity, 0
+    return peer
 
-    def opening(self) -> bytes:
-        """The first message."""
-        return self._opening
 
-    def feed(self, message: bytes) -> bytes:
-        """Take one message of exactly ``need`` bytes, return what to send back.
-
-        Raises:
-            AuthenticationError: we were refused, or the listener did not prove itself.
-            ResourceExhaustedError: the listener's process has no resources for a connection now.
-        """
-        if self._verdict_seen:
-            try:
-                self.peer = decode_identity(message)
-            except WireError as e:
-                raise AuthenticationError(f"{self._where} proved itself and then sent {e}") from e
-            self.need = 0
-            return self._identity
-        magic, version, refusal, reserved, body = _REPLY.unpack(message)
-        if magic != MAGIC:
-            raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
-        if refusal == Refusal.EXHAUSTED:
-            lacks = peer_text(body.rstrip(b"\0").decode("ascii", "replace")) or "resources"
-            raise ResourceExhaustedError(
-                f"{self._where} refused us: {advice(refusal, self._purpose)} ({lacks})", resource=lacks
-            )
-        if refusal:
-            raise AuthenticationError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
-        if version != VERSION:
-            raise AuthenticationError(f"{self._where} refused us: {advice(Refusal.VERSION, self._purpose)}")
-        if reserved:
-            raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
-        if not self._answer:
-            if self._mode is Mode.SAME_USER:
-                self._attest()
-            self._answer = message
-            return prove(self._key, "client", self._mode, self._opening, message, self._binding)
-        proof = prove(self._key, "server", self._mode, self._opening, self._answer, self._binding)
-        if not hmac.compare_digest(body, proof):
-            raise AuthenticationError(
-                f"{self._where} did not prove itself to us: it does not know our"
-                f" {'token' if self._mode is Mode.TOKEN else 'secret'}, or another process is between us"
-            )
-        self._verdict_seen = True
-        self.need = IDENTITY_SIZE
-        return b""
+def _check_reply(message: bytes, purpose: str, where: str) -> bytes:
+    """What a reply that is no refusal holds. Raises as :func:`introduce`."""
+    magic, version, refusal, reserved, body = _REPLY.unpack(message)
+    if magic != MAGIC or (reserved and version == VERSION):
+        raise AuthenticationError(f"what answers at {where} is not a kvplug listener")
+    detail = peer_text(body.rstrip(b"\0").decode("ascii", "replace")) if refusal else ""
+    if version != VERSION:
+        why = "it speaks another version of the challenge; install the same kvplug on both ends"
+    elif refusal == Refusal.BUSY and detail:
+        lacks = f"its process has no free descriptor, thread or memory for another connection ({detail})"
+        raise ResourceExhaustedError(f"{where} refused us: {lacks}", resource=detail)
+    elif (refusal, detail) in _TEXTS:
+        why = _TEXTS[Refusal(refusal), detail][1].format(purpose=purpose)
+    elif refusal:
+        reason = f"number {refusal}: {detail or 'no detail'}"
+        why = f"for a reason this version does not know ({reason}); install the same kvplug"
+    else:
+        return bytes(body)
+    raise AuthenticationError(f"{where} refused us: {why}")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import functools
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import attrs
 
-from kvplug.config.addresses import ListenerContact, TcpAddress, UnixAddress, parse_contact
+from kvplug.config.addresses import Address, TcpAddress, UnixAddress, parse_contact
 from kvplug.errors import (
     AuthenticationError,
     ClosedError,
@@ -23,22 +22,26 @@ from kvplug.errors import (
     PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
-    WireError,
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.trust.addresses import HAS_ABSTRACT_SOCKETS, Resolved, resolve
-from kvplug.net.trust.challenge import ClientChallenge, Mode, Refusal, advice
+from kvplug.net.trust.addresses import resolve
+from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.identity import PeerIdentity, encode_identity, this_process
-from kvplug.net.trust.peercred import same_user, tcp_peer_uid, unix_peer_uid
+from kvplug.net.trust.identity import (
+    PeerIdentity,
+    encode_identity,
+    same_user,
+    this_process,
+    unix_peer_uid,
+)
 from kvplug.net.trust.relay import plain_end
 from kvplug.net.trust.tls import binding_of, refusal_of, wrap_dialled
 
 DIAL_TIMEOUT_S = 10.0
 """The default timeout of ``dial``."""
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.01, 0.25
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 
 
 @attrs.define(eq=False)
@@ -54,7 +57,7 @@ class Connection:
     mode: Mode
     """How the two ends proved themselves."""
     address: str
-    """Where the listener listens; never a token."""
+    """Where the listener listens."""
     since: float = attrs.field(factory=time.monotonic, init=False, repr=False)
     """When both ends had proved themselves, by ``time.monotonic``."""
 
@@ -70,7 +73,7 @@ class Connection:
     def is_same_user(self) -> bool:
         """Whether the kernel says that the other end runs as the user of this process: over Unix sockets
         only."""
-        if self.sock.family != getattr(socket, "AF_UNIX", None):
+        if self.sock.family != socket.AF_UNIX:
             return False
         try:
             uid = unix_peer_uid(self.sock)
@@ -106,7 +109,8 @@ def dial(
     ``purpose`` must be the listener's word for what it serves. ``label`` names this process to the listener.
 
     Raises:
-        InsecureAddressError: other hosts can reach that address and there is no secret; nothing is dialled.
+        InsecureAddressError: it is an address of TCP, and there is neither a secret nor TLS; nothing is
+            dialled.
         PeerGoneError: no process listens there, or it hung up. Not retried (see :func:`dial_until`).
         AuthenticationError: one end did not prove itself; the message says what to check.
         TimeoutError: no answer in time (10 s by default).
@@ -115,35 +119,29 @@ def dial(
         ResourceExhaustedError: the process has no free descriptor, or can start no more threads; or the
             listener's says so.
     """
-    target = parse_contact(contact)
-    with NamedExhaustion(f"connecting to {target}"):
-        return _dial(target, credentials, purpose, Deadline.after(timeout, DIAL_TIMEOUT_S), label)
-
-
-def _dial(
-    target: ListenerContact, credentials: Credentials, purpose: str, deadline: Deadline, label: str
-) -> Connection:
-    resolved: tuple[Resolved, ...] = ()
-    if isinstance(target.address, UnixAddress):
-        if not target.address.is_path and not HAS_ABSTRACT_SOCKETS:
-            raise WireError(f"{target} is an abstract Unix socket, which this platform does not have")
-    else:
-        resolved = resolve(target.address)
-        credentials.require_secret(target.address, resolved)
-    sock = _connect(target, resolved, deadline)
-    try:
-        with _in_words(str(target), deadline):
-            if credentials.tls is not None and isinstance(target.address, TcpAddress):
+    address, deadline = parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
+    where, mode = str(address), credentials.mode_at(address)
+    with NamedExhaustion(f"connecting to {where}"):
+        sock = _connect(address, deadline)
+        try:
+            with _in_words(where):
                 sock.settimeout(_seconds(deadline))
-                sock = wrap_dialled(sock, credentials.tls, target.address.host, str(target))
-            peer, mode = _prove(sock, target, credentials, purpose, deadline, label)
-            sock.settimeout(None)
-            if isinstance(sock, ssl.SSLSocket):
-                sock = plain_end(sock, str(target))
-    except BaseException:
-        sock.close()
-        raise
-    return Connection(sock, peer, purpose, mode, str(target))
+                if mode is Mode.SAME_USER:
+                    _check_listener(sock, where)  # before it gets a single byte
+                if credentials.tls is not None and isinstance(address, TcpAddress):
+                    sock = wrap_dialled(sock, credentials.tls, address.host, where)
+                binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
+                identity = encode_identity(this_process(label))
+                peer = _talk(
+                    sock, introduce(purpose, mode, credentials.key, identity, where, binding), deadline
+                )
+                sock.settimeout(None)
+                if isinstance(sock, ssl.SSLSocket):
+                    sock = plain_end(sock, where)
+        except BaseException:
+            sock.close()
+            raise
+    return Connection(sock, peer, purpose, mode, where)
 
 
 def dial_until(
@@ -164,23 +162,15 @@ def dial_until(
         ClosedError: ``stop`` was set; also in the pause between two tries.
         The rest as :func:`dial`, at once.
     """
-    began = time.monotonic()
-    pause = _RETRY_FIRST_S
+    began, pause, address = time.monotonic(), _RETRY_FIRST_S, parse_contact(contact)
     stop = stop or threading.Event()
     # The listener's last answer, if it was one. A try without an answer keeps it: the last try may be short.
     shortage: ResourceExhaustedError | None = None
-    while True:
-        if stop.is_set():
-            raise ClosedError(f"{parse_contact(contact)} is not waited for any more: this end was closed")
-        remaining = deadline.remaining()
+    while not stop.is_set():
+        left = deadline.remaining()
+        limit = DIAL_TIMEOUT_S if left is None else max(0.05, min(left, DIAL_TIMEOUT_S))
         try:
-            return dial(
-                contact,
-                credentials,
-                purpose,
-                DIAL_TIMEOUT_S if remaining is None else max(0.05, min(remaining, DIAL_TIMEOUT_S)),
-                label=label,
-            )
+            return dial(contact, credentials, purpose, limit, label=label)
         except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
             if isinstance(e, ResourceExhaustedError):
                 if e.__cause__ is not None:
@@ -188,16 +178,16 @@ def dial_until(
                 shortage = e
             elif isinstance(e, PeerGoneError):
                 shortage = None
-            remaining = deadline.remaining()
-            if remaining is not None and remaining <= 0:
-                waited = time.monotonic() - began
-                where = f"at {parse_contact(contact)} in {waited:.1f} s (last: {shortage or e})"
+            if deadline.expired:
+                where = f"at {address} in {time.monotonic() - began:.1f} s (last: {shortage or e})"
                 if shortage is not None:
                     text = f"no connection was made {where}"
                     raise ResourceExhaustedError(text, resource=shortage.resource) from e
                 raise TimeoutError(f"no listener answered {where}") from e
-        stop.wait(pause if remaining is None else min(pause, remaining))
+        left = deadline.remaining()
+        stop.wait(pause if left is None else min(pause, left))
         pause = min(pause * 2, _RETRY_MAX_S)
+    raise ClosedError(f"{address} is not waited for any more: this end was closed")
 
 
 def tune(sock: socket.socket) -> None:
@@ -207,13 +197,12 @@ def tune(sock: socket.socket) -> None:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @contextlib.contextmanager
-def _in_words(where: str, deadline: Deadline) -> Iterator[None]:
+def _in_words(where: str) -> Iterator[None]:
     """Map foreign exceptions of a dial to kvplug's."""
     try:
         yield
@@ -234,113 +223,75 @@ def _in_words(where: str, deadline: Deadline) -> Iterator[None]:
         raise PeerGoneError(f"{where} cannot be reached: {e.strerror or e}") from e
 
 
-def _connect(target: ListenerContact, resolved: tuple[Resolved, ...], deadline: Deadline) -> socket.socket:
-    if isinstance(target.address, UnixAddress):
-        with _in_words(str(target), deadline):
-            return _connect_unix(target.address, deadline)
+def _connect(address: Address, deadline: Deadline) -> socket.socket:
+    ends: list[tuple[int, Any]]
+    if isinstance(address, UnixAddress):
+        ends = [(socket.AF_UNIX, address.sockaddr)]
+    else:
+        ends = [*resolve(address)]
     error: PeerGoneError | TimeoutError | None = None
-    for end in resolved:
+    for family, sockaddr in ends:
         try:
-            with _in_words(str(target), deadline):
-                sock = socket.socket(end.family, socket.SOCK_STREAM)
-        except PeerGoneError as e:
-            error = e
-            continue
-        try:
-            with _in_words(str(target), deadline):
-                sock.settimeout(_seconds(deadline))
-                sock.connect(end.sockaddr)
-                if sock.getsockname() == sock.getpeername():
-                    # A port in the ephemeral range without a listener: the kernel chose it for our
-                    # own end too, and connected the socket to itself.
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
-                tune(sock)
-                return sock
+            with _in_words(str(address)):
+                return _connect_to(family, sockaddr, deadline)
         except (PeerGoneError, TimeoutError) as e:
-            sock.close()
             error = e
-        except BaseException:
-            sock.close()
-            raise
-    raise error or PeerGoneError(f"{target} has no address that can be dialled")
+    raise error or PeerGoneError(f"{address} has no address that can be dialled")
 
 
-def _connect_unix(address: UnixAddress, deadline: Deadline) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         while True:
             sock.settimeout(_seconds(deadline))
             try:
-                sock.connect(address.sockaddr)
-                return sock
+                sock.connect(sockaddr)
+                break
             except BlockingIOError:
-                # The backlog is full: a Unix socket says so at once instead of waiting.
+                # The backlog of a Unix socket is full: it says so at once instead of waiting.
                 if deadline.expired:
                     raise builtins.TimeoutError from None
                 time.sleep(0.005)
+        if family != socket.AF_UNIX:
+            if sock.getsockname() == sock.getpeername():
+                # A port in the ephemeral range without a listener: the kernel chose it for our own end too,
+                # and connected the socket to itself.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
+            tune(sock)
+        return sock
     except BaseException:
         sock.close()
         raise
 
 
-def _prove(
-    sock: socket.socket,
-    target: ListenerContact,
-    credentials: Credentials,
-    purpose: str,
-    deadline: Deadline,
-    label: str,
-) -> tuple[PeerIdentity, Mode]:
-    mode, key = _client_mode(target, credentials)
-    attest = functools.partial(_attest_listener, sock, target)
-    if mode is Mode.SAME_USER and isinstance(target.address, UnixAddress):
-        attest()  # before a single byte is sent to what may be another user's socket
-    identity = encode_identity(this_process(label))
-    binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
-    challenge = ClientChallenge(purpose, mode, key, identity, attest, str(target), binding)
-    outgoing = challenge.opening()
+def _check_listener(sock: socket.socket, where: str) -> None:
+    uid = unix_peer_uid(sock)
+    if uid is None or not same_user(uid):
+        raise AuthenticationError(
+            f"refused to talk to {where}: it belongs to another user of this host (uid {uid}); run both ends"
+            " as one user or with a secret"
+        )
+
+
+def _talk(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerIdentity:
+    """Carry the dialling end of a challenge over the socket."""
+    message: bytes | None = None
     while True:
+        try:
+            outgoing, size = challenge.send(message)  # type: ignore[arg-type]  # None: the first one
+        except StopIteration as proven:
+            return proven.value  # type: ignore[no-any-return]
         sock.settimeout(_seconds(deadline))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLError):
             sock.sendall(outgoing)  # refused already? then the reason is waiting to be read
-        if challenge.peer is not None:
-            return challenge.peer, mode
-        outgoing = b""
-        while not outgoing:
-            outgoing = challenge.feed(_recv_exactly(sock, challenge.need, deadline))
-
-
-def _client_mode(target: ListenerContact, credentials: Credentials) -> tuple[Mode, bytes]:
-    if credentials.secret is not None:
-        return Mode.SECRET, credentials.secret.reveal()
-    if target.token:
-        return Mode.TOKEN, target.token.encode()
-    return Mode.SAME_USER, b""
-
-
-def _attest_listener(sock: socket.socket, target: ListenerContact) -> None:
-    unix = isinstance(target.address, UnixAddress)
-    uid = unix_peer_uid(sock) if unix else tcp_peer_uid(sock)
-    if uid is None:
-        raise AuthenticationError(
-            f"the kernel does not say which user listens at {target}; use the listener's whole contact"
-            " (with its token) or give both ends a secret"
-        )
-    if not same_user(uid):
-        raise AuthenticationError(
-            f"refused to talk to {target}: {advice(Refusal.OTHER_USER, '')} (uid {uid})"
-        )
-
-
-def _recv_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        sock.settimeout(_seconds(deadline))
-        chunk = sock.recv(size - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return bytes(data)
+        received = bytearray()
+        while len(received) < size:
+            sock.settimeout(_seconds(deadline))
+            chunk = sock.recv(size - len(received))
+            if not chunk:
+                raise EOFError
+            received += chunk
+        message = bytes(received)
 
 
 def _seconds(deadline: Deadline) -> float | None:

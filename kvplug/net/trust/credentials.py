@@ -1,19 +1,19 @@
-"""The secret that the processes of one deployment share, and the addresses that need one."""
+"""The credentials of a process: what it proves itself with, and which address needs what."""
 
 from __future__ import annotations
 
 import logging
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.config.addresses import Address, TcpAddress, UnixAddress, parse_address
+from kvplug.config.addresses import Address, UnixAddress
 from kvplug.errors import ConfigError, InsecureAddressError
 from kvplug.net.exhaustion import raise_if_exhausted
-from kvplug.net.trust.addresses import Resolved, is_loopback
+from kvplug.net.trust.challenge import Mode
 
 if TYPE_CHECKING:
     from kvplug.net.trust.tls import TlsFiles
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 SECRET_VARIABLE = "KVPLUG_SECRET"  # noqa: S105  (the name of a variable, not a secret)
 MIN_SECRET_BYTES = 16
 _MAX_SECRET_BYTES = 4096
-_HOW = "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
+_HOW = "`kvplug config secret FILE` makes one"
 
 
 class Secret:
@@ -98,13 +98,14 @@ class Secret:
 
 @attrs.frozen
 class Credentials:
-    """What this process proves itself with. Without a secret: that it runs as the same user on the same host.
+    """What this process proves itself with. Without any: that it runs as the same user on the same host.
 
-    >>> Credentials().require_secret("127.0.0.1:7000")
-    >>> Credentials().require_secret("192.0.2.1:7000")
+    >>> Credentials().mode_at(UnixAddress("kvplug"))
+    <Mode.SAME_USER: 2>
+    >>> Credentials().mode_at(TcpAddress("127.0.0.1", 7000))
     Traceback (most recent call last):
         ...
-    kvplug.errors.InsecureAddressError: bad configuration: 192.0.2.1:7000 can be reached from other hosts, ...
+    kvplug.errors.InsecureAddressError: bad configuration: 127.0.0.1:7000 is an address of TCP, ...
     """
 
     secret: Secret | None = None
@@ -113,48 +114,43 @@ class Credentials:
     """For connections over TCP. Unix sockets never leave the host, and use no TLS."""
 
     @classmethod
-    def for_host(
+    def load(
         cls,
-        host: str,
         *,
         secret_file: str | os.PathLike[str] | None = None,
         tls: TlsFiles | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Credentials:
-        """The credentials of a process that listens at or dials ``host`` (or ``unix:@name``).
-
-        The file goes before ``KVPLUG_SECRET``.
+        """From the file with a secret, else from ``KVPLUG_SECRET``; and TLS files.
 
         Raises:
             ConfigError: the secret cannot be read, or a TLS file cannot be used.
-            InsecureAddressError: other hosts can reach ``host`` and there is no secret.
         """
-        secret = Secret.from_file(secret_file) if secret_file else Secret.from_env(environ)
-        credentials = cls(secret, tls)
         if tls is not None:
             tls.for_listener()  # a file that cannot be used is a fault now, not at the first connection
-        credentials.require_secret(UnixAddress("") if host.startswith("unix:") else TcpAddress(host, 0))
-        return credentials
+        return cls(Secret.from_file(secret_file) if secret_file else Secret.from_env(environ), tls)
 
-    def require_secret(self, address: Address | str, resolved: Sequence[Resolved] | None = None) -> None:
-        """Refuse an address that other hosts can reach, unless there is a secret.
+    @property
+    def key(self) -> bytes:
+        """For deriving keys: the secret, or nothing."""
+        return b"" if self.secret is None else self.secret.reveal()
 
-        ``resolved`` is what the address stands for, where the caller has looked it up already.
+    def mode_at(self, address: Address, field: str = "") -> Mode:
+        """How both ends of a connection at ``address`` prove themselves. ``field`` names it in errors.
 
         Raises:
-            InsecureAddressError: as said, and what to do about it.
+            InsecureAddressError: it is an address of TCP, and there is neither a secret nor TLS.
         """
-        if isinstance(address, str):
-            address = parse_address(address)
-        if self.secret is not None or isinstance(address, UnixAddress):
-            return
-        if resolved is None:
-            safe = is_loopback(address.host)
-        else:
-            safe = bool(resolved) and all(r.loopback for r in resolved)
-        if not safe:
-            where = address if address.port else address.host
-            raise InsecureAddressError(
-                f"{where} can be reached from other hosts, and there is no secret: set {SECRET_VARIABLE}"
-                f" or secret_file on both sides ({_HOW}), or use 127.0.0.1 or unix:@name on one host"
-            )
+        if self.secret is not None:
+            return Mode.SECRET
+        if isinstance(address, UnixAddress):
+            return Mode.SAME_USER
+        if self.tls is not None:
+            return Mode.CERTIFICATE
+        where = address if address.port else address.host
+        raise InsecureAddressError(
+            f"{field and field + ': '}{where} is an address of TCP, which others can reach too, and there is"
+            f" neither a secret nor TLS: set secret_file on both ends to one file ({_HOW}), or"
+            f" {SECRET_VARIABLE} to what it holds, or tls_cert, tls_key and tls_ca; or use host ="
+            ' "unix:@kvplug" on one host'
+        )

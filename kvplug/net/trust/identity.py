@@ -1,9 +1,11 @@
-"""The identity of a process, exact enough to watch for its death."""
+"""The identity of a process, exact enough to watch for its death; and the user behind a Unix socket."""
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
+import struct
 import sys
 
 import attrs
@@ -12,11 +14,12 @@ import msgspec
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
 from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.peer_text import peer_text
-from kvplug.net.trust.host import boot_id, namespace
 
 IDENTITY_SIZE = 512
 """Bytes of an identity on the wire: fixed, so that a peer cannot claim more memory."""
 _MAX_TEXT = 96
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_UCRED = struct.Struct("iII")
 
 
 def _short(text: str) -> str:
@@ -167,3 +170,67 @@ def _start_time(pid: int) -> int:
         line = f.read()
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     return int(line.rpartition(b")")[2].split()[19])
+
+
+def boot_id() -> str:
+    """Of the running kernel: two processes with equal ones are on one host. Empty where there is none.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor to read it.
+    """
+    try:
+        return _boot_id()
+    except OSError as e:
+        raise_if_exhausted(e, f"reading {_BOOT_ID}")
+        return ""
+
+
+def namespace(kind: str) -> str:
+    """The namespace (``"pid"``, ``"net"``) of this process. Empty where the kernel does not show it.
+
+    Raises:
+        ResourceExhaustedError: the host has no memory left to say it.
+    """
+    # Not cached: a process may move to another network namespace.
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError as e:
+        raise_if_exhausted(e, f"reading the namespace {kind!r}")
+        return ""
+
+
+@functools.cache  # of what it returns; what it raises is not kept
+def _boot_id() -> str:
+    with open(_BOOT_ID, encoding="utf-8") as f:
+        return f.read().strip()
+
+
+def unix_peer_uid(sock: socket.socket) -> int | None:
+    """Effective uid of the process that connected, or that called ``listen``; ``None``: the kernel does not
+    say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
+def same_user(uid: int) -> bool:
+    """Whether ``uid``, as the kernel showed it to us, is the user this process runs as.
+
+    In a user namespace the kernel shows every user without a mapping as the overflow uid (65534, "nobody").
+    A process that itself has that uid cannot distinguish such users and gets False.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor to find out.
+    """
+    if uid != os.geteuid():
+        return False
+    try:
+        with open("/proc/sys/kernel/overflowuid", encoding="utf-8") as f:
+            if int(f.read()) != uid:
+                return True
+        with open("/proc/self/uid_map", encoding="utf-8") as f:
+            return f.read().split() == ["0", "0", str(2**32 - 1)]
+    except OSError as e:
+        raise_if_exhausted(e, "checking the user of a connection")
+        return True

@@ -18,7 +18,7 @@ from kvplug.net.trust.addresses import local_domain
 
 @attrs.frozen
 class Contact:
-    """Where a listener of one transport listens. The addresses may carry tokens: not for logs.
+    """Where a listener of one transport listens.
 
     A transport subclasses it and says what its contacts look like; ``str`` writes one.
 
@@ -41,7 +41,7 @@ class Contact:
 
     domain: str
     """The domain in which the Unix sockets among the addresses can be reached."""
-    addresses: tuple[str, ...] = attrs.field(repr=False)
+    addresses: tuple[str, ...]
     """Contacts of listeners; the first is to be tried first."""
 
     @classmethod

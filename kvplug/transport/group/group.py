@@ -119,7 +119,7 @@ class StatelessGroup:
 
     @property
     def contact(self) -> str:
-        """On rank 0, the contact that the others dial; may carry a token. Empty on other ranks."""
+        """On rank 0, the contact that the others dial. Empty on other ranks."""
         return self._listener.contact if self._listener is not None else ""
 
     @property

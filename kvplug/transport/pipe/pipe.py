@@ -177,7 +177,7 @@ class PipeListener(abc.ABC):
     @property
     @abc.abstractmethod
     def contact(self) -> str:
-        """A short opaque string, for one ``connect`` or many. May carry a token: do not log it."""
+        """A short opaque string, for one ``connect`` or many."""
 
     @abc.abstractmethod
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:

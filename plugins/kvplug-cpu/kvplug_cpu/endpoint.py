@@ -5,13 +5,12 @@ from __future__ import annotations
 from kvplug import ConfigError
 from kvplug.transport import (
     ContactEndpoint,
-    Credentials,
     Deadline,
-    InsecureAddressError,
     Listener,
     Pipe,
     PipeContext,
     PipeListener,
+    is_loopback,
     unix_address,
 )
 from kvplug_cpu import join
@@ -50,7 +49,7 @@ class CpuEndpoint(ContactEndpoint):
             return [unix_address(host)]
         tcp = f"[{host}]:0" if ":" in host else f"{host}:0"
         if kind == "auto":
-            return ["unix:", tcp] if _other_hosts_reach(tcp) else ["unix:"]
+            return ["unix:"] if is_loopback(host) else ["unix:", tcp]
         return ["unix:"] if kind == "unix" else [tcp]
 
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:
@@ -62,12 +61,3 @@ class CpuEndpoint(ContactEndpoint):
         return join.connect(
             lambda: self._dial(address, deadline), self._options.connections, self._settings, deadline
         )
-
-
-def _other_hosts_reach(address: str) -> bool:
-    """Whether only this host can reach it. The core decides: these addresses need no secret."""
-    try:
-        Credentials().require_secret(address)
-    except InsecureAddressError:
-        return True
-    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from kvplug.transport import Connection, Credentials, Deadline, PipeContext, dial
+from kvplug.transport import Connection, Credentials, Deadline, PipeContext, Secret, dial
 from kvplug_cpu.contact import CpuContact
 from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.join import CONTROL, PURPOSE, Join
@@ -15,12 +15,13 @@ from kvplug_testing.resources import Resources
 
 OF_CONTEXT = ("credentials", "device", "heartbeat_timeout_s", "host")
 MIB = 1 << 20
+SECRET = Credentials(Secret("the secret of both ends"))
 
 
 def make_endpoint(socket: str = "unix", **given: Any) -> CpuEndpoint:
     """``given``: of the context, or options."""
     context = {key: given.pop(key) for key in OF_CONTEXT if key in given}
-    usual = {"credentials": Credentials(), "timeout_s": 20.0, "heartbeat_timeout_s": 10.0}
+    usual = {"credentials": SECRET, "host": "127.0.0.1", "timeout_s": 20.0, "heartbeat_timeout_s": 10.0}
     return CpuEndpoint(PipeContext(options=CpuOptions(socket=socket, **given), **{**usual, **context}))
 
 
@@ -31,7 +32,7 @@ def num_sockets() -> int:
 
 def guest(contact: str) -> Connection:
     """A connection to a listener that has proved itself, and does not join."""
-    return dial(CpuContact.parse(contact).addresses[0], Credentials(), PURPOSE, 5)
+    return dial(CpuContact.parse(contact).addresses[0], SECRET, PURPOSE, 5)
 
 
 class PeerByHand:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
+from kvplug.transport import Credentials, PipeContext, PipeEndpoint, Secret
 from kvplug_testing import PipeContract
 
 
@@ -20,3 +22,10 @@ class TestCpuPipeOverTcp(PipeContract):
     transport = "cpu"
     options: ClassVar[dict[str, Any]] = {"socket": "tcp"}
     lies = 15
+
+    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        """TCP needs a host, and a secret."""
+        if context.host.startswith("unix:"):
+            secret = context.credentials.secret or Secret("the secret of both ends")
+            context = attrs.evolve(context, host="127.0.0.1", credentials=Credentials(secret))
+        return super().make_endpoint(context)

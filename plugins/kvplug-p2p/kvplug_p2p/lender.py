@@ -111,7 +111,7 @@ class Lender:
         self._views: CacheViews | None = None
         self._listener: PeerListener = context.peers.listen()
         self.contact = self._listener.contact
-        """Where decode engines find this worker. May carry a token: do not log it."""
+        """Where decode engines find this worker."""
         close_after_fork(self)
         self._checksum = next(iter(context.checksums), None)
         self._unhashed: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()

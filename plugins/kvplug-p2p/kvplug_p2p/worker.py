@@ -76,7 +76,7 @@ class P2PWorker(WorkerConnector):
 
     @property
     def contact(self) -> str:
-        """Where decode engines find this worker; empty where it serves none. It may carry a token."""
+        """Where decode engines find this worker; empty where it serves none."""
         return "" if self._lender is None else self._lender.contact
 
     @property

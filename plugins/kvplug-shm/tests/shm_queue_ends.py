@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplug import KvplugError
-from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, dial
+from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, Secret, dial
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
@@ -24,6 +24,7 @@ from kvplug_testing.waits import until
 PATIENCE_S = 30.0
 CHUNK = 1 << 16
 CHUNKS = 4
+SECRET = Credentials(Secret("a secret that these tests share"))
 
 
 def endpoint(*, options: dict[str, Any] | None = None, **context: Any) -> ShmQueueEndpoint:
@@ -34,6 +35,8 @@ def endpoint(*, options: dict[str, Any] | None = None, **context: Any) -> ShmQue
         "max_chunks": CHUNKS,
         "timeout_s": PATIENCE_S,
     }
+    if context.get("local_reader_ranks") == ():  # all are on the network
+        usual |= {"host": "127.0.0.1", "credentials": SECRET}
     return ShmQueueEndpoint(QueueContext(**{**usual, **context}))
 
 

@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import Credentials, QueueHandle, Secret
+from kvplug.transport import QueueHandle
 
-SECRET: Final = Credentials(Secret("a secret that these tests share"))
 NETWORK: Final[dict[str, Any]] = {"local_reader_ranks": ()}
 """All readers are on the network."""
 
@@ -23,7 +22,7 @@ def with_network(handle: QueueHandle, **changes: Any) -> QueueHandle:
 
 def address_of(handle: QueueHandle) -> tuple[str, int]:
     """Where the writer listens."""
-    host, _, port = str(handle.data["network"]["address"]).rpartition(":")
+    host, _, port = str(handle.data["network"]["contact"]).rpartition(":")
     return host.strip("[]"), int(port)
 
 
@@ -33,9 +32,7 @@ class Wire:
     def __init__(self, handle: QueueHandle) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         here = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        network = handle.data["network"]
-        contact = network["contact"].replace(network["address"], here)
-        self.handle = with_network(handle, address=here, contact=contact)
+        self.handle = with_network(handle, contact=here)
         self._there = address_of(handle)
         self._ends: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()

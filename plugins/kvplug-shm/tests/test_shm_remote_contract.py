@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport import QueueEndpoint
+from kvplug.transport import Credentials, QueueEndpoint, Secret
 from kvplug_testing import MessageQueueContract
+
+SECRET = Credentials(Secret("a secret that these tests share"))
 
 
 @pytest.mark.variant
@@ -15,4 +17,5 @@ class TestShmQueueOverTheNetwork(MessageQueueContract):
     transport = "shm"
 
     def endpoint(self, **context: Any) -> QueueEndpoint:
-        return super().endpoint(**{"local_reader_ranks": (), **context})
+        network = {"local_reader_ranks": (), "host": "127.0.0.1", "credentials": SECRET}
+        return super().endpoint(**{**network, **context})

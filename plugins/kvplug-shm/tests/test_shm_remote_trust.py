@@ -32,7 +32,7 @@ from kvplug_shm.queue.remote_keys import Keys
 from kvplug_testing.waits import Call, until
 
 queue, child = ends.queue, ends.child
-NETWORK, SECRET, with_network = remote.NETWORK, remote.SECRET, remote.with_network
+NETWORK, SECRET, with_network = remote.NETWORK, ends.SECRET, remote.with_network
 MIB = 1 << 20
 WHO = {
     "boot_id": "another host",
@@ -47,11 +47,11 @@ WHO = {
 
 @pytest.fixture
 def writer(queue: Any) -> Any:
-    return queue(2, attached=0, credentials=SECRET, **NETWORK)[0]
+    return queue(2, attached=0, **NETWORK)[0]
 
 
 def joined(handle: QueueHandle, rank: int = 0, credentials: Credentials = SECRET) -> Any:
-    return ends.endpoint(credentials=credentials, **NETWORK).create_from_handle(handle, rank)
+    return ends.endpoint(**NETWORK, credentials=credentials).create_from_handle(handle, rank)
 
 
 def contact_of(handle: QueueHandle) -> RemoteContact:
@@ -80,17 +80,17 @@ def test_the_same_secret_gets_in_and_another_or_none_does_not(writer: Any, queue
     with pytest.raises(AuthenticationError, match="has a secret and this end has none"):
         joined(handle, 0, Credentials())
     with pytest.raises(AuthenticationError, match="this end has a secret and the writer"):
-        joined(queue(attached=0, **NETWORK)[0].export_handle())
+        joined(with_network(handle, token="ab" * 32))
     assert not has_come(writer)
     goes_on(writer)
 
 
-def test_an_address_that_other_hosts_reach_needs_a_secret(queue: Any) -> None:
+def test_the_network_needs_a_secret(queue: Any) -> None:
     with pytest.raises(InsecureAddressError):
-        queue(host="0.0.0.0", **NETWORK)
+        queue(credentials=Credentials(), **NETWORK)
     handle = queue(attached=0, **NETWORK)[0].export_handle()
     with pytest.raises(InsecureAddressError):
-        joined(with_network(handle, contact="192.0.2.1:9", address="192.0.2.1:9"), 0, Credentials())
+        joined(with_network(handle, token="ab" * 32), 0, Credentials())
 
 
 def test_every_role_has_a_key_of_its_own() -> None:
@@ -205,7 +205,7 @@ class LyingWriter:
 
     def __init__(self) -> None:
         self._door = FrontDoor("127.0.0.1", SECRET)
-        contact = new_contact(self._door.contact, self._door.address, SECRET)
+        contact = new_contact(self._door.contact, SECRET)
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0

@@ -19,7 +19,7 @@ from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_testing.waits import Call, until
 
 queue, child = ends.queue, ends.child
-NETWORK, SECRET = remote.NETWORK, remote.SECRET
+NETWORK, SECRET = remote.NETWORK, ends.SECRET
 
 
 # -- which way -------------------------------------------------------------------------------------------

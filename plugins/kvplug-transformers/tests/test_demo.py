@@ -210,9 +210,9 @@ def test_without_json_the_text_is_streamed_and_a_table_follows(model):
 @pytest.fixture(scope="module")
 def contact(model) -> Iterator[str]:
     """How to reach a prefill terminal, which has the KV of seventy words and ends with Ctrl-C."""
-    arguments = ("--model", model, "--prompt", words(70), "--listen", "127.0.0.1:0", "--layout", "KBHTD")
+    arguments = ("--model", model, "--prompt", words(70), "--listen", "unix:", "--layout", "KBHTD")
     with started("prefill", *arguments) as prefill:
-        yield read_until(prefill.stdout, "kvplug demo decode --connect").split("'")[1]
+        yield read_until(prefill.stdout, "kvplug demo decode --connect").split()[-1]
         prefill.send_signal(signal.SIGINT)
         assert prefill.wait(timeout=10) == 130
 
@@ -250,10 +250,10 @@ def test_two_models_are_refused_with_what_differs(tiny, contact):
 
 
 def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):
-    arguments = ("--model", model, "--prompt", words(70), "--connect", "127.0.0.1:9")
+    arguments = ("--model", model, "--prompt", words(70), "--connect", "unix:@kvplug-nobody")
     done = run("decode", *arguments, KVPLUG_CONNECT_TIMEOUT_S="1")
     assert done.returncode == 1
-    assert "127.0.0.1:9" in done.stderr
+    assert "unix:@kvplug-nobody" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -271,10 +271,10 @@ def test_two_workers_load_from_two_and_the_table_names_what_is_between_them(mode
 
 def test_two_terminals_may_have_two_workers_each(model):
     arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(70))
-    with started("prefill", *arguments, "--listen", "127.0.0.1:0") as prefill:
+    with started("prefill", *arguments, "--listen", "unix:") as prefill:
         command = read_until(prefill.stdout, "kvplug demo decode --connect")
-        assert command.endswith("' --tensor-parallel 2\n")
-        found = report(run("decode", *arguments, "--json", "--connect", command.split("'")[1]))
+        assert command.endswith(" --tensor-parallel 2\n")
+        found = report(run("decode", *arguments, "--json", "--connect", command.split()[4]))
     assert (found["tokens_loaded"], found["identical"]) == (64, True)
 
 

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import traceback
-
 import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.config.addresses import (
-    ListenerContact,
     TcpAddress,
     UnixAddress,
     parse_address,
@@ -15,8 +12,6 @@ from kvplug.config.addresses import (
 )
 from kvplug.errors import ConfigError, WireError
 from kvplug.net.trust.addresses import is_loopback
-
-TOKEN = "A" * 32
 
 
 @pytest.mark.parametrize(
@@ -68,23 +63,15 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
     assert parse_address(str(address)) == address
 
 
-def test_a_contact_hides_its_token_unless_it_is_asked_to_reveal_it() -> None:
-    contact = ListenerContact(TcpAddress("127.0.0.1", 80), TOKEN)
-    assert parse_contact(contact.reveal()) == contact
-    for shown in (str(contact), repr(contact), f"{contact}", f"{contact!r}"):
-        assert TOKEN not in shown
-
-
 @pytest.mark.parametrize(
     "text",
-    [f"127.0.0.1:80?token={TOKEN}&x=1", "127.0.0.1:80?token=short", f"unix:@a?token={TOKEN}", "127.0.0.1:0",
-     "unix:", f"nonsense?token={TOKEN}", f"tcp://127.0.0.1:5&token={TOKEN}", f"127.0.0.1:5/token{TOKEN}",
-     f"tcp://[::1]5#token={TOKEN}"],
+    ["127.0.0.1:0", "unix:", "nonsense", "tcp://127.0.0.1:5", "127.0.0.1:5?token=abc", "127.0.0.1:5/a",
+     "host:80" + " " * 600, "\x1b[2J:80"],
 )  # fmt: skip
-def test_a_bad_contact_is_refused_and_not_even_the_traceback_shows_its_token(text: str) -> None:
+def test_what_is_no_contact_is_a_wire_error_of_printable_text(text: str) -> None:
     with pytest.raises(WireError) as caught:
         parse_contact(text)
-    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(

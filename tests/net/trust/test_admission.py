@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from kvplug.net.trust.admission import BURST, PER_SECOND, Admission
+from kvplug.net.trust.strangers import BURST, PER_SECOND, Admission
 
 
 def test_a_flood_drops_its_own_connections_and_leaves_places_for_others() -> None:

@@ -14,15 +14,16 @@ import pytest
 from kvplug.errors import BusyError, ClosedError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.trust.challenge import Mode
 from kvplug.net.trust.channel import MAX_FRAME_BYTES, Channel
-from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.connection import Connection, dial
+from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.identity import PeerIdentity
-from kvplug.net.trust.listener import Listener, dial
+from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
+SECRET = Credentials(Secret("the secret of these tests"))
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
 ELSEWHERE = PeerIdentity(pid=1, host="elsewhere", label="peer")
@@ -168,14 +169,14 @@ def test_a_second_receiver_is_busy_and_senders_take_turns(pair: tuple[Channel, C
 
 def lives(parent: peers.Parent, contact: str) -> None:
     """The process at the other end."""
-    with Channel(dial(contact, Credentials(), "test", 10)) as channel:
+    with Channel(dial(contact, SECRET, "test", 10)) as channel:
         channel.send("here")
         parent.recv(None)
 
 
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
 def test_a_killed_peer_wakes_who_waits_for_it(address: str) -> None:
-    with Listener.open(address, Credentials(), "test") as listener:
+    with Listener.open(address, SECRET, "test") as listener:
         child = peers.start(lives, listener.contact)
         channel = Channel(listener.accept(20), timeout_s=10)
     with child, channel:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvplug.config.addresses import TcpAddress, UnixAddress
 from kvplug.errors import ConfigError, InsecureAddressError
+from kvplug.net.trust.challenge import Mode
 from kvplug.net.trust.credentials import Credentials, Secret
+from kvplug.net.trust.tls import TlsFiles
 
 HIDDEN = "correct horse battery staple"
 
@@ -28,11 +31,11 @@ def test_a_secret_comes_from_the_environment_or_a_file_without_white_space(tmp_p
     file.write_text(HIDDEN + "\n")
     file.chmod(0o600)
     environ = {"KVPLUG_SECRET": "  " + HIDDEN.upper() + " \n"}
-    from_env = Credentials.for_host("127.0.0.1", environ=environ)
-    from_file = Credentials.for_host("10.0.0.1", secret_file=file, environ=environ)
+    from_env = Credentials.load(environ=environ)
+    from_file = Credentials.load(secret_file=file, environ=environ)
     assert from_env.secret is not None and from_env.secret.reveal() == HIDDEN.upper().encode()
     assert from_file.secret is not None and from_file.secret.reveal() == HIDDEN.encode()
-    assert Credentials.for_host("127.0.0.1", environ={}) == Credentials()
+    assert Credentials.load(environ={}) == Credentials()
 
 
 @pytest.mark.parametrize("content", ["", "short", "x" * 5000])
@@ -60,10 +63,16 @@ def test_a_secret_file_that_others_can_read_is_warned_about(
     os.unlink(file)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "fe80::1", "no-such-host.invalid"])
-def test_an_address_others_can_reach_needs_a_secret_and_one_host_none(host: str) -> None:
-    with pytest.raises(InsecureAddressError, match="KVPLUG_SECRET"):
-        Credentials.for_host(host, environ={})
-    Credentials.for_host(host, environ={"KVPLUG_SECRET": HIDDEN})
-    for own in ("127.0.0.1", "::1", "localhost", "unix:@kvplug-x"):
-        Credentials.for_host(own, environ={})
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "10.1.2.3", "no-such-host.invalid"]
+)
+def test_tcp_needs_a_secret_or_tls_and_a_unix_socket_neither(host: str) -> None:
+    address, tls = TcpAddress(host, 0), TlsFiles(cert="c", key="k", ca="a")
+    with pytest.raises(InsecureAddressError, match=r"host: .*set secret_file.*kvplug config secret FILE"):
+        Credentials().mode_at(address, "host")
+    assert Credentials(Secret(HIDDEN)).mode_at(address) is Mode.SECRET
+    assert Credentials(Secret(HIDDEN), tls).mode_at(address) is Mode.SECRET
+    assert Credentials(tls=tls).mode_at(address) is Mode.CERTIFICATE
+    for own in ("kvplug-x", "/run/kvplug/store.sock"):
+        assert Credentials().mode_at(UnixAddress(own)) is Mode.SAME_USER
+        assert Credentials(tls=tls).mode_at(UnixAddress(own)) is Mode.SAME_USER

@@ -28,8 +28,9 @@ import pytest
 
 from kvplug.errors import PeerGoneError, WireError
 from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.connection import dial
 from kvplug.net.trust.credentials import Credentials, Secret
-from kvplug.net.trust.listener import Listener, dial
+from kvplug.net.trust.listener import Listener
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.transport.group.client import PURPOSE
 from kvplug.transport.group.group import StatelessGroup
@@ -67,9 +68,13 @@ def two() -> Iterator[Callable[[str], tuple[Listener, StatelessGroup, StatelessG
     with ExitStack() as stack:
 
         def make(address: str) -> tuple[Listener, StatelessGroup, StatelessGroup]:
-            listener = StatelessGroup.listen(address)
-            zero = Call(lambda: StatelessGroup.create(listener, rank=0, world_size=2, timeout=20))
-            one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20)
+            listener = StatelessGroup.listen(address, SECRET)
+            zero = Call(
+                lambda: StatelessGroup.create(listener, rank=0, world_size=2, credentials=SECRET, timeout=20)
+            )
+            one = StatelessGroup.create(
+                listener.contact, rank=1, world_size=2, credentials=SECRET, timeout=20
+            )
             stack.callback(one.close)
             stack.callback(zero.result().close)
             return listener, zero.result(), one
@@ -84,7 +89,7 @@ def test_cve_2025_47277_the_store_listens_on_the_interface_it_was_given_and_on_n
     one.set("k", 1)
     assert group.get("k") == 1
     opened = [address for address in ours() if address not in before]
-    port = int(listener.address.rsplit(":", 1)[1])
+    port = int(listener.contact.rsplit(":", 1)[1])
     assert opened == [f"{LOOPBACK}:{port:04X}"]
     one.close()
     group.close()
@@ -94,7 +99,7 @@ def test_cve_2025_47277_the_store_listens_on_the_interface_it_was_given_and_on_n
 def test_cve_2025_47277_pickles_at_the_door_are_refused_unread(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     with Listener.open("127.0.0.1:0", SECRET, PURPOSE) as listener:
-        host, port = listener.address.rsplit(":", 1)
+        host, port = listener.contact.rsplit(":", 1)
         with socket.create_connection((host, int(port))) as s:
             s.sendall(evil(marker).ljust(200, b" "))
             s.settimeout(5)
@@ -128,12 +133,12 @@ def test_cve_2025_32444_a_pickle_inside_a_value_stays_the_bytes_it_is(two: Any, 
     listener, group, one = two("unix:")
     one.set("k", evil(marker))
     assert group.get("k") == evil(marker)
-    with Channel(dial(listener.contact, Credentials(), PURPOSE, 5)) as attacker:
+    with Channel(dial(listener.contact, SECRET, PURPOSE, 5)) as attacker:
         attacker.send(("ask", evil(marker)))
         with pytest.raises(PeerGoneError):
             attacker.recv(5)
     # A member that writes what is no value under a key: its readers get an error, and nothing runs.
-    with Channel(dial(listener.contact, Credentials(), PURPOSE, 5)) as member:
+    with Channel(dial(listener.contact, SECRET, PURPOSE, 5)) as member:
         for request in (("ask", 1), ("set", "raw", evil(marker))):
             member.send(request)
             assert member.recv(5)[0] == "ok"

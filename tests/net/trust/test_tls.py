@@ -16,8 +16,9 @@ trustme = pytest.importorskip("trustme")  # the environment with the oldest depe
 
 from kvplug import AuthenticationError, Config, ConfigError, PeerGoneError  # noqa: E402
 from kvplug.assembly.resolve import credentials_of  # noqa: E402
+from kvplug.net.trust.connection import dial  # noqa: E402
 from kvplug.net.trust.credentials import Credentials, Secret  # noqa: E402
-from kvplug.net.trust.listener import Listener, dial  # noqa: E402
+from kvplug.net.trust.listener import Listener  # noqa: E402
 from kvplug.net.trust.tls import ListenerTls, TlsFiles  # noqa: E402
 from kvplug_testing.waits import until  # noqa: E402
 
@@ -70,7 +71,7 @@ def read(sock: socket.socket, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
-@pytest.mark.parametrize("secret", [None, SECRET], ids=["token", "secret"])
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["TLS alone", "secret"])
 def test_two_ends_meet_over_tls(address: str, secret: Secret | None, files: TlsFiles) -> None:
     ours, theirs = pair(Credentials(secret, files), address)
     ours.sendall(b"to the listener")
@@ -82,7 +83,7 @@ def test_two_ends_meet_over_tls(address: str, secret: Secret | None, files: TlsF
 
 
 def test_no_byte_of_the_data_is_on_the_wire_in_clear(both: Credentials) -> None:
-    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.address) as wire:
+    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.contact) as wire:
         ours = dial(wire.address, both, "test", 10).sock
         theirs = listener.accept(10).sock
         ours.sendall(b"the prompt of a user " * 100)
@@ -99,11 +100,11 @@ def test_a_relay_that_ends_tls_with_a_certificate_of_its_own_cannot_pass_on_the_
 ) -> None:
     """The secret's proof is bound to the TLS session: an insider without the secret gets nothing."""
     insider = write(tmp_path, ca)
-    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.address, insider) as wire:
+    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.contact, insider) as wire:
         with pytest.raises((AuthenticationError, PeerGoneError)):
             dial(wire.address, both, "test", 10)
         until(lambda: listener.refusals, what="the refusal of a proof that was passed on")
-        assert listener.refusals == {"wrong secret": 1}
+        assert listener.refusals == {"credentials": 1}
     assert b"KVPT" in wire.seen  # it read the challenge
 
 
@@ -123,7 +124,7 @@ def test_another_tls_client_is_refused(what: str, both: Credentials, files: TlsF
         context.load_cert_chain(files.cert, files.key)
         context.maximum_version = ssl.TLSVersion.TLSv1_2
     with Listener.open("127.0.0.1:0", both, "test") as listener:
-        host, port = listener.address.split(":")
+        host, port = listener.contact.split(":")
         raw = socket.create_connection((host, int(port)), 10)
         with (
             context.wrap_socket(raw, server_hostname=host, do_handshake_on_connect=False) as client,
@@ -132,7 +133,7 @@ def test_another_tls_client_is_refused(what: str, both: Credentials, files: TlsF
             client.do_handshake()
             client.recv(1)
         until(lambda: listener.refusals, what="the refusal")
-        assert listener.refusals == {"tls failed": 1}
+        assert listener.refusals == {"credentials": 1}
 
 
 # -- one end with TLS, one without -------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_each_mistake_is_refused_and_the_page_shows_what_is_said_about_it(
 ) -> None:
     page = Path(__file__).parents[3] / "docs" / "how-to" / "encrypt-with-tls.md"
     rows = re.findall(r"^\| `([^`]*)` \|", page.read_text(encoding="utf-8").partition("## When")[2], re.M)
-    keys = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
+    keys = {"host": "127.0.0.1", "tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
     another = Credentials(SECRET, write(tmp_path / "another", trustme.CA(), trusts=ca))
     elsewhere = write(tmp_path / "elsewhere", ca, "gpu7.example.org")
     said = []
@@ -162,11 +163,11 @@ def test_each_mistake_is_refused_and_the_page_shows_what_is_said_about_it(
         said.append(str(refused.value))
     plain, misnamed = Credentials(SECRET), Credentials(SECRET, elsewhere)
     for listening, dialling, told, counted in (
-        (another, both, "check tls_ca here and tls_cert there", {"tls failed", "left"}),
-        (misnamed, both, "IP address mismatch.*which must name that host", {"tls failed", "left"}),
-        (both, another, "refused our certificate", {"tls failed", "left"}),
-        (both, plain, "set tls_cert, tls_key and tls_ca", {"tls needed"}),
-        (plain, both, "set tls_cert, tls_key and tls_ca", {"no tls here"}),
+        (another, both, "check tls_ca here and tls_cert there", {"credentials", "silent"}),
+        (misnamed, both, "IP address mismatch.*which must name that host", {"credentials", "silent"}),
+        (both, another, "refused our certificate", {"credentials", "silent"}),
+        (both, plain, "set tls_cert, tls_key and tls_ca", {"credentials"}),
+        (plain, both, "set tls_cert, tls_key and tls_ca", {"credentials"}),
     ):
         text, refusals = refusal_of(listening, dialling)
         assert re.search(told, text) and sum(refusals.values()) == 1 and set(refusals) <= counted, text
@@ -186,7 +187,7 @@ def test_unix_sockets_use_no_tls(both: Credentials) -> None:
 
 def test_strangers_at_a_tls_listener_delay_no_honest_client(both: Credentials) -> None:
     with Listener.open("127.0.0.1:0", both, "test", proof_timeout_s=1.0) as listener:
-        host, port = listener.address.split(":")
+        host, port = listener.contact.split(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(12)]
         for number, sock in enumerate(strangers):
             sock.sendall(
@@ -195,7 +196,7 @@ def test_strangers_at_a_tls_listener_delay_no_honest_client(both: Credentials) -
         dial(listener.contact, both, "test", 10).close()
         listener.accept(10).close()
         until(lambda: sum(listener.refusals.values()) == 12, what="the end of every stranger")
-        assert set(listener.refusals) == {"silent", "tls failed"}
+        assert set(listener.refusals) == {"silent", "credentials"}
         for sock in strangers:
             sock.close()
 

@@ -24,8 +24,9 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.connection import dial
 from kvplug.net.trust.credentials import Credentials, Secret
-from kvplug.net.trust.listener import Listener, dial
+from kvplug.net.trust.listener import Listener
 from kvplug.transport.group import server
 from kvplug.transport.group.client import PURPOSE
 from kvplug.transport.group.group import StatelessGroup
@@ -182,7 +183,7 @@ def test_addresses_and_secrets_are_checked_as_everywhere() -> None:
         StatelessGroup.create("192.0.2.1:29555", rank=1, world_size=2)
     with StatelessGroup.listen("127.0.0.1:0", SECRET) as listener:
         with pytest.raises(AddressInUseError):
-            StatelessGroup.create(listener.address, rank=0, world_size=2)
+            StatelessGroup.create(listener.contact, rank=0, world_size=2, credentials=SECRET)
         with pytest.raises(AuthenticationError, match="KVPLUG_SECRET"):
             StatelessGroup.create(
                 listener.contact,
@@ -197,22 +198,23 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
     # Strangers are put up with for longer than the ranks wait: who is delayed by one fails.
     patience_s, wait_s = 600, 60
     monkeypatch.setattr(server, "_ANSWER_TIMEOUT_S", patience_s)
-    listener = Listener.open("127.0.0.1:0", Credentials(), PURPOSE, proof_timeout_s=patience_s)
-    port = int(listener.address.rsplit(":", 1)[1])
+    listener = Listener.open("127.0.0.1:0", SECRET, PURPOSE, proof_timeout_s=patience_s)
+    port = int(listener.contact.rsplit(":", 1)[1])
     with contextlib.ExitStack() as stack:
         for data in (b"", b"", b"\x80\x04\x95garbage", os.urandom(5000)):
             s = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(OSError):
                 s.sendall(data)
         # Proven, but not of this group: says nothing, or nonsense.
-        mute, odd, liar = (Channel(dial(listener.contact, Credentials(), PURPOSE, wait_s)) for _ in range(3))
+        mute, odd, liar = (Channel(dial(listener.contact, SECRET, PURPOSE, wait_s)) for _ in range(3))
         odd.send({"no": "greeting"})
         liar.send(("ask", 1))
         with ThreadPoolExecutor(1) as pool:
-            zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=wait_s)
+            ends: Any = {"world_size": 2, "credentials": SECRET, "timeout": wait_s}
+            zero = pool.submit(StatelessGroup.create, listener, rank=0, **ends)
             # Before rank 1 is there: it will be of this very process, and then it would be no lie.
             assert liar.recv(wait_s)[0] == "refused"
-            one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=wait_s)
+            one = StatelessGroup.create(listener.contact, rank=1, **ends)
             group = zero.result()
         one.set("k", 1)
         assert group.get("k", wait_s) == 1

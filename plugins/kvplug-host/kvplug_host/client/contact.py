@@ -88,12 +88,7 @@ class ContactStore(Store):
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else "" if self._client is not None else ", gone"
-        return f"<store 'host' at {self._shown}{state}>"
-
-    @property
-    def _shown(self) -> str:
-        """The address, without a token."""
-        return self.address.partition("?")[0].removeprefix("tcp://")
+        return f"<store 'host' at {self.address}{state}>"
 
     @property
     def is_shared(self) -> bool:
@@ -105,7 +100,7 @@ class ContactStore(Store):
 
     @property
     def location(self) -> str:
-        return self._shown
+        return self.address
 
     @property
     def route(self) -> str:
@@ -142,7 +137,7 @@ class ContactStore(Store):
         if closed:
             client.abort()
         else:
-            _log.info("the store 'host' at %s is connected", self._shown)
+            _log.info("the store 'host' at %s is connected", self.address)
 
     def _gone(self, error: KvplugError | None) -> None:
         with self._lock:
@@ -153,7 +148,7 @@ class ContactStore(Store):
             client.abort()
         if not said and not self._closed and not is_leaving():
             why = f": {error}" if error is not None else ""
-            _log.warning("the store 'host' at %s is gone, and is tried again%s", self._shown, why)
+            _log.warning("the store 'host' at %s is gone, and is tried again%s", self.address, why)
 
     def _keep_open(self) -> None:
         pause = _BACKOFF_S[0]
@@ -172,7 +167,7 @@ class ContactStore(Store):
             except KvplugError as e:
                 self._gone(e)
             except Exception as e:  # a broken plugin, say: the next attempt may do
-                _log.exception("connecting to the store 'host' at %s failed", self._shown)
+                _log.exception("connecting to the store 'host' at %s failed", self.address)
                 self._gone(PeerGoneError(str(e)))
             self._wake.wait(pause)
             self._wake.clear()
@@ -267,7 +262,7 @@ class ContactStore(Store):
     def keys(self, series: Series) -> Sequence[bytes]:
         client = self._current()
         if client is None:
-            raise PeerGoneError(f"the store 'host' at {self._shown} is gone")
+            raise PeerGoneError(f"the store 'host' at {self.address} is gone")
         return client.keys(series)
 
     def usage(self) -> Usage:

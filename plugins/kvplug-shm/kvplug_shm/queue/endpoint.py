@@ -13,9 +13,7 @@ from kvplug import TransportError
 from kvplug.net.wire.copying import copy_bytes
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    Credentials,
     Deadline,
-    InsecureAddressError,
     NamedExhaustion,
     QueueContext,
     QueueEndpoint,
@@ -23,6 +21,7 @@ from kvplug.transport import (
     Timeout,
     WireError,
     dial,
+    is_loopback,
     local_domain,
 )
 from kvplug_shm.native.ends import copy_for_one_of, writing_end
@@ -106,7 +105,8 @@ class ShmQueueEndpoint(QueueEndpoint):
     def _network(self, reader_table: ReaderTable, *, all_readers_local: bool) -> NetworkHalf | None:
         """The network half, if there can be readers on other hosts."""
         context = self.context
-        if all_readers_local and (context.local_reader_ranks is not None or _is_loopback(context.host)):
+        one_host = context.host.startswith("unix:") or is_loopback(context.host)
+        if all_readers_local and (context.local_reader_ranks is not None or one_host):
             return None
         from kvplug_shm.queue.remote import serve
 
@@ -159,14 +159,3 @@ class ShmQueueEndpoint(QueueEndpoint):
 
 def _nothing() -> None:
     """A message from the network is in this process's own memory."""
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether no other host can reach it. The core decides: these addresses need no secret."""
-    if host.startswith("unix:"):
-        return True
-    try:
-        Credentials().require_secret(f"[{host}]:0" if ":" in host else f"{host}:0")
-    except InsecureAddressError:
-        return False
-    return True

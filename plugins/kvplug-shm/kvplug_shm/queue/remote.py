@@ -16,7 +16,7 @@ def serve(context: QueueContext, feed: Feed) -> NetworkHalf:
     """Listen on the context's host for remote readers.
 
     Raises:
-        InsecureAddressError: other hosts can reach it, and there is no secret.
+        InsecureAddressError: there is neither a secret nor TLS.
         ConfigError: it is no address of this host, or a Unix socket.
         TransportError: listening failed for another reason.
     """

@@ -22,25 +22,22 @@ _MOST_CHARACTERS = 512
 
 @attrs.frozen(kw_only=True)
 class RemoteContact:
-    """The contact of the writer's front door, salt of the keys, and what replaces the secret on loopback."""
+    """The contact of the writer's front door, the salt of the keys, and what replaces a missing secret."""
 
-    contact: str = attrs.field(repr=False)
-    """For ``dial``. On loopback it holds a token."""
-    address: str
-    """The same without a token, for messages."""
+    contact: str
+    """For ``dial``."""
     salt: bytes
     token: str = attrs.field(default="", repr=False)
     """In hexadecimal; empty if both ends share a secret."""
 
     def __str__(self) -> str:
-        return self.address
+        return self.contact
 
     def as_plain(self) -> dict[str, Any]:
-        """For the handle. It holds the tokens: not for logs."""
+        """For the handle. It holds the token: not for logs."""
         return {
             "version": VERSION,
             "contact": self.contact,
-            "address": self.address,
             "salt": self.salt.hex(),
             "token": self.token,
         }
@@ -56,15 +53,14 @@ class RemoteContact:
             case {
                 "version": int(version),
                 "contact": str(contact),
-                "address": str(address),
                 "salt": str(salt),
                 "token": str(token),
-            } if version == VERSION and len(contact) <= _MOST_CHARACTERS >= len(address):
+            } if version == VERSION and len(contact) <= _MOST_CHARACTERS:
                 with contextlib.suppress(ValueError):
                     raw = bytes.fromhex(salt)
                     of_token = len(bytes.fromhex(token))
-                    if address.isprintable() and len(raw) == SALT_BYTES and of_token in (0, _TOKEN_BYTES):
-                        return cls(contact=contact, address=address, salt=raw, token=token)
+                    if contact.isprintable() and len(raw) == SALT_BYTES and of_token in (0, _TOKEN_BYTES):
+                        return cls(contact=contact, salt=raw, token=token)
         raise WireError("the handle says nothing of the network that this version can read")
 
     def keys(self, credentials: Credentials) -> Keys:
@@ -88,11 +84,10 @@ class RemoteContact:
         return Keys(bytes.fromhex(self.token), self.salt)
 
 
-def new_contact(contact: str, address: str, credentials: Credentials) -> RemoteContact:
+def new_contact(contact: str, credentials: Credentials) -> RemoteContact:
     """A contact of this front door, with a new salt and, where there is no secret, a new token."""
     return RemoteContact(
         contact=contact,
-        address=address,
         salt=secrets.token_bytes(SALT_BYTES),
         token="" if credentials.secret is not None else secrets.token_hex(_TOKEN_BYTES),
     )

@@ -94,7 +94,7 @@ def _of_this_process(listening: socket.socket) -> socket.socket:
 
 def _is_listening(contact: RemoteContact) -> bool:
     """Whether a process listens there."""
-    host, _, port = contact.address.rpartition(":")
+    host, _, port = contact.contact.rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         socket.create_connection((host.strip("[]"), int(port)), _LISTENS_S).close()
         return True

@@ -27,7 +27,7 @@ class FrontDoor:
         """Listen at a free port of ``host``. Proven connections wait until :meth:`open`.
 
         Raises:
-            InsecureAddressError: other hosts can reach it, and there is no secret.
+            InsecureAddressError: there is neither a secret nor TLS.
             ConfigError: it is no address of this host, or a Unix socket; or a TLS file cannot be used.
             TransportError: listening failed for another reason.
         """
@@ -42,12 +42,8 @@ class FrontDoor:
 
     @property
     def contact(self) -> str:
-        """For ``dial``; on loopback it holds a token."""
+        """For ``dial``."""
         return self._listener.contact
-
-    @property
-    def address(self) -> str:
-        return self._listener.address
 
     @property
     def refusals(self) -> dict[str, int]:

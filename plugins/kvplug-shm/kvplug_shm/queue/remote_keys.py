@@ -1,6 +1,6 @@
 """The CURVE keys of a queue's network half: both ends derive them from a shared secret.
 
-What is shared is the deployment's secret, or on loopback, where there is none, the random token in the
+What is shared is the deployment's secret, or with TLS alone, where there is none, the random token in the
 handle. HKDF-SHA256 (RFC 5869, with :mod:`hmac`) makes Curve25519 secret keys of it: one for the writer and
 one for each reader's rank, each with a label of its own, and with a salt that is new for each queue. So the
 writer's public key is known only to processes that can prove themselves, a reader's key is valid for one rank

@@ -52,7 +52,7 @@ class RemoteWriter(SocketThread):
         super().__init__(zmq.ROUTER, f"the queue's end at {context.host}", context.heartbeat_timeout_s)
         try:
             self._door = door = FrontDoor(context.host, context.credentials)
-            self._contact = new_contact(door.contact, door.address, context.credentials)
+            self._contact = new_contact(door.contact, context.credentials)
             keys = self._contact.keys(context.credentials)
             known = {rank: keys.reader(rank).raw_public for rank in feed.reader_ranks}
             self._admission = RemoteAdmission(self._context, known)  # before a reader can connect

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from kvplug import KvplugError
-from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE, ListenerContact, parse_contact
+from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE, parse_contact
 from kvplug.transport import BackgroundThread, TcpAddress, UnixAddress
 from kvplug_testing.tampering.lies import Edit, StreamEditor, StreamId, frames_in, with_value
 
@@ -63,7 +63,7 @@ class Relay:
 
     def stand_at(self, address: str, theirs: str) -> None:
         """Listen at a chosen address in the place of the listener at ``theirs``."""
-        self._listen(parse_contact(address).address, parse_contact(theirs))
+        self._listen(parse_contact(address), parse_contact(theirs))
 
     def __enter__(self) -> Self:
         return self
@@ -90,13 +90,15 @@ class Relay:
                 return self._contacts[word]
         return word
 
-    def _stand_before(self, there: ListenerContact) -> str:
+    def _stand_before(self, there: UnixAddress | TcpAddress) -> str:
         ours: Any = TcpAddress("127.0.0.1", 0)
-        if isinstance(there.address, UnixAddress):
+        if isinstance(there, UnixAddress):
             ours = UnixAddress(f"kvplug-relay-{os.getpid()}-{secrets.token_hex(8)}")
-        return ListenerContact(self._listen(ours, there), there.token).reveal()
+        return str(self._listen(ours, there))
 
-    def _listen(self, ours: UnixAddress | TcpAddress, there: ListenerContact) -> UnixAddress | TcpAddress:
+    def _listen(
+        self, ours: UnixAddress | TcpAddress, there: UnixAddress | TcpAddress
+    ) -> UnixAddress | TcpAddress:
         if isinstance(ours, UnixAddress):
             listening = socket.socket(socket.AF_UNIX)
             listening.bind(ours.sockaddr)
@@ -120,14 +122,14 @@ class Relay:
 
     # -- connections -----------------------------------------------------------------------------------
 
-    def _accept(self, listening: socket.socket, there: ListenerContact) -> None:
+    def _accept(self, listening: socket.socket, there: UnixAddress | TcpAddress) -> None:
         while True:
             try:
                 near, _ = listening.accept()
             except OSError:
                 return
             try:
-                far = _dial(there.address)
+                far = _dial(there)
             except OSError:
                 near.close()
                 continue

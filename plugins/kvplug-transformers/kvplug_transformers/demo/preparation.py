@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from pathlib import Path
 
 import attrs
@@ -76,8 +75,7 @@ def listen_address(config: Config) -> str | None:
     """Where the prefill worker listens if the config does not say: a unique name. ``None``: as configured."""
     if any(config.source_of(key) != "default" for key in ("host", "port", "port_offset")):
         return None
-    abstract = f"unix:@kvplug-demo-{os.getpid()}-{secrets.token_hex(4)}-0"
-    return abstract if sys.platform == "linux" else "127.0.0.1:0"
+    return f"unix:@kvplug-demo-{os.getpid()}-{secrets.token_hex(4)}-0"
 
 
 def start_worker(session: Session, name: str, folder: Path, config: Config, settings: DemoSettings) -> None:

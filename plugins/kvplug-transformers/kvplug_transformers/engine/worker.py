@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def contacts(self) -> tuple[str, ...]:
-        """Where peers find its connector. May carry a token: do not log it."""
+        """Where peers find its connector."""
         return contacts_of(self._connector)
 
     @property

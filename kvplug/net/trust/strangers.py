@@ -1,0 +1,241 @@
+"""Connections at a listener that have not proved themselves yet.
+
+Nothing here blocks, and nothing is decoded before the proof. Each connection takes a few hundred bytes (with
+TLS what its handshake needs), and has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import attrs
+
+from kvplug.errors import ResourceExhaustedError
+from kvplug.net.trust.challenge import MAGIC, Exchange, Refusal, RefusedError
+from kvplug.net.trust.identity import PeerIdentity, same_user, unix_peer_uid
+from kvplug.net.trust.tls import binding_of, reason_of
+
+T = TypeVar("T", bound=Hashable)
+
+BURST = 64
+PER_SECOND = 16.0
+"""Connections of one origin that may fail to prove themselves: so many at once, and so many a second."""
+_MAX_ORIGINS = 1024
+_TLS_RECORD = 0x16
+"""The first byte of a client that speaks TLS."""
+
+THIS_USER = "this user"
+"""The origin of connections that are this user's own: they may fail as often as they like."""
+THIS_HOST = "this host"
+"""The origin of loopback connections of TCP, whose user the kernel does not show: not rated either, since
+that would shut out this user's own."""
+
+
+def origin_of(sock: socket.socket) -> str:
+    """Where a new connection comes from, as the kernel shows it: a user of this host, or another host."""
+    if sock.family == socket.AF_UNIX:
+        uid = unix_peer_uid(sock)
+        return THIS_USER if uid == os.geteuid() else f"user {uid} of this host"
+    host = ipaddress.ip_address(sock.getpeername()[0].partition("%")[0])
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
+        host = host.ipv4_mapped
+    if host.is_loopback:
+        return THIS_HOST
+    # one host may have all addresses of such a network
+    return str(ipaddress.ip_network((host, 64), strict=False) if host.version == 6 else host)
+
+
+def check_same_user(sock: socket.socket) -> None:
+    """Raises RefusedError: the kernel does not say that the other end of a Unix socket is the same user."""
+    try:
+        uid = unix_peer_uid(sock)
+        if uid is not None and same_user(uid):
+            return
+    except ResourceExhaustedError as e:
+        raise RefusedError.for_lack(e) from e
+    raise RefusedError(Refusal.OTHER_USER, text=f"it belongs to another user of this host (uid {uid})")
+
+
+class Stranger:
+    """One connection, in non-blocking mode. :meth:`proceed` is called whenever something has arrived.
+
+    ``challenge`` makes the listener's end of the challenge, of what identifies the TLS session. ``tls`` is
+    the context of a listener that uses TLS.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        challenge: Callable[[bytes], Exchange],
+        deadline: float,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.sock = sock
+        self.deadline = deadline
+        self._begin = challenge
+        self._tls = tls
+        self._challenge: Exchange | None = None
+        self._received = bytearray()
+        self._need = 0
+        self._has_spoken = False
+        """Whether its first message was complete: later ones may begin with any byte."""
+
+    def proceed(self) -> PeerIdentity | None:
+        """Read and answer what has arrived. Returns the identity of the peer once it has proved itself.
+
+        Raises:
+            RefusedError: it is refused.
+        """
+        try:
+            if self._tls is not None and not isinstance(self.sock, ssl.SSLSocket):
+                first = self.sock.recv(1, socket.MSG_PEEK)
+                if not first:
+                    raise RefusedError(Refusal.SILENT)
+                if first == MAGIC[:1]:
+                    raise RefusedError(Refusal.CREDENTIALS, "needs TLS")
+                self.sock = self._tls.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+            if self._challenge is None:
+                binding = b""
+                if isinstance(self.sock, ssl.SSLSocket):
+                    self.sock.do_handshake()
+                    binding = binding_of(self.sock)
+                self._challenge = self._begin(binding)
+                _, self._need = next(self._challenge)
+            while True:
+                self._receive()
+                reply, self._need = self._challenge.send(bytes(self._received))
+                self._received.clear()
+                self._has_spoken = True
+                self._send(reply)
+        except StopIteration as proven:
+            identity: PeerIdentity = proven.value
+            return identity
+        except RefusedError:
+            raise
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return None
+        except ResourceExhaustedError as e:
+            raise RefusedError.for_lack(e) from e
+        except ssl.SSLError as e:
+            text = f"the TLS handshake failed: {reason_of(e)}"
+            raise RefusedError(Refusal.CREDENTIALS, text=text) from e
+        except OSError as e:
+            raise RefusedError(Refusal.SILENT) from e
+
+    def _receive(self) -> None:
+        """The rest of the next message. Raises BlockingIOError: it has not arrived."""
+        while len(self._received) < self._need:
+            data = self.sock.recv(self._need - len(self._received))
+            if not data:
+                raise RefusedError(Refusal.SILENT)
+            self._received += data
+            if not self._has_spoken and self._received[0] == _TLS_RECORD:
+                raise RefusedError(Refusal.CREDENTIALS, "has no TLS")
+
+    def _send(self, reply: bytes) -> None:
+        """A few hundred bytes into an empty buffer: a client for which that would block is dropped."""
+        sent = 0
+        with contextlib.suppress(BlockingIOError, ssl.SSLWantWriteError):
+            sent = self.sock.send(reply) if reply else 0
+        if sent != len(reply):
+            raise RefusedError(Refusal.SILENT)
+
+    def refuse(self, refused: RefusedError) -> None:
+        """Answer with the reason, if the other end can read it and without waiting; close the connection."""
+        is_encrypted = isinstance(self.sock, ssl.SSLSocket)
+        # of a client without TLS, where that is the reason
+        is_plain = self._tls is None or refused.refusal is Refusal.CREDENTIALS
+        can_read = self._challenge is not None if is_encrypted else is_plain
+        with contextlib.suppress(OSError):
+            if refused.refusal is not Refusal.SILENT and can_read:
+                self.sock.send(refused.reply)
+            socket.socket.shutdown(self.sock, socket.SHUT_WR)
+        self.sock.close()
+
+
+@attrs.define
+class _Failures:
+    left: float
+    at: float
+
+
+class Admission(Generic[T]):
+    """How many unproven connections are served at once, and how many new ones of each *origin*.
+
+    An origin is what the kernel shows of a connection before it has sent a byte: a user of this host, or the
+    address of another host. A flood from one origin leaves places and time for the others.
+
+    The connections are kept by origin, oldest first. For one thread; it reads no clock.
+
+    >>> admission = Admission[str](max_unproven=4)
+    >>> for name in "abc":
+    ...     admission.add(name, "a flood")
+    >>> admission.to_drop("a flood"), admission.to_drop("another origin")
+    ('a', None)
+    """
+
+    def __init__(self, max_unproven: int) -> None:
+        self._most = max_unproven
+        self._most_of_one = max(1, max_unproven * 3 // 4)
+        self._origins: dict[T, Hashable] = {}
+        self._count: Counter[Hashable] = Counter()
+        self._failures: dict[Hashable, _Failures] = {}
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._origins
+
+    @property
+    def oldest(self) -> T | None:
+        return next(iter(self._origins), None)
+
+    def all(self) -> list[T]:
+        return list(self._origins)
+
+    def to_drop(self, origin: Hashable) -> T | None:
+        """The connection that must go before another one of ``origin`` is added; ``None``: there is a place.
+
+        The oldest of the same origin if that has three quarters of the places, else the oldest of the origin
+        that has most.
+        """
+        if self._count[origin] >= self._most_of_one:
+            crowding = origin
+        elif len(self._origins) >= self._most:
+            crowding = self._count.most_common(1)[0][0]
+        else:
+            return None
+        return next(each for each, its in self._origins.items() if its == crowding)
+
+    def add(self, connection: T, origin: Hashable) -> None:
+        self._origins[connection] = origin
+        self._count[origin] += 1
+
+    def remove(self, connection: T) -> Hashable:
+        """Returns its origin."""
+        origin = self._origins.pop(connection)
+        self._count[origin] -= 1
+        if not self._count[origin]:
+            del self._count[origin]
+        return origin
+
+    def may_come(self, origin: Hashable, now: float) -> bool:
+        """Whether a new connection of ``origin`` is worth a look: not after too many that failed."""
+        failures = self._failures.get(origin)
+        return failures is None or self._refilled(failures, now) >= 1.0
+
+    def failed(self, origin: Hashable, now: float) -> None:
+        """A connection of ``origin`` did not prove itself."""
+        failures = self._failures.pop(origin, None) or _Failures(BURST, now)
+        failures.left, failures.at = max(0.0, self._refilled(failures, now) - 1.0), now
+        self._failures[origin] = failures  # the last one to be forgotten
+        if len(self._failures) > _MAX_ORIGINS:
+            del self._failures[next(iter(self._failures))]
+
+    def _refilled(self, failures: _Failures, now: float) -> float:
+        return min(float(BURST), failures.left + (now - failures.at) * PER_SECOND)
