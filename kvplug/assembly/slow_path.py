@@ -30,7 +30,6 @@ from kvplug.metrics.rate import (
     StoreWatch,
     host_load,
 )
-from kvplug.metrics.record import MeasuredStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
@@ -193,10 +192,10 @@ class SlowStoreAlarm:
     stats: TransferStats
     name: str
 
-    def around(self, store: Store) -> Store:
-        """The store, measured from now on unless the config does not want it."""
+    def watch(self, store: Store) -> StoreWatch | None:
+        """Begin to compare what the store gives and takes; ``None``: the config does not want it."""
         if self.config.slow_path == "off":
-            return store
+            return None
         refuses = self.config.slow_path == "refuse"
 
         def alarm(op: StoreOp, found: SlowRate) -> None:
@@ -213,7 +212,7 @@ class SlowStoreAlarm:
                 then,
             )
 
-        return MeasuredStore(store, StoreWatch(store.medium, alarm, refuses=refuses))
+        return StoreWatch(store.medium, alarm, refuses=refuses)
 
     def _reasons(self, op: StoreOp, store: Store) -> list[str]:
         """The causes that can be seen from here, each with what to change."""

@@ -19,7 +19,7 @@ from kvplug.assembly.slow_path import SlowStoreAlarm
 from kvplug.config import Config
 from kvplug.config.addresses import DEFAULT_HOST, TcpAddress, parse_address
 from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError
-from kvplug.metrics.record import RecordedStore
+from kvplug.metrics.record import StoreRecorder
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
@@ -130,9 +130,10 @@ class StoreOpener:
         if not isinstance(made, Store):
             raise PluginError(f"store {spec.name!r} made {made!r}, which is no Store; subclass it")
         config, stats = self._resolved.config, self._settings.stats
-        measured = SlowStoreAlarm(config=config, stats=stats, name=spec.name).around(made)
-        staged = StagedStore(measured, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
-        return RecordedStore(staged, stats)
+        store = StagedStore(made, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
+        watch = SlowStoreAlarm(config=config, stats=stats, name=spec.name).watch(store)
+        store.recorder = StoreRecorder(stats, watch)
+        return store
 
 
 def store_links(resolved: ResolvedConfig, stats: TransferStats) -> LinkSettings:

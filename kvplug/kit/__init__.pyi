@@ -42,9 +42,6 @@ from kvplug.metrics.reasons import (
     Op as Op,
     Reason as Reason,
 )
-from kvplug.metrics.record import (
-    RecordedStore as RecordedStore,
-)
 from kvplug.metrics.stats import (
     BOUNDS_S as BOUNDS_S,
     StatsSnapshot as StatsSnapshot,

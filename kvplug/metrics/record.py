@@ -1,4 +1,4 @@
-"""The only instrumented place: a pipe that wraps a pipe, and stores that wrap a store."""
+"""The only instrumented place: what pipes and stores carry, counted and measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvplug.errors import (
     BusyError,
@@ -19,14 +19,11 @@ from kvplug.errors import (
 from kvplug.metrics.rate import PathWatch, StoreOp, StoreWatch
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import PathReport, Pipe, Transfer
-from kvplug.transport.store.job import GetJob, Job
-from kvplug.transport.store.memory import PageBuffers
-from kvplug.transport.store.results import MissReason, Presence, PutReason
-from kvplug.transport.store.store import PageRequest, Store
-from kvplug.transport.store.wrapper import StoreWrapper
+from kvplug.transport.store.job import Job
+from kvplug.transport.store.results import Presence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,115 +189,57 @@ class RecordedPipe(Pipe):
             on_end(may_wait)
 
 
-class RecordedStore(StoreWrapper):
-    """Counts what passes into and out of another store, and is otherwise that store.
+class StoreRecorder:
+    """Counts the requests to one store, and measures its gets and puts.
 
     Each page counts once, when its job is done, with the time since it was asked for.
     """
 
-    def __init__(self, store: Store, stats: TransferStats) -> None:
-        super().__init__(store)
+    def __init__(self, stats: TransferStats, watch: StoreWatch | None) -> None:
+        """``watch``: measures; ``None``: what the store gives and takes is compared with nothing."""
         self._stats = stats
+        self._watch = watch
 
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
-        job = self.store.submit_lookup(keys, lease_s=lease_s, timeout=timeout)
-        self._count("lookup", 0, job, _reason_of_presence)
-        return job
+    def refuses(self, op: StoreOp) -> bool:
+        """Whether the store is too slow for such requests now. An alarm that is due is given."""
+        return self._watch is not None and self._watch.is_refused(op)
 
-    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
-        job = self.store.submit_put(pages, timeout=timeout)
-        self._count("put", pages.series.format.nbytes, job, _reason_itself)
-        return job
+    def record(self, op: Literal["lookup", "get", "put"], page_nbytes: int, submit: Callable[[], _J]) -> _J:
+        """Make the request, and count its results when its job is done."""
+        started, watch = time.perf_counter(), None if op == "lookup" else self._watch
+        shared = 0.0 if watch is None else watch.begins(started)
 
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
-        job = self.store.submit_get(pages, timeout=timeout)
-        self._count("get", pages.series.format.nbytes, job, _reason_itself)
-        return job
+        def measure(results: Sequence[Any]) -> float:
+            now = time.perf_counter()
+            if watch is not None and op != "lookup":
+                watch.ends(op, shared, now, page_nbytes, results)
+            return now - started
 
-    def _count(self, op: str, nbytes: int, job: Job[_T], reason_in: Callable[[_T], str | None]) -> None:
-        started = time.perf_counter()
-
-        def count(ended: Job[_T]) -> None:
-            seconds = time.perf_counter() - started
+        def count(ended: Job[Any]) -> None:
+            results = ended.results() or ()
+            seconds = measure(results)
             # most pages of a request have the same result
-            for result, number in Counter(ended.results() or ()).items():
-                reason = reason_in(result)
+            for result, number in Counter(results).items():
+                reason = result
+                if op == "lookup":
+                    reason = None if result is Presence.HELD else "absent"
                 if reason is None:
-                    self._stats.record(op, nbytes, seconds, count=number)
+                    self._stats.record(op, page_nbytes, seconds, count=number)
                 else:
                     self._stats.fail(op, reason, count=number)
 
-        job.add_done_callback(count)
-
-
-class MeasuredStore(StoreWrapper):
-    """Measures the gets and puts of another store, and is otherwise that store until it is refused.
-
-    In a store that is refused every page is absent, and gets and puts fail with the reason ``slow``.
-    """
-
-    def __init__(self, store: Store, watch: StoreWatch) -> None:
-        super().__init__(store)
-        self._watch = watch
-
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
-        if self._is_refused("get"):  # what cannot be loaded is not promised
-            job: Job[Presence] = Job(len(keys), Deadline.after(0.0))
-            job.set([Presence.ABSENT] * len(keys))
-            return job
-        return self.store.submit_lookup(keys, lease_s=lease_s, timeout=timeout)
-
-    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
-        if self._is_refused("put"):
-            self.store.withdraw(pages.keys)
-            if isinstance(pages.memory, PageBuffers):
-                self.store.free(pages.memory)
-            job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(0.0))
-            job.set([PutReason.SLOW] * len(pages.keys))
-            return job
-        return self._measured("put", pages, lambda: self.store.submit_put(pages, timeout=timeout))
-
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
-        if self._is_refused("get"):
-            job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(0.0))
-            job.set([MissReason.SLOW] * len(pages.keys))
-            return job
-        return self._measured("get", pages, lambda: self.store.submit_get(pages, timeout=timeout))
-
-    def _is_refused(self, op: StoreOp) -> bool:
-        """Whether the store is too slow to be asked. A closed one raises that itself."""
-        return self._watch.is_refused(op) and not self.store.is_lost
-
-    def _measured(self, op: StoreOp, pages: PageRequest, submit: Callable[[], _J]) -> _J:
-        watch, nbytes = self._watch, pages.series.format.nbytes
-        shared = watch.begins(time.perf_counter())
         try:
             job = submit()
         except BaseException:
-            watch.ends(op, shared, time.perf_counter(), nbytes, ())
+            measure(())
             raise
-        job.add_done_callback(
-            lambda ended: watch.ends(op, shared, time.perf_counter(), nbytes, ended.results() or ())
-        )
+        job.add_done_callback(count)
         return job
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        try:
-            super().close(timeout)
-        finally:
+    def close(self) -> None:
+        """The store is closed: give the alarms that are due."""
+        if self._watch is not None:
             self._watch.close()
-
-
-def _reason_of_presence(found: Presence) -> str | None:
-    return None if found is Presence.HELD else "absent"
-
-
-def _reason_itself(reason: str | None) -> str | None:
-    return reason
 
 
 def _nbytes(tensor: Tensor | None) -> int:

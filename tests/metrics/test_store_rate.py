@@ -11,7 +11,8 @@ import pytest
 from kvplug import ClosedError
 from kvplug.metrics import rate as rates
 from kvplug.metrics.rate import SlowRate, StoreOp, StoreWatch
-from kvplug.metrics.record import MeasuredStore
+from kvplug.metrics.record import StoreRecorder
+from kvplug.metrics.stats import TransferStats
 from kvplug.transport import MissReason, Presence, PutReason
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
@@ -114,12 +115,13 @@ def slow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def throttled() -> Iterator[tuple[Throttled, MeasuredStore, list[StoreOp]]]:
+def throttled() -> Iterator[tuple[Throttled, ExecutedStore, list[StoreOp]]]:
     inner, told = Throttled(), []
     store = ExecutedStore(inner, name="theirs", seal=PageSeal())
     watch = StoreWatch("other", lambda op, finding: told.append(op), refuses=True)
-    with MeasuredStore(store, watch) as measured:
-        yield inner, measured, told
+    store.recorder = StoreRecorder(TransferStats(), watch)
+    with store:
+        yield inner, store, told
 
 
 @pytest.mark.usefixtures("slow_soon")
@@ -151,8 +153,8 @@ def test_a_slow_store_that_is_refused_is_a_miss_for_a_while(
 def test_a_refused_put_gives_back_its_memory_and_its_keys_and_a_closed_store_says_so(throttled: Any) -> None:
     inner, store, told = throttled
     given_up: list[Any] = []
-    store.store.withdraw = given_up.append
-    store.store.free = given_up.append
+    store.withdraw = given_up.append
+    store.free = given_up.append
     for number in range(8):
         assert PAGES.put(store, f"quick {number}", f"quicker {number}") == [None, None]
     inner.seconds_per_page["put"] = 0.3

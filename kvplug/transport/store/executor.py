@@ -116,19 +116,17 @@ class ExecutedStore(Store):
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._submit(LookupTask(self._calls, job, tuple(keys)), urgent=True)
         return job
 
-    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+    def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
         self._submit(PutTask(self._calls, self.seal, job, pages))
         return job
 
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+    def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
         self._submit(GetTask(self._calls, self.seal, job, pages))
         return job

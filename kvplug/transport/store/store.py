@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self, TypeVar
 
 import attrs
 
 from kvplug.errors import UnsupportedError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.channel import Channel
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.store.events import PageEvent
@@ -18,7 +18,10 @@ from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
 from kvplug.transport.store.memory import PageBuffers, PageMemory
-from kvplug.transport.store.results import Presence, PutReason, Usage
+from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
+
+J = TypeVar("J", bound=Job[Any])
+_NOW: Final = Deadline.after(0.0)
 
 
 @attrs.frozen(kw_only=True)
@@ -64,6 +67,19 @@ class StoreLink(Protocol):
         """Close the channel; pipes live on. Idempotent."""
 
 
+class Recorder(Protocol):
+    """Counts and measures the requests to one store, each in the one place where its job ends."""
+
+    def refuses(self, op: Literal["get", "put"]) -> bool:
+        """Whether the store is too slow for such requests now."""
+
+    def record(self, op: Literal["lookup", "get", "put"], page_nbytes: int, submit: Callable[[], J]) -> J:
+        """Make the request, and count its results when its job is done. ``page_nbytes``: of one page."""
+
+    def close(self) -> None:
+        """The store is closed: report what is due."""
+
+
 class Store(abc.ABC):
     """Pages of KV under content keys, kept in this process or elsewhere.
 
@@ -78,11 +94,15 @@ class Store(abc.ABC):
     Not promised. That a page which was held is still there when it is got: only a lease postpones eviction,
     and the store may die. That a put is kept.
 
-    A store whose calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
+    A subclass implements ``_lookup(keys, lease_s, timeout)``, ``_put(pages, timeout)`` and
+    ``_get(pages, timeout)``; the methods ``submit_*`` call them, and have the requests counted. A store whose
+    calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
     """
 
     seal: PageSeal = PageSeal()
     """How its pages are protected. Its id is part of the series of every page in it."""
+    recorder: Recorder | None = None
+    """What counts and measures its requests; set by the program that has opened it."""
 
     @property
     def is_shared(self) -> bool:
@@ -108,7 +128,6 @@ class Store(abc.ABC):
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def submit_lookup(
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:
@@ -116,23 +135,60 @@ class Store(abc.ABC):
 
         Args:
             lease_s: the held pages are not evicted for this long, or until :meth:`release`, where the store
-                has
-                leases.
+                has leases.
         """
+        if self.recorder is None:
+            return self._lookup(keys, lease_s, timeout)
+        if self._is_refused("get"):  # what cannot be loaded is not promised
+            return self.recorder.record("lookup", 0, lambda: ended(Job(len(keys), _NOW), Presence.ABSENT))
+        return self.recorder.record("lookup", 0, lambda: self._lookup(keys, lease_s, timeout))
 
-    @abc.abstractmethod
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         """Keep copies of the pages. A page that is held already counts as kept, and is not replaced.
 
         Result: ``None`` for a page that is held now, else why not. No room is a result, not an error.
         """
+        if self.recorder is None:
+            return self._put(pages, timeout)
+        put = self._refuse_put if self._is_refused("put") else self._put
+        return self.recorder.record("put", pages.series.format.nbytes, lambda: put(pages, timeout))
 
-    @abc.abstractmethod
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         """Copy the pages into ``pages.memory``.
 
         Result: ``None`` for a page that is there and verified, else why not. Then its memory is as it was,
         zeros, or the page's right bytes, in parts too; never bytes that are not the page's."""
+        if self.recorder is None:
+            return self._get(pages, timeout)
+        get = self._refuse_get if self._is_refused("get") else self._get
+        return self.recorder.record("get", pages.series.format.nbytes, lambda: get(pages, timeout))
+
+    def _is_refused(self, op: Literal["get", "put"]) -> bool:
+        """Whether the store is too slow to be asked. A closed one raises that itself."""
+        return self.recorder is not None and self.recorder.refuses(op) and not self.is_lost
+
+    def _refuse_put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
+        self.withdraw(pages.keys)
+        if isinstance(pages.memory, PageBuffers):
+            self.free(pages.memory)
+        return ended(Job(len(pages.keys), _NOW), PutReason.SLOW)
+
+    def _refuse_get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
+        return ended(GetJob(len(pages.keys), pages.series.format.num_layers, _NOW), MissReason.SLOW)
+
+    # -- what a store implements ---------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
+        """:meth:`submit_lookup`."""
+
+    @abc.abstractmethod
+    def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
+        """:meth:`submit_put`."""
+
+    @abc.abstractmethod
+    def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
+        """:meth:`submit_get`."""
 
     # -- at once -------------------------------------------------------------------------------
 
@@ -248,3 +304,9 @@ class Store(abc.ABC):
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(Exception):
             self.close()
+
+
+def ended(job: J, result: Any) -> J:
+    """The job, which is done at once, with the same result for each key."""
+    job.set([result] * job.count)
+    return job

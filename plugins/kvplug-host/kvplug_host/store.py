@@ -98,9 +98,7 @@ class HostStore(Store):
     def route(self) -> str:
         return "in this process"
 
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._check_open()
         with self.pages.lock:
@@ -108,7 +106,7 @@ class HostStore(Store):
         job.set(found)
         return job
 
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+    def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
         self._check_open()
         entries = self.pages.pin(pages.keys)
@@ -133,7 +131,7 @@ class HostStore(Store):
         self._begin(get, self._gets, lambda ended: get.begin(self._clock, ended), is_needed=any(entries))
         return job
 
-    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+    def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
         self._check_open()
         memory = pages.memory

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.metrics.record import RecordedStore
 from kvplug.transport import Deadline, GetJob, MissReason
-from kvplug.transport.store.wrapper import StoreWrapper
+from kvplug.transport.store.staging.store import StagedStore
 from kvplug_testing import ConnectorContract
 
 SMALL = MappingProxyType({"segment_bytes": 1 << 20})
@@ -37,17 +36,14 @@ class TestOverPipes(ConnectorContract):
         """In the role "both" no pipe is crossed: the store itself answers with a miss."""
         from lookup_engines import missed  # not in the processes that the kit starts
 
-        get = RecordedStore.submit_get
+        get = StagedStore.submit_get
 
-        def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
-            inner: Any = store
-            while isinstance(inner, StoreWrapper):
-                inner = inner.store
-            if self._how != "fail" or type(inner).__name__ != "HostStore":
+        def submit_get(store: StagedStore, pages: Any, **given: Any) -> GetJob:
+            if self._how != "fail" or type(store.store).__name__ != "HostStore":
                 return get(store, pages, **given)
             return missed(pages, MissReason.STORE_GONE)
 
-        monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
+        monkeypatch.setattr(StagedStore, "submit_get", submit_get)
 
     def inject_fault(self, how: str) -> None:
         super().inject_fault(how)
@@ -65,9 +61,9 @@ class TestMapped(TestOverPipes):
         from lookup_engines import missed  # not in the processes that the kit starts
 
         self._held = threading.Event()
-        get = RecordedStore.submit_get
+        get = StagedStore.submit_get
 
-        def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
+        def submit_get(store: StagedStore, pages: Any, **given: Any) -> GetJob:
             if self._how == "hold":
                 deadline = Deadline.after(given.get("timeout"), 20)
                 job = GetJob(len(pages.keys), pages.series.format.num_layers, deadline)
@@ -79,7 +75,7 @@ class TestMapped(TestOverPipes):
                 return missed(pages, reason)
             return get(store, pages, **given)
 
-        monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
+        monkeypatch.setattr(StagedStore, "submit_get", submit_get)
 
     def inject_fault(self, how: str) -> None:
         self._how = how

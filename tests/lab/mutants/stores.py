@@ -140,8 +140,8 @@ class _Joined:
 class TestMixesPagesUp(MemoryStore):
     """The pages of a request come in each other's places, as far as their keys say nothing else."""
 
-    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
-        job = super().submit_get(pages, timeout=timeout)
+    def _get(self, pages: Any, timeout: Any) -> GetJob:
+        job = super()._get(pages, timeout)
         rows = pages.memory.rows()
         results = job.wait(20)
         if rows is not None and len(rows) > 1 and results[:2] == [None, None]:
@@ -209,8 +209,8 @@ class TestKeepsItsOwnTimeout(MemoryStore):
 class TestSettlesDuringACopy(MemoryStore):
     """A job that has ended is settled, whatever is still being copied."""
 
-    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        job = super().submit_get(pages, timeout=timeout)
+    def _get(self, pages: Any, timeout: Any) -> Any:
+        job = super()._get(pages, timeout)
         job.add_done_callback(lambda job: job.settle())
         return job
 
@@ -234,8 +234,8 @@ class TestCopiesAfterTheEnd(Mutant):
             return length
 
     class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            job = super().submit_get(pages, timeout=timeout)
+        def _get(self, pages: Any, timeout: Any) -> Any:
+            job = super()._get(pages, timeout)
             place: Any = self.place
             if place.late is None:
                 place.into, place.late = pages.memory, job
@@ -250,8 +250,8 @@ class TestCopiesAfterTheEnd(Mutant):
 class TestMakesNoProgress(MemoryStore):
     """What arrives is not told before all is there."""
 
-    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        inner = super().submit_get(pages, timeout=timeout)
+    def _get(self, pages: Any, timeout: Any) -> Any:
+        inner = super()._get(pages, timeout)
         job = GetJob(inner.count, pages.series.format.num_layers, inner.deadline)
         inner.add_done_callback(lambda ended: job.set(ended.results() or []))
         job.on_cancel(inner.cancel)
@@ -344,10 +344,10 @@ class TestReadsInPlaceWithoutGenerations(Mutant):
                 return kept
 
     class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        def _get(self, pages: Any, timeout: Any) -> Any:
             slots = getattr(self.place, "slots", {})
             if not all(key in slots for key in pages.keys) or pages.memory.rows() is not None:
-                return super().submit_get(pages, timeout=timeout)
+                return super()._get(pages, timeout)
             job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
             found = [slots[key] for key in pages.keys]
 
@@ -438,10 +438,10 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
     raises = (ConnectionError,)
 
     class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        def _get(self, pages: Any, timeout: Any) -> Any:
             if pages.keys:
                 self._store.read(pages.keys[0], ())
-            return super().submit_get(pages, timeout=timeout)
+            return super()._get(pages, timeout)
 
 
 @breaks(
@@ -454,15 +454,15 @@ class TestPromisesWhatIsNotThere(MemoryStore):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self._put: set[bytes] = set()
+        self._promised: set[bytes] = set()
 
-    def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        self._put.update(pages.keys)
-        return super().submit_put(pages, timeout=timeout)
+    def _put(self, pages: Any, timeout: Any) -> Any:
+        self._promised.update(pages.keys)
+        return super()._put(pages, timeout)
 
-    def submit_lookup(self, keys: Any, **given: Any) -> Any:
+    def _lookup(self, keys: Any, *given: Any) -> Any:
         job: Job[Presence] = Job(len(keys), self._deadline(DEFAULT_TIMEOUT))
-        job.set([Presence.HELD if key in self._put else Presence.ABSENT for key in keys])
+        job.set([Presence.HELD if key in self._promised else Presence.ABSENT for key in keys])
         return job
 
 
@@ -604,7 +604,7 @@ class TestAllLivesHaveOneEpoch(PagePlace):
 class TestAnswersAfterItsEnd(MemoryStore):
     """An end that was closed answers lookups."""
 
-    def submit_lookup(self, keys: Any, **given: Any) -> Any:
+    def _lookup(self, keys: Any, *given: Any) -> Any:
         job: Job[Presence] = Job(len(keys), Deadline.after(None))
         job.set(self.place.lookup(self, keys, 0.0))
         return job

@@ -20,7 +20,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvplug.errors import ClosedError
@@ -29,15 +29,16 @@ from kvplug.net.exhaustion import exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.streams import acquire_stream, release_stream
 from kvplug.net.threads import BackgroundThread, hold_at_exit
+from kvplug.transport.store.events import PageEvent
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
-from kvplug.transport.store.memory import PageMemory
-from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.keys import Series
+from kvplug.transport.store.memory import PageBuffers, PageMemory
+from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages
 from kvplug.transport.store.staging.transfers import Get, Lane, Put, Transfer
-from kvplug.transport.store.store import PageRequest, Store
-from kvplug.transport.store.wrapper import StoreWrapper
+from kvplug.transport.store.store import PageRequest, Store, StoreLink, ended
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ _CLOSE_S: Final = 1.0
 """How long ``abort`` waits for the device."""
 
 
-class StagedStore(StoreWrapper):
+class StagedStore(Store):
     """Another store, for memory on any device."""
 
     def __init__(
@@ -72,7 +73,9 @@ class StagedStore(StoreWrapper):
                 request that finds none free waits for it, and a large one comes in pieces.
             devices: types of devices for which the store needs no staging.
         """
-        super().__init__(store)
+        self.store = store
+        """The store inside."""
+        self.seal = store.seal
         self._timeout_s = timeout_s
         self._memory = PinnedMemory(MAX_BYTES) if memory is None else memory
         self._direct = devices
@@ -86,15 +89,72 @@ class StagedStore(StoreWrapper):
         self._devices: tuple[str, ...] = ()
         close_after_fork(self)
 
+    def __repr__(self) -> str:
+        return f"<staged {self.store!r}>"
+
+    @property
+    def is_shared(self) -> bool:
+        return self.store.is_shared
+
+    @property
+    def medium(self) -> str:
+        return self.store.medium
+
+    @property
+    def location(self) -> str:
+        return self.store.location
+
     @property
     def route(self) -> str:
         """That of the store, and for which devices it was staged."""
         staged = f"staged to {', '.join(self._devices)}" if self._devices else ""
         return ", ".join(filter(None, (self.store.route, staged)))
 
+    # -- what the store inside does ------------------------------------------------------------
+
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
+        return self.store.submit_lookup(keys, lease_s=lease_s, timeout=timeout)
+
+    def allocate(self, series: Series, count: int) -> PageBuffers | None:
+        return self.store.allocate(series, count)
+
+    def free(self, memory: PageBuffers) -> None:
+        self.store.free(memory)
+
+    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.store.declare(series, keys, timeout=timeout)
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        self.store.withdraw(keys)
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        self.store.release(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.store.touch(keys)
+
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        self.store.expect_reader(keys)
+
+    def keys(self, series: Series) -> Sequence[bytes]:
+        return self.store.keys(series)
+
+    def usage(self) -> Usage:
+        return self.store.usage()
+
+    @property
+    def has_events(self) -> bool:
+        return self.store.has_events
+
+    def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
+        return self.store.subscribe(listener)
+
+    def serve(self, link: StoreLink) -> None:
+        self.store.serve(link)
+
     # -- jobs ----------------------------------------------------------------------------------
 
-    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+    def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         if not pages.keys or self._is_direct(pages.memory):
             return self.store.submit_put(pages, timeout=timeout)
         self._check_open()
@@ -104,21 +164,19 @@ class StagedStore(StoreWrapper):
             lane = self._lane(pages.memory.device, Put)
             if not (most := self._most(pages.series.format)):
                 self.store.withdraw(pages.keys)
-                job.set([PutReason.NO_MEMORY] * job.count)
-                return job
+                return ended(job, PutReason.NO_MEMORY)
             put = Put(self.store, job, pages, lane, most)
             put.begin()
         except Exception as e:  # of the device
             if put is not None:
                 lane.stream.synchronize()  # some copies may have been queued
                 put.abandon()
-            job.set([PutReason.NO_MEMORY if exhaustion_of(e) else PutReason.OTHER] * job.count)
             _log.warning("pages are not copied out of a cache on %s: %s", pages.memory.device, e)
-            return job
+            return ended(job, PutReason.NO_MEMORY if exhaustion_of(e) else PutReason.OTHER)
         self._add(put)
         return job
 
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+    def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         if not pages.keys or self._is_direct(pages.memory):
             return self.store.submit_get(pages, timeout=timeout)
         self._check_open()
@@ -127,13 +185,11 @@ class StagedStore(StoreWrapper):
         try:
             lane = self._lane(pages.memory.device, Get)
             if not (most := self._most(form)):
-                job.set([MissReason.NO_MEMORY] * job.count)
-                return job
+                return ended(job, MissReason.NO_MEMORY)
             get = Get(self.store, job, pages, lane, most)
         except Exception as e:  # of the device
-            job.set([MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER] * job.count)
             _log.warning("pages are not copied into a cache on %s: %s", pages.memory.device, e)
-            return job
+            return ended(job, MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER)
         self._add(get)
         return job
 
@@ -286,6 +342,8 @@ class StagedStore(StoreWrapper):
                     break
         self.store.close(deadline.remaining())
         self.abort()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def abort(self) -> None:
         self._give_up()

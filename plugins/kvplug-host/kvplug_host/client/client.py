@@ -151,9 +151,7 @@ class HostClient(Store):
             hold_at_exit()
             raise ClosedError(f"the store {NAME!r} is closed")
 
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._check_open()
         question = Question(job, Presence.ABSENT, protocol.num_batches(keys))
@@ -212,7 +210,7 @@ class HostClient(Store):
             self._changed.notify_all()
         self._requests.ended(job)
 
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+    def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
         self._check_open()
         if job.count > protocol.MAX_KEYS:
@@ -281,7 +279,7 @@ class HostClient(Store):
 
     # -- puts ----------------------------------------------------------------------------------
 
-    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+    def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
         self._check_open()
         page_pipe = self._pages

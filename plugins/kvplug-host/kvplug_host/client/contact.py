@@ -189,9 +189,7 @@ class ContactStore(Store):
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._context.timeout_s)
 
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         deadline = self._deadline(timeout)
         client = self._current()
         if client is not None:
@@ -201,7 +199,7 @@ class ContactStore(Store):
                 self._current()
         return _ended(Job(len(keys), deadline), Presence.ABSENT)
 
-    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+    def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         deadline = self._deadline(timeout)
         client = self._current()
         if client is not None:
@@ -211,7 +209,7 @@ class ContactStore(Store):
                 self._current()
         return _ended(Job(len(pages.keys), deadline), PutReason.STORE_GONE)
 
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+    def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         deadline = self._deadline(timeout)
         client = self._current()
         if client is not None:

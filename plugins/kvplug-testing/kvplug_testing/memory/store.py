@@ -259,9 +259,7 @@ class MemoryStore(ExecutedStore):
             self.place.ends.add(self)
         super().__init__(self.place, name="memory", seal=context.seal, timeout_s=context.timeout_s)
 
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._check_open()
         job.set(self.place.lookup(self, keys, lease_s))
