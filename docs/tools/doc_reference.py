@@ -27,6 +27,8 @@ HOOKS: Final = {
     "PipeAcceptor": ("_join",),
     "ContactEndpoint": ("_addresses", "_listener", "_connect", "_dial"),
     "DuplexEndpoint": ("_join",),
+    "Pipe": ("_send_tensor", "_receive_tensor", "_close", "_abort"),
+    "Store": ("_lookup", "_put", "_get"),
     "DuplexPipe": (
         *("_send", "_receive", "_send_blocks", "_receive_blocks", "_drain", "_release", "_join_threads"),
         *("_on_peer_gone", "_on_failure", "_release_in_child", "_peer_gone", "_fail"),

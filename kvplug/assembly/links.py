@@ -2,7 +2,7 @@
 
 Both ends agree first, which selects a transport for each kind of device. Only then the transport's code is
 loaded: it listens, its contact is sent over the channel, and the other end connects. Each pipe is wrapped
-once, by :class:`~kvplug.metrics.record.RecordedPipe`.
+once, by :class:`~kvplug.metrics.record.PipeRecorder`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.metrics.reasons import reason_of
-from kvplug.metrics.record import RecordedPipe
+from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.handshake.exchange import exchange
@@ -76,7 +76,7 @@ class LinkSettings:
     engine_facts: Mapping[str, object] = attrs.field(factory=dict)
     """Of an engine that does not run, as `kvplug doctor --serve` got them: for a doctor to compare."""
     on_pipe: Callable[[], Callable[[bool], None]] | None = None
-    """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.RecordedPipe`."""
+    """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.PipeRecorder`."""
 
     def uncounted(self) -> LinkSettings:
         """The same for a link whose pipes are no engine's: they are neither counted nor judged."""
@@ -151,7 +151,8 @@ class LinkSettings:
         except BaseException:
             pipe.abort()
             raise
-        return RecordedPipe(pipe, self.stats, on_end, watch)
+        pipe.recorder = PipeRecorder(self.stats, on_end, watch)
+        return pipe
 
 
 def is_examined_by(error: KvplugError) -> bool:

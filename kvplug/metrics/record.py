@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,21 +18,19 @@ from kvplug.errors import (
 from kvplug.metrics.rate import PathWatch, StoreOp, StoreWatch
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.transport.block_views import BlockViews
-from kvplug.transport.pipe import PathReport, Pipe, Transfer
+from kvplug.transport.pipe import Pipe, Transfer
 from kvplug.transport.store.job import Job
 from kvplug.transport.store.results import Presence
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _T = TypeVar("_T")
 _J = TypeVar("_J", bound=Job[Any])
 
 
-class RecordedPipe(Pipe):
-    """Counts what passes through another pipe, and is otherwise that pipe.
+class PipeRecorder:
+    """Counts what passes through one pipe, and measures what it sends.
 
     A send is timed from the call to the end of its transfer, a receive for as long as the call takes,
     so with the wait for the peer. Each failed transfer is counted once, with its reason. A receive
@@ -44,73 +41,22 @@ class RecordedPipe(Pipe):
 
     def __init__(
         self,
-        pipe: Pipe,
         stats: TransferStats,
         on_end: Callable[[bool], None] | None = None,
         watch: PathWatch | None = None,
     ) -> None:
         """``on_end(may_wait)`` is called once, when this end closes or aborts the pipe. ``watch`` measures
         the sends; ``None``: they are not compared with anything."""
-        self.pipe = pipe
-        """The pipe inside."""
         self.stats = stats
         """The figures of this pipe, and of others that share them."""
         self.watch = watch
         self._on_end = on_end
 
-    def __repr__(self) -> str:
-        return f"<recorded {self.pipe!r}>"
-
-    @property
-    def closed(self) -> bool:
-        return self.pipe.closed
-
-    @property
-    def peer(self) -> str:
-        return self.pipe.peer
-
-    @property
-    def route(self) -> str:
-        return self.pipe.route
-
-    def path_report(self) -> PathReport:
-        return self.pipe.path_report()
-
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        return self._sent(lambda: self.pipe.send_tensor(tensor, timeout=timeout), lambda: _nbytes(tensor))
-
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        return self._received(lambda: self.pipe.recv_tensor(out, timeout=timeout), _nbytes)
-
-    def send_blocks(
-        self,
-        views: BlockViews | Sequence[Tensor],
-        block_ids: Sequence[int],
-        *,
-        timeout: Timeout = DEFAULT_TIMEOUT,
-    ) -> Transfer:
-        return self._sent(
-            lambda: self.pipe.send_blocks(views, block_ids, timeout=timeout),
-            lambda: _nbytes_of_blocks(views, block_ids),
-        )
-
-    def recv_blocks(
-        self,
-        views: BlockViews | Sequence[Tensor],
-        block_ids: Sequence[int],
-        *,
-        on_layer: Callable[[int], None] | None = None,
-        timeout: Timeout = DEFAULT_TIMEOUT,
-    ) -> None:
-        self._received(
-            lambda: self.pipe.recv_blocks(views, block_ids, on_layer=on_layer, timeout=timeout),
-            lambda _: _nbytes_of_blocks(views, block_ids),
-        )
-
-    def _sent(self, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
+    def sent(self, pipe: Pipe, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
+        """Send a message, and count it when its transfer ends."""
         watch = self.watch
         if watch is not None and watch.due:
-            self._heed(watch)
+            self._give_alarm(pipe, watch)
         try:
             sent = nbytes()
         except Exception:  # these are no tensors: the pipe says so
@@ -138,22 +84,10 @@ class RecordedPipe(Pipe):
         transfer.add_done_callback(count)
         return transfer
 
-    def _heed(self, watch: PathWatch) -> None:
-        """Give the alarm of the path that is due; end the pipe if it is refused.
-
-        Raises:
-            SlowPathError: it is refused, now or since an earlier call.
-        """
-        refusal = watch.take_alarm()
-        if refusal is not None:
-            if not self.pipe.closed:
-                self.stats.fail("send", reason_of(refusal))
-                self.abort()
-            raise refusal
-
-    def _received(self, receive: Callable[[], _T], nbytes: Callable[[_T], int]) -> _T:
+    def received(self, pipe: Pipe, receive: Callable[[], _T], nbytes: Callable[[_T], int]) -> _T:
+        """Receive a message, and count it."""
         if self.watch is not None and self.watch.due:
-            self._heed(self.watch)
+            self._give_alarm(pipe, self.watch)
         started = time.perf_counter()
         try:
             received = receive()
@@ -166,22 +100,21 @@ class RecordedPipe(Pipe):
         self.stats.record("recv", nbytes(received), time.perf_counter() - started)
         return received
 
-    def limit_messages(self, nbytes: int) -> None:
-        self.pipe.limit_messages(nbytes)
+    def _give_alarm(self, pipe: Pipe, watch: PathWatch) -> None:
+        """Give the alarm of the path that is due; end the pipe if it is refused.
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        try:
-            self.pipe.close(timeout)
-        finally:
-            self._ended(may_wait=True)
+        Raises:
+            SlowPathError: it is refused, now or since an earlier call.
+        """
+        refusal = watch.take_alarm()
+        if refusal is not None:
+            if not pipe.closed:
+                self.stats.fail("send", reason_of(refusal))
+                pipe.abort()
+            raise refusal
 
-    def abort(self) -> None:
-        try:
-            self.pipe.abort()
-        finally:
-            self._ended(may_wait=False)
-
-    def _ended(self, *, may_wait: bool) -> None:
+    def ended(self, *, may_wait: bool) -> None:
+        """This end was closed or, where it may not wait, aborted."""
         if self.watch is not None and may_wait:
             self.watch.close()
         on_end, self._on_end = self._on_end, None
@@ -240,14 +173,3 @@ class StoreRecorder:
         """The store is closed: give the alarms that are due."""
         if self._watch is not None:
             self._watch.close()
-
-
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else int(tensor.nbytes)
-
-
-def _nbytes_of_blocks(views: BlockViews | Sequence[Tensor], block_ids: Sequence[int]) -> int:
-    flat: Any = [view for layer in views for view in layer] if isinstance(views, BlockViews) else views
-    view = flat[0]
-    nbytes: int = len(flat) * len(block_ids) * math.prod(view.shape[1:]) * view.dtype.itemsize
-    return nbytes

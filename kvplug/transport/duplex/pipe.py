@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -18,9 +18,12 @@ from kvplug.transport.block_views import BlockViews
 from kvplug.transport.duplex.lifecycle import Lifecycle
 from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
+from kvplug.transport.pipe.blocks import nbytes_of_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -78,24 +81,16 @@ class DuplexPipe(Pipe, abc.ABC):
     # does not return.
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        try:
-            self._check_sending()
-            with self._sending.taken(), self._naming:
-                self._check_sending()
-                return self._send_tensor(tensor, timeout)
-        except BaseException:
-            hold_at_exit()
-            raise
+        return self._counted_send(
+            lambda: self._in_turn(self._sending, self._check_sending, self._send_tensor, tensor, timeout),
+            lambda: 0 if tensor is None else int(tensor.nbytes),
+        )
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        try:
-            self._check_receiving()
-            with self._receiving.taken(), self._naming:
-                self._check_receiving()
-                return self._receive_tensor(out, timeout)
-        except BaseException:
-            hold_at_exit()
-            raise
+        return self._counted_receive(
+            lambda: self._in_turn(self._receiving, self._check_receiving, self._receive_tensor, out, timeout),
+            lambda tensor: 0 if tensor is None else int(tensor.nbytes),
+        )
 
     def send_blocks(
         self,
@@ -104,14 +99,13 @@ class DuplexPipe(Pipe, abc.ABC):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Transfer:
-        try:
-            self._check_sending()
-            with self._sending.taken(), self._naming:
-                self._check_sending()
-                return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
-        except BaseException:
-            hold_at_exit()
-            raise
+        def send() -> Transfer:
+            return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
+
+        return self._counted_send(
+            lambda: self._in_turn(self._sending, self._check_sending, send),
+            lambda: nbytes_of_blocks(views, block_ids),
+        )
 
     def recv_blocks(
         self,
@@ -121,14 +115,25 @@ class DuplexPipe(Pipe, abc.ABC):
         on_layer: Callable[[int], None] | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
+        def receive() -> None:
+            blocks = Blocks(views, block_ids, on_layer=on_layer)
+            blocks.check_distinct()
+            self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
+            blocks.arrived(blocks.nbytes)
+
+        self._counted_receive(
+            lambda: self._in_turn(self._receiving, self._check_receiving, receive),
+            lambda _: nbytes_of_blocks(views, block_ids),
+        )
+
+    def _in_turn(
+        self, use: ExclusiveUse, check: Callable[[], None], call: Callable[..., T], *arguments: Any
+    ) -> T:
         try:
-            self._check_receiving()
-            with self._receiving.taken(), self._naming:
-                self._check_receiving()
-                blocks = Blocks(views, block_ids, on_layer=on_layer)
-                blocks.check_distinct()
-                self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
-                blocks.arrived(blocks.nbytes)
+            check()
+            with use.taken(), self._naming:
+                check()
+                return call(*arguments)
         except BaseException:
             hold_at_exit()
             raise
@@ -136,7 +141,7 @@ class DuplexPipe(Pipe, abc.ABC):
     def limit_messages(self, nbytes: int) -> None:
         self._limit.lower(nbytes)
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)
         if not self._lifecycle.close("is closed"):
             return
@@ -147,7 +152,7 @@ class DuplexPipe(Pipe, abc.ABC):
                 self._end()
             self._join_threads()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         # Also ends a close() that is still draining in another thread.
         if self._lifecycle.close("was aborted") or not self._let_go:
             self._end()

@@ -5,8 +5,7 @@ A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`Pip
 """
 
 from kvplug.transport.pipe.blocks import Blocks
-from kvplug.transport.pipe.path import PathReport
-from kvplug.transport.pipe.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug.transport.pipe.pipe import PathReport, Pipe, PipeEndpoint, PipeListener
 from kvplug.transport.pipe.transfer import Transfer
 
 __all__ = ["Blocks", "PathReport", "Pipe", "PipeEndpoint", "PipeListener", "Transfer"]

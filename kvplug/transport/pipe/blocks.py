@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -188,3 +189,11 @@ class Blocks:
             step = min(count - done, len(self._ids) - at)
             yield number, self._index[at : at + step], done, done + step
             done += step
+
+
+def nbytes_of_blocks(views: BlockViews | Sequence[Tensor], block_ids: Sequence[int]) -> int:
+    """Bytes of the message that these blocks make."""
+    flat: Any = [view for layer in views for view in layer] if isinstance(views, BlockViews) else views
+    view = flat[0]
+    nbytes: int = len(flat) * len(block_ids) * math.prod(view.shape[1:]) * view.dtype.itemsize
+    return nbytes

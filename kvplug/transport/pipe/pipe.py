@@ -7,16 +7,46 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import attrs
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe.blocks import Blocks
-from kvplug.transport.pipe.path import PathReport
 from kvplug.transport.pipe.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+T = TypeVar("T")
+
+
+@attrs.frozen(kw_only=True)
+class PathReport:
+    """What a transport knows of the path of one pipe. Rates are in 10^9 bytes per second."""
+
+    measured_gb_per_s: float | None = None
+    """What it measured itself when the pipe began; ``None``: nothing."""
+    expected_gb_per_s: float | None = None
+    """What the path should carry, where that is better known than by the spec's ``Cost``: by an option, for
+    example. ``0``: nothing is expected. ``None``: what the ``Cost`` claims."""
+    reason: str = ""
+    """Why the path may be slow, as far as the transport sees, and what to change; empty: it sees nothing."""
+
+
+class Recorder(Protocol):
+    """Counts and measures what passes through one pipe."""
+
+    def sent(self, pipe: Pipe, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
+        """Send a message, and count it when its transfer ends."""
+
+    def received(self, pipe: Pipe, receive: Callable[[], T], nbytes: Callable[[T], int]) -> T:
+        """Receive a message, and count it."""
+
+    def ended(self, *, may_wait: bool) -> None:
+        """This end was closed or, where it may not wait, aborted."""
 
 
 class Pipe(abc.ABC):
@@ -33,7 +63,13 @@ class Pipe(abc.ABC):
 
     Not promised. Delivery once the sender has been told ``done()``: it means that the source may be
     overwritten, not that the peer has read the message. Nothing is retried.
+
+    A subclass implements the methods whose names begin with ``_``; the others call them, and have what passes
+    counted. :class:`~kvplug.transport.DuplexPipe` is the base of those of transports.
     """
+
+    recorder: Recorder | None = None
+    """What counts and measures what passes; set by the program that has opened the pipe."""
 
     @property
     @abc.abstractmethod
@@ -57,7 +93,6 @@ class Pipe(abc.ABC):
         alarm that the path is slow, so it may look at the host; it must not wait for the peer."""
         return PathReport()
 
-    @abc.abstractmethod
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         """Queue one message and return at once, unless ``max_in_flight_bytes`` are unsent: then block.
 
@@ -73,8 +108,8 @@ class Pipe(abc.ABC):
             ResourceExhaustedError: there is no free thread or memory for it. Nothing was queued, or the pipe
                 is broken and says so.
         """
+        return self._counted_send(lambda: self._send_tensor(tensor, timeout), lambda: _nbytes(tensor))
 
-    @abc.abstractmethod
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         """The next message. With ``out`` it is received into that memory, and ``out`` is returned.
 
@@ -92,6 +127,7 @@ class Pipe(abc.ABC):
             ResourceExhaustedError: there is no free thread or memory for it; the same holds.
             PeerGoneError, ClosedError, BusyError: as the law says.
         """
+        return self._counted_receive(lambda: self._receive_tensor(out, timeout), _nbytes)
 
     def send_blocks(
         self,
@@ -153,13 +189,45 @@ class Pipe(abc.ABC):
         the limit of its context.
         """
 
-    @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Send what is queued within ``timeout``, then end. Idempotent. Never raises for a dead peer."""
+        try:
+            self._close(timeout)
+        finally:
+            if self.recorder is not None:
+                self.recorder.ended(may_wait=True)
 
-    @abc.abstractmethod
     def abort(self) -> None:
         """End at once: what is queued fails with ``ClosedError``. Idempotent, never blocks."""
+        try:
+            self._abort()
+        finally:
+            if self.recorder is not None:
+                self.recorder.ended(may_wait=False)
+
+    # -- what a pipe implements ------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
+        """:meth:`send_tensor`."""
+
+    @abc.abstractmethod
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
+        """:meth:`recv_tensor`."""
+
+    @abc.abstractmethod
+    def _close(self, timeout: Timeout) -> None:
+        """:meth:`close`."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """:meth:`abort`."""
+
+    def _counted_send(self, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
+        return send() if self.recorder is None else self.recorder.sent(self, send, nbytes)
+
+    def _counted_receive(self, receive: Callable[[], T], nbytes: Callable[[T], int]) -> T:
+        return receive() if self.recorder is None else self.recorder.received(self, receive, nbytes)
 
     def __enter__(self) -> Pipe:
         return self
@@ -169,6 +237,10 @@ class Pipe(abc.ABC):
             self.close()
         else:
             self.abort()
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor.nbytes)
 
 
 class PipeListener(abc.ABC):

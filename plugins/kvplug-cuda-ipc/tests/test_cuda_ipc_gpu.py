@@ -188,12 +188,12 @@ class Moved(Pipe):
     def peer(self) -> str:
         return self._pipe.peer
 
-    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+    def _send_tensor(self, tensor: Any, timeout: Timeout) -> Transfer:
         if is_dense_of_the_cpu(tensor):
             tensor = as_bits(dense(tensor.detach())).to("cuda").view(tensor.dtype).view(tensor.shape)
         return self._pipe.send_tensor(tensor, timeout=timeout)
 
-    def recv_tensor(self, out: Any = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+    def _receive_tensor(self, out: Any, timeout: Timeout) -> Any:
         if out is None:
             came = self._pipe.recv_tensor(timeout=timeout)
             return None if came is None else as_bits(came).cpu().view(came.dtype)
@@ -204,10 +204,10 @@ class Moved(Pipe):
         copy_into(out, memory_of(there.cpu()))
         return out
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         self._pipe.close(timeout)
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self._pipe.abort()
 
 

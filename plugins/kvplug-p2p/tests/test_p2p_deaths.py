@@ -42,9 +42,9 @@ class HeldPipe(PipeAround):
         super().__init__(pipe)
         self._hold = hold
 
-    def recv_tensor(self, out: Any = None, *, timeout: Any = 10.0) -> Any:
+    def _receive_tensor(self, out: Any, timeout: Any) -> Any:
         self._hold()
-        return super().recv_tensor(out, timeout=timeout)
+        return super()._receive_tensor(out, timeout)
 
 
 def producing(parent: Parent, host: str, lease_s: float) -> None:

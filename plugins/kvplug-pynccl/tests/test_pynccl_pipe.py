@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import pynccl_ends as ends
 from device_pipes import PipesOverAFake, assert_works, noise
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.metrics.record import RecordedPipe
+from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.transport import Credentials, HeartbeatTerms, PeerIdentity, WireError, dial
@@ -223,7 +223,7 @@ def test_only_a_peer_that_closes_is_no_failure_in_the_metrics(
 ) -> None:
     one, pipe = remote_pair("wait")[::-1] if how == "death" else local_pair()
     stats = TransferStats()
-    recorded = RecordedPipe(pipe, stats)
+    pipe.recorder = PipeRecorder(stats)
     match how:
         case "death":
             one.kill()
@@ -235,7 +235,7 @@ def test_only_a_peer_that_closes_is_no_failure_in_the_metrics(
         case _:
             one.close()
     with pytest.raises(PeerGoneError) as raised:
-        recorded.recv_tensor(timeout=PATIENCE_S)
+        pipe.recv_tensor(timeout=PATIENCE_S)
     closes = how == "close"
     assert raised.value.closed is closes
     assert stats.snapshot()["failures"] == ({} if closes else {"recv": {"peer_gone": 1}})

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvplug import PeerGoneError
-from kvplug.transport import DEFAULT_TIMEOUT, Pipe, PipeEndpoint, Timeout, Transfer
+from kvplug.transport import Pipe, PipeEndpoint, Timeout, Transfer
 from kvplug_testing.peers import Parent, Peer
 
 
@@ -57,19 +57,19 @@ class PipeAround(Pipe):
     def peer(self) -> str:
         return self._pipe.peer
 
-    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+    def _send_tensor(self, tensor: Any, timeout: Timeout) -> Transfer:
         return self._pipe.send_tensor(tensor, timeout=timeout)
 
-    def recv_tensor(self, out: Any = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+    def _receive_tensor(self, out: Any, timeout: Timeout) -> Any:
         return self._pipe.recv_tensor(out, timeout=timeout)
 
     def limit_messages(self, nbytes: int) -> None:
         self._pipe.limit_messages(nbytes)
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         self._pipe.close(timeout)
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self._pipe.abort()
 
 

@@ -356,12 +356,12 @@ class Dying(CorruptingPipe):
 
     left = 2
 
-    def send_tensor(self, tensor, **more):
+    def _send_tensor(self, tensor, timeout):
         if tensor is not None and tensor.nbytes >= 4096:
             self.left -= 1
             if self.left <= 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return self._pipe.send_tensor(tensor, **more)
+        return self._pipe.send_tensor(tensor, timeout=timeout)
 
 main(wrap_pipe=Dying)
 """

@@ -73,10 +73,10 @@ class _SwitchedPipe(FaultyPipe):
     def __init__(self, pipe: Any) -> None:
         super().__init__(pipe, flips(min_bytes=_SIGNAL_BYTES), when=_flips.is_set)
 
-    def send_tensor(self, tensor: Any, **timeout: Any) -> Any:
+    def _send_tensor(self, tensor: Any, timeout: Any) -> Any:
         if tensor is not None and tensor.nbytes >= _SIGNAL_BYTES:
             _flows.wait(HELD_S)
-        return super().send_tensor(tensor, **timeout)
+        return super()._send_tensor(tensor, timeout)
 
 
 def _wrap_pipes(wrap: Any) -> None:

@@ -78,7 +78,7 @@ class FaultyPipe(PipeAround):
     def path_report(self) -> PathReport:
         return self._pipe.path_report()
 
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         deadline = Deadline.after(timeout, 60.0)
         nbytes = 0 if tensor is None else tensor.nbytes
         for rule in self._hits(nbytes):
@@ -96,13 +96,13 @@ class FaultyPipe(PipeAround):
         self._last = self._pipe.send_tensor(tensor, timeout=timeout)
         return self._last
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         self._over.set()
-        super().close(timeout)
+        super()._close(timeout)
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self._over.set()
-        super().abort()
+        super()._abort()
 
     def _hits(self, nbytes: int) -> list[Rule]:
         """Count the next message. Returns the rules that it meets."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from kvplug import UnsupportedError
 from kvplug.transport import (
-    DEFAULT_TIMEOUT,
     Channel,
     CommunicatorContext,
     Connection,
@@ -44,7 +43,7 @@ class SideChannel(Pipe):
     def peer(self) -> str:
         return self._peer
 
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         """Raises UnsupportedError too: the tensor is not flat, or not of bytes."""
         import torch
 
@@ -56,7 +55,7 @@ class SideChannel(Pipe):
         transfer.finish()
         return transfer
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         """Raises UnsupportedError too: ``out`` was given."""
         import torch
 
@@ -69,10 +68,10 @@ class SideChannel(Pipe):
             raise WireError(f"bytes were expected, and {data!r:.60} came")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         self._channel.close()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self._channel.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvplug.transport import DEFAULT_TIMEOUT, PathReport, Pipe, Timeout, Transfer
+from kvplug.transport import PathReport, Pipe, Timeout, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,19 +34,19 @@ class CorruptingPipe(Pipe):
     def path_report(self) -> PathReport:
         return self._pipe.path_report()
 
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         return self._pipe.send_tensor(_corrupted(tensor), timeout=timeout)
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         return self._pipe.recv_tensor(out, timeout=timeout)
 
     def limit_messages(self, nbytes: int) -> None:
         self._pipe.limit_messages(nbytes)
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         self._pipe.close(timeout)
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self._pipe.abort()
 
 

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvplug import ClosedError, TimeoutError, TransportError
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout
+from kvplug.transport import Deadline, Pipe, Timeout
 from kvplug_testing.pairs import PipeAround
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ class FaultInjectingPipe(PipeAround):
         """The tensor of a held receive that has run out of time: the next one gets it, as from any pipe."""
         switch.num_pipes += 1
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         late, self._late = self._late, None
         if late is None:
-            found = super().recv_tensor(out, timeout=timeout)
+            found = super()._receive_tensor(out, timeout)
         else:
             found = late if out is None else out.copy_(late)
         if found is None or found.numel() * found.element_size() < _SIGNAL_BYTES:

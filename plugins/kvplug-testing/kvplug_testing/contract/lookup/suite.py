@@ -68,14 +68,14 @@ class PausablePipe(PipeAround):
         """Wait until a receive is paused; returns whether one is in time."""
         return self._paused.wait(within)
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         deadline = Deadline.after(timeout, 60.0)
         while self._left == 0 and not self.closed:
             self._paused.set()
             if deadline.expired:
                 raise TimeoutError("nothing came in time")
             time.sleep(0.002)
-        received = super().recv_tensor(out, timeout=deadline.remaining())
+        received = super()._receive_tensor(out, deadline.remaining())
         if self._left:
             self._left -= 1
         return received
