@@ -57,6 +57,8 @@ class Claim:
     """Ranks of the producer's workers."""
     refused: str = ""
     """Why; empty: it is not."""
+    pull_ends: Deadline | None = None
+    """Until when its pull has ended at every worker that makes progress; ``None``: no pull is planned."""
 
     @property
     def is_granted(self) -> bool:
@@ -141,7 +143,7 @@ class _WorkerLink:
             with contextlib.suppress(TimeoutError):
                 answer = link.channel.recv(timeout=renewal.remaining())
             if renewal.expired:
-                if self._engine.has_claims:
+                if self._engine.keeps_claims():
                     link.channel.send({"renew": True}, timeout=_SEND_S)
                 renewal = Deadline.after(self._lease_s / _RENEWALS_PER_LEASE)
             if answer is None:
@@ -169,6 +171,8 @@ class ProducerEngine:
         self._workers = [_WorkerLink(self, 0)]
         self._claims: dict[str, Claim] = {}
         self._closed = False
+        self._engine_hangs = Deadline.after(context.config.timeout_s)
+        """When claims are given up, unless there is a step of this engine before."""
         close_after_fork(self)
         with NamedExhaustion(f"connecting to {name}"):
             self._workers[0].start()
@@ -211,8 +215,21 @@ class ProducerEngine:
                 claim.refused = claim.refused or refused
                 self._changed.notify_all()
 
-    @property
-    def has_claims(self) -> bool:
+    def keeps_claims(self) -> bool:
+        """Whether there are claims to renew. Gives up those that hang with this engine or one of its workers:
+        the scheduler's thread may be waiting for that worker."""
+        with self._lock:
+            hangs = self._engine_hangs.expired
+            hung = [
+                claim
+                for claim in self._claims.values()
+                if (hangs if claim.pull_ends is None else claim.pull_ends.expired)
+            ]
+            for claim in hung:
+                claim.refused = claim.refused or "stalled"
+        for claim in hung:
+            _log.warning("%s: the claim %s is given up: no worker here pulls for it", self.name, claim.key)
+            self.release(claim)
         return bool(self._claims)
 
     # -- called by the scheduler ---------------------------------------------------------------
@@ -247,10 +264,15 @@ class ProducerEngine:
             return False
         return len(workers) >= facts.world_size and all(worker.link is not None for worker in workers)
 
+    def note_step(self) -> None:
+        """The scheduler goes on, so the workers have run its earlier steps: this engine does not hang."""
+        self._engine_hangs = Deadline.after(self._context.config.timeout_s)
+
     def send_claim(self, claim: Claim) -> None:
         """Ask every worker."""
         with self._lock:
             claim.engine = self
+            self.note_step()
             self._claims[claim.key] = claim
             claim.unanswered = set(range(len(self._workers)))
         for worker in self._workers:

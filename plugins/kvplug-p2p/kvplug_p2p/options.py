@@ -21,7 +21,8 @@ class P2POptions:
         unit="seconds",
         above=0,
         help="How long a producer keeps the blocks of a finished prompt for an engine that does not ask for"
-        " them. A decode engine that has asked keeps them until it has pulled them or has gone.",
+        " them. A decode engine that has asked keeps them until it has pulled them or has gone, or until it"
+        " or one of its workers has made no progress for timeout_s.",
     )
     wait_timeout_s: float = option(
         default=2.0,

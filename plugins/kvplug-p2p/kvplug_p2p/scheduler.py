@@ -268,6 +268,7 @@ class P2PScheduler(SchedulerConnector):
         )
         tracked.is_loading, tracked.is_over = self._in_background, True
         tracked.claim = None
+        claim.pull_ends = Deadline.after(self._context.config.timeout_s)
         self._pulled[claim.key] = claim
 
     def get_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
@@ -326,6 +327,7 @@ class P2PScheduler(SchedulerConnector):
         for pull in dropped:
             tracked = self._tracked[pull.request_id]
             tracked.claim, tracked.is_over, tracked.is_loading = self._pulled.pop(pull.claim), False, False
+            tracked.claim.pull_ends = None
 
     def _end_claim(self, key: str) -> None:
         self._ended.pop(key, None)
@@ -336,6 +338,8 @@ class P2PScheduler(SchedulerConnector):
     # -- one step ------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
+        for engine in () if self._engines is None else self._engines.all():
+            engine.note_step()
         if output.preempted_request_ids:
             scheduled = {one.request_id for one in output.scheduled}
             self._drop_pulls(output.preempted_request_ids - scheduled)

@@ -42,14 +42,17 @@ def pair(
     producer: Mapping[str, Any] | None = None,
     consumer: Mapping[str, Any] | None = None,
     is_met: bool = True,
+    timeout_s: float = 10.0,
     **build: Any,
 ) -> Iterator[tuple[Any, Any]]:
     """Engines that know each other. ``producer`` and ``consumer``: more arguments of the engines."""
-    host = an_address()
+    host, timeouts = an_address(), {"timeout_s": timeout_s}
     with (
-        make(config("producer", p2p, host=host), seed=1, **{**build, **(producer or {})}) as prefill,
         make(
-            config("consumer", p2p, host=an_address("decode"), peers=[f"{host}-0"]),
+            config("producer", p2p, host=host, **timeouts), seed=1, **{**build, **(producer or {})}
+        ) as prefill,
+        make(
+            config("consumer", p2p, host=an_address("decode"), peers=[f"{host}-0"], **timeouts),
             seed=2,
             **{**build, **(consumer or {})},
         ) as decode,

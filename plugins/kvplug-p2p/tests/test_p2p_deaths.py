@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvplug_testing import waits
-from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.engine import FakeEngine, PlannedStep, request_of
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.pairs import PipeAround
 from kvplug_testing.peers import Parent, Peer
@@ -183,6 +183,58 @@ def test_a_consumer_that_ends_gives_the_blocks_back(point: str, how: str, fork_s
             assert answer_of(consumer) == 4000
             consumer.send(["leave", None])
             consumer.result()
+
+
+def working(parent: Parent, given: dict[str, Any]) -> None:
+    """A consumer's worker, whose scheduler side is in another process."""
+
+    def hold() -> None:
+        parent.send("pulling")
+        time.sleep(1.0)
+
+    with FakeEngine(
+        config("consumer", **given), seed=2, wrap_pipe=lambda pipe: HeldPipe(pipe, hold), **BLOCKS
+    ) as engine:
+        parent.send("up")
+        while (metadata := parent.recv(timeout=80)) is not None:
+            step = PlannedStep(scheduled=(), preempted=frozenset(), metadata=metadata)
+            report = engine.execute(step)
+            parent.send([[*report.finished_recving], [*report.invalid_block_ids]])
+
+
+def test_a_workers_hang_gives_the_blocks_back_though_its_scheduler_lives(fork_server: ForkServer) -> None:
+    """It is stopped in the middle of a pull. When it goes on, the load has failed."""
+    host, lease_s, timeout_s = an_address(), 1.0, 3.0
+    given = {
+        "host": host,
+        "engine_id": "decode",
+        "timeout_s": timeout_s,
+        "p2p": {**TIMES, "async_load": True},
+    }
+    producer = config("producer", {"lease_s": lease_s}, host=host)
+    with (
+        FakeEngine(producer, seed=1, **BLOCKS) as prefill,
+        child(fork_server, "working", given) as worker,
+        FakeEngine(config("consumer", **given), seed=2, **BLOCKS) as decode,
+    ):
+        decode.scheduler.wait_until_ready(20)
+        prompt = request_of("a", PROMPT, params=stored(prefill, "stored", PROMPT))
+        assert decode.matched(prompt) == (4000, True)
+        blocks = decode.allocate(4001)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), 4000)
+        worker.send(decode.plan([]).metadata)
+        assert answer_of(worker) == [[], []]
+        worker.stop()
+        until_named(prefill, "stored", within=timeout_s + lease_s + SLACK_S)
+        prefill.cache.free(range(600))
+        worker.cont()
+        received: list[str] = []
+        while not received:
+            worker.send(decode.plan([]).metadata)
+            received, invalid = answer_of(worker)
+        assert received == ["a"] and {*invalid} == {*blocks[:250]}
+        worker.send(None)
+        worker.result()
 
 
 def answer_of(peer: Peer) -> Any:

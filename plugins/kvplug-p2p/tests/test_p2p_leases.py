@@ -12,7 +12,7 @@ from kvplug.engine import RequestEnd
 from kvplug_p2p.engines import matches
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
-from p2p_engines import PROMPT, an_address, config, failures, loaded, pair, stored, until_named
+from p2p_engines import PROMPT, Sharded, an_address, config, failures, loaded, pair, stored, until_named
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -126,6 +126,48 @@ def test_a_consumer_that_is_shut_down_gives_all_back_at_once() -> None:
             assert decode.matched(request_of(f"d{number}", range(20), params=params)) == (16, False)
         decode.scheduler.shutdown()
         until_named(prefill, "p0", "p1", "p2", within=5)
+
+
+# -- an engine that hangs ------------------------------------------------------------------------------
+
+
+def test_the_claim_of_an_engine_that_makes_no_steps_is_given_up() -> None:
+    """Its scheduler waits for a worker that hangs. The threads that renew claims do not."""
+    with pair({"lease_s": 1.0}, timeout_s=3.0) as (prefill, decode):
+        prompt = request_of("a", PROMPT, params=stored(prefill))
+        assert decode.matched(prompt) == (96, False)
+        assert not named_within(prefill, 1.5)
+        until_named(prefill, "stored", within=8)
+        assert decode.ask(prompt) == (0, False)
+        assert failures(decode.scheduler, "match") == {"stalled": 1}
+        assert loaded(decode, request_of("b", PROMPT, params=stored(prefill, "again"))) == 96
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_claim_of_a_pull_that_one_worker_does_not_begin_is_given_up(size: int) -> None:
+    with pair(
+        {"lease_s": 1.0, "async_load": True},
+        timeout_s=3.0,
+        make=Sharded,
+        num_heads=2,
+        producer={"size": 1},
+        consumer={"size": size},
+    ) as (prefill, decode):
+        prompt = request_of("a", PROMPT, params=stored(prefill))
+        assert decode.matched(prompt) == (96, True)
+        blocks = decode.allocate(100)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), 96)
+        planned, every = decode.plan([]), decode.worker.workers
+        decode.worker.workers = every[:-1]  # the last one hangs
+        if size > 1:
+            decode.hear(decode.execute(planned))
+        assert not named_within(prefill, 1.5)
+        until_named(prefill, "stored", within=8)
+        decode.worker.workers = every[-1:]  # it goes on, with this step
+        report = decode.execute(planned)
+        while not report.finished_recving:
+            report = decode.execute(attrs.evolve(planned, metadata=decode.plan([]).metadata))
+        assert report.invalid_block_ids == {*blocks[:6]}, "it has loaded from blocks that were given back"
 
 
 # -- who is dialled ------------------------------------------------------------------------------------
