@@ -75,6 +75,8 @@ class _WorkerLink:
         self.link: PeerLink | None = None
         self.error: Exception | None = None
         """Why the latest try to connect failed."""
+        self.num_resets = 0
+        """As the worker counts them; it is odd if there may be KV from before a reset."""
         self._closed = threading.Event()
         self._lease_s = _CONNECT_S
         self._thread = BackgroundThread(self._run, name="kvplug-p2p-ask", stop=self.end)
@@ -148,6 +150,9 @@ class _WorkerLink:
                 renewal = Deadline.after(self._lease_s / _RENEWALS_PER_LEASE)
             if answer is None:
                 continue
+            if type(answer) is dict and type(answer.get("resets")) is int:
+                self.num_resets = max(self.num_resets, answer["resets"])
+                continue
             if type(answer) is not dict or type(answer.get("claim")) is not str:
                 raise WireError(f"{self._engine.name} sent what is not an answer")
             refused, lease_s = answer.get("refused"), answer.get("lease_s")
@@ -189,6 +194,8 @@ class ProducerEngine:
     def changed(self, worker: _WorkerLink, link: PeerLink | None, error: Exception | None) -> None:
         """A link has come up, or is gone, and the claims with it."""
         with self._lock:
+            if link is not None or worker.link is not None:
+                worker.num_resets = -1  # not known: what it hands off while it is away may come, too
             worker.link, worker.error = link, error
             if link is not None and worker is self._workers[0]:
                 facts = link.agreement.remote.engine
@@ -254,6 +261,11 @@ class ProducerEngine:
     def has_refused(self) -> bool:
         """Whether the latest handshake with one of its workers has failed."""
         return any(isinstance(worker.error, HandshakeError) for worker in self._workers)
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether it was reset or started, and has handed off nothing since; or was never reached."""
+        return not any(worker.num_resets % 2 for worker in self._workers)
 
     @property
     def is_up(self) -> bool:

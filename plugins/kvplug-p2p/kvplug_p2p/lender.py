@@ -102,6 +102,8 @@ class Lender:
         """With the link that asked last: when it ends, they do."""
         self._ended: set[str] = set()
         self._latest_lease = 0
+        self._num_resets = 0
+        """Twice the number of resets, and one more once something was handed off since the latest."""
         self._early: dict[Claim, tuple[PeerLink, Reference]] = {}
         """Claims on blocks that the engine has handed off in a step which has not reached this worker yet."""
         self._served: dict[PeerLink, BackgroundThread] = {}
@@ -155,7 +157,9 @@ class Lender:
         )
         if self._checksum is not None and self._views.device.type == "cpu":
             self._unhashed.put(hold)
+        is_first = not self._num_resets % 2
         with self._lock:
+            self._num_resets += is_first
             self._holds[request_id] = hold
             self._latest_lease = lease
             early, self._early = self._early, {}
@@ -166,12 +170,36 @@ class Lender:
         for link, (_, key), reason in granted:
             with contextlib.suppress(KvplugError):  # its reader has left, or does not read
                 self._answer_claim(link, key, reason, timeout_s=_EARLY_SEND_S)
+        if is_first:
+            self._announce()
 
     def revoke(self, request_id: str) -> None:
         """The request's blocks do not hold what was promised."""
         with self._lock:
             if (hold := self._holds.get(request_id)) is not None:
                 self._finish(hold, "corrupt")
+
+    def reset(self) -> None:
+        """What is kept was computed before a reset: nothing more of it is sent, and what is being sent is
+        broken off."""
+        with self._lock:
+            for hold in list(self._holds.values()):
+                self._finish(hold, "cancelled")
+            self._num_resets += self._num_resets % 2
+            sending = list(self._sending)
+        for link in sending:
+            self._drop(link)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Let decode engines know whether there is KV from before, on which their own reset depends."""
+        with self._lock:
+            asking = [link for link in self._served if link.agreement.remote.purpose == ASK]
+        for link in asking:
+            try:
+                link.channel.send({"resets": self._num_resets}, timeout=_EARLY_SEND_S)
+            except KvplugError:  # it connects again, and knows then
+                link.close()
 
     def take_ended(self) -> frozenset[str]:
         """Requests whose blocks are the engine's again, since the last call."""
@@ -282,6 +310,7 @@ class Lender:
     def _answer(self, link: PeerLink) -> None:
         """Answer one scheduler side until it goes."""
         remote = link.agreement.remote
+        link.channel.send({"resets": self._num_resets}, timeout=_SEND_S)
         while True:
             message = link.channel.recv(timeout=None)
             if type(message) is not dict:

@@ -53,6 +53,8 @@ class StepPlan:
     revoked: tuple[str, ...] = ()
     """Requests whose blocks turned out not to hold what was promised."""
     pulls: tuple[PullPlan, ...] = ()
+    is_reset: bool = False
+    """Withdraw all that was handed off, also what :attr:`holds` has."""
     forget: tuple[str, ...] = ()
     """Requests that ended or were preempted: stop pulling for them."""
 

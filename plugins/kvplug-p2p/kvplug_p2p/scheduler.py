@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections import Counter
@@ -31,6 +32,8 @@ from kvplug_p2p.options import P2POptions
 from kvplug_p2p.plan import HoldPlan, PullPlan, StepPlan
 from kvplug_p2p.reference import OURS, MalformedError, Reference, digest_of, to_text
 
+_log = logging.getLogger(__name__)
+
 _MOMENT_S: Final = 0.005
 """How long questions about one request wait for the producer's answer in all: on one host it takes less than
 a millisecond, but not while the engine's thread asks again and again."""
@@ -52,6 +55,8 @@ class _Tracked:
     is_over: bool = False
     """Nothing is pulled for it any more: it was, or could not be."""
     is_loading: bool = False
+    is_old: bool = False
+    """Some of its KV is from before a reset."""
 
 
 class P2PScheduler(SchedulerConnector):
@@ -97,6 +102,8 @@ class P2PScheduler(SchedulerConnector):
         self._foreign: set[tuple[str, str]] = set()
         """Starts of producers whose blocks a worker here has refused: only workers know their kernels."""
         self._heard = -1
+        self._is_reset = False
+        """The next plan withdraws all that was handed off."""
         self._engines: ProducerEngines | None = None
         if role in (Role.CONSUMER, Role.BOTH):
             self._engines = ProducerEngines(context)
@@ -287,7 +294,8 @@ class P2PScheduler(SchedulerConnector):
             if tracked.is_loading:
                 self._forget.append(request_id)
                 return True, None
-        params = self._hand_off(request, block_ids) if end is RequestEnd.FINISHED else None
+        is_old = tracked is not None and tracked.is_old
+        params = self._hand_off(request, block_ids) if end is RequestEnd.FINISHED and not is_old else None
         if params is None:
             self._forget.append(request_id)
         return params is not None, params
@@ -335,11 +343,32 @@ class P2PScheduler(SchedulerConnector):
         if claim is not None and claim.engine is not None:
             claim.engine.release(claim)
 
+    def reset_cache(self) -> bool:
+        """In the next step the workers withdraw what was handed off.
+
+        What a decode engine pulls is not its own to forget: refused, unless each producer was reset before,
+        and has handed off nothing since.
+        """
+        self._is_reset = self._produces
+        for tracked in self._tracked.values():
+            tracked.is_old = True
+        held = [each.name for each in (self._engines.all() if self._engines else ()) if not each.is_cleared]
+        if held:
+            _log.warning(
+                "the cache is not reset: references to KV that was computed before may still come; first"
+                " reset the engine that hands them out (%s)",
+                ", ".join(held),
+            )
+        return not held
+
     # -- one step ------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
         for engine in () if self._engines is None else self._engines.all():
             engine.note_step()
+        for each in output.scheduled:
+            if not each.num_computed_tokens and each.request_id in self._tracked:
+                self._tracked[each.request_id].is_old = False
         if output.preempted_request_ids:
             scheduled = {one.request_id for one in output.scheduled}
             self._drop_pulls(output.preempted_request_ids - scheduled)
@@ -352,8 +381,10 @@ class P2PScheduler(SchedulerConnector):
             holds=tuple(self._holds),
             revoked=tuple(self._revoked),
             pulls=tuple(self._pulls),
+            is_reset=self._is_reset,
             forget=tuple(self._forget),
         )
+        self._is_reset = False
         self._holds, self._revoked, self._pulls, self._forget = [], [], [], []
         return plan.to_plain()
 
@@ -380,4 +411,4 @@ class P2PScheduler(SchedulerConnector):
 
     def has_pending_push_work(self) -> bool:
         """Blocks that are kept need no steps: they come back with the first step after their release."""
-        return bool(self._holds or self._revoked)
+        return bool(self._holds or self._revoked or self._is_reset)

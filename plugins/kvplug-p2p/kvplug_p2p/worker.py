@@ -172,6 +172,8 @@ class P2PWorker(WorkerConnector):
                 self._lender.hold(hold.request_id, hold.lease, hold.block_ids)
                 if any(block in self._suspect for table in hold.block_ids for block in table):
                     self._lender.revoke(hold.request_id)
+            if plan.is_reset:
+                self._lender.reset()
 
     def has_connector_metadata(self) -> bool:
         return any(not pull.in_background for pull in self._plan.pulls)

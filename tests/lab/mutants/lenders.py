@@ -135,6 +135,14 @@ class TestGivesBlocksBackAsSoonAsTheyAreClaimed(Lender):
         return reason
 
 
+@breaks(Mutant, "CONN-7")
+class TestSendsWhatWasComputedBeforeAReset(Lender):
+    """A reset says yes, and that is all."""
+
+    def reset(self) -> None:
+        return None
+
+
 @breaks(Mutant, "CONN-3", caught_by="test_whatever_fails_is_reported_and_never_used")
 class TestTrustsWhatArrives(_Layers):
     """The hashes of the producer are received, and not compared."""
