@@ -252,6 +252,8 @@ class ProducerWorker:
         """Whether the producer has ended the link, in whose place a new one is made when there is a pull."""
         if self._link is None:
             return self._was_used
+        if self._pipe is None:  # it is being connected, by another thread
+            return False
         try:
             self._link.channel.recv(timeout=0)  # it sends nothing unless it is asked
         except TimeoutError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ import attrs
 import pytest
 import torch
 
+from kvplug.assembly.links import ControlLink
 from kvplug.engine import NO_BLOCK, CacheGroup, KVCacheConfig, RequestEnd, WorkerOutput
 from kvplug_testing import waits
 from kvplug_testing.contract.connector.suite import KV_OF_A_TOKEN
@@ -55,6 +58,23 @@ def test_a_producer_may_come_back_with_fewer_workers() -> None:
                 lambda: loaded(decode, request_of(f"b{next(numbers)}", PROMPT, params=params)) == 96,
                 what="a load from the producer that has come back",
             )
+
+
+def test_a_connection_that_is_being_made_does_not_look_like_one_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of an idle connection reads what comes: it must not take the offer of the pipe."""
+    open_pipe = ControlLink.open_pipe
+
+    def open_late(link: ControlLink, *args: Any, **given: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.3)
+        return open_pipe(link, *args, **given)
+
+    monkeypatch.setattr("kvplug_p2p.pull._CHECK_S", 0.05)
+    monkeypatch.setattr(ControlLink, "open_pipe", open_late)
+    with pair() as (prefill, decode):
+        assert loaded(decode, request_of("a", PROMPT, params=stored(prefill))) == 96
 
 
 # -- what is pulled ------------------------------------------------------------------------------------
