@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 import click
 
-from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry, how_to_install
-from kvplug.assembly.registry.discovery import normalised, not_found
+from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry, advice
+from kvplug.assembly.registry.discovery import normalised
 from kvplug.cli.completion import kinds, offers
 from kvplug.cli.table import show_table
 from kvplug.config import OptionRow, describe_options
@@ -83,7 +83,7 @@ def list_plugins(
         _show_options(registry, options_of, as_json)
         return
     lines = lines_of(registry, names, everything=everything or bool(names))
-    lines = _selected(lines, names, kind, failed=not as_json)
+    lines = _selected(registry, lines, names, kind, failed=not as_json)
     if as_json:
         click.echo(json.dumps([_plain(line) for line in lines], indent=2))
     elif not lines:
@@ -97,13 +97,14 @@ def list_plugins(
         _show_by_kind(lines)
 
 
-def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None, *, failed: bool) -> list[Line]:
+def _selected(
+    registry: Registry, lines: Sequence[Line], names: Sequence[str], kind: str | None, *, failed: bool
+) -> list[Line]:
     """Those of these names and this kind; ``failed``: also plugins that did not load.
 
     Raises:
         UnknownNameError: there are none; says what there is.
     """
-    installed = {line.distribution for line in lines}
     if kind is not None:
         there = dict.fromkeys(line.kind for line in lines)
         wanted = kind.replace(" ", "_").replace("-", "_")
@@ -117,8 +118,8 @@ def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None, *, 
     for name in names:
         if all(name not in (line.name, line.plugin, line.distribution) for line in lines):
             hint = did_you_mean(name, {line.name for line in lines})
-            missing = how_to_install(name, installed)
-            raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *missing]))
+            more = advice(registry, name, is_near=bool(hint))
+            raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *more]))
     if not names:
         return list(lines)
     return [line for line in lines if {line.name, line.plugin, line.distribution} & {*names}]
@@ -297,9 +298,8 @@ def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:
     ]
     if not found:
         hint = did_you_mean(bare, {spec.name for _, spec in every})
-        missing = how_to_install(name, (plugin.distribution for plugin in registry.plugins))
-        lines = [f"nothing named {name!r} is installed{hint}", *missing, *registry.failures()]
-        raise UnknownNameError("\n  ".join([*lines, *not_found(near=bool(hint or missing))]))
+        more = advice(registry, name, is_near=bool(hint))
+        raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *more]))
     return found
 
 

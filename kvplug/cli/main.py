@@ -80,15 +80,15 @@ class Program(click.Group):
         """As click does it, but the error of an unknown command lists all commands."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in OWN and name not in (specs := self._specs(ctx)):
-            from kvplug.assembly.registry import how_to_install
+            from kvplug.assembly.registry import advice
 
             registry = _registry(ctx)
             if registry.owners(Kind.COMMAND, name):
                 registry.get(Kind.COMMAND, name)  # raises: two plugins bring it
             hint = did_you_mean(name, specs)
             text = "\n  ".join([f"no command named {name!r}{hint}", f"known: {', '.join(sorted(specs))}"])
-            missing = how_to_install(name, (each.distribution for each in registry.plugins), Kind.COMMAND)
-            raise click.UsageError("\n  ".join([text, *missing, *registry.failures()]), ctx)
+            more = advice(registry, name, Kind.COMMAND, is_near=bool(hint))
+            raise click.UsageError("\n  ".join([text, *more]), ctx)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

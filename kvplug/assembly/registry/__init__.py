@@ -1,11 +1,10 @@
 """Plugins: discovered, loaded one by one, and resolved by name. A broken plugin does not affect others."""
 
-from kvplug.assembly.registry.packages import how_to_install
-from kvplug.assembly.registry.registry import PluginInfo, PluginStatus, Registry
+from kvplug.assembly.registry.registry import PluginInfo, PluginStatus, Registry, advice
 
 __all__ = [
     "PluginInfo",
     "PluginStatus",
     "Registry",
-    "how_to_install",
+    "advice",
 ]

@@ -7,7 +7,6 @@ No plugin is imported here, not even its package.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.machinery
 import importlib.util
 import logging
@@ -23,6 +22,7 @@ import attrs
 
 from kvplug.errors import PluginLoadError
 from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.fork import free_locks_after_fork
 from kvplug.transport.hookspecs import PLUGIN_API, PROJECT
 
 _log = logging.getLogger(__name__)
@@ -32,9 +32,7 @@ API_NAME = "KVPLUG_API"
 _LOOKING = "looking for plugins"
 _parsing = threading.Lock()
 """In Python 3.11 a thread that parses raises SystemError if another one does so in the middle."""
-
-_CLOSE = 0.75
-"""How similar a group's name must be to count as misspelt: "kv_plugs" is, "plugins" is not."""
+free_locks_after_fork(sys.modules[__name__])
 
 
 @attrs.frozen(kw_only=True)
@@ -43,23 +41,9 @@ class DiscoveredPlugin:
 
     name: str
     module: str
-    attribute: str
-    """The name in its module that it points to; empty if it points to the module."""
+    """What the entry point names: a module."""
     distribution: str
     version: str
-    entry_point: metadata.EntryPoint = attrs.field(eq=False, repr=False)
-
-    @property
-    def module_alone(self) -> str:
-        """The fault of an entry point that points to a name in its module, with the line to write; else
-        empty.
-        """
-        if not self.attribute:
-            return ""
-        return (
-            f"its entry point names {self.attribute} in the module, and must name the module alone:"
-            f' {self.name} = "{self.module}"'
-        )
 
 
 def discover() -> tuple[DiscoveredPlugin, ...]:
@@ -71,21 +55,21 @@ def discover() -> tuple[DiscoveredPlugin, ...]:
     Raises:
         ResourceExhaustedError: the process has no free descriptor to look.
     """
-    by_distribution: dict[str, list[DiscoveredPlugin]] = {}
-    for distribution in _distributions():
+    by_distribution: dict[str, set[DiscoveredPlugin]] = {}
+    for distribution in distributions():
         try:
-            found = list(_entry_points(distribution))
+            found = _plugins_of(distribution)
         except Exception as e:  # one distribution's broken metadata must not hide the others' plugins
             raise_if_exhausted(e, _LOOKING)
             _log.warning("unreadable metadata of a distribution, left out: %s", e)
             continue
-        if found:
-            by_distribution.setdefault(normalised(found[0].distribution), found)
+        for each in found:
+            by_distribution.setdefault(normalised(each.distribution), found)
     every = (each for found in by_distribution.values() for each in found)
     return tuple(sorted(every, key=lambda each: (each.name, each.distribution, each.module)))
 
 
-def _distributions() -> Iterator[metadata.Distribution]:
+def distributions() -> Iterator[metadata.Distribution]:
     """Every distribution on the path.
 
     importlib.metadata takes a folder that it cannot list for an empty one, and remembers that until the
@@ -103,61 +87,21 @@ def _distributions() -> Iterator[metadata.Distribution]:
     yield from metadata.distributions()
 
 
-def _entry_points(distribution: metadata.Distribution) -> Iterator[DiscoveredPlugin]:
+def _plugins_of(distribution: metadata.Distribution) -> set[DiscoveredPlugin]:
     text = distribution.read_text("entry_points.txt")
     if not text or f"[{PROJECT}]" not in text:  # parsing the others would cost most of the time
-        return
-    seen = set()
-    for each in distribution.entry_points:
-        if each.group == PROJECT and (each.name, each.value) not in seen:
-            seen.add((each.name, each.value))
-            module, _, attribute = each.value.partition("[")[0].partition(":")
-            yield DiscoveredPlugin(
-                name=each.name,
-                module=module.strip(),
-                attribute=attribute.strip(),
-                distribution=distribution.metadata["Name"] or "unknown",
-                version=distribution.version or "unknown",
-                entry_point=each,
-            )
-
-
-def not_found(*, near: bool) -> tuple[str, ...]:
-    """Reasons why a missing plugin may not be found, one line each. Reads all metadata again.
-
-    ``near``: a similar name was found, so the general hint is left out.
-    """
-    general = (
-        f"a plugin is found by its entry point in the group {PROJECT!r};"
-        " after a change of its pyproject.toml it must be installed again"
-    )
-    misspelt = tuple(
-        f"{distribution} declares entry points in the group {group!r}; did you mean {PROJECT!r}?"
-        for distribution, group in _groups_alike()
-    )
-    return misspelt if near else (general, *misspelt)
-
-
-def _groups_alike() -> list[tuple[str, str]]:
-    """Distributions that have no entry point for us, and a group whose name is close to ours."""
-    found = set()
-    for distribution in _distributions():
-        try:
-            text = distribution.read_text("entry_points.txt") or ""
-            groups = re.findall(r"^\s*\[([^\]\s]+)\]", text, re.MULTILINE)
-            if PROJECT not in groups:
-                found |= {
-                    (distribution.metadata["Name"] or "unknown", group) for group in groups if _alike(group)
-                }
-        except Exception as e:  # one distribution's broken metadata must not hide the others
-            raise_if_exhausted(e, _LOOKING)
-            _log.debug("unreadable metadata of a distribution, left out: %s", e)
-    return sorted(found)
-
-
-def _alike(group: str) -> bool:
-    name = re.split(r"[.:/]", group)[0].lower()
-    return difflib.SequenceMatcher(None, PROJECT, name).ratio() >= _CLOSE
+        return set()
+    about = distribution.metadata
+    return {
+        DiscoveredPlugin(
+            name=each.name,
+            module=each.value.partition("[")[0].strip(),
+            distribution=about["Name"] or "unknown",
+            version=about["Version"] or "unknown",
+        )
+        for each in distribution.entry_points
+        if each.group == PROJECT
+    }
 
 
 def normalised(distribution: str) -> str:
@@ -165,12 +109,19 @@ def normalised(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def check_api(module: str) -> tuple[int, int]:
-    """The plugin API that a module states, if it is one this kvplug serves. Imports nothing.
+def check_api(plugin: DiscoveredPlugin) -> tuple[int, int]:
+    """The plugin API that a plugin's module states, if this kvplug serves it. Imports nothing.
 
     Raises:
-        PluginLoadError: it cannot be found or read, states none, or states one that does not fit.
+        PluginLoadError: the entry point names no module, or one that cannot be found or read, or that states
+            no API, or one that does not fit.
     """
+    module, _, attribute = plugin.module.partition(":")
+    if attribute:
+        raise PluginLoadError(
+            f"its entry point names {attribute} in the module, and must name the module alone:"
+            f' {plugin.name} = "{module}"'
+        )
     stated = stated_api(module)
     here = f"this kvplug has {_dotted(PLUGIN_API)}"
     if stated[0] != PLUGIN_API[0]:
@@ -179,15 +130,6 @@ def check_api(module: str) -> tuple[int, int]:
     if stated[1] > PLUGIN_API[1]:
         raise PluginLoadError(f"needs plugin API {_dotted(stated)}, and {here}: upgrade kvplug")
     return stated
-
-
-def _after_fork_in_child() -> None:
-    global _parsing
-    _parsing = threading.Lock()  # a thread of the parent may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _dotted(api: tuple[int, int]) -> str:
@@ -225,23 +167,21 @@ def stated_api(module: str) -> tuple[int, int]:
 
 def _assigned(node: ast.stmt) -> ast.expr | None:
     """The value that a statement of the module gives ``KVPLUG_API``."""
-    targets: list[ast.expr]
-    if isinstance(node, ast.AnnAssign):
-        targets, value = [node.target], node.value
-    elif isinstance(node, ast.Assign):
-        targets, value = node.targets, node.value
-    else:
-        return None
-    named = any(isinstance(target, ast.Name) and target.id == API_NAME for target in targets)
-    return value if named else None
+    match node:
+        case ast.AnnAssign(target=target, value=value):
+            targets = [target]
+        case ast.Assign(targets=targets, value=value):
+            pass
+        case _:
+            return None
+    return value if any(isinstance(each, ast.Name) and each.id == API_NAME for each in targets) else None
 
 
 def _source(module: str) -> str:
     """The source of a module, found through the search paths of its packages, without importing them."""
-    top, *rest = module.split(".")
-    name = top
+    name, *rest = module.split(".")
     try:
-        spec = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(name)
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 raise PluginLoadError(

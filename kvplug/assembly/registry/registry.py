@@ -6,20 +6,19 @@ pluggy only collects; the results are kept in dicts.
 from __future__ import annotations
 
 import enum
-import functools
 import importlib
 import logging
 import os
+import types
 from collections.abc import Iterator, Mapping
-from typing import Literal, overload
+from typing import Any, Final, Literal, overload
 
 import attrs
 import pluggy
 
-from kvplug.assembly.registry.discovery import DiscoveredPlugin, check_api, discover, normalised, not_found
-from kvplug.assembly.registry.hooks import offers_of
-from kvplug.assembly.registry.packages import how_to_install
-from kvplug.config.messages import did_you_mean, shown
+from kvplug.assembly.registry.advice import how_to_install, misspelt_groups
+from kvplug.assembly.registry.discovery import DiscoveredPlugin, check_api, discover, normalised
+from kvplug.config.messages import did_you_mean, nearest, shown
 from kvplug.errors import (
     AmbiguousNameError,
     ConfigError,
@@ -52,6 +51,9 @@ _CALLED = {
     Kind.LOOKUP_BUFFER: "lookup buffer",
 }
 """The word for a kind in messages, where it differs from the kind's value."""
+
+_PREFIX: Final = f"{hookspecs.PROJECT}_"
+_HOOKS: Final = ", ".join(hookspecs.OFFERED)
 
 _TransportKind = Literal[Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR]
 
@@ -123,7 +125,7 @@ class Registry:
         registry = cls()
         found = discover()
         for each in found:
-            registry._keep(registry._blocked(each) if each.name in blocked else registry._load(each))
+            registry._keep(registry._load(each, is_blocked=each.name in blocked))
         for name in sorted(blocked - {each.name for each in found}):
             _log.warning("KVPLUG_DISABLE_PLUGINS names %r, and no such plugin is installed", name)
         broken = [each for each in registry.plugins if each.status is PluginStatus.BROKEN]
@@ -220,23 +222,17 @@ class Registry:
             note_distribution(spec, info.distribution)
             self._owned.setdefault((spec.kind, spec.name), []).append((info, spec))
 
-    @staticmethod
-    def _blocked(found: DiscoveredPlugin) -> PluginInfo:
-        return PluginInfo(
-            name=found.name,
-            distribution=found.distribution,
-            version=found.version,
-            status=PluginStatus.BLOCKED,
-            reason="named in KVPLUG_DISABLE_PLUGINS",
-        )
-
-    def _load(self, found: DiscoveredPlugin) -> PluginInfo:
+    def _load(self, found: DiscoveredPlugin, *, is_blocked: bool) -> PluginInfo:
         """Load one plugin, completely or not at all, whatever error it raises."""
         info = PluginInfo(name=found.name, distribution=found.distribution, version=found.version)
+        if is_blocked:
+            return attrs.evolve(info, status=PluginStatus.BLOCKED, reason="named in KVPLUG_DISABLE_PLUGINS")
         try:
-            info = attrs.evolve(info, api=check_api(found.module))
-            key = f"{normalised(found.distribution)}:{found.name}"
-            specs = self._collect(_named(found), key, found.module_alone)
+            info = attrs.evolve(info, api=check_api(found))
+            plugin = importlib.import_module(found.module)
+            return attrs.evolve(
+                info, specs=self._collect(plugin, f"{normalised(found.distribution)}:{found.name}")
+            )
         except (Exception, SystemExit) as e:
             # Not kept as a fault of the plugin's. Memory is: Python's parser also says so of bad source.
             shortage = exhaustion_of(e, f"loading the plugin {found.name}")
@@ -244,13 +240,12 @@ class Registry:
                 raise_if_exhausted(e, f"loading the plugin {found.name}")
             _log.debug("plugin %s of %s did not load", found.name, found.distribution, exc_info=True)
             return attrs.evolve(info, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
-        return attrs.evolve(info, specs=specs)
 
-    def _collect(self, plugin: object, key: str, no_hook: str = "") -> tuple[Spec, ...]:
+    def _collect(self, plugin: object, key: str) -> tuple[Spec, ...]:
         """The results of a plugin's hooks, each called alone. Unregisters the plugin if any is wrong."""
         self._manager.register(plugin, name=key)
         try:
-            specs = offers_of(self._manager, plugin, no_hook)
+            specs = _offers_of(self._manager, plugin)
             _check_once(specs)
         except BaseException:
             self._manager.unregister(plugin)
@@ -284,22 +279,88 @@ class Registry:
         hint = did_you_mean(name.rpartition(":")[2], known)
         lines = [f"no {word} named {name!r}{hint}"]
         lines.append(f"known: {', '.join(known)}" if known else f"no plugin that is loaded offers a {word}")
-        missing = how_to_install(name, (plugin.distribution for plugin in self._plugins), kind)
-        text = "\n  ".join([*lines, *missing, *self.failures(), *not_found(near=bool(hint or missing))])
+        text = "\n  ".join([*lines, *advice(self, name, kind, is_near=bool(hint))])
         if kind is Kind.CONNECTOR:
             return UnknownConnectorError(text)
         return UnknownTransportError(text) if kind in TRANSPORTS else UnknownNameError(text)
 
 
-def _named(found: DiscoveredPlugin) -> object:
-    """The object that an entry point names: a module, or an object in it."""
-    module = importlib.import_module(found.module)
-    if not found.attribute:
-        return module
-    try:
-        return functools.reduce(getattr, found.attribute.split("."), module)
-    except AttributeError as e:
-        raise PluginLoadError(f"{e}; {found.module_alone}") from e
+def advice(
+    registry: Registry, name: str, kind: Kind | None = None, *, is_near: bool = False
+) -> tuple[str, ...]:
+    """Lines of the message about a name that nothing installed offers: packages to install, plugins that did
+    not load, and why a plugin may not be found.
+
+    Args:
+        kind: what is meant; default: any.
+        is_near: whether the message names a similar name; the general hint is left out then.
+    """
+    missing = how_to_install(name, (plugin.distribution for plugin in registry.plugins), kind)
+    general = (
+        f"a plugin is found by its entry point in the group {hookspecs.PROJECT!r};"
+        " after a change of its pyproject.toml it must be installed again"
+    )
+    hints = misspelt_groups() if is_near or missing else (general, *misspelt_groups())
+    return (*missing, *registry.failures(), *hints)
+
+
+def _offers_of(manager: pluggy.PluginManager, plugin: object) -> list[Spec]:
+    """The results of the hooks of a plugin that is registered with ``manager``, each called alone.
+
+    Raises:
+        PluginLoadError: a hook is unknown, not marked, a wrapper, returns something else, or there is none.
+    """
+    callers = [caller for caller in manager.get_hookcallers(plugin) or [] if not _may_be_unknown(caller)]
+    for caller in callers:
+        if caller.name not in hookspecs.OFFERED:
+            raise PluginLoadError(f"no hook is called {caller.name}{_meant(caller.name)} there are {_HOOKS}")
+    _check_marked(plugin)
+    if not callers:
+        raise PluginLoadError(
+            f"implements no hook; there are {_HOOKS}, marked with kvplug.transport.hookimpl"
+        )
+    return [spec for caller in callers for spec in _offered(caller, plugin)]
+
+
+def _may_be_unknown(caller: pluggy.HookCaller) -> bool:
+    """Whether the hook is of a later kvplug, and marked as optional for earlier ones (``optionalhook``)."""
+    return caller.name not in hookspecs.OFFERED and all(each.optionalhook for each in caller.get_hookimpls())
+
+
+def _meant(name: str) -> str:
+    """The hook that a misspelt name is closest to, compared without the common prefix."""
+    found = nearest(name.removeprefix(_PREFIX), (hook.removeprefix(_PREFIX) for hook in hookspecs.OFFERED))
+    return f"; did you mean {_PREFIX}{found}?" if found else ";"
+
+
+def _check_marked(plugin: object) -> None:
+    """Refuse an unmarked hook: pluggy would never call it, and does not report that."""
+    for name, found in vars(plugin).items() if hasattr(plugin, "__dict__") else ():
+        if name.startswith(_PREFIX) and isinstance(found, types.FunctionType):
+            if not hasattr(found, f"{_PREFIX}impl"):
+                raise PluginLoadError(
+                    f"{name} is not marked with kvplug.transport.hookimpl, so it would never be called"
+                )
+
+
+def _offered(caller: pluggy.HookCaller, plugin: object) -> list[Spec]:
+    wanted = hookspecs.OFFERED[caller.name]
+    specs: list[Spec] = []
+    for implementation in caller.get_hookimpls():
+        if implementation.plugin is not plugin:
+            continue
+        if implementation.hookwrapper or implementation.wrapper:
+            raise PluginLoadError(f"{caller.name} is a wrapper; hooks of kvplug only collect")
+        offered: Any = implementation.function()
+        if not isinstance(offered, (list, tuple)):
+            raise PluginLoadError(f"{caller.name} returned {shown(offered)}, not a list of {wanted.__name__}")
+        for each in offered:
+            if not isinstance(each, wanted):
+                raise PluginLoadError(
+                    f"{caller.name} returned {shown(each)} in its list, not a {wanted.__name__}"
+                )
+            specs.append(each)  # type: ignore[arg-type]
+    return specs
 
 
 def _check_once(specs: list[Spec]) -> None:

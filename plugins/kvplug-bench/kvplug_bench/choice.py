@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug.assembly.registry import Registry
-from kvplug.assembly.registry.discovery import not_found
+from kvplug.assembly.registry import Registry, advice
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config import Config
 from kvplug.config.messages import did_you_mean, listed
@@ -99,7 +98,7 @@ def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTra
     known = sorted({spec.name for kind in kinds for spec in registry.transports(kind)})
     hint = did_you_mean(name.rpartition(":")[2], known)
     lines = [f"{what} is named {name!r}{hint}", f"known: {', '.join(known) or 'none'}"]
-    return UnknownTransportError("\n  ".join([*lines, *registry.failures(), *not_found(near=bool(hint))]))
+    return UnknownTransportError("\n  ".join([*lines, *advice(registry, name, is_near=bool(hint))]))
 
 
 def _against(spec: TransportSpec, resolved: ResolvedConfig, device: str) -> str:

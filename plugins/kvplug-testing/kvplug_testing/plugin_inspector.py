@@ -70,14 +70,12 @@ class _Inspector:
             return ()
         modules = {each.module for each in mine}
         points = [
-            f"{each.distribution}: {each.name} = {each.entry_point.value}"
-            for each in found
-            if each.module in modules
+            f"{each.distribution}: {each.name} = {each.module}" for each in found if each.module in modules
         ]
         if len(points) > 1:
             self._breach("PLUGIN-1", f"several entry points lead to it: {'; '.join(points)}")
         before = {_top(module) for module in sys.modules}  # the kit is a plugin too
-        step = f"{ENTRY_POINT} ({mine[0].entry_point.value})"
+        step = f"{ENTRY_POINT} ({mine[0].module})"
         with self._step(step, "cannot be loaded"):
             registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": ",".join(others)})
         loaded = {_top(module) for module in sys.modules} - before - {_top(module) for module in modules}

@@ -95,7 +95,7 @@ def test_a_broken_plugin_is_kept_with_its_reason_and_stops_no_other(site: Any, c
         ("not_here.plugin", "not_here is not a package that is installed"),
         (
             "kvplug_bad.plugin:missing",
-            "has no attribute 'missing'; its entry point names missing in the module, and must name",
+            "its entry point names missing in the module, and must name the module alone: bad = ",
         ),
         (
             "kvplug_bad.plugin:kvplug_transports",

@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 from kvplug import Registry
+from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import name_faults, own_part
-from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
 from kvplug.transport import (
     AmbiguousNameError,

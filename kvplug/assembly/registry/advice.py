@@ -1,15 +1,19 @@
-"""The packages that offer a name, for the message about a name of one that is not installed.
-
-Only those of kvplug's own project are known. Nothing is chosen by this table.
-"""
+"""What the message about an unknown name advises: a package to install, or an entry point to correct."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Final
 
-from kvplug.assembly.registry.discovery import normalised
+from kvplug.assembly.registry.discovery import distributions, normalised
+from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.transport.hookspecs import PROJECT
 from kvplug.transport.spec import Kind
+
+_log = logging.getLogger(__name__)
 
 PACKAGES: Final[Mapping[Kind, Mapping[str, str]]] = {
     Kind.CONNECTOR: {"lookup": "kvplug-lookup", "p2p": "kvplug-p2p", "simple": "kvplug-lookup"},
@@ -26,6 +30,7 @@ PACKAGES: Final[Mapping[Kind, Mapping[str, str]]] = {
         "events": "kvplug-lookup",
     },
 }
+"""The packages of kvplug's own project that offer a name. Nothing is chosen by this table."""
 
 
 def how_to_install(name: str, installed: Iterable[str], kind: Kind | None = None) -> tuple[str, ...]:
@@ -44,3 +49,27 @@ def how_to_install(name: str, installed: Iterable[str], kind: Kind | None = None
         for package in packages
         if package not in there and normalised(distribution) in ("", package)
     )
+
+
+def misspelt_groups() -> tuple[str, ...]:
+    """A line for each distribution with entry points in a group whose name is close to ours, and none in
+    ours. Reads all metadata again."""
+    found = set()
+    for distribution in distributions():
+        try:
+            groups = {each.group for each in distribution.entry_points}
+            if PROJECT not in groups:
+                name = distribution.metadata["Name"] or "unknown"
+                found |= {(name, group) for group in groups if _is_close(group)}
+        except Exception as e:  # one distribution's broken metadata must not hide the others
+            raise_if_exhausted(e, "looking for plugins")
+            _log.debug("unreadable metadata of a distribution, left out: %s", e)
+    return tuple(
+        f"{distribution} declares entry points in the group {group!r}; did you mean {PROJECT!r}?"
+        for distribution, group in sorted(found)
+    )
+
+
+def _is_close(group: str) -> bool:
+    """Whether a group may be ours, misspelt: "kv_plugs" may, "plugins" may not."""
+    return bool(get_close_matches(PROJECT, [re.split(r"[.:/]", group)[0].lower()], cutoff=0.75))
