@@ -37,15 +37,11 @@ from kvplug.engine.context import (
 )
 from kvplug.engine.layout import (
     KVLayout as KVLayout,
-    blocks_of as blocks_of,
     gather as gather,
     page_format_of as page_format_of,
     page_tokens_of as page_tokens_of,
     page_views as page_views,
-    permute as permute,
     scatter as scatter,
-    slots as slots,
-    spans as spans,
     views as views,
 )
 from kvplug.engine.members import (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar
 
 import attrs
 
-from kvplug.engine.leases import LeaseCounts
 from kvplug.errors import ClosedError, KvplugError, LayoutError
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
@@ -28,6 +28,8 @@ _R = TypeVar("_R", PutReason, MissReason)
 
 _ORDINARY: Final = frozenset({"absent", "evicted", "expired", "cancelled", "closed"})
 """Reasons that say nothing about the store's health."""
+_MANY: Final = 1000
+"""Leases and sizes of pages, from which on old ones are cleared away."""
 
 
 @attrs.frozen(kw_only=True)
@@ -239,7 +241,7 @@ class PageCache:
     def _series_of(self, sizes: tuple[int, ...], layout: bytes) -> Series:
         found = self._series.get((sizes, layout))
         if found is None:
-            if len(self._series) > 1000:  # an engine has a few; a length for each page would fill memory
+            if len(self._series) > _MANY:  # an engine has a few; a length for each page would fill memory
                 self._series.clear()
             found = Series(pieces_format(sizes), shard=layout, seal=self.store.seal.id)
             self._series[sizes, layout] = found
@@ -370,3 +372,55 @@ class _Whole:
     def cancel(self) -> None:
         for part in tuple(self._parts):
             part.cancel()
+
+
+class LeaseCounts:
+    """Counts the leases on keys. A lease that is not given back ends after its time, as in the store.
+
+    Thread-safe.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[bytes, tuple[int, float]] = {}
+        """Of each key: how many, and until when."""
+        self._purge_at = _MANY
+
+    def __len__(self) -> int:
+        """Keys that are leased."""
+        with self._lock:
+            self._purge()
+            return len(self._leases)
+
+    def hold(self, keys: Sequence[bytes], lease_s: float) -> None:
+        """One more lease on each key. All leases on it last at least so long."""
+        with self._lock:
+            now = self._clock()
+            for key in keys:
+                count, until = self._leases.get(key, (0, now))
+                self._leases[key] = (count if until > now else 0) + 1, max(until, now + lease_s)
+            if len(self._leases) >= self._purge_at:
+                self._purge()
+                self._purge_at = max(_MANY, 2 * len(self._leases))
+
+    def release(self, keys: Sequence[bytes]) -> list[bytes]:
+        """One lease less on each key. Returns the keys that have none left."""
+        last = []
+        with self._lock:
+            for key in keys:
+                count, until = self._leases.pop(key, (0, 0.0))
+                if count > 1:
+                    self._leases[key] = count - 1, until
+                elif count:
+                    last.append(key)
+        return last
+
+    def is_leased(self, key: bytes) -> bool:
+        """Whether the key has a lease whose time is not over."""
+        with self._lock:
+            return self._leases.get(key, (0, 0.0))[1] > self._clock()
+
+    def _purge(self) -> None:
+        now = self._clock()
+        self._leases = {key: lease for key, lease in self._leases.items() if lease[1] > now}

@@ -58,12 +58,10 @@ from kvplug.net.memory.fd_passing import (
     recv_fds as recv_fds,
     send_fds as send_fds,
 )
-from kvplug.net.memory.mapping import (
-    map_memfd as map_memfd,
-)
 from kvplug.net.memory.memfd import (
     check_memfd as check_memfd,
     create_memfd as create_memfd,
+    map_memfd as map_memfd,
     seal_memfd as seal_memfd,
 )
 from kvplug.net.memory.room import (
@@ -190,10 +188,6 @@ from kvplug.transport.group.mesh import (
 from kvplug.transport.hookspecs import (
     PLUGIN_API as PLUGIN_API,
     hookimpl as hookimpl,
-)
-from kvplug.transport.lease import (
-    Lease as Lease,
-    Leases as Leases,
 )
 from kvplug.transport.lookup import (
     Entry as Entry,

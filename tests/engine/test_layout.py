@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-from hypothesis import given, strategies as st
 
-from kvplug.engine.layout import KVLayout, blocks_of, slots, spans
+from kvplug.engine.layout import KVLayout
 from kvplug.errors import LayoutError
 
 SIZES = {"L": 2, "K": 2, "B": 5, "T": 4, "H": 3, "D": 6}
@@ -124,36 +121,3 @@ def test_strides_in_another_order_are_refused_although_the_shape_fits() -> None:
     check(layout, layout.shape, strides)
     with pytest.raises(LayoutError, match=r"axis T: .*memory order KBHTD"):
         check(layout, layout.shape, (*strides[:2], strides[3], strides[2], strides[4]))
-
-
-# -- blocks and slots --------------------------------------------------------------------------
-
-
-@given(
-    table=st.lists(st.integers(0, 1000), unique=True, max_size=20),
-    block_size=st.sampled_from([1, 2, 3, 16, 32]),
-    data=st.data(),
-)
-def test_spans_slots_and_blocks_agree_with_token_by_token_arithmetic(
-    table: list[int], block_size: int, data: st.DataObject
-) -> None:
-    start = data.draw(st.integers(0, len(table) * block_size))
-    end = data.draw(st.integers(start, len(table) * block_size))
-    expected = [table[token // block_size] * block_size + token % block_size for token in range(start, end)]
-    assert slots(table, block_size, start, end) == expected
-    pieces = list(spans(table, block_size, start, end))
-    assert list(itertools.chain.from_iterable(
-        range(block * block_size + offset, block * block_size + offset + count)
-        for block, offset, count in pieces
-    )) == expected  # fmt: skip
-    assert all(0 < count <= block_size - offset for _, offset, count in pieces)
-    assert blocks_of(table, block_size, start, end) == tuple(block for block, _, _ in pieces)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "start", "end"), [(4, 0, 13), (4, -1, 3), (4, 5, 4), (4, 12, 14), (0, 0, 0)]
-)
-def test_a_range_that_the_blocks_do_not_hold_is_refused(block_size: int, start: int, end: int) -> None:
-    for refused in (slots, blocks_of, lambda *given: list(spans(*given))):
-        with pytest.raises(LayoutError):
-            refused([7, 2, 5], block_size, start, end)

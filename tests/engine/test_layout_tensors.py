@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvplug.engine.layout import KVLayout, dimensions, gather, permute, scatter  # noqa: E402
+from kvplug.engine.layout import KVLayout, dimensions, gather, scatter  # noqa: E402
 from kvplug.errors import LayoutError  # noqa: E402  (torch decides first whether there is anything to test)
 
 SIZES = {"L": 2, "K": 2, "B": 6, "T": 3, "H": 2, "D": 4}
@@ -193,20 +193,7 @@ def test_blocks_that_cannot_be_meant_are_refused_and_nothing_is_copied(
     assert not cache.any()
 
 
-# -- permute -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("from_axes", ["KBTHD", "BHTKD", "DHTBK", "BKDTH"])
-def test_permute_takes_every_order_to_every_order(from_axes: str) -> None:
-    here = layout_of(from_axes)
-    cache = counted(here)
-    expected = gather(cache, here, TABLE, 0, 12)
-    for to_axes in KEYS_AND_VALUES:
-        there = layout_of(to_axes)
-        moved = permute(cache, from_axes, to_axes)
-        assert tuple(moved.shape) == there.shape
-        assert all(map(torch.equal, expected, gather(moved.contiguous(), there, TABLE, 0, 12)))
-        assert torch.equal(permute(moved, to_axes, from_axes), cache)
+# -- whole blocks, and devices ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", ["BHTKD", "KBTHD"])

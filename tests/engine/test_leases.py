@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import example, given, strategies as st
 
-from kvplug.engine.leases import LeaseCounts
+from kvplug.engine.page_cache import LeaseCounts
 
 KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=4)
 

@@ -30,22 +30,17 @@ The arithmetic does not need torch; ``Tensor`` is ``torch.Tensor``.
 from __future__ import annotations
 
 from kvplug.engine.layout.axes import LETTERS, KVLayout, dimensions
-from kvplug.engine.layout.blocks import blocks_of, slots, spans
-from kvplug.engine.layout.copies import gather, permute, scatter, views
+from kvplug.engine.layout.copies import gather, scatter, views
 from kvplug.engine.layout.pages import page_format_of, page_tokens_of, page_views
 
 __all__ = [
     "LETTERS",
     "KVLayout",
-    "blocks_of",
     "dimensions",
     "gather",
     "page_format_of",
     "page_tokens_of",
     "page_views",
-    "permute",
     "scatter",
-    "slots",
-    "spans",
     "views",
 ]

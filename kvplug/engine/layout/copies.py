@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvplug.engine.layout.axes import KVLayout, dimensions
-from kvplug.engine.layout.blocks import blocks_of
 from kvplug.errors import LayoutError
 from kvplug.transport.block_views import block_table, check_distinct
 from kvplug.transport.store.cache_blocks import copy_tokens, ids_on
@@ -139,36 +138,6 @@ def scatter(
         copy_tokens(value_view, index, ids, start, value, into_cache=True)
 
 
-def permute(tensor: Tensor, from_axes: str, to_axes: str) -> Tensor:
-    """The same elements with their dimensions in another order: a view where there is one, else a copy.
-
-    Both strings have the same letters; ``KD`` is one dimension in either. It is a copy only where keys
-    and values are packed that were not side by side.
-
-    Raises:
-        LayoutError: other letters, another number of dimensions, an odd packed dimension.
-    """
-    from_dimensions, to_dimensions = dimensions(from_axes), dimensions(to_axes)
-    if set(from_axes) != set(to_axes):
-        raise LayoutError(f"{from_axes!r} and {to_axes!r} are not made of the same axes")
-    if tensor.dim() != len(from_dimensions):
-        raise LayoutError(
-            f"axes {from_axes!r} are {len(from_dimensions)} dimensions, and the tensor has {tensor.dim()}"
-        )
-    if from_dimensions == to_dimensions:
-        return tensor
-    if "KD" in from_dimensions:
-        at = from_dimensions.index("KD")
-        if tensor.shape[at] % 2:
-            raise LayoutError(f"axis KD: keys and values need an even size, got {tensor.shape[at]}")
-        tensor = tensor.unflatten(at, (2, -1))
-    tensor = tensor.permute([from_axes.index(letter) for letter in to_axes])
-    if "KD" in to_dimensions:
-        at = to_dimensions.index("KD")
-        tensor = tensor.flatten(at, at + 1)
-    return tensor
-
-
 # -- the pieces --------------------------------------------------------------------------------
 
 
@@ -176,10 +145,16 @@ def _block_index(
     block_ids: Sequence[int], block_size: int, num_blocks: int, start: int, end: int
 ) -> array[int] | None:
     """The ids of the blocks that hold the range, checked; ``None`` for no token."""
-    used = blocks_of(block_ids, block_size, start, end)
-    if not used:
+    if not 0 <= start <= end:
+        raise LayoutError(f"tokens {start} to {end} are no range")
+    if end > len(block_ids) * block_size:
+        raise LayoutError(
+            f"tokens {start} to {end} do not fit {len(block_ids)} blocks of {block_size}, which hold"
+            f" {len(block_ids) * block_size}"
+        )
+    if start == end:
         return None
-    index = block_table(used, num_blocks)
+    index = block_table(block_ids[start // block_size : -(-end // block_size)], num_blocks)
     check_distinct(index)
     return index
 

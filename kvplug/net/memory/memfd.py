@@ -1,11 +1,13 @@
-"""The kernel's anonymous memory, by descriptor: made, sealed and checked. Light: probes import it."""
+"""The kernel's anonymous memory, by descriptor: made, sealed, checked and mapped. Light: probes import it."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import functools
 import os
+from collections.abc import Callable
 from typing import Final
 
 from kvplug.errors import WireError
@@ -16,6 +18,11 @@ _FUTURE_WRITE_SEAL: Final = 0x10  # F_SEAL_FUTURE_WRITE, since Linux 5.1
 _NOEXEC_SEAL: Final = 0x8
 """MFD_NOEXEC_SEAL, since Linux 6.3: an administrator may refuse memory that could be executed."""
 _STRICT: Final = b"2"
+_MAP_SHARED: Final = 0x01
+_MAP_PRIVATE: Final = 0x02
+_MAP_FIXED: Final = 0x10
+_MAP_ANONYMOUS: Final = 0x20
+_MAP_NORESERVE: Final = 0x4000
 
 
 def create_memfd(name: str, nbytes: int = 0) -> int:
@@ -101,3 +108,45 @@ def is_accounted_strictly() -> bool:
     except OSError as e:
         raise_if_exhausted(e, "reading how the kernel accounts for memory")
         return False
+
+
+# -- over addresses that are the caller's already ---------------------------------------------------
+
+
+def map_memfd(fd: int, address: int, nbytes: int, protection: int) -> None:
+    """Map memory, shared, over the caller's own mapping at ``address``: whole pages, ``mmap.PROT_...``.
+
+    The mapping needs the descriptor no more.
+
+    Raises:
+        OSError: the system refuses. What is at the address then is undefined.
+    """
+    _place(address, nbytes, protection, _MAP_SHARED, fd)
+
+
+def map_zeroes(address: int, nbytes: int, protection: int) -> None:
+    """The same with memory of this process only, which is zero. Raises OSError."""
+    _place(address, nbytes, protection, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+
+
+def _place(address: int, nbytes: int, protection: int, flags: int, fd: int) -> None:
+    if _map(address, nbytes, protection, flags | _MAP_FIXED, fd, 0) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _system_call() -> Callable[..., int | None]:
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    return call
+
+
+_map = _system_call()

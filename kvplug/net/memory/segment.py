@@ -16,7 +16,6 @@ from kvplug.errors import KvplugError, TransportError
 from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.memory import memfd
-from kvplug.net.memory.mapping import map_memfd, map_zeroes
 from kvplug.net.wire.copying import address_of
 
 _MAP_NORESERVE: Final = 0x4000
@@ -103,7 +102,7 @@ class _Mapping(mmap.mmap):
 
     def show(self, fd: int) -> None:
         """Show the memory of this descriptor from now on. Raises OSError."""
-        map_memfd(fd, self._address(), len(self), _READ_WRITE)
+        memfd.map_memfd(fd, self._address(), len(self), _READ_WRITE)
         close_after_fork(self)
 
     def _address(self) -> int:
@@ -112,7 +111,7 @@ class _Mapping(mmap.mmap):
 
     def _after_fork_in_child(self) -> None:
         if not self.closed:  # else the addresses may be another mapping's
-            map_zeroes(self._address(), len(self), _READ_WRITE)
+            memfd.map_zeroes(self._address(), len(self), _READ_WRITE)
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:

@@ -11,7 +11,7 @@ import attrs
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
-from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit, hold_at_exit
 from kvplug.transport.block_views import BlockViews
@@ -56,7 +56,7 @@ class DuplexPipe(Pipe, abc.ABC):
         self._timeout_s = timeout_s
         self._limit = limit or MessageLimit()
         self._lifecycle = Lifecycle(f"the pipe to {peer}")
-        self._naming = NamedExhaustion(f"the pipe to {peer}")
+        self._doing = f"the pipe to {peer}"
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._let_go = False
         """Everything was released."""
@@ -131,11 +131,12 @@ class DuplexPipe(Pipe, abc.ABC):
     ) -> T:
         try:
             check()
-            with use.taken(), self._naming:
+            with use.taken():
                 check()
                 return call(*arguments)
-        except BaseException:
+        except BaseException as e:
             hold_at_exit()
+            raise_if_exhausted(e, self._doing)
             raise
 
     def limit_messages(self, nbytes: int) -> None:
@@ -145,7 +146,7 @@ class DuplexPipe(Pipe, abc.ABC):
         deadline = Deadline.after(timeout, self._timeout_s)
         if not self._lifecycle.close("is closed"):
             return
-        with self._naming:
+        with NamedExhaustion(self._doing):
             try:
                 self._drain(deadline)
             finally:

@@ -79,6 +79,16 @@ class PutReason(enum.StrEnum):
     OTHER = "other"
     """Another one, which the log has."""
 
+    @classmethod
+    def of(cls, reason: MissReason) -> PutReason:
+        """Why a page was not kept whose request ended for this reason."""
+        if reason is MissReason.NO_MEMORY:
+            return cls.NO_ROOM
+        try:
+            return cls(reason.value)
+        except ValueError:
+            return cls.OTHER
+
 
 @attrs.frozen(kw_only=True)
 class Usage:

@@ -23,14 +23,6 @@ _log = logging.getLogger(__name__)
 AnyJob: TypeAlias = Job[Any]
 
 _UNKNOWN: Final = object()
-_PUT_REASONS: Final = {
-    MissReason.TIMEOUT: PutReason.TIMEOUT,
-    MissReason.CANCELLED: PutReason.CANCELLED,
-    MissReason.STORE_GONE: PutReason.STORE_GONE,
-    MissReason.CLOSED: PutReason.CLOSED,
-    MissReason.NO_MEMORY: PutReason.NO_ROOM,
-    MissReason.UNREADABLE: PutReason.UNREADABLE,
-}
 
 
 class Scratch:
@@ -236,7 +228,7 @@ class PutTask(Task):
             has_failed, result = False, PutReason.READ_ONLY
         except PageError as e:
             _log.debug("a page is not kept: %s", e)
-            has_failed, result = False, _PUT_REASONS.get(e.reason, PutReason.OTHER)
+            has_failed, result = False, PutReason.of(e.reason)
         finally:  # a write that failed gets the reason of the whole request
             with self.lock:
                 removals = self._writing.pop(call)
@@ -275,7 +267,7 @@ class PutTask(Task):
                     self._forgotten.add(call)
 
     def failed(self, reason: MissReason) -> list[PutReason | None]:
-        known = _PUT_REASONS.get(reason, PutReason.OTHER)
+        known = PutReason.of(reason)
         return [known if each is _UNKNOWN else each for each in self.results]
 
 

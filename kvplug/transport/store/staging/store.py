@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvplug.errors import ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -38,7 +38,7 @@ from kvplug.transport.store.results import MissReason, Presence, PutReason, Usag
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages
 from kvplug.transport.store.staging.transfers import Get, Lane, Put, Transfer
-from kvplug.transport.store.store import PageRequest, Store, StoreLink, ended
+from kvplug.transport.store.store import J, PageRequest, Store, StoreLink, ended
 
 _log = logging.getLogger(__name__)
 
@@ -157,40 +157,36 @@ class StagedStore(Store):
     def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         if not pages.keys or self._is_direct(pages.memory):
             return self.store.submit_put(pages, timeout=timeout)
-        self._check_open()
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(timeout, self._timeout_s))
-        put: Put | None = None
-        try:
-            lane = self._lane(pages.memory.device, Put)
-            if not (most := self._most(pages.series.format)):
-                self.store.withdraw(pages.keys)
-                return ended(job, PutReason.NO_MEMORY)
-            put = Put(self.store, job, pages, lane, most)
-            put.begin()
-        except Exception as e:  # of the device
-            if put is not None:
-                lane.stream.synchronize()  # some copies may have been queued
-                put.abandon()
-            _log.warning("pages are not copied out of a cache on %s: %s", pages.memory.device, e)
-            return ended(job, PutReason.NO_MEMORY if exhaustion_of(e) else PutReason.OTHER)
-        self._add(put)
-        return job
+        return self._staged(Put, pages, job, PutReason.NO_MEMORY, PutReason.OTHER)
 
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         if not pages.keys or self._is_direct(pages.memory):
             return self.store.submit_get(pages, timeout=timeout)
+        num_layers = pages.series.format.num_layers
+        job = GetJob(len(pages.keys), num_layers, Deadline.after(timeout, self._timeout_s))
+        return self._staged(Get, pages, job, MissReason.NO_MEMORY, MissReason.OTHER)
+
+    def _staged(self, kind: type[Transfer], pages: PageRequest, job: J, no_memory: Any, other: Any) -> J:
+        """``no_memory``, ``other``: results where there is no memory, and where the device has failed."""
         self._check_open()
-        form = pages.series.format
-        job = GetJob(len(pages.keys), form.num_layers, Deadline.after(timeout, self._timeout_s))
+        device, transfer = pages.memory.device, None
         try:
-            lane = self._lane(pages.memory.device, Get)
-            if not (most := self._most(form)):
-                return ended(job, MissReason.NO_MEMORY)
-            get = Get(self.store, job, pages, lane, most)
+            lane = self._lane(device, kind)
+            if not (most := self._most(pages.series.format)):
+                if kind is Put:
+                    self.store.withdraw(pages.keys)
+                return ended(job, no_memory)
+            transfer = kind(self.store, job, pages, lane, most)
+            transfer.begin()
         except Exception as e:  # of the device
-            _log.warning("pages are not copied into a cache on %s: %s", pages.memory.device, e)
-            return ended(job, MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER)
-        self._add(get)
+            if transfer is not None:
+                transfer.lane.stream.synchronize()  # some copies may have been queued
+                transfer.abandon()
+            way = "out of" if kind is Put else "into"
+            _log.warning("pages are not copied %s a cache on %s: %s", way, device, e)
+            return ended(job, no_memory if exhaustion_of(e) else other)
+        self._add(transfer)
         return job
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
@@ -370,4 +366,4 @@ class StagedStore(Store):
         self._closing = self._closed = True
         self._thread = None
         for transfer in self._live:  # which are kept: a child must not free what a device uses
-            transfer.job.after_fork(transfer.failed(MissReason.CLOSED))
+            transfer.job.after_fork(transfer.results_for(MissReason.CLOSED))

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -27,13 +27,6 @@ from kvplug.transport.store.store import PageRequest, Store
 
 if TYPE_CHECKING:
     import torch
-
-_PUT_REASONS: Final = {
-    MissReason.TIMEOUT: PutReason.TIMEOUT,
-    MissReason.CANCELLED: PutReason.CANCELLED,
-    MissReason.CLOSED: PutReason.CLOSED,
-    MissReason.NO_MEMORY: PutReason.NO_MEMORY,
-}
 
 
 @attrs.define(eq=False)
@@ -57,12 +50,12 @@ class Lane:
         with on_stream(self.stream):
             return DeviceMark(self.device)
 
-    def follow(self, mark: DeviceMark | None) -> None:
+    def wait_for(self, mark: DeviceMark | None) -> None:
         """What is queued on the stream from now on runs after the mark."""
         if mark is not None:
             mark.hold(self.stream)
 
-    def go_before(self, mark: DeviceMark) -> None:
+    def make_caller_wait_for(self, mark: DeviceMark) -> None:
         """What the calling thread queues from now on, on its own stream, runs after the mark."""
         import torch
 
@@ -75,78 +68,39 @@ class Lane:
         return None if part is None else StagedPages(form, count, part)
 
 
-def part_of(request: PageRequest, pages: range, memory: StagedPages) -> PageRequest:
-    """Some pages of a request, in other memory."""
-    return attrs.evolve(
-        request,
-        keys=request.keys[pages.start : pages.stop],
-        identities=request.identities[pages.start : pages.stop],
-        memory=memory,
-    )
-
-
-class Transfer(abc.ABC):
-    """One request."""
-
-    job: Job[Any]
-    lane: Lane
-    is_on_device: bool = False
-    """Whether the device has copies of it to do: then it is looked at often."""
-
-    @abc.abstractmethod
-    def step(self) -> bool:
-        """Do what can be done now. Returns whether the request is over: nothing of it is under way."""
-
-    @abc.abstractmethod
-    def abandon(self) -> None:
-        """Give the memory back, and settle the job: the device is done with both, or has failed."""
-
-    @abc.abstractmethod
-    def failed(self, reason: MissReason) -> list[Any]:
-        """The results when the job ends for this reason."""
-
-    def end(self, reason: MissReason) -> None:
-        """The job is done, if it was not: nothing more is queued for it. What is under way settles it."""
-        self.job.set(self.failed(reason), settled=False)
-
-
 @attrs.define(eq=False)
 class _Piece:
-    """Pages of one get that are staged together."""
+    """Pages of one request that are staged together."""
 
     pages: range
     staged: StagedPages | None = None
-    job: GetJob | None = None
-    num_queued: int = 0
-    """Layers whose copies to the device were queued."""
-    has_failed: bool = False
-    """Some copies could not be queued: no more of them are."""
-    num_landed: int = 0
-    """Layers that are in the cache."""
+    job: Any = None
+    """That of the store; ``None``: it was not asked yet."""
     marks: deque[tuple[DeviceMark, int]] = attrs.field(factory=deque)
-    """Behind each group of queued copies, and the number of layers that have landed then."""
-    results: list[MissReason | None] | None = None
+    """Behind each group of queued copies; of a get with the number of layers that are in the cache then."""
+    results: list[Any] | None = None
     is_over: bool = False
+    num_queued: int = 0
+    """Of a get: layers whose copies to the device were queued."""
+    num_landed: int = 0
+    """Of a get: layers that are in the cache."""
+    has_failed: bool = False
+    """Of a get: some copies could not be queued, and no more of them are."""
 
 
-class Get(Transfer):
-    """Pages into a cache on a device."""
+class Transfer(abc.ABC):
+    """One request, in pieces: each is staged when there is memory for it."""
 
-    job: GetJob
-
-    def __init__(self, store: Store, job: GetJob, request: PageRequest, lane: Lane, max_pages: int) -> None:
-        """To be called in the thread that asks.
-
-        Args:
-            max_pages: that are staged together.
-        """
+    def __init__(self, store: Store, job: Job[Any], request: PageRequest, lane: Lane, max_pages: int) -> None:
+        """``max_pages``: that are staged together."""
         assert isinstance(request.memory, PageBlocks)
         self.job = job
+        self.lane = lane
+        self.is_on_device = False
+        """Whether the device has copies of it to do: then it is looked at often."""
         self._store = store
         self._request = request
-        self.lane = lane
         self._blocks = request.memory
-        self._after = self._blocks.after or DeviceMark(lane.device)
         self._pieces = [
             _Piece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
         ]
@@ -156,54 +110,94 @@ class Get(Transfer):
         self.end(MissReason.CANCELLED)
         self.lane.wake()
 
-    def failed(self, reason: MissReason) -> list[MissReason | None]:
-        found: list[MissReason | None] = []
+    def end(self, reason: MissReason) -> None:
+        """The job is done, if it was not: nothing more is queued for it. What is under way settles it."""
+        self.job.set(self.results_for(reason), settled=False)
+
+    def results_for(self, reason: MissReason) -> list[Any]:
+        """What is known, and for the other pages this reason."""
+        found: list[Any] = []
         for piece in self._pieces:
-            found += [reason] * len(piece.pages) if piece.results is None else piece.results
+            known = piece.results
+            found += [self._reason(piece, reason)] * len(piece.pages) if known is None else known
         return found
 
     def step(self) -> bool:
+        """Do what can be done now. Returns whether the request is over: nothing of it is under way."""
         if not self.job.done and self.job.deadline.expired:
             self.end(MissReason.TIMEOUT)
         for piece in self._pieces:
             if not piece.is_over and not self._step(piece):
                 break  # the next one is staged when this one has its memory
         self.is_on_device = any(piece.marks for piece in self._pieces)
-        if self.job.done:
-            self.lane.memory.forget(self)  # what is under way may take long, and others wait behind it
-            over = all(piece.is_over or piece.job is None for piece in self._pieces)
-            if not self.is_on_device:
-                self.job.settle()  # the store may still write into host memory
-        else:
-            arrived = max((piece.job.progressed_at for piece in self._pieces if piece.job), default=0.0)
-            ready = min(piece.num_landed for piece in self._pieces)
-            if ready > self.job.num_layers_ready or arrived > self.job.progressed_at:
-                self.job.advance(ready)
-            over = all(piece.is_over for piece in self._pieces)
+        over = self._look()
         if over:
-            self.job.set(self.failed(MissReason.OTHER))
+            self.job.set(self.results_for(MissReason.OTHER))
             self.abandon()
         return over
 
     def abandon(self) -> None:
-        self.lane.memory.forget(self)
+        """Give the memory back, and settle the job: the device is done with both, or has failed."""
         for piece in self._pieces:
-            staged, piece.staged = piece.staged, None
-            if staged is not None:
-                self.lane.memory.give_back(staged.memory)
+            self._give_back(piece)
         self.job.settle()
 
+    def _give_back(self, piece: _Piece) -> None:
+        staged, piece.staged = piece.staged, None
+        if staged is not None:
+            self.lane.memory.give_back(staged.memory)
+
+    def _part(self, piece: _Piece) -> PageRequest:
+        """The request for a piece, in its staged memory."""
+        assert piece.staged is not None
+        pages = slice(piece.pages.start, piece.pages.stop)
+        return attrs.evolve(
+            self._request,
+            keys=self._request.keys[pages],
+            identities=self._request.identities[pages],
+            memory=piece.staged,
+        )
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """To be called in the thread that asks.
+
+        Raises:
+            RuntimeError: the device failed, or has no memory.
+        """
+
+    @abc.abstractmethod
+    def _reason(self, piece: _Piece, reason: MissReason) -> Any:
+        """The result of a piece without results, when the job ends for this reason."""
+
+    @abc.abstractmethod
     def _step(self, piece: _Piece) -> bool:
-        """Returns whether the piece has its memory."""
+        """Do what can be done for one piece. Returns whether it has its memory."""
+
+    @abc.abstractmethod
+    def _look(self) -> bool:
+        """Note what has come, after each piece had its step. Returns whether the request is over."""
+
+
+class Get(Transfer):
+    """Pages into a cache on a device."""
+
+    job: GetJob
+
+    def begin(self) -> None:
+        self._after = self._blocks.after or DeviceMark(self.lane.device)
+
+    def _reason(self, piece: _Piece, reason: MissReason) -> MissReason:
+        return reason
+
+    def _step(self, piece: _Piece) -> bool:
         if piece.job is None:
             if self.job.done:
                 return False
-            staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
-            if staged is None:
+            piece.staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
+            if piece.staged is None:
                 return False
-            piece.staged = staged
-            request = part_of(self._request, piece.pages, staged)
-            piece.job = self._store.submit_get(request, timeout=self.job.deadline.remaining())
+            piece.job = self._store.submit_get(self._part(piece), timeout=self.job.deadline.remaining())
             piece.job.watch(self.lane.wake)
         inner, staged = piece.job, piece.staged
         assert staged is not None
@@ -218,8 +212,7 @@ class Get(Transfer):
             if piece.results is None and not self.job.done:
                 piece.results = inner.results()
             piece.is_over = True
-            piece.staged = None
-            self.lane.memory.give_back(staged.memory)  # for the next piece
+            self._give_back(piece)  # for the next piece
         return True
 
     def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages) -> None:
@@ -231,7 +224,7 @@ class Get(Transfer):
             return
         runs = [range(len(piece.pages))] if results is None else _found(results)
         if not piece.num_queued:
-            self.lane.follow(self._after)
+            self.lane.wait_for(self._after)
         piece.has_failed = True
         try:
             if runs:
@@ -240,6 +233,22 @@ class Get(Transfer):
             piece.num_queued = ready
         finally:  # some copies may be queued though others could not be
             piece.marks.append((self.lane.mark(), piece.num_queued))
+
+    def _look(self) -> bool:
+        if self.job.done:
+            self.lane.memory.forget(self)  # what is under way may take long, and others wait behind it
+            if not self.is_on_device:
+                self.job.settle()  # the store may still write into host memory
+            return all(piece.is_over or piece.job is None for piece in self._pieces)
+        arrived = max((piece.job.progressed_at for piece in self._pieces if piece.job), default=0.0)
+        ready = min(piece.num_landed for piece in self._pieces)
+        if ready > self.job.num_layers_ready or arrived > self.job.progressed_at:
+            self.job.advance(ready)
+        return all(piece.is_over for piece in self._pieces)
+
+    def abandon(self) -> None:
+        self.lane.memory.forget(self)
+        super().abandon()
 
 
 def _found(results: list[MissReason | None]) -> list[range]:
@@ -254,19 +263,6 @@ def _found(results: list[MissReason | None]) -> list[range]:
     return runs
 
 
-@attrs.define(eq=False)
-class _PutPiece:
-    """Pages of one put that are staged together."""
-
-    pages: range
-    staged: StagedPages | None = None
-    mark: DeviceMark | None = None
-    """Behind the copies into ``staged``, until the device has come past it."""
-    job: Job[PutReason | None] | None = None
-    results: list[PutReason | None] | None = None
-    is_over: bool = False
-
-
 class Put(Transfer):
     """Pages out of a cache on a device.
 
@@ -274,41 +270,25 @@ class Put(Transfer):
     back, behind every get that waits, at most until the deadline; until then the blocks are in use.
     """
 
-    job: Job[PutReason | None]
-
     def __init__(
         self, store: Store, job: Job[PutReason | None], request: PageRequest, lane: Lane, max_pages: int
     ) -> None:
-        """``max_pages``: that are staged together."""
-        assert isinstance(request.memory, PageBlocks)
-        self.job = job
-        self._store = store
-        self._request = request
-        self.lane = lane
-        self._blocks = request.memory
-        self._pieces = [
-            _PutPiece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
-        ]
+        super().__init__(store, job, request, lane, max_pages)
         self._num_read = 0
         """Pieces whose copies were queued."""
         self._lock = threading.RLock()
         """Held while pages go to the store: a removal finds them either here or there."""
-        job.on_cancel(self._cancel)
 
     def begin(self) -> None:
-        """To be called in the thread that asks. What that queues next for the device runs after the pages
-        that are copied at once; where these are all of the request, the blocks may be used again.
-
-        Raises:
-            RuntimeError: the device failed, or has no memory.
-        """
-        self.lane.follow(self._blocks.after)
-        self.lane.follow(DeviceMark(self.lane.device))
+        """What the thread that asks queues next for the device runs after the pages that are copied at once;
+        where these are all of the request, the blocks may be used again."""
+        self.lane.wait_for(self._blocks.after)
+        self.lane.wait_for(DeviceMark(self.lane.device))
         if all(map(self._gather, self._pieces)):
-            self.lane.go_before(self.lane.mark())
+            self.lane.make_caller_wait_for(self.lane.mark())
             self.job.allow_reuse()
 
-    def _gather(self, piece: _PutPiece) -> bool:
+    def _gather(self, piece: _Piece) -> bool:
         """Queue the copies of a piece. Returns whether there was memory for it."""
         piece.staged = self.lane.pages(self._request.series.format, len(piece.pages))
         if piece.staged is None:
@@ -316,23 +296,15 @@ class Put(Transfer):
         try:
             queue_gather(piece.staged, self._blocks, piece.pages.start, self.lane.stream)
         finally:  # some copies may be queued though others could not be
-            piece.mark = self.lane.mark()
+            piece.marks.append((self.lane.mark(), 0))
             self.is_on_device = True
         self._num_read += 1
         return True
 
-    def _cancel(self) -> None:
-        self.end(MissReason.CANCELLED)
-        self.lane.wake()
-
-    def failed(self, reason: MissReason) -> list[PutReason | None]:
-        found: list[PutReason | None] = []
-        for piece in self._pieces:
-            why = _PUT_REASONS.get(reason, PutReason.OTHER)
-            if reason is MissReason.TIMEOUT and piece.staged is None:
-                why = PutReason.NO_MEMORY
-            found += [why] * len(piece.pages) if piece.results is None else piece.results
-        return found
+    def _reason(self, piece: _Piece, reason: MissReason) -> PutReason:
+        if reason is MissReason.NO_MEMORY or (reason is MissReason.TIMEOUT and piece.staged is None):
+            return PutReason.NO_MEMORY
+        return PutReason.of(reason)
 
     def forget(self, keys: frozenset[bytes] | None) -> None:
         """Pages are removed: if some of these have not reached the store, none of the request are put.
@@ -345,34 +317,16 @@ class Put(Transfer):
                 if piece.job is None and (keys is None or not keys.isdisjoint(mine)):
                     self._cancel()
 
-    def step(self) -> bool:
-        if not self.job.done and self.job.deadline.expired:
-            self.end(MissReason.TIMEOUT)
-        for piece in self._pieces:
-            if not piece.is_over and not self._step(piece):
-                break  # the next one is staged when this one has its memory
-        self.is_on_device = any(piece.mark is not None for piece in self._pieces)
-        if not self.is_on_device and (self.job.done or self._num_read == len(self._pieces)):
-            self.job.settle()
-        over = all(piece.is_over or (self.job.done and piece.staged is None) for piece in self._pieces)
-        if over:
-            self.job.set(self.failed(MissReason.OTHER))
-            self.abandon()
-        return over
-
-    def _step(self, piece: _PutPiece) -> bool:
-        """Returns whether the piece has its memory."""
+    def _step(self, piece: _Piece) -> bool:
         if piece.staged is None and (self.job.done or not self._gather(piece)):
             return False
-        if piece.mark is not None:
-            if not piece.mark.is_passed:
+        if piece.marks:
+            if not piece.marks[0][0].is_passed:
                 return True
-            piece.mark = None
-        assert piece.staged is not None
+            piece.marks.clear()
         with self._lock:
             if piece.job is None and not self.job.done:
-                request = part_of(self._request, piece.pages, piece.staged)
-                piece.job = self._store.submit_put(request, timeout=self.job.deadline.remaining())
+                piece.job = self._store.submit_put(self._part(piece), timeout=self.job.deadline.remaining())
                 piece.job.watch(self.lane.wake)
         inner = piece.job
         if inner is not None:
@@ -385,15 +339,13 @@ class Put(Transfer):
         self._give_back(piece)  # for the next piece
         return True
 
-    def _give_back(self, piece: _PutPiece) -> None:
-        staged, piece.staged = piece.staged, None
-        if staged is not None:
-            self.lane.memory.give_back(staged.memory)
+    def _look(self) -> bool:
+        if not self.is_on_device and (self.job.done or self._num_read == len(self._pieces)):
+            self.job.settle()
+        return all(piece.is_over or (self.job.done and piece.staged is None) for piece in self._pieces)
 
     def abandon(self) -> None:
-        for piece in self._pieces:
-            self._give_back(piece)
-        self.job.settle()
+        super().abandon()
         for piece in self._pieces:
             if piece.job is None:
                 with contextlib.suppress(ClosedError):

@@ -151,21 +151,12 @@ class Steps(Task):
         self.job.after_fork(self.final(MissReason.CLOSED))
 
 
-_PUT_REASONS: Final = {
-    MissReason.TIMEOUT: PutReason.TIMEOUT,
-    MissReason.CANCELLED: PutReason.CANCELLED,
-    MissReason.STORE_GONE: PutReason.STORE_GONE,
-    MissReason.CLOSED: PutReason.CLOSED,
-    MissReason.NO_MEMORY: PutReason.NO_ROOM,
-}
-
-
 def put_results(
     results: Sequence[Any], reason: MissReason | None, forgotten: Sequence[bool]
 ) -> list[PutReason | None]:
     """The results of a put that ends for that reason. ``forgotten``: pages that were removed meanwhile, also
     if they were there before."""
-    left = None if reason is None else _PUT_REASONS.get(reason, PutReason.OTHER)
+    left = None if reason is None else PutReason.of(reason)
     ended = [left if each is UNKNOWN else each for each in results]
     return [
         PutReason.CANCELLED if gone and each is None else each

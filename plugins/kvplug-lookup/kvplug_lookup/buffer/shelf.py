@@ -18,8 +18,9 @@ from collections.abc import Iterable
 import attrs
 from torch import Tensor
 
-from kvplug.transport import EntryHeader, Lease, Leases
+from kvplug.transport import EntryHeader
 from kvplug_lookup.buffer.index import TokenArray, TokenIndex
+from kvplug_lookup.buffer.leases import Lease, Leases
 
 
 @attrs.define(eq=False, kw_only=True)

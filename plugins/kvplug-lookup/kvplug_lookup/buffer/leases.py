@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.errors import LentError
+from kvplug.engine import LentError
 
 
 @attrs.frozen(kw_only=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvplug.errors import LentError
-from kvplug.transport.lease import Lease, Leases
+from kvplug.engine import LentError
+from kvplug_lookup.buffer.leases import Lease, Leases
 
 
 class Clock:
