@@ -20,7 +20,7 @@ from kvplug.transport.store.job import Job
 from kvplug.transport.store.keys import Series, foreign_key
 from kvplug.transport.store.memory import PagePieces
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
-from kvplug.transport.store.store import PageRequest, Store
+from kvplug.transport.store.store import PageRequest, Store, ended
 
 _log = logging.getLogger(__name__)
 
@@ -129,10 +129,9 @@ class PageCache:
             job = self.store.submit_lookup(own, lease_s=lease_s, timeout=timeout)
         except Exception as e:
             self._failed("lookup", e, len(keys))
-            job = Job(len(keys), deadline)
-            job.set([Presence.ABSENT] * len(keys))
+            job = ended(Job(len(keys), deadline), Presence.ABSENT)
         if lease_s:
-            job.add_done_callback(lambda ended: self._keep_leases(own, ended.results() or ()))
+            job.add_done_callback(lambda done: self._keep_leases(own, done.results() or ()))
         return job
 
     def _keep_leases(self, keys: Sequence[bytes], found: Sequence[Presence]) -> None:
@@ -168,9 +167,7 @@ class PageCache:
             return self.store.submit_remove(self._keys(keys), timeout=timeout)
         except Exception as e:
             self._failed("remove", e, 0)
-            job: Job[bool] = Job(len(keys), deadline)
-            job.set([False] * len(keys))
-            return job
+            return ended(Job(len(keys), deadline), False)
 
     def release(self, keys: Sequence[bytes]) -> None:
         """One lease of :meth:`lookup` less on each of these pages; the last one ends in the store."""

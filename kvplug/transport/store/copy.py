@@ -163,7 +163,8 @@ class PageCopy:
             layers: consecutive ones that the rows have; ``None``: all.
 
         Raises:
-            LayoutError: there are fewer pages, or the rows have another length than their layers.
+            LayoutError: there are fewer pages, the rows have another length than their layers, or the
+                headers are not those of such pages.
         """
         form, count = self._memory.format, len(rows)
         layers = self._all_layers if layers is None else layers
@@ -186,8 +187,10 @@ class PageCopy:
         self._addresses[pages] = array("q", [origin + offset for offset in rows.offsets])
         if self._each and headers:
             at, none = self._seal.checksums_at(form, self._all_layers), bytes(8 * self._each)
-            given = array("Q", b"".join([header[at] or none for header in headers]))
-            self._checksums[first * self._each : (first + count) * self._each] = given
+            given = b"".join([header[at] or none for header in headers])
+            if len(given) != count * len(none):  # an array of another length would move, and pages.c uses it
+                raise LayoutError(f"{len(headers)} headers of other pages for {count} pages")
+            self._checksums[first * self._each : (first + count) * self._each] = array("Q", given)
 
     def load(self, pages: range, layers: range | None = None) -> list[MissReason | None] | None:
         """Verify these layers of consecutive pages, which one :meth:`use` has named, and copy them into the
@@ -293,6 +296,10 @@ class PageCopy:
 
         Returns: for each page its ``enum fault`` of pages.c; ``None``: they are all right.
         """
+        if not (0 <= pages.start <= pages.stop <= len(self._rows) and pages.step == 1):
+            raise LayoutError(f"{pages} of {len(self._rows)} pages")
+        if not (0 <= layers.start <= layers.stop <= len(self._all_layers) and layers.step == 1):
+            raise LayoutError(f"{layers} of {len(self._all_layers)} layers")
         faults = ctypes.create_string_buffer(len(pages))
         is_small = len(pages) == 1 and len(layers) < self._locked_layers
         is_faulty = (compiled.move_locked if is_small else compiled.move)(

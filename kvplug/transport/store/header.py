@@ -165,16 +165,6 @@ class PageSeal:
         proof = _proof(self.secret, header[:-_PROOF_BYTES], payload)
         return None if hmac.compare_digest(bytes(header[-_PROOF_BYTES:]), proof) else MissReason.FORGED
 
-    def check(
-        self, series: Series, identity: bytes, header: Buffer, payload: memoryview
-    ) -> MissReason | None:
-        """Why this is not that page, whole and unchanged; ``None`` if it is."""
-        return (
-            self.check_header(series, identity, header)
-            or self.check_proof(header, payload)
-            or self.check_layers(series.format, header, 0, payload)
-        )
-
 
 def checksums_of(form: PageFormat, layers: memoryview) -> list[bytes]:
     """The checksum of each part of whole layers, layer after layer."""
