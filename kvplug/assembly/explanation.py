@@ -24,8 +24,8 @@ from kvplug.assembly.resolve import (
     must_authenticate,
 )
 from kvplug.config import Config, Role
+from kvplug.config.config import directory_of
 from kvplug.config.messages import Fault
-from kvplug.config.schema import directory_of
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError, WireError
 from kvplug.negotiation.select import AUTO, select
@@ -337,8 +337,7 @@ def _sinks(config: Config) -> Iterator[Step]:
 def _times(config: Config) -> Step:
     text = (
         f"a call ends within {config.timeout_s:g} s, a peer may take {config.connect_timeout_s:g} s to start,"
-        f" and one on another host that is silent for {config.heartbeat_timeout_s:g} s counts as dead; a load"
-        f" that fails is {'computed again' if config.failure_policy == 'recompute' else 'an error'}"
+        f" and one on another host that is silent for {config.heartbeat_timeout_s:g} s counts as dead"
     )
     return Step(topic="timeout_s", verdict="ok", text=text)
 

@@ -22,7 +22,7 @@ import attrs
 from kvplug.assembly.making import made
 from kvplug.assembly.resolve import EPOCH, ResolvedConfig
 from kvplug.config.addresses import TcpAddress, parse_contact
-from kvplug.config.schema import directory_of
+from kvplug.config.config import directory_of
 from kvplug.engine.members import Engine, Listener, Members
 from kvplug.errors import ClosedError, ConfigError, PluginError, TimeoutError
 from kvplug.metrics.reasons import Op, Reason, reason_of

@@ -25,7 +25,6 @@ _OF_CONNECTORS: Final = (
     "lookup_buffer",
     "communicator",
     "device",
-    "failure_policy",
 )
 """Keys that nothing but a connector reads."""
 

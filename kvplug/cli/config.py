@@ -1,12 +1,13 @@
-"""``kvplug config``: the effective configuration with its sources, and every fault of a file."""
+"""``kvplug config``: the effective configuration with its sources, the faults of a file, the JSON schema."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -18,17 +19,45 @@ from kvplug.assembly.resolve import check_addresses
 from kvplug.cli.completion import files, overrides as complete_keys
 from kvplug.cli.groups import CommandGroup
 from kvplug.cli.table import show_table
-from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
+from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, json_schema, option_fields
 from kvplug.config.addresses import DEFAULT_HOST
-from kvplug.config.schema import TLS_KEYS, directory_of
+from kvplug.config.config import TLS_KEYS, directory_of
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
 from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, Spec
 
+config_option = click.option(
+    "--config",
+    "path",
+    metavar="FILE",
+    shell_complete=files,
+    help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
+)
+
+
+def reads_config(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds ``[FILE] [KEY=VALUE]...`` to a command, which gets them as ``path`` and ``overrides``."""
+
+    @config_option
+    @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=complete_keys)
+    @functools.wraps(command)
+    def with_config(path: str | None, given: tuple[str, ...], **others: Any) -> None:
+        named = [each for each in given if "=" not in each]
+        if wrong := [each for each in named if not each.endswith((".toml", ".json"))]:
+            raise click.UsageError(f"{wrong[0]!r} was given; allowed is FILE.toml, FILE.json or KEY=VALUE")
+        if path is not None:
+            named.append(path)
+        if len(named) > 1:
+            raise click.UsageError(f"{' and '.join(named)} were given; allowed is one file")
+        overrides = tuple(each for each in given if "=" in each)
+        command(path=named[0] if named else None, overrides=overrides, **others)
+
+    return with_config
+
 
 @click.group(cls=CommandGroup)
 def config() -> None:
-    """Show the effective configuration, check one, or make a secret for it."""
+    """Show the effective configuration, check one, make a secret, or print the schema of files."""
 
 
 @attrs.frozen
@@ -42,16 +71,9 @@ class Setting:
 
 
 @config.command()
-@click.option(
-    "--config",
-    "path",
-    metavar="FILE",
-    shell_complete=files,
-    help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
-)
+@reads_config
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_keys)
-def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
+def show(path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print every value of the configuration in force here, and where each came from.
 
     Precedence, highest first: KEY=VALUE, environment, file, default.
@@ -64,6 +86,26 @@ def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
         return
     rows = [(each.key, format_value(each.value, each.unit), each.source) for each in settings]
     show_table(("KEY", "VALUE", "SOURCE"), rows)
+
+
+@config.command()
+def schema() -> None:
+    """Print the JSON schema of configuration files, for editors, with the options of each installed plugin.
+
+    It describes keys, types, choices and bounds; `kvplug config check` finds more.
+    """
+    tables: dict[str, list[type]] = {}
+    for _, spec in Registry.from_env():
+        if isinstance(spec, CommandSpec):
+            continue
+        try:
+            options = spec.load_options()
+        except PluginError as e:
+            click.echo(printable(f"note: options.{spec.name}: {e}"), err=True)
+            continue
+        if options is not None:
+            tables.setdefault(spec.name, []).append(options)
+    click.echo(json.dumps(json_schema(tables), indent=2))
 
 
 @config.command()

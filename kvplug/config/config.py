@@ -2,37 +2,193 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import attrs
+import msgspec
 
 from kvplug.config import sources
-from kvplug.config.addresses import DEFAULT_HOST, LAST_PORT
-from kvplug.config.messages import Fault, in_place_of, nearest, unknown_key
-from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
-from kvplug.config.role import Role, role_of
-from kvplug.config.schema import (
-    chosen,
-    count,
-    cpus_form,
-    cross_faults,
-    device_form,
-    directory_of,
-    each_one,
-    engine_id_form,
-    host_form,
-    integrity_form,
-    name_form,
-    option_tables,
-    peer_form,
-    weights_form,
+from kvplug.config.addresses import (
+    DEFAULT_HOST,
+    LAST_PORT,
+    MAX_UNIX_BYTES,
+    TcpAddress,
+    check_host,
+    check_unix_path,
+    parse_address,
+    parse_server,
 )
-from kvplug.config.sources import Layer, SourcedValue
+from kvplug.config.messages import Fault
+from kvplug.config.options import (
+    HELP,
+    OptionRow,
+    describe_options,
+    option,
+    option_fields,
+    schema_fields,
+    structured,
+)
+from kvplug.config.sources import Layer
 from kvplug.errors import ConfigError
 
 DEFAULT_PORT = 29555
+TLS_KEYS = ("tls_cert", "tls_key", "tls_ca")
+"""They turn TLS on: all of them, or none."""
+_MAX_HOST_BYTES: Final = 89
+"""Of the name or path of a Unix socket as ``host``: numbers of workers and sockets are appended."""
+_CPU = "[0-9]{1,5}(?:-[0-9]{1,5})?"
+_DIRECTORY_URL = re.compile(r"([a-z][a-z0-9-]{0,39})://(\S+)")
+"""A directory of engines: its name, and what that makes of the rest."""
+DEVICE: Final = re.compile("[a-z][a-z_]*(?::[0-9]{1,4})?")
+_A_NAME = 'a name as `kvplug list` shows it, or "distribution:name"'
+
+
+class Role(enum.StrEnum):
+    """What this process does with KV. vLLM's names, ``kv_producer`` and so on, are accepted too."""
+
+    PRODUCER = "producer"
+    """It computes KV that others load: prefill."""
+    CONSUMER = "consumer"
+    """It loads KV that others computed: decode."""
+    BOTH = "both"
+    """Both; also one engine alone that keeps its own KV."""
+
+    @property
+    def produces(self) -> bool:
+        """Whether this process offers KV to others."""
+        return self is not Role.CONSUMER
+
+    @property
+    def consumes(self) -> bool:
+        """Whether this process loads KV of others."""
+        return self is not Role.PRODUCER
+
+    @classmethod
+    def _missing_(cls, value: object) -> Role | None:
+        if isinstance(value, str) and value.startswith("kv_"):
+            return {str(role): role for role in cls}.get(value.removeprefix("kv_"))
+        return None
+
+
+# -- the form of values ------------------------------------------------------------------------------
+
+
+def _matches(pattern: str | re.Pattern[str], allowed: str) -> Callable[[Any, Any, Any], None]:
+    def check(_: Any, __: Any, value: Any) -> None:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"allowed is {allowed}")
+
+    return check
+
+
+_engine_id_form = _matches(r"[\x21-\x7e]{1,200}", "up to 200 printable characters without white space")
+_weights_form = _matches(r"[\x20-\x7e]{0,200}", "up to 200 printable characters")
+_integrity_form = _matches("[a-z][a-z0-9_]{0,31}", '"auto", "off" or the name of a hash')
+_device_form = _matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"')
+_name_form = _matches(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}", _A_NAME)
+
+
+def _chosen(_: Any, __: Any, value: Any) -> None:
+    if value == "auto":
+        raise ValueError(f"allowed is {_A_NAME}; a connector is not chosen automatically")
+    _name_form(None, None, value)
+
+
+def _host_form(_: Any, __: Any, value: Any) -> None:
+    if value.startswith("unix:/"):
+        check_unix_path(value.removeprefix("unix:"), _MAX_HOST_BYTES)
+    elif value.startswith("unix:"):
+        name = value.removeprefix("unix:@")
+        if name == value or ":" in name or not name:
+            raise ValueError("a Unix socket is written unix:@name, or unix:/path for one in the file system")
+        parse_address(f"{value}{'-' * (MAX_UNIX_BYTES - _MAX_HOST_BYTES)}")
+    elif "://" in value or re.fullmatch(r"[^:]+:[0-9]+|\[.*\].*", value):
+        raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
+    else:
+        check_host(value)
+
+
+def _each_one(check_one: Any) -> Any:
+    """The form of a list: that of each element, none of which comes twice."""
+
+    def check(instance: Any, attribute: Any, values: Any) -> None:
+        faults: list[str] = []
+        for value in values:
+            try:
+                check_one(instance, attribute, value)
+            except ConfigError as e:
+                faults += e.faults
+        if faults:
+            raise ConfigError(*faults)
+        if len(set(values)) != len(values):
+            raise ValueError("allowed is each once")
+
+    return check
+
+
+def _peer_form(_: Any, __: Any, value: Any) -> None:
+    if directory_of(value) is not None:
+        return
+    if "://" in value:
+        raise ValueError('a directory of engines is written as a URL, such as "redis://10.0.0.7:6379/0"')
+    address = parse_server(value)
+    if isinstance(address, TcpAddress) and address.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+        raise ConfigError(f"{value!r} is not a peer: {address.host} stands for every interface of a host")
+
+
+def _cpus_form(_: Any, __: Any, value: Any) -> None:
+    if not re.fullmatch(rf"all|inherit|{_CPU}(?:,{_CPU})*", value):
+        raise ValueError('allowed is "all", "inherit", or a list of CPUs such as "0-3,8"')
+    for first, last in re.findall(r"(\d+)-(\d+)", value):
+        if int(first) > int(last):
+            raise ValueError(f"the range {first}-{last} has no CPU; its lower end is first")
+
+
+def directory_of(peer: str) -> str | None:
+    """The name of the directory that an element of ``peers`` stands for; ``None``: it is an address."""
+    found = _DIRECTORY_URL.fullmatch(peer)
+    return None if found is None else found[1]
+
+
+def _option_tables(value: Any) -> Mapping[str, Mapping[str, Any]]:
+    return {str(name): dict(table) for name, table in value.items()}
+
+
+def _cross_faults(values: Mapping[str, Any]) -> list[str]:
+    """Faults between keys. Keys that are missing in ``values`` had faults of their own."""
+    faults = []
+    port, offset, host = values.get("port"), values.get("port_offset"), values.get("host", "")
+    if port is not None and offset is not None and not host.startswith("unix:"):
+        first = port + offset
+        if first > LAST_PORT:
+            faults.append(
+                f"port: {port} was given; with port_offset {offset} rank 0 would listen at {first}, and the"
+                f" last port is {LAST_PORT}"
+            )
+    heartbeat, timeout = values.get("heartbeat_timeout_s"), values.get("timeout_s")
+    if heartbeat is not None and timeout is not None and heartbeat > timeout:
+        faults.append(
+            f"heartbeat_timeout_s: {heartbeat:g} was given; allowed is at most timeout_s ({timeout:g}), or"
+            " calls would give up before the death of a peer is noticed"
+        )
+    directories = [peer for peer in values.get("peers", ()) if directory_of(peer)]
+    if len(directories) > 1:
+        faults.append(f"peers: {len(directories)} directories were given; allowed is one, beside addresses")
+    missing = [key for key in TLS_KEYS if not values.get(key)]
+    given = [key for key in TLS_KEYS if key not in missing]
+    if given and missing:
+        faults.append(f"{missing[0]}: nothing was given; TLS needs it, since {given[0]} is set")
+    if given and host.startswith("unix:") and not values.get("peers"):
+        faults.append(
+            f"{given[0]}: a file was given, and host is {host!r}; TLS is for TCP, and a Unix socket never"
+            " leaves the host: remove one of the two"
+        )
+    return faults
 
 
 def _heartbeat(config: Config) -> float:
@@ -42,7 +198,7 @@ def _heartbeat(config: Config) -> float:
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """A configuration. Made by ``from_dict``, ``from_toml``, ``from_json``, ``from_env`` or ``load``.
+    """A configuration. Made by ``from_dict`` or ``load``.
 
     Precedence, highest first: command line, environment, file, default. Only form is checked here; that
     a name exists, and a plugin's options, are checked where the plugins are known.
@@ -57,29 +213,29 @@ class Config:
     """
 
     connector: str = option(
-        "lookup", help="The connector. It decides which KV moves, and when.", validator=chosen
+        "lookup", help="The connector. It decides which KV moves, and when.", validator=_chosen
     )
     transport: str = option(
         "auto",
         help='The pipe transport that carries tensors. "auto": the fastest one that both ends have.',
-        validator=name_form,
+        validator=_name_form,
     )
     queue: str = option(
-        "auto", help='The message queue transport. "auto": the fastest that works here.', validator=name_form
+        "auto", help='The message queue transport. "auto": the fastest that works here.', validator=_name_form
     )
     lookup_buffer: str = option(
         "auto",
         help='The lookup buffer, which stores KV entries and finds them. "auto": the fastest installed one.',
-        validator=name_form,
+        validator=_name_form,
     )
     communicator: str = option(
-        "auto", help='The device communicator. "auto": the fastest that works here.', validator=name_form
+        "auto", help='The device communicator. "auto": the fastest that works here.', validator=_name_form
     )
     stores: tuple[str, ...] = option(
         ("host",),
         help="Stores that keep KV page by page, the fastest first. Pages are saved into the first one and"
         " copied to the others; a page is loaded from the first one that has it.",
-        validator=each_one(name_form),
+        validator=_each_one(_name_form),
     )
     peers: tuple[str, ...] = option(
         (),
@@ -87,7 +243,7 @@ class Config:
         " contact of a program. Or the URL of a directory where engines announce themselves, such as"
         " redis://10.0.0.7:6379/0 or etcd://10.0.0.7:2379. None given: the one at host and port, for a"
         " consumer.",
-        validator=each_one(peer_form),
+        validator=_each_one(_peer_form),
     )
     peers_lease_s: float = option(
         15.0,
@@ -98,8 +254,8 @@ class Config:
     )
     role: Role | None = attrs.field(
         default=None,
-        converter=role_of,
-        metadata={"kvplug.help": "Whether this process produces KV, consumes it, or both. Must be set."},
+        converter=attrs.converters.optional(Role),
+        metadata={HELP: "Whether this process produces KV, consumes it, or both. Must be set."},
     )
     host: str = option(
         DEFAULT_HOST,
@@ -107,14 +263,13 @@ class Config:
         " processes on this host reach; unix:/path for one in the file system, for containers; or, for other"
         " hosts, a host, which needs a secret (`kvplug config secret` makes one) or TLS. To the name of a"
         " Unix socket the number of the rank is appended. Give each deployment on a host a name of its own.",
-        validator=host_form,
+        validator=_host_form,
     )
     port: int = option(
         DEFAULT_PORT,
         help="First port, where host is no Unix socket: rank r listens at port + port_offset + r.",
         at_least=1,
         at_most=LAST_PORT,
-        validator=count("a port number"),
     )
     port_offset: int = option(
         0,
@@ -122,7 +277,6 @@ class Config:
         " same host and port an offset of its own.",
         at_least=0,
         at_most=LAST_PORT,
-        validator=count("a whole number"),
     )
     timeout_s: float = option(
         30.0, help="Deadline of every call that is given no timeout.", unit="seconds", above=0
@@ -149,20 +303,19 @@ class Config:
     device: str = option(
         "cpu",
         help="Device of the KV that moves: cpu, cuda, cuda:1.",
-        validator=device_form,
+        validator=_device_form,
     )
     thread_cpus: str = option(
         "all",
         help='CPUs of kvplug\'s threads, in the whole process: "all" that the program may use, "inherit"'
         ' those of the thread that starts them, or a list such as "0-3,8".',
-        validator=cpus_form,
+        validator=_cpus_form,
     )
     buffer_size: int = option(
         2**30,
         help="Bytes of KV that a lookup buffer may hold. Higher keeps more entries and takes more memory.",
         unit="bytes",
         at_least=1,
-        validator=count("a size"),
     )
     staging_size: int = option(
         2**28,
@@ -170,7 +323,6 @@ class Config:
         " the first such cache is registered.",
         unit="bytes",
         at_least=2**20,
-        validator=count("a size"),
     )
     max_message_bytes: int | None = option(
         None,
@@ -182,31 +334,25 @@ class Config:
     engine_id: str = option(
         attrs.Factory(lambda: os.urandom(16).hex()),
         help="Name of this engine for its peers. Must differ from theirs. Default: random.",
-        validator=engine_id_form,
+        validator=_engine_id_form,
     )
     weights: str = option(
         "",
         help="Identity of the model's weights. Engines with the same one share KV, so give each set of"
         " weights its own, such as a name with a revision. Default: the fingerprint that the engine finds in"
         " its files; where it finds none, one of its own for each start, which nothing shares.",
-        validator=weights_form,
+        validator=_weights_form,
     )
     doctor: Literal["off", "look", "measure"] = option(
         "measure",
         help="What `kvplug doctor` at a peer is told here. look: this host's limits and versions. measure: it"
         " may also move up to 64 MiB in a second. off: only what every handshake says.",
-        validator=attrs.validators.in_(("off", "look", "measure")),
-    )
-    failure_policy: Literal["fail", "recompute"] = option(
-        "recompute",
-        help="What happens to a request whose KV failed to load: recompute the KV, or fail the request.",
-        validator=attrs.validators.in_(("fail", "recompute")),
     )
     integrity: str = option(
         "auto",
         help='Hash that detects corrupted KV. "auto": a fast one that both ends have. "off": none. Else the'
         " name of a hash.",
-        validator=integrity_form,
+        validator=_integrity_form,
     )
     slow_path: Literal["warn", "refuse", "off"] = option(
         "warn",
@@ -214,12 +360,11 @@ class Config:
         " a fifth of what it did before, and about a store that gives or takes less than a twentieth of what"
         " it did before: a warning, once; the end of the pipe, with SlowPathError, and misses for a minute;"
         " nothing.",
-        validator=attrs.validators.in_(("warn", "refuse", "off")),
     )
     sinks: tuple[str, ...] = option(
         (),
         help="Where metrics go every ten seconds: log, prometheus, or a sink of a plugin.",
-        validator=each_one(name_form),
+        validator=_each_one(_name_form),
     )
     secret_file: str | None = option(
         None, help="File with the secret that both ends share. Takes precedence over KVPLUG_SECRET."
@@ -247,8 +392,8 @@ class Config:
     )
     options: Mapping[str, Mapping[str, Any]] = attrs.field(
         factory=dict,
-        converter=option_tables,
-        metadata={"kvplug.help": "One table of options for each name: [options.cpu]."},
+        converter=_option_tables,
+        metadata={HELP: "One table of options for each name: [options.cpu]."},
     )
     sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
     """The source of each value that is not a default. Not a key."""
@@ -256,7 +401,7 @@ class Config:
     """The file or other source that was read, for messages. Not a key."""
 
     def __attrs_post_init__(self) -> None:
-        faults = cross_faults({key: getattr(self, key) for key in KEYS})
+        faults = _cross_faults({key: getattr(self, key) for key in KEYS})
         if faults:
             raise ConfigError(*faults, source=self.source)
 
@@ -267,33 +412,9 @@ class Config:
         """From kvplug's keys, or those of vLLM's ``--kv-transfer-config``.
 
         Raises:
-            ConfigError: every fault of form at once. So do the other makers.
+            ConfigError: every fault of form at once. So does ``load``.
         """
         return Draft.of([sources.from_mapping(data, source)]).config()
-
-    @classmethod
-    def from_toml(cls, document: str | os.PathLike[str]) -> Config:
-        """From a path, or from the document itself (text with a ``=`` in it).
-
-        A path with a ``=`` in it is handed over as a ``pathlib.Path``.
-        """
-        if isinstance(document, str) and ("=" in document or "\n" in document):
-            return Draft.of([sources.from_toml_text(document, "")]).config()
-        text = sources.read_text(document)
-        return Draft.of([sources.from_toml_text(text, os.fspath(document))]).config()
-
-    @classmethod
-    def from_json(cls, document: str | os.PathLike[str]) -> Config:
-        """From a path, or from the document itself (text that starts with ``{``)."""
-        if isinstance(document, str) and document.lstrip()[:1] in ("{", "["):
-            return Draft.of([sources.from_json_text(document, "")]).config()
-        text = sources.read_text(document)
-        return Draft.of([sources.from_json_text(text, os.fspath(document))]).config()
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """From the variables ``KVPLUG_<KEY>`` and ``KVPLUG_OPTIONS__<NAME>__<OPTION>`` alone."""
-        return Draft.of([sources.from_environment(_environment(environ), KEYS)]).config()
 
     @classmethod
     def load(
@@ -387,8 +508,22 @@ def describe_config() -> tuple[OptionRow, ...]:
     return tuple(row for row in describe_options(Config) if row.name in KEYS)
 
 
-def _environment(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    return os.environ if environ is None else environ
+def json_schema(options: Mapping[str, Sequence[type]]) -> dict[str, Any]:
+    """The JSON schema of a configuration. ``options``: the options classes of each name."""
+    table = functools.partial(msgspec.defstruct, kw_only=True, forbid_unknown_fields=True)
+    tables = [
+        (
+            name.replace("-", "_"),
+            table(f"options.{name}", schema_fields(*classes).values()),
+            msgspec.field(name=name, default_factory=object),
+        )
+        for name, classes in options.items()
+    ]
+    keys = schema_fields(Config)
+    fields = [keys[key] for key in KEYS]
+    fields.append(("options", table("options", tables), msgspec.field(default_factory=object)))
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return dialect | msgspec.json.schema(table("configuration", fields))
 
 
 @attrs.frozen(kw_only=True)
@@ -410,49 +545,40 @@ class Draft:
         environ: Mapping[str, str] | None = None,
     ) -> Draft:
         """As :meth:`Config.load`. Raises only when the file cannot be read as what it is."""
-        environment = _environment(environ)
-        path = path if path is not None else environment.get("KVPLUG_CONFIG") or None
-        stack = [sources.from_file(path)] if path is not None else []
-        stack.append(sources.from_environment(environment, KEYS))
+        environ = os.environ if environ is None else environ
+        path = path if path is not None else environ.get("KVPLUG_CONFIG") or None
+        layers = [sources.from_file(path)] if path is not None else []
+        layers.append(sources.from_environment(environ, KEYS))
         if overrides:
-            stack.append(sources.from_overrides(overrides))
-        return cls.of(stack)
+            layers.append(sources.from_overrides(overrides))
+        return cls.of(layers)
 
     @classmethod
-    def of(cls, stack: Iterable[Layer]) -> Draft:
-        """Later sources lie on top of earlier ones, key by key."""
-        given: dict[str, SourcedValue] = {}
-        faults: list[Fault] = []
-        names = []
-        for layer in stack:
-            names.append(layer.source)
-            given.update(layer.values)
-            faults += layer.faults
-        flat: dict[str, Any] = {}
+    def of(cls, layers: Iterable[Layer]) -> Draft:
+        """From sources, of which later ones lie on top of earlier ones."""
+        layers = tuple(layers)
+        given = {key: each for layer in layers for key, each in layer.values.items()}
+        faults = [fault for layer in layers for fault in layer.faults]
+        values: dict[str, Any] = {}
         options: dict[str, dict[str, Any]] = {}
         for key, each in given.items():
-            if key.startswith("options."):
-                fault = sources.put_option(options, key, each.value)
-            elif key in KEYS:
-                flat[key] = each.value
-                fault = None
+            wrong: tuple[Fault, ...]
+            if key in KEYS:
+                value, wrong = structured(Config, key, each.value)
+                values |= {} if wrong else {key: value}
+            elif key.startswith("options."):
+                wrong = sources.put_option(options, key, each.value)
             else:
-                fault = sources.secret_fault(key) or _unknown(key, each.value)
-            if fault is not None:
-                faults.append(fault.at(each.spelled))
-        values, wrong = _converted(flat, given)
-        faults += wrong
-        complete = {
-            key: values[key] if key in values else _default_of(key, values)
-            for key in KEYS
-            if key in values or key not in flat
-        }
-        faults += map(Fault.of, cross_faults(complete))
+                wrong = (sources.unknown(key, each.value, (*KEYS, "options")),)
+            faults += (fault.at(each.place) for fault in wrong)
+        defaults = {key: _plain_default(key) for key in KEYS if key not in given}
+        faults += map(Fault.of, _cross_faults({**defaults, **values}))
+        files = [layer.source for layer in layers if layer.source not in ("", "environment", "command line")]
         return cls(
             values=values,
             options=options,
             sources={key: each.source for key, each in given.items()},
-            source=", ".join(name for name in names if name not in ("", "environment", "command line")),
+            source=", ".join(files),
             faults=tuple(faults),
         )
 
@@ -463,37 +589,7 @@ class Draft:
         return Config(**self.values, options=self.options, sources=self.sources, source=self.source)
 
 
-def _converted(
-    flat: Mapping[str, Any], given: Mapping[str, SourcedValue]
-) -> tuple[dict[str, Any], list[Fault]]:
-    """Convert key by key, so that each fault names the source of its value."""
-    values: dict[str, Any] = {}
-    faults: list[Fault] = []
-    for key, raw in flat.items():
-        if key == "role":
-            try:
-                values[key] = role_of(raw)
-            except ConfigError as e:
-                faults += (Fault.of(fault).at(given[key].spelled) for fault in e.faults)
-            continue
-        converted, wrong = convert_values(Config, {key: raw})
-        values |= converted
-        faults += (fault.at(given[key].spelled) for fault in wrong)
-    return values, faults
-
-
-def _unknown(key: str, value: Any) -> Fault:
-    if isinstance(value, Mapping) and nearest(key, (*KEYS, "options")) is None:
-        text = (
-            f"{key}: not a known key; a plugin's options are a table [options.{key}], and kvplug's own keys"
-            " stand above all tables"
-        )
-        return Fault(text, key=key, line=in_place_of(key, f"[options.{key}]"))
-    return unknown_key(key, (*KEYS, "options"))
-
-
-def _default_of(key: str, values: Mapping[str, Any]) -> Any:
-    if key == "heartbeat_timeout_s":
-        return None  # follows timeout_s
+def _plain_default(key: str) -> Any:
+    """Its default; ``None`` where that is computed."""
     default = option_fields(Config)[key].default
-    return "" if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
+    return None if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]

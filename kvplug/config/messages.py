@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final, Self
 
 _LONGEST = 60
@@ -61,15 +61,6 @@ class Fault(str):
         return Fault(text, key=self.key, value=self._value, line=self._line, place=place)
 
 
-_GROUP = "a group's ranks are arguments of StatelessGroup.create"
-REMOVED: Final[Mapping[str, str]] = {
-    "rank": _GROUP,
-    "world_size": _GROUP,
-    "store_timeout_s": "a group's timeout is the argument timeout_s of StatelessGroup.create",
-}
-"""Keys that earlier configurations could have, and what replaces them."""
-
-
 def shown(value: Any) -> str:
     """A value as an operator wrote it, cut where it becomes long."""
     try:
@@ -111,14 +102,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def unknown_key(key: str, known: Iterable[str]) -> Fault:
     """The fault of an unknown key. It hides the value, which may be a secret under a misspelt name."""
-    removed = f"{key}    (remove it)"
-    if key in REMOVED:
-        return Fault(f"{key}: not a known key any more; {REMOVED[key]}", key=key, line=removed)
     names = sorted(known)
-    table, dot, name = key.rpartition(".")
-    near = nearest(name, names)
+    near = nearest(key, names)
     hint = f"; did you mean {near!r}?" if near else "; known are " + ", ".join(names) if names else ""
-    line = in_place_of(key, f"{table}{dot}{near}") if near else removed
+    line = in_place_of(key, near) if near else f"{key}    (remove it)"
     return Fault(f"{key}: not a known key{hint}", key=key, line=line)
 
 

@@ -1,19 +1,25 @@
-"""Options are attrs classes: filled from plain values with every fault at once, and described as rows.
+"""Options are attrs classes: structured by msgspec from plain values with every fault at once, and described.
 
-:func:`option` declares an option, :func:`check_options` fills a class from plain values, and
+:func:`option` declares an option, :func:`check_options` makes an instance of a class from plain values, and
 :func:`describe_options` lists the options of a class. :class:`~kvplug.config.Config` is read the same way.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
+import math
+import operator
+import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar, Union
 
 import attrs
+import msgspec
 
-from kvplug.config.convert import UnfitError, convert, describe_type, format_number, format_value
-from kvplug.config.messages import Fault, bad_value, shown, unknown_key
+from kvplug.config.messages import Fault, bad_value, listed, nearest, shown, unknown_key
+from kvplug.config.units import BYTES, SECONDS, format_bytes, format_seconds, parse_bytes, parse_seconds
 from kvplug.errors import ConfigError, PluginError
 
 T = TypeVar("T")
@@ -22,57 +28,13 @@ HELP: Final = "kvplug.help"
 UNIT: Final = "kvplug.unit"
 MEMORY: Final = "kvplug.memory"
 _BOUNDS: Final = "kvplug.bounds"
-
-
-@attrs.frozen
-class _Bounds:
-    """Bounds of a number: an attrs validator whose error says what is allowed."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-
-    def text(self, unit: str) -> str:
-        limits = (("at least", self.at_least), ("more than", self.above), ("at most", self.at_most))
-        return " and ".join(
-            f"{word} {format_number(limit, unit)}" for word, limit in limits if limit is not None
-        )
-
-    def holds(self, value: Any) -> bool:
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-        )
-
-
-@attrs.frozen
-class _Checks:
-    """The validator of an option: its bounds, then the author's own; a fault names key and value."""
-
-    bounds: _Bounds
-    validator: Callable[[Any, Any, Any], Any] | None
-
-    def refusals(
-        self, instance: Any, attribute: attrs.Attribute[Any], value: Any, given: Any
-    ) -> tuple[str, ...]:
-        """The fault of ``value``; the message shows what was given, before conversion."""
-        key = attribute.alias or attribute.name
-        try:
-            if value is not None and not self.bounds.holds(value):
-                return (bad_value(key, given, self.bounds.text(attribute.metadata[UNIT])),)
-            if self.validator is not None:
-                self.validator(instance, attribute, value)
-        except ConfigError as e:
-            return tuple(fault if Fault.of(fault).key else f"{key}: {fault}" for fault in e.faults)
-        except (ValueError, TypeError) as e:
-            return (f"{key}: {shown(given)} was given; {e.args[0] if e.args else e}",)
-        return ()
-
-    def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        faults = self.refusals(instance, attribute, value, value)
-        if faults:
-            raise ConfigError(*faults)
+_BOOLEANS: Final = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+_UNITS: Final[Mapping[str, Iterable[str]]] = {"bytes": BYTES, "seconds": SECONDS}
+_LIMITS: Final = {"ge": "at least", "gt": "more than", "le": "at most"}
+_WORDS: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def option(
@@ -99,11 +61,17 @@ def option(
     ... class MyOptions:
     ...     slot_bytes: int = option(4096, unit="bytes", at_least=1, help="Bytes of one slot.")
     """
-    bounds = _Bounds(at_least, above, at_most)
+    given = {"ge": at_least, "gt": above, "le": at_most}
+    bounds = {name: bound for name, bound in given.items() if bound is not None}
     return attrs.field(
         default=default,
-        validator=_Checks(bounds, validator),
-        metadata={HELP: help, UNIT: unit, MEMORY: takes_memory, _BOUNDS: bounds},
+        validator=_Check(validator),
+        metadata={
+            HELP: help,
+            UNIT: unit,
+            MEMORY: takes_memory,
+            _BOUNDS: bounds,
+        },
     )
 
 
@@ -123,6 +91,137 @@ class OptionRow:
     """What the option does, one or two sentences."""
 
 
+@attrs.frozen
+class _Check:
+    """The validator of an option: its type and bounds, then the author's own validator."""
+
+    validator: Callable[[Any, Any, Any], Any] | None
+
+    def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        _, faults = _options(type(instance))[attribute.alias or attribute.name].structured(value, instance)
+        if faults:
+            raise ConfigError(*faults)
+
+
+@attrs.frozen
+class _Option:
+    """One option of a class, with its type."""
+
+    field: attrs.Attribute[Any]
+    hint: Any
+
+    @property
+    def key(self) -> str:
+        return self.field.alias or self.field.name
+
+    @property
+    def unit(self) -> str:
+        return str(self.field.metadata.get(UNIT, ""))
+
+    @property
+    def help(self) -> str:
+        return " ".join(self.field.metadata.get(HELP, "").split())
+
+    @property
+    def bounds(self) -> Mapping[str, Any]:
+        """Arguments of ``msgspec.Meta``."""
+        found: Mapping[str, Any] = self.field.metadata.get(_BOUNDS, {})
+        return found
+
+    @property
+    def is_required(self) -> bool:
+        return self.field.default is attrs.NOTHING
+
+    def structured(self, given: Any, instance: Any = None) -> tuple[Any, tuple[Fault, ...]]:
+        """The value of the option's type, or the faults of what was given.
+
+        ``instance``: of the class, made by a program; its values are of the right types.
+        """
+        reason, meant = "", None
+        try:
+            plain = _plain(given, _kinds(self.hint), self.unit) if instance is None else given
+            is_text = isinstance(given, str) and instance is None
+            value = msgspec.convert(plain, _bounded(self.hint, self.bounds), strict=not is_text)
+            if not isinstance(value, float) or math.isfinite(value):
+                return value, self._refusals(value, given, instance)
+        except msgspec.ValidationError:
+            meant = nearest(given, _choices(self.hint)) if isinstance(given, str) else None
+            reason = f"; did you mean {meant!r}?" if meant else ""
+        except ValueError as e:
+            reason = f"; {e}"
+        allowed = ", ".join(filter(None, (_in_words(self.hint, self.unit), self.limits())))
+        return None, (bad_value(self.key, given, allowed, reason=reason, meant=meant),)
+
+    def _refusals(self, value: Any, given: Any, instance: Any) -> tuple[Fault, ...]:
+        """The faults that the author's validator finds. One that needs an instance runs in the constructor
+        only."""
+        check = self.field.validator
+        check = check.validator if isinstance(check, _Check) else check
+        try:
+            if check is not None:
+                check(instance, self.field, value)
+        except ConfigError as e:
+            return tuple(Fault.of(each if Fault.of(each).key else f"{self.key}: {each}") for each in e.faults)
+        except AttributeError:
+            if instance is not None:
+                raise
+        except (ValueError, TypeError) as e:
+            return (Fault.of(f"{self.key}: {shown(given)} was given; {e.args[0] if e.args else e}"),)
+        return ()
+
+    def limits(self) -> str:
+        return " and ".join(
+            f"{_LIMITS[key]} {format_value(limit, self.unit)}" for key, limit in self.bounds.items()
+        )
+
+    def row(self) -> OptionRow:
+        words = _in_words(self.hint).removeprefix("a ")
+        return OptionRow(
+            name=self.key,
+            type=", ".join(filter(None, (words, self.limits()))),
+            unit=self.unit,
+            default=self._default(),
+            help=self.help,
+        )
+
+    def _default(self) -> str:
+        default: Any = self.field.default
+        if self.is_required:
+            return "required"
+        if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+            plain = default.factory in (dict, list, tuple, set, frozenset)
+            return format_value(default.factory(), self.unit) if plain else "computed"
+        return format_value(default, self.unit)
+
+    def in_schema(self) -> tuple[str, Any, Any]:
+        """The field of a msgspec.Struct for it."""
+        described = msgspec.Meta(description=self.help)
+        hint: Any = Annotated[_in_schema(self.hint, self.bounds, self.unit), described]
+        default: Any = self.field.default
+        if self.is_required:
+            default = msgspec.NODEFAULT
+        elif isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+            default = msgspec.field(default_factory=object)  # not required, and without a value in the schema
+        return self.key, hint, default
+
+
+def option_fields(cls: type) -> dict[str, attrs.Attribute[Any]]:
+    """The fields that a configuration may set, by key."""
+    return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
+
+
+def _resolved(cls: type) -> Mapping[str, _Option]:
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError as e:
+        raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {e}") from e
+    return {key: _Option(field, hints[field.name]) for key, field in option_fields(cls).items()}
+
+
+_options: Final[Callable[[type], Mapping[str, _Option]]] = functools.cache(_resolved)
+"""The options of a class by their keys. Raises PluginError where their types cannot be resolved."""
+
+
 def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Make an instance of the options class ``cls`` from plain values.
 
@@ -139,54 +238,27 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
         ConfigError: an unknown key, a value of the wrong type or out of bounds, an option that must be
             given; every fault at once.
     """
-    converted, faults = convert_values(cls, values, where)
     prefix = f"{where}." if where else ""
-    for name, field in option_fields(cls).items():
-        if field.default is attrs.NOTHING and values.get(name, "") == "":
-            what = f"must be given; {field.metadata.get(HELP, '') or 'no default'}"
-            faults.append(Fault(f"{prefix}{name}: {what}", key=f"{prefix}{name}"))
-    if faults:
-        raise ConfigError(*faults)
+    known = _options(cls)
+    found = {str(key): structured(cls, str(key), given) for key, given in values.items()}
+    faults = [fault for _, of_key in found.values() for fault in of_key]
+    for key, each in known.items():
+        if each.is_required and values.get(key, "") == "":
+            faults.append(Fault(f"{key}: must be given; {each.help or 'no default'}", key=key))
     try:
-        return cls(**converted)
+        if not faults:
+            return cls(**{key: value for key, (value, _) in found.items()})
     except ConfigError as e:
-        raise ConfigError(*(Fault.of(fault).under(prefix) for fault in e.faults)) from e
+        faults = [Fault.of(fault) for fault in e.faults]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"{where}: {e}" if where else str(e)) from e
+    raise ConfigError(*(fault.under(prefix) for fault in faults))
 
 
-def convert_values(
-    cls: type, values: Mapping[str, Any], where: str = ""
-) -> tuple[dict[str, Any], list[Fault]]:
-    """The values that are right, converted to their fields' types, and the faults of all the others."""
-    prefix = f"{where}." if where else ""
-    fields = option_fields(cls)
-    hints = _hints(cls)
-    converted: dict[str, Any] = {}
-    faults: list[Fault] = []
-    for name, given in values.items():
-        field = fields.get(str(name))
-        if field is None:
-            faults.append(unknown_key(f"{prefix}{name}", fields))
-            continue
-        key = f"{prefix}{name}"
-        unit = field.metadata.get(UNIT, "")
-        bounds: _Bounds = field.metadata.get(_BOUNDS, _Bounds())
-        if field.converter is not None:
-            converted[name] = given  # the class converts by itself, and says what is wrong
-            continue
-        try:
-            value = convert(given, hints[field.name], unit)
-        except UnfitError as e:
-            allowed = e.allowed + (f", {bounds.text(unit)}" if bounds != _Bounds() and not e.reason else "")
-            reason = f" ({e.reason})" if e.reason else ""
-            faults.append(bad_value(key, given, allowed, reason=reason, meant=e.meant))
-            continue
-        refusals = _refusals(field, value, given)
-        faults += (Fault.of(refusal).under(prefix) for refusal in refusals)
-        if not refusals:
-            converted[name] = value
-    return converted, faults
+def structured(cls: type, key: str, given: Any) -> tuple[Any, tuple[Fault, ...]]:
+    """The value of one option of the class, or its faults."""
+    known = _options(cls)
+    return known[key].structured(given) if key in known else (None, (unknown_key(key, known),))
 
 
 def describe_options(cls: type) -> tuple[OptionRow, ...]:
@@ -199,59 +271,109 @@ def describe_options(cls: type) -> tuple[OptionRow, ...]:
     >>> row.name, row.default, row.help
     ('slot_bytes', '4 KiB', 'Bytes of one slot.')
     """
-    hints = _hints(cls)
-    rows: list[OptionRow] = []
-    for name, field in option_fields(cls).items():
-        unit = field.metadata.get(UNIT, "")
-        bounds: _Bounds = field.metadata.get(_BOUNDS, _Bounds())
-        kind = describe_type(hints[field.name])
-        limits = bounds.text(unit)
-        rows.append(
-            OptionRow(
-                name=name,
-                type=f"{kind}, {limits}" if limits else kind,
-                unit=unit,
-                default=_default(field, unit),
-                help=" ".join(field.metadata.get(HELP, "").split()),
-            )
-        )
-    return tuple(rows)
+    return tuple(each.row() for each in _options(cls).values())
 
 
-def option_fields(cls: type) -> dict[str, attrs.Attribute[Any]]:
-    """The fields that a configuration may set, by key."""
-    return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
+def schema_fields(*classes: type) -> dict[str, tuple[str, Any, Any]]:
+    """The fields of a class of msgspec's with the options of all these classes, by key."""
+    return {key: each.in_schema() for cls in classes for key, each in _options(cls).items()}
 
 
-def _default(field: attrs.Attribute[Any], unit: str) -> str:
-    default: Any = field.default
-    if default is attrs.NOTHING:
-        return "required"
-    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-        plain = default.factory in (dict, list, tuple, set, frozenset)
-        return format_value(default.factory(), unit) if plain else "computed"
-    return format_value(default, unit)
+# -- types -----------------------------------------------------------------------------------------
 
 
-def _refusals(field: attrs.Attribute[Any], value: Any, given: Any) -> tuple[str, ...]:
-    """Why the class's own validator refuses the value.
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; one alone otherwise."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
-    The validator runs without an instance, so that every fault is reported; a validator that needs an
-    instance runs in the constructor only.
+
+def _kinds(hint: Any) -> set[Any]:
+    return {typing.get_origin(each) or each for each in _members(hint)}
+
+
+def _choices(hint: Any) -> list[str]:
+    """The values that it names."""
+    found: list[str] = []
+    for each in _members(hint):
+        if typing.get_origin(each) is Literal:
+            found += [format_value(choice) for choice in typing.get_args(each)]
+        elif isinstance(each, type) and issubclass(each, enum.Enum):
+            found += [format_value(choice) for choice in each]
+    return found
+
+
+def _bounded(hint: Any, bounds: Mapping[str, Any]) -> Any:
+    """The same type, with bounds of its numbers."""
+    meta, members = msgspec.Meta(**bounds), _members(hint)
+    bounded = (Annotated[each, meta] if each in (int, float) else each for each in members)
+    return functools.reduce(operator.or_, bounded)
+
+
+def _in_schema(hint: Any, bounds: Mapping[str, Any], unit: str) -> Any:
+    """The same for a JSON schema: a number with a unit may be text."""
+    if unit not in _UNITS or not _kinds(hint) & {int, float}:
+        return _bounded(hint, bounds)
+    text = msgspec.Meta(pattern=rf"^\s*[0-9][0-9_.eE+-]*\s*({'|'.join(_UNITS[unit])})\s*$")
+    return _bounded(hint, bounds) | Annotated[str, text]
+
+
+def _plain(given: Any, kinds: set[Any], unit: str) -> Any:
+    """What msgspec converts: the value that a text stands for, and a whole number without its fraction.
+
+    Raises:
+        ValueError: it has a wrong unit, or is no quantity.
     """
-    checks = field.validator
-    if checks is None:
-        return ()
-    if not isinstance(checks, _Checks):
-        checks = _Checks(_Bounds(), checks)
-    try:
-        return checks.refusals(None, field, value, given)
-    except AttributeError:
-        return ()
+    if isinstance(given, float) and int in kinds and given.is_integer():
+        return int(given)
+    if not isinstance(given, str):
+        return given
+    word = given.strip().lower()
+    if word == "none" and types.NoneType in kinds:
+        return None
+    if bool in kinds and word in _BOOLEANS:
+        return _BOOLEANS[word]
+    if kinds & {tuple, list, frozenset}:
+        return [part.strip() for part in given.split(",") if part.strip()]
+    if unit == "bytes" and int in kinds:
+        return parse_bytes(given)
+    return parse_seconds(given) if unit == "seconds" and float in kinds else given
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(cls)
-    except NameError as e:
-        raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {e}") from e
+def _in_words(hint: Any, unit: str = "") -> str:
+    """What fits a type, for readers who do not write Python."""
+    members = [each for each in _members(hint) if each is not types.NoneType]
+    words = []
+    for each in members:
+        origin = typing.get_origin(each)
+        if choices := _choices(each):
+            words.append(f"one of {listed(choices)}")
+        elif origin in (tuple, list, frozenset):
+            words.append(f"a list of {_in_words(typing.get_args(each)[0]).removeprefix('a ')}")
+        elif isinstance(origin, type) and issubclass(origin, Mapping):
+            words.append("a table of names and values")
+        elif (each, unit) == (int, "bytes"):
+            words.append('a size such as "64 MiB" or a whole number of bytes')
+        elif (each, unit) == (float, "seconds"):
+            words.append('seconds, or a duration such as "500 ms"')
+        else:
+            words.append(_WORDS.get(each, getattr(each, "__name__", str(each))))
+    return listed(words) + (" (or none)" if types.NoneType in _kinds(hint) else "")
+
+
+def format_value(value: Any, unit: str = "") -> str:
+    """Format a value as it is written in a configuration."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, (tuple, list, frozenset, set)):
+        return ", ".join(format_value(each) for each in value) or "nothing"
+    if unit == "bytes" and isinstance(value, int):
+        return format_bytes(value)
+    if unit == "seconds" and isinstance(value, (int, float)):
+        return format_seconds(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if value != "" else '""'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Final
 
 _QUANTITY = re.compile(r"\s*([0-9][0-9_]{0,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z]*)\s*")
@@ -24,13 +25,6 @@ BYTES: Final = {
 SECONDS: Final = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
-def _split(text: str) -> tuple[str, str]:
-    found = _QUANTITY.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text!r} is not a number with a unit")
-    return found[1].replace("_", ""), found[2]
-
-
 def parse_bytes(text: str) -> int:
     """``"1 GiB"``, ``"64MB"``, ``"4096"`` as bytes; a fraction of a byte is cut off.
 
@@ -39,19 +33,12 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: it is not a size, and what would be.
     """
-    number, unit = _split(text)
-    factor = BYTES.get(unit)
-    if factor is None:
-        if unit.upper() in ("K", "M", "G", "T"):
-            hint = f"say {unit.upper()}B (powers of 1000) or {unit.upper()}iB (powers of 1024)"
-        else:
-            hint = "units are " + ", ".join(unit for unit in BYTES if unit)
-        raise ValueError(f"{unit!r} is not a unit of size; {hint}")
+    number, unit = _split(text, "size", BYTES)
     if number.isdigit():
-        return int(number) * factor
+        return int(number) * BYTES[unit]
     from decimal import Decimal
 
-    return int(Decimal(number) * factor)
+    return int(Decimal(number) * BYTES[unit])
 
 
 def parse_seconds(text: str) -> float:
@@ -60,11 +47,22 @@ def parse_seconds(text: str) -> float:
     Raises:
         ValueError: it is not a duration.
     """
-    number, unit = _split(text)
-    if unit not in SECONDS:
-        units = ", ".join(unit for unit in SECONDS if unit)
-        raise ValueError(f"{unit!r} is not a unit of time; units are {units}")
+    number, unit = _split(text, "time", SECONDS)
     return float(number) * SECONDS[unit]
+
+
+def _split(text: str, what: str, units: Iterable[str]) -> tuple[str, str]:
+    found = _QUANTITY.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number with a unit")
+    unit = found[2]
+    if unit not in units:
+        meant = {each.lower(): each for each in units}.get(unit.lower())
+        hint = f"did you mean {meant!r}?" if meant else "units are " + ", ".join(filter(None, units))
+        if what == "size" and unit.upper() in ("K", "M", "G", "T"):
+            hint = f"say {unit.upper()}B (powers of 1000) or {unit.upper()}iB (powers of 1024)"
+        raise ValueError(f"{unit!r} is not a unit of {what}; {hint}")
+    return found[1].replace("_", ""), unit
 
 
 def format_bytes(nbytes: int) -> str:

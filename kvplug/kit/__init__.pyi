@@ -28,10 +28,6 @@ from kvplug.config.messages import (
 from kvplug.config.options import (
     option_fields as option_fields,
 )
-from kvplug.config.schema import (
-    DEVICE_TYPES as DEVICE_TYPES,
-    may_be_device_type as may_be_device_type,
-)
 from kvplug.door import (
     Door as Door,
 )

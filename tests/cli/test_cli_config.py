@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvplug.config import KEYS
+
+ROOT = Path(__file__).parents[2]
 
 GOOD = """
 connector = "letter"
@@ -26,8 +32,10 @@ def write(site: Any, text: str, name: str = "kvplug.toml") -> str:
 def test_show_prints_every_value_with_its_source_and_never_a_secret(birds: Any) -> None:
     path = write(birds, GOOD)
     given = {"KVPLUG_TIMEOUT_S": "5 s", "KVPLUG_SECRET": "hunter2-hunter2-hunter2"}
-    done = birds.kvplug("config", "show", "--config", path, "port=5000", **given)
+    done = birds.kvplug("config", "show", path, "port=5000", "engine_id=a", **given)
     assert done.returncode == 0, done.stderr
+    same = birds.kvplug("config", "show", "--config", path, "port=5000", "engine_id=a", **given)
+    assert same.stdout == done.stdout
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in done.stdout.splitlines()}
     assert rows["connector"] == f"letter {path}"
     assert rows["port"] == "5000 command line"
@@ -40,11 +48,21 @@ def test_show_prints_every_value_with_its_source_and_never_a_secret(birds: Any) 
 
 
 def test_show_tells_every_fault_of_form_and_shows_nothing(birds: Any) -> None:
-    done = birds.kvplug("config", "show", "pot=3", "rank=9")
+    done = birds.kvplug("config", "show", "pot=3", "peers=10.0.0.5")
     assert done.returncode == 1
     assert "pot: not a known key; did you mean 'port'? [command line]" in done.stderr
-    assert "rank: not a known key any more" in done.stderr
+    assert "peers: '10.0.0.5' is not an address: the port is missing" in done.stderr
     assert done.stdout == ""
+
+
+def test_show_takes_one_file_and_names_what_is_neither_a_file_nor_a_key(birds: Any) -> None:
+    path = write(birds, GOOD)
+    for arguments, said in (
+        ((path, "--config", path), "allowed is one file"),
+        (("port",), "'port' was given; allowed is FILE.toml, FILE.json or KEY=VALUE"),
+    ):
+        done = birds.kvplug("config", "show", *arguments)
+        assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
 
 
 def test_check_of_a_good_file_says_so_and_does_not_look_at_the_environment(birds: Any) -> None:
@@ -125,3 +143,62 @@ def test_a_secret_is_made_for_this_user_alone_and_never_overwritten(birds: Any, 
     assert again.returncode == 2
     assert "exists" in again.stderr
     assert path.read_text() == made
+
+
+# -- the schema ------------------------------------------------------------------------------------
+
+
+def schema_of(birds: Any) -> dict[str, Any]:
+    done = birds.kvplug("config", "schema")
+    assert (done.returncode, done.stderr) == (0, "")
+    schema: dict[str, Any] = json.loads(done.stdout)
+    return schema
+
+
+def test_the_schema_has_every_key_and_the_options_of_each_plugin(birds: Any) -> None:
+    schema = schema_of(birds)
+    keys = schema["$defs"]["configuration"]["properties"]
+    assert [*keys] == [*KEYS, "options"]
+    assert all(each.get("description") for key, each in keys.items() if key != "options")
+    assert (keys["port"]["type"], keys["port"]["maximum"], keys["port"]["default"]) == (
+        "integer",
+        65535,
+        29555,
+    )
+    assert keys["slow_path"]["enum"] == ["off", "refuse", "warn"]
+    assert [each["type"] for each in keys["buffer_size"]["anyOf"]] == ["integer", "string"]
+    pigeon = schema["$defs"]["options.carrier-pigeon"]
+    assert pigeon["properties"]["birds"]["minimum"] == 1
+    assert not pigeon["additionalProperties"] and pigeon["required"] == []
+
+
+DATA = tomllib.loads(GOOD)
+FITS: dict[str, Any] = {
+    "the file": DATA,
+    "a size with a unit": DATA | {"buffer_size": "4 GiB"},
+    "a plain size": DATA | {"buffer_size": 4096},
+    "a list": DATA | {"stores": ["nest"]},
+    "nothing": {},
+}
+DOES_NOT_FIT: dict[str, Any] = {
+    "another key": DATA | {"prt": 3},
+    "an ambiguous size": DATA | {"buffer_size": "64M"},
+    "beyond a bound": DATA | {"port": 70000},
+    "another choice": DATA | {"slow_path": "wran"},
+    "another type": DATA | {"tls_check_host": "yes"},
+    "another option": DATA | {"options": {"carrier-pigeon": {"bird": 3}}},
+    "another plugin": DATA | {"options": {"owl": {}}},
+}
+
+
+def test_a_validator_of_schemas_takes_right_files_and_refuses_wrong_ones(birds: Any) -> None:
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema_of(birds))
+    validator.check_schema(validator.schema)
+    pages = (ROOT / "README.md", ROOT / "docs/reference/config.md")
+    files = [text for page in pages for text in re.findall("```toml\n(.*?)```", page.read_text(), re.S)]
+    assert files
+    for text in files:
+        core = {key: value for key, value in tomllib.loads(text).items() if key in KEYS}
+        assert validator.is_valid(core), text
+    assert [what for what, data in FITS.items() if not validator.is_valid(data)] == []
+    assert [what for what, data in DOES_NOT_FIT.items() if validator.is_valid(data)] == []

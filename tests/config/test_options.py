@@ -75,23 +75,23 @@ def test_values_of_the_right_type_pass_as_they_are() -> None:
 
 
 FAULTS: list[tuple[str, object, str]] = [
-    ("lanes", 9, "options.cpu.lanes: 9 was given; allowed is at least 1 and at most 4"),
+    ("lanes", 9, "options.cpu.lanes: 9 was given; allowed is a whole number, at least 1 and at most 4"),
     ("lanes", "two", "allowed is a whole number, at least 1 and at most 4"),
     ("lanes", True, "True was given"),
     ("lanes", 1.5, "1.5 was given"),
     ("limit", "64M", "say MB (powers of 1000) or MiB (powers of 1024)"),
-    ("wait", 0, "allowed is more than 0 s"),
+    ("wait", 0, "more than 0 s"),
     ("wait", "1 week", "units are us, ms, s, min, h"),
     ("ratio", "half", "allowed is a number"),
     ("fast", "maybe", "allowed is true or false"),
     ("fast", 1, "allowed is true or false"),
-    ("colour", "bleu", "allowed is one of red or blue (did you mean 'blue'?)"),
-    ("evict", "oldst", "allowed is one of never or oldest (did you mean 'oldest'?)"),
+    ("colour", "bleu", "allowed is one of red or blue; did you mean 'blue'?"),
+    ("evict", "oldst", "allowed is one of never or oldest; did you mean 'oldest'?"),
     ("ttl_s", -1, "'ttl_s' must be >= 0"),
-    ("hosts", 7, "allowed is list of text"),
-    ("hosts", [7], "allowed is list of text"),
+    ("hosts", 7, "allowed is a list of text"),
+    ("hosts", [7], "allowed is a list of text"),
     ("table", 7, "a table of names and values"),
-    ("number", 1.5, "allowed is whole number or text"),
+    ("number", 1.5, "allowed is a whole number or text"),
     ("lane", 1, "options.cpu.lane: not a known key; did you mean 'lanes'?"),
     ("zzz", 1, "known are colour, evict"),
 ]
@@ -104,7 +104,9 @@ def test_a_fault_names_key_value_and_what_is_allowed_and_all_are_told_at_once() 
         assert part in fault
     every = {key: value for key, value, _ in FAULTS}
     assert len(faults_of(every)) == len(every)
-    with pytest.raises(ConfigError, match="lanes: 9 was given; allowed is at least 1 and at most 4"):
+    with pytest.raises(
+        ConfigError, match="lanes: 9 was given; allowed is a whole number, at least 1 and at most 4"
+    ):
         Options(lanes=9)
 
 

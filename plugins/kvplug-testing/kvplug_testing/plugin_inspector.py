@@ -138,15 +138,15 @@ class _Inspector:
         return has_domain
 
     def _check_capabilities(self, spec: Any, has_domain: bool) -> None:
-        from kvplug.kit import DEVICE_TYPES, UNSTATED, did_you_mean, may_be_device_type
+        from kvplug.kit import UNSTATED
 
         of, able = _of(spec), spec.capabilities
         if not able.devices:
             self._breach("PLUGIN-3", f"the {of} moves tensors of no device")
-        for unknown in sorted({*able.devices} - {*DEVICE_TYPES}):
-            if not may_be_device_type(unknown):
-                hint = did_you_mean(unknown, DEVICE_TYPES)
-                self._breach("PLUGIN-3", f"the {of} claims {unknown!r}, which is no type of device{hint}")
+        for device in sorted(able.devices):
+            if not re.fullmatch("[a-z][a-z_]*", device):
+                form = "those are lower-case letters and underscores, such as 'cuda', without an index"
+                self._breach("PLUGIN-3", f"the {of} claims {device!r}, which is no type of device; {form}")
         if able.cost is UNSTATED:
             hint = "so that auto cannot compare it: Capabilities(cost=Cost(...))"
             self._breach("PLUGIN-3", f"the {of} states no cost, {hint}")

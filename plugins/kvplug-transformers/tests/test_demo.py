@@ -373,7 +373,7 @@ def settings(model: Path, num_tokens: int) -> DemoSettings:
         model=model,
         max_new_tokens=8,
         # The pages must cross the pipe that ends in the middle, not shared memory.
-        overrides={"failure_policy": "recompute", "timeout_s": 20, "options.host.map": False},
+        overrides={"timeout_s": 20, "options.host.map": False},
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,7 +109,7 @@ def test_every_fault_of_the_extra_config_is_reported_at_once():
         config_of(vllm_config(transfer=transfer(**given)))
     assert len(e.value.faults) == 3
     assert "did you mean 'connector'" in str(e.value)
-    assert re.search(r"failure_policy: .* by kv_load_failure_policy beside it", str(e.value))
+    assert "failure_policy: not a known key" in str(e.value)  # vLLM's kv_load_failure_policy decides
 
 
 def test_each_data_parallel_rank_takes_ports_of_its_own_which_consumers_name_as_peers():

@@ -68,7 +68,9 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--policy",
             type=click.Choice(["recompute", "fail"]),
-            help="What to do when KV fails to load. By default the config's.",
+            default="recompute",
+            show_default=True,
+            help="What to do when KV fails to load.",
         ),
         click.option("--integrity", metavar="auto|off|HASH", help="The hash that detects corrupted KV."),
         click.option("--layout", type=click.Choice(["KBTHD", "KBHTD"]), help="The memory layout of a block."),
@@ -145,7 +147,6 @@ def _settings(
     connector: str | None,
     transport: str | None,
     integrity: str | None,
-    policy: str | None,
     device: str | None,
     stores: tuple[str, ...],
     corrupt: bool = False,
@@ -165,7 +166,6 @@ def _settings(
         "connector": connector,
         "transport": transport,
         "integrity": integrity,
-        "failure_policy": policy,
         "device": device,
     }
     overrides: dict[str, Any] = {key: value for key, value in given.items() if value is not None}

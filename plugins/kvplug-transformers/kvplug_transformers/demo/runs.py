@@ -88,7 +88,7 @@ def run(
             (prefilled,) = session.wait_for((PREFILL, "prefilled"))
             found, params = prefilled["found"], prefilled["params"]
         except WorkerLostError as e:
-            if config.failure_policy == "fail":
+            if settings.policy == "fail":
                 raise DemoError(f"{e}, and the policy is to fail") from e
             notes.append(f"{e}: KV that has not arrived is recomputed")
             display.note(notes[-1])

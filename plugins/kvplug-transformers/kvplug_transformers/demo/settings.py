@@ -25,6 +25,8 @@ class DemoSettings:
     at_once: int = 1
     """Requests for the prompt that are made at the same time then."""
     block_size: int = 16
+    policy: str = "recompute"
+    """What becomes of a request whose KV failed to load: "recompute" or "fail"."""
     layout: str | None = None
     """``None``: the connector's required layout, else ``KBTHD``."""
     tensor_parallel: tuple[int, int] = (1, 1)
@@ -40,6 +42,7 @@ class DemoSettings:
             "at_once": self.at_once,
             "block_size": self.block_size,
             "layout": self.layout,
+            "policy": self.policy,
         }
 
 

@@ -213,7 +213,7 @@ class DemoWorker:
             max_requests=self._settings["at_once"],
             layout=self._settings["layout"] or insisted or "KBTHD",
             max_tokens_per_step=_CHUNK,
-            load_failure_policy=self._config.failure_policy,
+            load_failure_policy=self._settings["policy"],
         )
 
     def _do_prefill(self, ids: list[int]) -> None:
