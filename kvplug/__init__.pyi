@@ -1,8 +1,11 @@
 # What this door shows, and from where: for type checkers, and read by kvplug.door.
 __version__: str
 
-from kvplug.assembly.communicators import (
+from kvplug.assembly.builders import (
     build_communicator as build_communicator,
+    build_lookup as build_lookup,
+    build_page_cache as build_page_cache,
+    build_queue as build_queue,
     worker_transports as worker_transports,
 )
 from kvplug.assembly.connector import (
@@ -13,20 +16,11 @@ from kvplug.assembly.connector import (
     needs_layer_hooks as needs_layer_hooks,
     required_layout as required_layout,
 )
-from kvplug.assembly.lookups import (
-    build_lookup as build_lookup,
-)
-from kvplug.assembly.page_caches import (
-    build_page_cache as build_page_cache,
-)
 from kvplug.assembly.pipes import (
     PipeServer as PipeServer,
     build_pipe_endpoint as build_pipe_endpoint,
     connect_pipe as connect_pipe,
     listen_pipe as listen_pipe,
-)
-from kvplug.assembly.queues import (
-    build_queue as build_queue,
 )
 from kvplug.assembly.registry import (
     PluginInfo as PluginInfo,

@@ -7,6 +7,7 @@ import functools
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import attrs
 
@@ -22,9 +23,8 @@ from kvplug.assembly.resolve import (
     device_of_links,
     ensure_config,
     labels_of,
-    make_hello,
 )
-from kvplug.assembly.stores import StoreOpener, store_links
+from kvplug.assembly.stores import StoreOpener
 from kvplug.config import Config
 from kvplug.config.messages import did_you_mean
 from kvplug.engine.connector.scheduler import SchedulerConnector
@@ -169,27 +169,21 @@ def build_connector(
     stats = TransferStats()
     facts = engine_facts(config, model, cache, parallelism, which, splits_heads=spec.splits_heads)
     settings = LinkSettings(
-        config=config,
-        credentials=credentials_of(config),
-        hello=functools.partial(
-            make_hello, resolved, facts, which is Side.WORKER, device_of_links(config, spec)
-        ),
-        endpoint=resolved.pipe_endpoint,
-        pipe_options=resolved.pipe_options,
-        abilities=resolved.abilities,
-        wrapped_by=resolved.wrapped_by,
+        resolved=resolved,
         stats=stats,
-        missing=registry.failures(),
+        engine=facts,
+        moves_kv=which is Side.WORKER,
+        device=device_of_links(config, spec),
         wrap_pipe=wrap_pipe,
     )
-    stores = StoreOpener(resolved, store_links(resolved, stats))
+    stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats))
     peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
     members = members_of(
         resolved,
         rank=parallelism.worker_rank,
         num_workers=parallelism.num_workers,
         model=model,
-        credentials=settings.credentials,
+        credentials=resolved.credentials,
         stats=stats,
     )
     labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
@@ -215,17 +209,19 @@ def build_connector(
         checksums=checksums_of(config),
         open_store=stores.open,
         store_client=stores.client,
-        open_lookup=resolved.lookup_endpoint,
+        open_lookup=functools.partial(resolved.build, Kind.LOOKUP_BUFFER),
         close=close,
     )
-    factory = spec.load_factory() if which is Side.SCHEDULER else spec.load_worker_factory()
-    wanted: type[SchedulerConnector | WorkerConnector]
-    wanted = SchedulerConnector if which is Side.SCHEDULER else WorkerConnector
+    side_made: SchedulerConnector | WorkerConnector
     try:
-        return made(spec.called, wanted, factory, context)
+        if which is Side.SCHEDULER:
+            side_made = made(spec, context)
+        else:
+            side_made = made(spec, context, factory=spec.load_worker_factory(), wanted=WorkerConnector)
     except BaseException:
         close()
         raise
+    return side_made
 
 
 def check_config(config: Config, registry: Registry | None = None) -> None:
@@ -283,9 +279,8 @@ def needs_layer_hooks(config: Config, registry: Registry | None = None) -> bool:
 
     Asks the scheduler side's class, without building anything.
     """
-    registry = Registry.from_env() if registry is None else registry
-    options = ResolvedConfig(config, registry).options_of(registry.get(Kind.CONNECTOR, config.connector))
-    return connector_class(config, registry).needs_layer_hooks(config, options)
+    connector, options = _asked(config, registry)
+    return connector.needs_layer_hooks(config, options)
 
 
 def required_layout(config: Config, registry: Registry | None = None) -> str | None:
@@ -293,6 +288,12 @@ def required_layout(config: Config, registry: Registry | None = None) -> str | N
 
     Asks the scheduler side's class, without building anything.
     """
+    connector, options = _asked(config, registry)
+    return connector.get_required_kvcache_layout(config, options)
+
+
+def _asked(config: Config, registry: Registry | None) -> tuple[type[SchedulerConnector], Any]:
+    """The class of the scheduler side, and the options of its connector."""
     registry = Registry.from_env() if registry is None else registry
     options = ResolvedConfig(config, registry).options_of(registry.get(Kind.CONNECTOR, config.connector))
-    return connector_class(config, registry).get_required_kvcache_layout(config, options)
+    return connector_class(config, registry), options

@@ -11,9 +11,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from kvplug.assembly.budgets import budgets_of, shortage_of
-from kvplug.assembly.communicators import choose_communicator
 from kvplug.assembly.members import unreachable_contact
-from kvplug.assembly.queues import choose_queue
 from kvplug.assembly.registry import PluginStatus, Registry
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults
 from kvplug.assembly.resolve import (
@@ -199,7 +197,7 @@ def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
 
 def _lookup_buffer(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     with contextlib.suppress(PluginError):  # a fault of its name
-        spec = resolved.lookup_spec()
+        spec = resolved.chosen(Kind.LOOKUP_BUFFER)[0]
         size = bytes_in_words(config.buffer_size)
         holds = f"holds up to {size} in each worker" if config.role is not Role.CONSUMER else "is the peer's"
         owner = _owner(resolved.registry, Kind.LOOKUP_BUFFER, spec.name)
@@ -297,9 +295,9 @@ def _between_workers(resolved: ResolvedConfig) -> Iterator[Step]:
     ):
         try:
             if key == "queue":
-                spec, _ = choose_queue(resolved)
+                spec, _ = resolved.chosen(Kind.QUEUE)
             else:
-                spec = choose_communicator(resolved, resolved.config.device)
+                spec, _ = resolved.chosen(Kind.COMMUNICATOR, resolved.config.device)
         except PluginError as e:
             text, *details = str(e).split("\n  - ")
             verdict: Verdict = "note" if getattr(resolved.config, key) == AUTO else "problem"

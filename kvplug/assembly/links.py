@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.assembly.slow_path import SlowPathAlarm
 from kvplug.config import Config
 from kvplug.engine.context import PeerLink
@@ -33,7 +34,7 @@ from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.handshake.exchange import exchange
-from kvplug.negotiation.handshake.hello import DOCTOR, Hello
+from kvplug.negotiation.handshake.hello import DOCTOR, EngineFacts, Hello
 from kvplug.negotiation.handshake.plain import is_same
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
@@ -41,9 +42,7 @@ from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.capabilities import Capabilities
-from kvplug.transport.context import PipeContext
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug.transport.pipe import Pipe, PipeListener
 
 _log = logging.getLogger(__name__)
 
@@ -57,20 +56,14 @@ _ACCEPT_S = 5.0
 class LinkSettings:
     """The settings that all links of one connector, or of one pipe server, share."""
 
-    config: Config
-    credentials: Credentials
-    hello: Callable[[str], Hello]
-    """Makes the Hello of this end for a purpose."""
-    endpoint: Callable[[str, PipeContext], PipeEndpoint]
-    """Loads the transport of that name: the only importer of its code."""
-    pipe_options: Callable[[str], object]
-    stats: TransferStats
-    abilities: Callable[[], Mapping[str, Capabilities]] = dict
-    """Of the transports that are installed here, by name."""
-    wrapped_by: str = ""
-    """The transport that the config has wrap the others; empty: none."""
-    missing: tuple[str, ...] = ()
-    """Plugins here that are broken or blocked, with the reason: a missing transport may be one of theirs."""
+    resolved: ResolvedConfig
+    config: Config = attrs.field(default=attrs.Factory(lambda self: self.resolved.config, takes_self=True))
+    stats: TransferStats = attrs.field(factory=TransferStats)
+    engine: EngineFacts | None = None
+    """Of the connector whose links they are; ``None``: of none."""
+    moves_kv: bool = True
+    device: str = "cpu"
+    """The type of the device of the tensors that the two ends want to move."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
     """Wraps each pipe between the transport and the metrics: fault injection."""
     engine_facts: Mapping[str, object] = attrs.field(factory=dict)
@@ -83,17 +76,19 @@ class LinkSettings:
         config = attrs.evolve(self.config, slow_path="off")
         return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=None)
 
-    def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
-        context = PipeContext(
-            options=self.pipe_options(name),
-            credentials=self.credentials,
-            host=self.config.host,
-            device=device,
-            timeout_s=self.config.timeout_s,
-            heartbeat_timeout_s=self.config.heartbeat_timeout_s,
-            max_message_bytes=self.config.max_message_bytes,
-        )
-        return self.endpoint(name, context)
+    @property
+    def credentials(self) -> Credentials:
+        return self.resolved.credentials
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Plugins here that are broken or blocked, with the reason: a missing transport may be one of
+        theirs."""
+        return self.resolved.registry.failures()
+
+    def hello(self, purpose: str) -> Hello:
+        """The Hello of this end for a purpose."""
+        return make_hello(self.resolved, self.engine, self.moves_kv, self.device, purpose)
 
     def agree(self, channel: Channel, purpose: str, timeout: float | None, announced: str = "") -> Agreement:
         """Shake hands over the channel, and count it. ``announced``: as ``exchange`` takes it."""
@@ -135,11 +130,11 @@ class LinkSettings:
         alarm = SlowPathAlarm(
             config=self.config,
             stats=self.stats,
-            abilities=self.abilities,
+            abilities=self.resolved.abilities,
             agreement=agreement,
             transport=transport,
             device=device,
-            wrapped_by=self.wrapped_by,
+            wrapped_by=self.resolved.wrapped_by,
         )
         try:
             watch = alarm.watch(pipe)
@@ -212,7 +207,7 @@ class ControlLink(PeerLink):
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         self._outcome = None
         try:
-            listener = self._settings.pipe_endpoint(transport, device).listen()
+            listener = self._settings.resolved.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
             if exhaustion_of(e) is None:
                 self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
@@ -241,7 +236,7 @@ class ControlLink(PeerLink):
             why = peer_text(offer.get("error"))
             raise HandshakeError(f"it cannot listen on {transport!r}: {why}", peer=str(self.channel.peer))
         try:
-            endpoint = self._settings.pipe_endpoint(transport, device)
+            endpoint = self._settings.resolved.pipe_endpoint(transport, device)
             bare = endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
             pipe = self._wrapped(bare, transport, device)
         except Exception as e:

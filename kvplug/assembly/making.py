@@ -1,31 +1,62 @@
-"""Calls the factories of plugins."""
+"""Makes the named thing of a kind: calls the factory of a plugin, and checks what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
+from kvplug.engine.connector.scheduler import SchedulerConnector
+from kvplug.engine.context import ConnectorContext
 from kvplug.errors import KvplugError, PluginError
+from kvplug.metrics.sinks import Sink
 from kvplug.net.exhaustion import exhaustion_of
+from kvplug.transport.communicator import DeviceCommunicator
+from kvplug.transport.context import (
+    CommunicatorContext,
+    DirectoryContext,
+    LookupContext,
+    PipeContext,
+    QueueContext,
+    StoreContext,
+)
+from kvplug.transport.directory import Directory
+from kvplug.transport.lookup import LookupEndpoint
+from kvplug.transport.pipe import PipeEndpoint
+from kvplug.transport.queue import QueueEndpoint
+from kvplug.transport.spec import Kind
+from kvplug.transport.store.store import Store
 
-_T = TypeVar("_T")
+MADE: Final[Mapping[Kind, tuple[type, type]]] = {
+    Kind.PIPE: (PipeContext, PipeEndpoint),
+    Kind.QUEUE: (QueueContext, QueueEndpoint),
+    Kind.LOOKUP_BUFFER: (LookupContext, LookupEndpoint),
+    Kind.COMMUNICATOR: (CommunicatorContext, DeviceCommunicator),
+    Kind.DIRECTORY: (DirectoryContext, Directory),
+    Kind.STORE: (StoreContext, Store),
+    Kind.CONNECTOR: (ConnectorContext, SchedulerConnector),
+    Kind.SINK: (object, Sink),
+}
+"""The context that the factories of a kind take, and what they make."""
 
 
-def made(called: str, wanted: type[_T], factory: Callable[..., Any], *arguments: Any) -> _T:
-    """What a factory makes of these arguments. ``called``: how messages call the offer.
+def made(
+    spec: Any, context: Any, *, factory: Callable[..., Any] | None = None, wanted: type | None = None
+) -> Any:
+    """What the spec's factory, or another of its functions, makes of a context.
 
     Raises:
         PluginError: it raised an exception that is not kvplug's, or made something else.
         KvplugError, OSError, MemoryError: as the factory raised it; the last two where something ran out.
     """
+    factory, wanted = factory or spec.load_factory(), wanted or MADE[spec.kind][1]
     try:
-        found = factory(*arguments)
+        found = factory(context)
     except KvplugError:
         raise
     except Exception as e:
         if exhaustion_of(e) is not None:
             raise
-        raise PluginError(f"{called} cannot be made: {type(e).__name__}: {e}") from e
+        raise PluginError(f"{spec.called} cannot be made: {type(e).__name__}: {e}") from e
     if not isinstance(found, wanted):
-        raise PluginError(f"{called} made {found!r}, which is no {wanted.__name__}; subclass it")
+        raise PluginError(f"{spec.called} made {found!r}, which is no {wanted.__name__}; subclass it")
     return found

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.assembly.making import made
 from kvplug.assembly.resolve import EPOCH, ResolvedConfig
 from kvplug.config.addresses import TcpAddress, parse_contact
 from kvplug.config.config import directory_of
@@ -35,7 +34,6 @@ from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.context import DirectoryContext
 from kvplug.transport.directory import Directory
 from kvplug.transport.spec import Kind
 
@@ -379,11 +377,8 @@ def members_of(
     probe = spec.run_probe()
     if not probe.viable:
         raise PluginError(f"the directory {spec.name!r} cannot work here: {probe.reason}")
-    context = DirectoryContext(
-        options=resolved.options_of(spec), url=url, timeout_s=config.peers_lease_s / _CALLS_PER_LEASE
-    )
     return DirectoryMembers(
-        made(spec.called, Directory, spec.load_factory(), context),
+        resolved.make(spec, url=url, timeout_s=config.peers_lease_s / _CALLS_PER_LEASE),
         url=url,
         engine_id=config.engine_id,
         rank=rank,

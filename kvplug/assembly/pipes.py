@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -14,12 +13,8 @@ from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import (
     ResolvedConfig,
-    choose_transport,
-    credentials_of,
     ensure_config,
     labels_of,
-    make_hello,
-    must_authenticate,
 )
 from kvplug.config import Config, Role
 from kvplug.config.options import option_fields
@@ -29,7 +24,6 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.select import AUTO
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.capabilities import Requirements
 from kvplug.transport.pipe import Pipe, PipeEndpoint
 from kvplug.transport.spec import Kind
 
@@ -85,19 +79,13 @@ class _Reporting:
 
 
 def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] | None) -> LinkSettings:
-    config, stats = resolved.config, TransferStats()
+    stats = TransferStats()
     return LinkSettings(
-        config=config,
-        credentials=credentials_of(config),
-        hello=functools.partial(make_hello, resolved, None, True, resolved.config.device.partition(":")[0]),
-        endpoint=resolved.pipe_endpoint,
-        pipe_options=resolved.pipe_options,
-        abilities=resolved.abilities,
-        wrapped_by=resolved.wrapped_by,
+        resolved=resolved,
         stats=stats,
-        missing=resolved.registry.failures(),
+        device=resolved.config.device.partition(":")[0],
         wrap_pipe=wrap_pipe,
-        on_pipe=_Reporting(resolved, stats).use if config.sinks else None,
+        on_pipe=_Reporting(resolved, stats).use if resolved.config.sinks else None,
     )
 
 
@@ -202,14 +190,10 @@ def build_pipe_endpoint(
     if config.transport == AUTO:
         raise ConfigError("transport: ranks of a group do not negotiate, so name one; 'auto' was given")
     resolved = _resolve(config, registry, counts=False)
-    settings = _link_settings(resolved, None)
-    wrapper = resolved.wrapper(Kind.PIPE, config.transport)
-    name = config.transport if wrapper is None else wrapper.inner
-    if name == AUTO:
+    if resolved.requested_transport == AUTO:
         raise ConfigError(f"options.{config.transport}.inner: ranks of a group do not negotiate, so name one")
-    device = config.device if device is None else device
-    required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
-    return settings.pipe_endpoint(choose_transport(resolved, Kind.PIPE, name, required).name, device)
+    endpoint: PipeEndpoint = resolved.build(Kind.PIPE, device)
+    return endpoint
 
 
 @NamedExhaustion("connecting a pipe")

@@ -10,16 +10,16 @@ import functools
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 import kvplug
 from kvplug.assembly.budgets import budgets_of, shortage_of
-from kvplug.assembly.making import made
+from kvplug.assembly.making import MADE, made
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, own_part
-from kvplug.config import Config, Role, check_options
+from kvplug.config import KEYS, Config, Role, check_options
 from kvplug.config.addresses import TcpAddress, UnixAddress, parse_server
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError
@@ -33,8 +33,6 @@ from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import this_process
 from kvplug.net.trust.tls import TlsFiles
 from kvplug.transport.capabilities import Capabilities, Requirements
-from kvplug.transport.context import LookupContext, PipeContext
-from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.spec import ConnectorSpec, Kind, Probe, TransportSpec
 
@@ -46,19 +44,8 @@ EPOCH = uuid.uuid4().hex
 
 _short: set[str] = set()
 """Keys of budgets that did not fit, which was logged."""
-
-
-@attrs.frozen(kw_only=True)
-class Wrapper:
-    """A transport that wraps another of its kind, as a config names it."""
-
-    spec: TransportSpec
-    options: Any
-
-    @property
-    def inner(self) -> str:
-        """The name of the inner one, or ``"auto"``."""
-        return str(getattr(self.options, "inner", AUTO))
+TransportKind = Literal[Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR]
+_KEY_OF: Final = {kind: key for key, kind in CHOSEN.items()}
 
 
 class ResolvedConfig:
@@ -73,40 +60,54 @@ class ResolvedConfig:
         """Names of pipe transports whose factory has loaded."""
 
     @classmethod
-    def to_build(cls, config: Config, registry: Registry | None) -> ResolvedConfig:
+    def to_build(cls, config: Config, registry: Registry | None, *keys: str) -> ResolvedConfig:
         """The same for a config from which something is built now. ``None``: the installed plugins.
 
+        ``keys``: those that are used for it, which are checked.
+
         Raises:
-            ConfigError: this process may use none of the CPUs that the config lists.
+            ConfigError: this process may use none of the CPUs that the config lists; or as :meth:`check`.
             TypeError: that is no Config.
         """
         ensure_config(config)
         choose_cpus(config.thread_cpus)
-        return cls(config, Registry.from_env() if registry is None else registry)
+        resolved = cls(config, Registry.from_env() if registry is None else registry)
+        if keys:
+            resolved.check(keys)
+        return resolved
 
     @functools.cached_property
     def pipes(self) -> dict[str, TransportSpec]:
         """Every pipe transport that moves bytes, by its bare name; if two plugins offer a name, the one that
         the config names with its distribution."""
         specs = {spec.name: spec for spec in self.registry.transports(Kind.PIPE) if not spec.wraps}
-        if self._named != AUTO:
-            named = self.registry.get(Kind.PIPE, self._named)
+        if self._pipe[1] != AUTO:
+            named = self.registry.get(Kind.PIPE, self._pipe[1])
             specs[named.name] = named
         return specs
 
     @functools.cached_property
-    def _wrapper(self) -> Wrapper | None:
-        return self.wrapper(Kind.PIPE, self.config.transport)
-
-    @property
-    def _named(self) -> str:
-        """The config's name of the transport that moves the bytes."""
-        return self.config.transport if self._wrapper is None else self._wrapper.inner
+    def _pipe(self) -> tuple[TransportSpec | None, str]:
+        return self._unwrapped(Kind.PIPE)
 
     @property
     def requested_transport(self) -> str:
-        """The bare name of the transport the config asks for, or ``"auto"``."""
-        return self._named.rpartition(":")[2]
+        """The bare name of the transport the config asks for, or ``"auto"``: of what moves the bytes."""
+        return self._pipe[1].rpartition(":")[2]
+
+    def _unwrapped(self, kind: TransportKind) -> tuple[TransportSpec | None, str]:
+        """The transport of a kind that the config has wrap another one, or ``None``; and the name of the one
+        inside it, or else of the only one: ``"auto"`` is one, too.
+
+        Raises:
+            UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
+            ConfigError: with every fault of its options.
+        """
+        name = str(getattr(self.config, _KEY_OF[kind]))
+        spec = None if name == AUTO else self.registry.get(kind, name)
+        if spec is None or not spec.wraps:
+            return None, name
+        return spec, str(getattr(self.options_of(spec), "inner", AUTO))
 
     def offers(self, *, load: bool = True) -> tuple[Offer, ...]:
         """This host's offers to a peer: every pipe transport. One that can work here is probed once; one that
@@ -173,17 +174,67 @@ class ResolvedConfig:
             return None
         return check_options(cls, given, where=f"options.{spec.name}")
 
-    def wrapper(self, kind: Literal[Kind.PIPE, Kind.QUEUE], name: str) -> Wrapper | None:
-        """The transport ``name`` with its options, if it wraps another one; else ``None``.
+    @functools.cached_property
+    def credentials(self) -> Credentials:
+        """Those of :func:`credentials_of`."""
+        return credentials_of(self.config)
+
+    def context(self, spec: Any, **more: Any) -> Any:
+        """The argument of the spec's factory: the config's values, the options of the spec, and ``more``."""
+        cls, _ = MADE[spec.kind]
+        names = {field.name for field in attrs.fields(cls)}
+        given = {key: getattr(self.config, key) for key in names.intersection(KEYS)}
+        if "credentials" in names:
+            given["credentials"] = self.credentials
+        return cls(**{**given, "options": self.options_of(spec), **more})
+
+    def make(self, spec: Any, *, around: TransportSpec | None = None, **more: Any) -> Any:
+        """What the spec's factory makes of its context, inside the transport that wraps it, if any.
+
+        Raises:
+            ConfigError, PluginError, ResourceExhaustedError.
+        """
+        context = self.context(spec, **more)
+        if around is None:
+            return made(spec, context)
+        return made(around, self.context(around, **more, make_inner=functools.partial(made, spec, context)))
+
+    def chosen(self, kind: TransportKind, device: str = "cpu") -> tuple[TransportSpec, TransportSpec | None]:
+        """The transport of a kind that the config names, and the one that wraps it, if any.
+
+        For "auto" it is the fastest one that works here, authenticates its peers if it must, and, unless it
+        is a lookup buffer, moves tensors of that device.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-            ConfigError: with every fault of its options.
+            PluginError: the named one cannot do that, or none can; with every reason.
         """
-        if name == AUTO:
-            return None
-        spec = self.registry.get(kind, name)
-        return Wrapper(spec=spec, options=self.options_of(spec)) if spec.wraps else None
+        around, name = self._unwrapped(kind)
+        every = [spec for spec in self.registry.transports(kind) if spec.auto and not spec.wraps]
+        specs = every if name == AUTO else [self.registry.get(kind, name)]
+        required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(self.config))
+        reasons = {spec: _against(spec, required) for spec in specs}
+        able = [spec for spec in specs if not reasons[spec]]
+        for spec in sorted(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name)):
+            if name != AUTO or not (broken := _broken.reason(spec)):
+                return spec, around
+            reasons[spec] = (broken,)
+        lines = [f"{spec.name}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
+        head = f"no {kind.replace('_', ' ')} can be had:"
+        raise PluginError("\n  - ".join([head, *lines, *self.registry.failures()]))
+
+    def build(self, kind: TransportKind, device: str | None = None, **more: Any) -> Any:
+        """An endpoint of the transport of a kind that the config names. ``device`` defaults to the config's.
+
+        Raises:
+            As :meth:`chosen` and :meth:`make`.
+        """
+        if kind is Kind.QUEUE:
+            spec, around = self.chosen(kind)
+            return self.make(spec, around=around, **more)
+        device = self.config.device if device is None else device
+        spec, around = self.chosen(kind, device)
+        return self.make(spec, around=around, device=device, **more)
 
     def abilities(self) -> dict[str, Capabilities]:
         """Of the pipe transports, by name."""
@@ -192,25 +243,19 @@ class ResolvedConfig:
     @property
     def wrapped_by(self) -> str:
         """The transport that the config has wrap the others; empty: none."""
-        return "" if self._wrapper is None else self._wrapper.spec.name
+        return "" if self._pipe[0] is None else self._pipe[0].name
 
-    def pipe_options(self, name: str) -> Any:
-        return self.options_of(self.pipes[name])
-
-    def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
+    def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
         """The endpoint of the transport that was agreed on, inside the wrapper that the config names."""
-        if self._wrapper is None:
-            try:
-                return _made(self.pipes[name], context)
-            except PluginError as e:
-                if self.requested_transport == AUTO:
-                    self._loaded.discard(name)
-                    _broken.note(self.pipes[name], e)
-                raise
-        make_inner = functools.partial(_made, self.pipes[name], context)
-        return _made(
-            self._wrapper.spec, attrs.evolve(context, options=self._wrapper.options, make_inner=make_inner)
-        )
+        spec = self.pipes[name]
+        try:
+            endpoint: PipeEndpoint = self.make(spec, around=self._pipe[0], device=device)
+        except PluginError as e:
+            if self.config.transport == AUTO:
+                self._loaded.discard(name)
+                _broken.note(spec, e)
+            raise
+        return endpoint
 
     @property
     def uses_stores(self) -> bool:
@@ -220,37 +265,10 @@ class ResolvedConfig:
         except PluginError:
             return True  # a fault of its name
 
-    def lookup_spec(self) -> TransportSpec:
-        """The lookup buffer that the config names; for "auto" the fastest one.
-
-        Raises:
-            UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-            PluginError: none is installed.
-        """
-        if self.config.lookup_buffer != AUTO:
-            return self.registry.get(Kind.LOOKUP_BUFFER, self.config.lookup_buffer)
-        specs = [spec for spec in self.registry.transports(Kind.LOOKUP_BUFFER) if spec.auto]
-        if not specs:
-            raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
-        specs.sort(key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
-        return next((spec for spec in specs if not _broken.reason(spec)), specs[0])
-
-    def lookup_endpoint(self) -> LookupEndpoint:
-        """An endpoint of that lookup buffer, with the config's options for it."""
-        config, spec = self.config, self.lookup_spec()
-        context = LookupContext(
-            options=self.options_of(spec),
-            buffer_size=config.buffer_size,
-            device=config.device,
-            timeout_s=config.timeout_s,
-            max_message_bytes=config.max_message_bytes,
-        )
-        return made(spec.called, LookupEndpoint, spec.load_factory(), context)
-
     def sinks(self) -> tuple[Sink, ...]:
         """The sinks that the config names."""
         specs = [self.registry.get(Kind.SINK, name) for name in self.config.sinks]
-        return tuple(made(spec.called, Sink, spec.load_factory(), self.options_of(spec)) for spec in specs)
+        return tuple(made(spec, self.options_of(spec)) for spec in specs)
 
     def check(self, keys: Iterable[str] = (*CHOSEN, *NAMED, *CHECKED), more: Iterable[str] = ()) -> None:
         """Resolve the names in the config and check every table of options.
@@ -321,10 +339,6 @@ class _BrokenTransports:
 
 
 _broken = _BrokenTransports()
-
-
-def _made(spec: TransportSpec, context: PipeContext) -> PipeEndpoint:
-    return made(spec.called, PipeEndpoint, spec.load_factory(), context)
 
 
 def ensure_config(config: object) -> None:
@@ -416,32 +430,7 @@ def make_hello(
     )
 
 
-def choose_transport(
-    resolved: ResolvedConfig,
-    kind: Literal[Kind.PIPE, Kind.QUEUE, Kind.COMMUNICATOR],
-    name: str,
-    required: Requirements,
-) -> TransportSpec:
-    """The transport of that name; for "auto" the fastest one that meets the requirements.
-
-    Raises:
-        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        PluginError: the named one does not meet the requirements, or none does; with every reason.
-    """
-    registry = resolved.registry
-    every = [spec for spec in registry.transports(kind) if spec.auto and not spec.wraps]
-    specs = every if name == AUTO else [registry.get(kind, name)]
-    reasons = {spec.name: _against(spec, required) for spec in specs}
-    able = [spec for spec in specs if not reasons[spec.name]]
-    for spec in sorted(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name)):
-        if name != AUTO or not (broken := _broken.reason(spec)):
-            return spec
-        reasons[spec.name] = (broken,)
-    what = {Kind.PIPE: "pipe", Kind.QUEUE: "message queue", Kind.COMMUNICATOR: "device communicator"}[kind]
-    lines = [f"{spec}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
-    raise PluginError("\n  - ".join([f"no {what} can be had:", *lines, *registry.failures()]))
-
-
 def _against(spec: TransportSpec, required: Requirements) -> tuple[str, ...]:
     probe = spec.run_probe()
-    return (*(() if probe.viable else (probe.reason,)), *spec.capabilities.missing(required))
+    lacks = () if spec.kind is Kind.LOOKUP_BUFFER else spec.capabilities.missing(required)
+    return (*(() if probe.viable else (probe.reason,)), *lacks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -14,13 +13,12 @@ import attrs
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.slow_path import SlowStoreAlarm
 from kvplug.config import Config
 from kvplug.config.addresses import DEFAULT_HOST, TcpAddress, parse_address
 from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError
 from kvplug.metrics.record import StoreRecorder
-from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.threads import BackgroundThread
@@ -56,11 +54,11 @@ def _opening(spec: StoreSpec) -> Iterator[None]:
 class StoreOpener:
     """Opens the stores of one config."""
 
-    def __init__(self, resolved: ResolvedConfig, settings: LinkSettings) -> None:
+    def __init__(self, settings: LinkSettings) -> None:
         """``settings``: of links that pose as no engine, for stores that another program serves."""
-        self._resolved = resolved
+        self._resolved = settings.resolved
         self._settings = settings
-        self._memory = PinnedMemory(resolved.config.staging_size)
+        self._memory = PinnedMemory(self._resolved.config.staging_size)
 
     def open(self, name: str) -> Store:
         """The store of that name.
@@ -108,19 +106,11 @@ class StoreOpener:
     def _context(self, spec: StoreSpec) -> StoreContext:
         config, settings = self._resolved.config, self._settings
         secret = settings.credentials.secret
-        return StoreContext(
-            options=self._resolved.options_of(spec),
-            credentials=settings.credentials,
-            seal=PageSeal(
-                checksums=config.integrity != "off", secret=None if secret is None else secret.reveal()
-            ),
-            host=config.host,
-            allow_unauthenticated_data_plane=config.allow_unauthenticated_data_plane,
-            buffer_size=config.buffer_size,
-            timeout_s=config.timeout_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-            connect=self._connect,
+        seal = PageSeal(
+            checksums=config.integrity != "off", secret=None if secret is None else secret.reveal()
         )
+        context: StoreContext = self._resolved.context(spec, seal=seal, connect=self._connect)
+        return context
 
     def _connect(self, address: str, timeout: float | None) -> StoreLink:
         peers = ControlPeers(self._settings, connect=address)
@@ -136,21 +126,6 @@ class StoreOpener:
         return store
 
 
-def store_links(resolved: ResolvedConfig, stats: TransferStats) -> LinkSettings:
-    """The settings of links between programs and stores, with no engine behind them."""
-    return LinkSettings(
-        config=resolved.config,
-        credentials=credentials_of(resolved.config),
-        hello=functools.partial(make_hello, resolved, None, True, "cpu"),
-        endpoint=resolved.pipe_endpoint,
-        pipe_options=resolved.pipe_options,
-        abilities=resolved.abilities,
-        wrapped_by=resolved.wrapped_by,
-        stats=stats,
-        missing=resolved.registry.failures(),
-    )
-
-
 def build_store(config: Config, name: str | None = None, *, registry: Registry | None = None) -> Store:
     """The store ``name``, by default the first of the config's ``stores``, without an engine around it.
 
@@ -162,7 +137,7 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
     """
     resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
     resolved.check(keys=("stores", "transport", "integrity"))
-    return StoreOpener(resolved, store_links(resolved, TransferStats())).open(name or config.stores[0])
+    return StoreOpener(LinkSettings(resolved=resolved)).open(name or config.stores[0])
 
 
 @attrs.frozen(kw_only=True)
@@ -315,12 +290,12 @@ def serve_store(
         config = attrs.evolve(config, host=_host_of(address))  # pipes listen where the link does
     resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
     resolved.check(keys=("stores", "transport", "integrity"))
-    settings = store_links(resolved, TransferStats())
+    settings = LinkSettings(resolved=resolved)
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
     if spec.client is None:
         raise PluginError(f"the store {spec.name!r} serves no other processes")
     settings.hello(PURPOSE)  # loads the pipes, and torch: the first program would wait for that
-    store = StoreOpener(resolved, settings).open(name or config.stores[0])
+    store = StoreOpener(settings).open(name or config.stores[0])
     try:
         return StoreServer(store, settings, address, name=spec.name)
     except BaseException:
@@ -337,7 +312,7 @@ def store_stats(config: Config, contact: str, *, registry: Registry | None = Non
         WireError: it serves no store.
     """
     resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
-    peers = ControlPeers(store_links(resolved, TransferStats()), connect=contact)
+    peers = ControlPeers(LinkSettings(resolved=resolved), connect=contact)
     link = peers.connect(0, STATS_PURPOSE, timeout=config.connect_timeout_s, retry=False)
     try:
         found = link.channel.recv(timeout=config.timeout_s)

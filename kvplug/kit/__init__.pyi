@@ -1,5 +1,8 @@
 # What this package shows, and from where: for type checkers, and read by kvplug.door.
 
+from kvplug.assembly.links import (
+    LinkSettings as LinkSettings,
+)
 from kvplug.assembly.peers import (
     ControlPeers as ControlPeers,
 )
@@ -14,7 +17,6 @@ from kvplug.assembly.resolve import (
 )
 from kvplug.assembly.stores import (
     PURPOSE as PURPOSE,
-    store_links as store_links,
 )
 from kvplug.cli.completion import (
     plugins as plugins,

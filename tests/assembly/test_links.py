@@ -33,10 +33,7 @@ def settings(**more: Any) -> LinkSettings:
 
 def peers_of(engine_id: str, **more: Any) -> ControlPeers:
     """Peers without transports: no KV is to cross."""
-    made = settings(engine_id=engine_id)
-    return ControlPeers(
-        attrs.evolve(made, hello=lambda word: attrs.evolve(made.hello(word), moves_kv=False)), **more
-    )
+    return ControlPeers(attrs.evolve(settings(engine_id=engine_id), moves_kv=False), **more)
 
 
 @pytest.fixture(autouse=True)
@@ -115,11 +112,12 @@ def test_another_engine_than_the_one_announced_is_refused_and_logged_once(
     listening.close()
 
 
-def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:
-    def broken(purpose: str) -> Any:
+def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(settings: LinkSettings, purpose: str) -> Any:
         raise ValueError("a probe that is wrong")
 
-    peers = ControlPeers(attrs.evolve(settings(), hello=broken), listen="unix:")
+    monkeypatch.setattr(LinkSettings, "hello", broken)
+    peers = ControlPeers(settings(), listen="unix:")
     listener = peers.listen()
     for _ in range(2):  # and the listener goes on
         channel = Channel(dial(listener.contact, Credentials(), CONTROL))

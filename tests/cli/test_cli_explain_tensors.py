@@ -80,7 +80,7 @@ def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
         ("role=both stores=fd", "stores", "no store named 'fd'"),
         ("role=both lookup_buffer=simple", "lookup_buffer", "'lookup' uses no lookup buffer; 'simple' does"),
         ("role=both transport=pynccl", "transport", "'pynccl' is named here and cannot be used"),
-        ("role=both communicator=pynccl", "communicator", "no device communicator can be had"),
+        ("role=both communicator=pynccl", "communicator", "no communicator can be had"),
         ("role=bath", "config", "role: 'bath' was given"),
         ("role=both port=65535 port_offset=1", "config", "rank 0 would listen at 65536"),
     ],

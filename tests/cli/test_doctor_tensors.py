@@ -29,13 +29,12 @@ from kvplug.assembly import connector as assembled, peers as assembled_peers
 from kvplug.assembly.doctor.diagnosis import Diagnosis, DoctorServer, diagnose
 from kvplug.assembly.doctor.facts import engine_with, read_facts
 from kvplug.assembly.examination import answering
-from kvplug.assembly.links import ControlLink
+from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
-from kvplug.assembly.stores import serve_store, store_links
+from kvplug.assembly.stores import serve_store
 from kvplug.cli.doctor import _show, doctor as command
 from kvplug.errors import KvplugError, PeerGoneError
-from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import agree
 from kvplug.negotiation.handshake.exchange import hello_in
 from kvplug.negotiation.handshake.hello import DOCTOR, Hello
@@ -581,7 +580,7 @@ def a_doctor_at(contact: str) -> Iterator[ControlLink]:
         channel.send({"hello": local.to_plain()}, 10)
         channel.send(channel.recv(10), 10)  # its verdict
         agreement = agree(local, remote)
-        yield ControlLink(store_links(resolved, TransferStats()), channel, agreement, accepted=False)
+        yield ControlLink(LinkSettings(resolved=resolved), channel, agreement, accepted=False)
 
 
 def _asked(link: ControlLink, **question: Any) -> Any:

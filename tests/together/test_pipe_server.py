@@ -163,10 +163,12 @@ def test_a_pipe_that_fails_here_when_the_other_end_has_it_is_not_waited_for(
 @contextmanager
 def links(*, accepts: Any = None, joins: Any = None) -> Iterator[tuple[Any, Any]]:
     """Two ends of a link, the accepted one first, whose pipes are made by these endpoints."""
-    plain = _link_settings(_resolve(CONFIG, None), None)
 
     def made_by(endpoint: Any) -> Any:
-        return plain if endpoint is None else attrs.evolve(plain, endpoint=lambda *_: endpoint)
+        resolved = _resolve(CONFIG, None)
+        if endpoint is not None:
+            resolved.pipe_endpoint = lambda *_: endpoint
+        return _link_settings(resolved, None)
 
     with ExitStack() as stack:
         server = ControlPeers(made_by(accepts), listen="unix:")

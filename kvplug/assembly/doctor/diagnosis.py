@@ -16,14 +16,12 @@ from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.examination.host import SHARED_MEMORY, HostFacts, facts_of
 from kvplug.assembly.examination.measuring import Measured, lacks_tensors
 from kvplug.assembly.explanation import faults_of, source_of
-from kvplug.assembly.links import ControlLink
+from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, device_of_links
-from kvplug.assembly.stores import store_links
 from kvplug.config import Config
 from kvplug.errors import ClosedError, ConfigError, KvplugError, PluginError
-from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.transport.spec import Kind
 
@@ -191,7 +189,7 @@ class DoctorServer:
         """Raises what listening raises, and ConfigError for a config with faults."""
         resolved = ResolvedConfig(config, registry)
         resolved.check()
-        settings = attrs.evolve(store_links(resolved, TransferStats()), engine_facts=dict(facts or {}))
+        settings = LinkSettings(resolved=resolved, engine_facts=dict(facts or {}))
         self._peers = ControlPeers(settings, listen=address)
         self._server: LinkServer[ControlLink] = self._peers.serve(_refuse, ControlLink.close)
         self.contact = self._server.contact

@@ -15,10 +15,9 @@ from kvplug.assembly.examination.finding import Finding, line_for_transport
 from kvplug.assembly.examination.host import HostFacts
 from kvplug.assembly.examination.limits import findings_of_host
 from kvplug.assembly.explanation import Step, explain
-from kvplug.assembly.links import ControlLink
+from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL, ControlPeers
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of
-from kvplug.assembly.stores import store_links
 from kvplug.config import Config, Role
 from kvplug.errors import (
     AddressInUseError,
@@ -28,7 +27,6 @@ from kvplug.errors import (
     ResourceExhaustedError,
     TransportError,
 )
-from kvplug.metrics.stats import TransferStats
 from kvplug.net.affinity import choose_cpus
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.listener import Listener
@@ -174,7 +172,7 @@ def _suggested(facts: HostFacts) -> str:
 def of_own_pipe(resolved: ResolvedConfig, device: str, deadline: Deadline) -> PeerExamination:
     """A handshake with a listener of this process, and the pipe that peers like this one would take."""
     config = resolved.config
-    settings = store_links(resolved, TransferStats())
+    settings = LinkSettings(resolved=resolved)
     address = "unix:" if config.host.startswith("unix:") else _with_port(config.host)
     peers = ControlPeers(settings, listen=address)
     try:

@@ -25,10 +25,8 @@ from kvplug.assembly.examination.measuring import Measured, lacks_tensors, measu
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
-from kvplug.assembly.stores import store_links
 from kvplug.config import Config
 from kvplug.errors import HandshakeError, KvplugError
-from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement, agree
 from kvplug.negotiation.handshake.exchange import exchange, hello_in
 from kvplug.negotiation.handshake.hello import BOTH, DOCTOR, Hello
@@ -93,7 +91,7 @@ def examine_peer(
         own: the peer is a listener of this process, which has no host of its own.
     """
     found = PeerExamination(contact=contact)
-    settings = store_links(resolved, TransferStats())
+    settings = LinkSettings(resolved=resolved)
     try:
         channel = Channel(dial(contact, settings.credentials, CONTROL, deadline.remaining()))
     except KvplugError as e:

@@ -16,12 +16,12 @@ import attrs
 
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.examination.limits import MIB
+from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.assembly.stores import StoreOpener, store_links
+from kvplug.assembly.stores import StoreOpener
 from kvplug.config import Role
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import AuthenticationError, ConfigError, KvplugError, PluginError, TimeoutError
-from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
@@ -229,7 +229,7 @@ def _line_for(spec: StoreSpec, said: str) -> str:
 def _found(
     resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool
 ) -> tuple[Finding, int | None]:
-    opener = StoreOpener(resolved, store_links(resolved, TransferStats()))
+    opener = StoreOpener(LinkSettings(resolved=resolved))
     left = deadline.remaining()
     within = _STORE_S if left is None else min(_STORE_S, left)
     if within < _LEAST_S:

@@ -15,7 +15,6 @@ from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
 from kvplug.net.affinity import missing_cpus
 from kvplug.transport.context import DirectoryContext
-from kvplug.transport.directory import Directory
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, Spec, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {
@@ -107,7 +106,7 @@ def _directory_faults(
     filled = None if cls is None else check_options(cls, given, where=f"options.{spec.name}")
     try:
         context = DirectoryContext(options=filled, url=url)
-        made(spec.called, Directory, spec.load_factory(), context).close()
+        made(spec, context).close()
     except ConfigError as e:
         return e.faults
     return ()

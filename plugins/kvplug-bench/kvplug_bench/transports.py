@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvplug.assembly.queues import build_queue
+from kvplug.assembly.builders import build_queue
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig, credentials_of
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config import Config
 from kvplug.errors import PluginError
 from kvplug.negotiation.select import AUTO
 from kvplug.transport.capabilities import Requirements
-from kvplug.transport.context import PipeContext
 from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.queue import MessageQueue, QueueHandle
 from kvplug.transport.spec import Kind, TransportSpec
@@ -152,12 +151,4 @@ def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndp
         if not able:
             raise PluginError("no inner pipe can be had")
         name = min(able, key=lambda offer: (offer.capabilities.cost.seconds(1 << 24), offer.name)).name
-    context = PipeContext(
-        options=resolved.pipe_options(name),
-        credentials=credentials_of(config),
-        host=config.host,
-        device=device,
-        timeout_s=config.timeout_s,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-    )
-    return resolved.pipes[name], resolved.pipe_endpoint(name, context)
+    return resolved.pipes[name], resolved.pipe_endpoint(name, device)

@@ -18,8 +18,7 @@ import attrs
 import pytest
 
 from kvplug import Config, StoreServer, UnsupportedError
-from kvplug.engine import TransferStats
-from kvplug.kit import PURPOSE, ControlPeers, ResolvedConfig, option_fields, store_links
+from kvplug.kit import PURPOSE, ControlPeers, LinkSettings, ResolvedConfig, option_fields
 from kvplug.transport import (
     BlockingStore,
     Credentials,
@@ -224,7 +223,7 @@ class StoreSuite(Contract):
 
     @property
     def _links(self) -> Any:
-        return store_links(self._resolved, TransferStats())
+        return LinkSettings(resolved=self._resolved)
 
     def _connect(self, address: str, timeout: float | None) -> StoreLink:
         made = ControlPeers(self._links, connect=address)

@@ -1,0 +1,205 @@
+"""Config + Registry -> the message queue, lookup buffer, communicator or page cache that the config names."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any, Final
+
+from kvplug.assembly.links import LinkSettings
+from kvplug.assembly.registry import Registry
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.assembly.stores import StoreOpener
+from kvplug.config import Config
+from kvplug.engine.page_cache import PageCache
+from kvplug.errors import ConfigError
+from kvplug.metrics.sinks import Reporter
+from kvplug.negotiation.model import unknown_weights
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.transport.communicator import DeviceCommunicator
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.lookup import LookupEndpoint
+from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, QueueEndpoint
+from kvplug.transport.spec import Kind
+
+_OF_CONNECTORS: Final = (
+    "connector",
+    "role",
+    "peers",
+    "peers_lease_s",
+    "queue",
+    "queue_warning_interval_s",
+    "lookup_buffer",
+    "communicator",
+    "device",
+)
+"""Keys that nothing but a connector reads."""
+
+
+@NamedExhaustion("building a message queue")
+def build_queue(
+    config: Config,
+    *,
+    n_reader: int = 1,
+    local_reader_ranks: Iterable[int] | None = None,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    max_chunks: int = MAX_CHUNKS,
+    warning_interval_s: float | None = None,
+    registry: Registry | None = None,
+) -> QueueEndpoint:
+    """The endpoint of the message queue that the config's ``queue`` names. It makes the ends.
+
+    If that queue wraps another, the inner one must work here as if the config named it. The arguments are
+    those of :class:`~kvplug.transport.context.QueueContext`; ``warning_interval_s`` defaults to the config's
+    ``queue_warning_interval_s``.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
+        PluginError: the named one, or its inner one, cannot work here, or none is installed for "auto".
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        ResourceExhaustedError: the process has no free descriptor or memory for it.
+    """
+    if warning_interval_s is None:
+        warning_interval_s = config.queue_warning_interval_s
+    endpoint: QueueEndpoint = ResolvedConfig.to_build(config, registry, "queue").build(
+        Kind.QUEUE,
+        n_reader=n_reader,
+        local_reader_ranks=local_reader_ranks,
+        max_chunk_bytes=max_chunk_bytes,
+        max_chunks=max_chunks,
+        warning_interval_s=warning_interval_s,
+    )
+    return endpoint
+
+
+@NamedExhaustion("building a lookup buffer")
+def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupEndpoint:
+    """The endpoint of the lookup buffer that the config's ``lookup_buffer`` names. It makes the ends.
+
+    ``hold`` makes a store of the config's ``buffer_size``; ``reach`` makes an end that uses another process's
+    store over two pipes.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
+        PluginError: none is installed for "auto", or the factory returned something else.
+        ResourceExhaustedError: the process has no free descriptor or memory for it.
+    """
+    resolved = ResolvedConfig.to_build(config, registry, "lookup_buffer")
+    endpoint: LookupEndpoint = resolved.build(Kind.LOOKUP_BUFFER)
+    return endpoint
+
+
+@NamedExhaustion("building a device communicator")
+def build_communicator(
+    config: Config,
+    group: StatelessGroup,
+    *,
+    device: str | None = None,
+    device_group: Any = None,
+    unique_name: str = "",
+    ranks: Iterable[int] | None = None,
+    global_world_size: int | None = None,
+    data_parallel_size: int = 1,
+    all2all_backend: str = "",
+    registry: Registry | None = None,
+) -> DeviceCommunicator:
+    """This rank's end of the device communicator that the config's ``communicator`` names.
+
+    All ranks of the group call it. ``device`` defaults to the config's; the other arguments are those of
+    :class:`~kvplug.transport.context.CommunicatorContext`.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
+        PluginError: the named one cannot work here, or none is installed for "auto".
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        TimeoutError, PeerGoneError: a rank did not join, or is gone; names it.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+    """
+    communicator: DeviceCommunicator = ResolvedConfig.to_build(config, registry, "communicator").build(
+        Kind.COMMUNICATOR,
+        device,
+        group=group,
+        device_group=device_group,
+        unique_name=unique_name,
+        ranks=ranks,
+        global_world_size=global_world_size,
+        data_parallel_size=data_parallel_size,
+        all2all_backend=all2all_backend,
+    )
+    return communicator
+
+
+def worker_transports(config: Config, registry: Registry | None = None) -> dict[str, str]:
+    """Names of the ``"queue"`` and the ``"communicator"`` that an engine of several workers gets.
+
+    Each is the one that the config names, or what "auto" means here. For programs that should fail before
+    they spend minutes on loading a model, and that show what is used.
+
+    Raises:
+        ConfigError: the options are wrong; every fault at once.
+        UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
+        PluginError: one cannot work here; with every reason.
+    """
+    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved.check(keys=("queue", "communicator"))
+    queue, around = resolved.chosen(Kind.QUEUE)
+    return {
+        "queue": queue.name if around is None else f"{around.name}, around {queue.name}",
+        "communicator": resolved.chosen(Kind.COMMUNICATOR, config.device)[0].name,
+    }
+
+
+def build_page_cache(
+    config: Config, *, engine: str, namespace: bytes = b"", registry: Registry | None = None
+) -> PageCache:
+    """The store of the config, for an engine that has keys of its own and whose pages are flat bytes.
+
+    Args:
+        engine: name of the engine; pages of others are never found.
+        namespace: what determines the content of pages besides the engine's keys and the config's
+            ``weights``: model, revision, dtype. If both are empty, no other cache finds these pages, nor one
+            that is built later; a warning says so.
+
+    Raises:
+        ConfigError: keys that only connectors have, no store or several, wrong options; every fault at once.
+        UnknownTransportError, AmbiguousNameError: no plugin offers the store, or two do.
+        PluginError: it cannot work here, or its factory failed.
+        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        ResourceExhaustedError: a descriptor, thread, memory or space ran out.
+    """
+    faults = [
+        f"{key}: a value was given; {engine} decides what moves, and only the store"
+        " is kvplug's: remove the key"
+        for key in _OF_CONNECTORS
+        if key in config.sources
+    ]
+    if "stores" not in config.sources or len(config.stores) != 1:
+        given = ", ".join(config.stores) if "stores" in config.sources else "nothing"
+        faults.append(
+            f"stores: {given or 'none'} was given; allowed is one store for each cache of {engine}, such as"
+            ' ["fs"]; `kvplug list` shows those that are installed'
+        )
+    if faults:
+        raise ConfigError(*faults, source=config.source)
+    resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "sinks", "integrity")
+    if not (namespace or config.weights):
+        namespace = unknown_weights(f"the model under {engine}", uuid.uuid4().hex).encode()
+    links = LinkSettings(resolved=resolved)
+    store = StoreOpener(links).open(config.stores[0])
+    try:
+        labels = {"connector": engine, "side": "worker", "role": "both"}
+        reporter = Reporter(links.stats, resolved.sinks(), labels)
+        return PageCache(
+            store,
+            engine=engine,
+            namespace=config.weights.encode() + b"\0" + namespace,
+            timeout_s=config.timeout_s,
+            stats=links.stats,
+            on_close=reporter.close,
+        )
+    except BaseException:
+        store.abort()
+        raise
