@@ -17,7 +17,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHOSEN, name_faults, own_part
 from kvplug.assembly.resolve import check_addresses
 from kvplug.cli.completion import files, overrides as complete_keys
-from kvplug.cli.groups import CommandGroup
+from kvplug.cli.main import CommandGroup
 from kvplug.cli.table import show_table
 from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, json_schema, option_fields
 from kvplug.config.addresses import DEFAULT_HOST

@@ -16,7 +16,7 @@ from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry, advice
 from kvplug.assembly.registry.discovery import normalised
 from kvplug.cli.completion import kinds, offers
 from kvplug.cli.table import show_table
-from kvplug.config import OptionRow, describe_options
+from kvplug.config import describe_options
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError
 from kvplug.net.peer_text import printable
@@ -109,7 +109,7 @@ def _selected(
         there = dict.fromkeys(line.kind for line in lines)
         wanted = kind.replace(" ", "_").replace("-", "_")
         if wanted not in there:
-            shown = ", ".join(each.replace("_", " ") for each in there)
+            shown = ", ".join(map(_words, there))
             raise UnknownNameError(
                 f"no offer is of the kind {kind!r}{did_you_mean(wanted, there)}; kinds: {shown}"
             )
@@ -125,11 +125,15 @@ def _selected(
     return [line for line in lines if {line.name, line.plugin, line.distribution} & {*names}]
 
 
+def _words(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
 def _show_by_kind(lines: Sequence[Line]) -> None:
     """A paragraph for each offer, which is one line where the terminal is wide enough."""
     width = max(len(line.name) for line in lines)
     for kind, group in itertools.groupby(lines, lambda line: line.kind):
-        click.secho(kind.replace("_", " "), bold=True)
+        click.secho(_words(kind), bold=True)
         for line in group:
             text = line.summary if line.status == "ok" else f"{line.status}: {line.reason}"
             colour = None if line.status == "ok" else "yellow"
@@ -139,16 +143,15 @@ def _show_by_kind(lines: Sequence[Line]) -> None:
 
 def _whole(line: Line) -> str:
     """Everything about an offer."""
-    able = _in_words(line.capabilities) if line.capabilities is not None else _store_in_words(line)
     rows = {
         "summary": line.summary,
         "status": line.status if not line.reason else f"{line.status}: {line.reason}",
-        "can do": able,
+        "can do": _able(line),
         "from": f"{line.distribution} {line.version}, plugin {line.plugin}",
         "options": f"kvplug list --options {line.name}" if line.kind not in ("command", "plugin") else "",
     }
     shown = [_paragraph(f"  {name.ljust(8)} ", text) for name, text in rows.items() if text]
-    return "\n".join([printable(f"{line.kind.replace('_', ' ')} {line.name}"), *shown])
+    return "\n".join([printable(f"{_words(line.kind)} {line.name}"), *shown])
 
 
 def _paragraph(head: str, text: str) -> str:
@@ -165,58 +168,50 @@ def lines_of(registry: Registry, names: Collection[str] = (), *, everything: boo
     ``names``: of offers, plugins or distributions whose code is loaded too. ``everything``: also what is made
     for tests.
     """
-    offered = [
-        _offer(
-            registry, plugin, spec, load=not {spec.name, plugin.name, plugin.distribution}.isdisjoint(names)
-        )
-        for plugin, spec in registry
-        if everything or isinstance(spec, CommandSpec) or not spec.for_tests
-    ]
+    offered = []
+    for plugin, spec in registry:
+        if everything or isinstance(spec, CommandSpec) or not spec.for_tests:
+            load = not {spec.name, plugin.name, plugin.distribution}.isdisjoint(names)
+            offered.append(_line(plugin, *_status(registry, spec, load=load), spec=spec))
     failed = [
-        Line(
-            name=plugin.name,
-            kind="plugin",
-            plugin=plugin.name,
-            distribution=plugin.distribution,
-            version=plugin.version,
-            status=plugin.status.value,
-            reason=plugin.reason,
-        )
+        _line(plugin, plugin.status.value, plugin.reason)
         for plugin in registry.plugins
         if plugin.status is not PluginStatus.OK
     ]
     return sorted(offered, key=lambda line: (line.kind, line.name, line.distribution)) + failed
 
 
-def _offer(registry: Registry, plugin: PluginInfo, spec: Spec, *, load: bool) -> Line:
-    status, reason = "ok", ""
-    transport = spec if isinstance(spec, TransportSpec) else None
+def _status(registry: Registry, spec: Spec, *, load: bool) -> tuple[str, str]:
+    """The status of an offer, and the reason."""
     try:
         registry.get(spec.kind, spec.name)
-    except AmbiguousNameError as e:
-        status, reason = "ambiguous", str(e)
-    else:
         probe = spec.run_probe() if isinstance(spec, TransportSpec | StoreSpec) else None
         if probe is not None and not probe.viable:
-            status, reason = "unavailable", probe.reason or "its probe gives no reason"
-        elif load:
-            try:
-                _load_code(spec)
-            except PluginLoadError as e:
-                status, reason = "broken", str(e)
+            return "unavailable", probe.reason or "its probe gives no reason"
+        if load:
+            _load_code(spec)
+    except AmbiguousNameError as e:
+        return "ambiguous", str(e)
+    except PluginLoadError as e:
+        return "broken", str(e)
+    return "ok", ""
+
+
+def _line(plugin: PluginInfo, status: str, reason: str, *, spec: Spec | None = None) -> Line:
+    store = spec if isinstance(spec, StoreSpec) else None
     return Line(
-        name=spec.name,
-        kind=spec.kind.value,
+        name=plugin.name if spec is None else spec.name,
+        kind="plugin" if spec is None else spec.kind.value,
         plugin=plugin.name,
         distribution=plugin.distribution,
         version=plugin.version,
         status=status,
         reason=reason,
-        capabilities=transport.capabilities if transport is not None and not transport.wraps else None,
-        persistent=spec.persistent if isinstance(spec, StoreSpec) else None,
-        cross_host=spec.cross_host if isinstance(spec, StoreSpec) else None,
-        devices=sorted(spec.devices) if isinstance(spec, StoreSpec) else None,
-        summary=spec.summary,
+        capabilities=spec.capabilities if isinstance(spec, TransportSpec) and not spec.wraps else None,
+        persistent=None if store is None else store.persistent,
+        cross_host=None if store is None else store.cross_host,
+        devices=None if store is None else sorted(store.devices),
+        summary="" if spec is None else spec.summary,
     )
 
 
@@ -240,25 +235,22 @@ def _plain(line: Line) -> dict[str, Any]:
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    able = _in_words(line.capabilities) if line.capabilities is not None else _store_in_words(line)
-    kind = line.kind.replace("_", " ")
-    return (line.name, kind, line.distribution, line.version, line.status, able, line.reason or line.summary)
+    kind, more = _words(line.kind), line.reason or line.summary
+    return (line.name, kind, line.distribution, line.version, line.status, _able(line), more)
 
 
-def _store_in_words(line: Line) -> str:
-    if line.persistent is None:
-        return ""
-    words = [f"{'+'.join(line.devices or ())} (others staged)"]
-    words += ["any host" if line.cross_host else "one host", *(["persistent"] if line.persistent else [])]
-    return ", ".join(words)
-
-
-def _in_words(able: Capabilities) -> str:
-    words = ["+".join(sorted(able.devices)), "any host" if able.cross_host else "one host"]
-    if not able.authenticated:
-        words.append("not authenticated")
-    words.append(f"{able.cost.gb_per_s:g} GB/s")
-    words.append(f"{able.cost.latency_us:g} us")
+def _able(line: Line) -> str:
+    """What a transport or a store can do, in words."""
+    able = line.capabilities
+    if able is not None:
+        trust = [] if able.authenticated else ["not authenticated"]
+        cost = [f"{able.cost.gb_per_s:g} GB/s", f"{able.cost.latency_us:g} us"]
+        words = ["+".join(sorted(able.devices)), "any host" if able.cross_host else "one host", *trust, *cost]
+    elif line.devices is not None:
+        words = [f"{'+'.join(line.devices)} (others staged)", "any host" if line.cross_host else "one host"]
+        words += ["persistent"] if line.persistent else []
+    else:
+        words = []
     return ", ".join(words)
 
 
@@ -266,8 +258,10 @@ def _in_words(able: Capabilities) -> str:
 
 
 def _show_options(registry: Registry, name: str, as_json: bool) -> None:
-    found = _called(registry, name)
-    described = [(plugin, spec, _rows(spec)) for plugin, spec in found]
+    described = []
+    for plugin, spec in _called(registry, name):
+        cls = spec.load_options()
+        described.append((plugin, spec, () if cls is None else describe_options(cls)))
     if as_json:
         every = [
             {"name": spec.name, "kind": spec.kind.value, "distribution": plugin.distribution}
@@ -279,7 +273,7 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
     for i, (plugin, spec, rows) in enumerate(described):
         if i:
             click.echo()
-        title = f"{spec.kind.replace('_', ' ')} {spec.name} ({plugin}), [options.{spec.name}]"
+        title = f"{_words(spec.kind)} {spec.name} ({plugin}), [options.{spec.name}]"
         if rows:
             cells = [(row.name, row.type, row.unit, row.default, row.help) for row in rows]
             show_table(("OPTION", "TYPE", "UNIT", "DEFAULT", ""), cells, title)
@@ -287,7 +281,7 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
             click.echo(printable(f"{title}: takes no options"))
 
 
-def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:
+def _called(registry: Registry, name: str) -> list[tuple[PluginInfo, Any]]:
     """Every spec of that name (or ``distribution:name``) that can have options."""
     distribution, _, bare = name.rpartition(":")
     every = [(plugin, spec) for plugin, spec in registry if not isinstance(spec, CommandSpec)]
@@ -301,8 +295,3 @@ def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:
         more = advice(registry, name, is_near=bool(hint))
         raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *more]))
     return found
-
-
-def _rows(spec: Spec) -> Sequence[OptionRow]:
-    cls = None if isinstance(spec, CommandSpec) else spec.load_options()
-    return () if cls is None else describe_options(cls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import click
 
 import kvplug
 from kvplug.config.messages import did_you_mean
-from kvplug.errors import KvplugError
+from kvplug.errors import ConfigError, KvplugError
 from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, Kind
 
@@ -21,42 +22,32 @@ if TYPE_CHECKING:
     from kvplug.assembly.registry import Registry
 
 OWN = {
-    "config": CommandSpec(
-        name="config",
-        target="kvplug.cli.config:config",
-        summary="Show the effective configuration, or check one.",
-    ),
-    "doctor": CommandSpec(
-        name="doctor",
-        target="kvplug.cli.doctor:doctor",
-        summary="Find out why nothing moves, here and at a peer.",
-    ),
-    "explain": CommandSpec(
-        name="explain",
-        target="kvplug.cli.explain:explain",
-        summary="Say what a configuration would do here, and why.",
-    ),
-    "list": CommandSpec(
-        name="list",
-        target="kvplug.cli.list:list_plugins",
-        summary="Plugins, what they offer, and what works here.",
-    ),
-    "new": CommandSpec(
-        name="new",
-        target="kvplug.cli.new:new",
-        summary="Generate the package of a plugin.",
-    ),
-    "store": CommandSpec(
-        name="store",
-        target="kvplug.cli.store:store",
-        summary="Serve a store of KV pages to other programs, or ask one what it holds.",
-    ),
+    name: CommandSpec(name=name, target=f"kvplug.cli.{target}", summary=summary)
+    for name, target, summary in (
+        ("config", "config:config", "Show the effective configuration, check one, or make a secret for it."),
+        ("doctor", "doctor:doctor", "Find out why nothing moves, here and at a peer."),
+        ("explain", "explain:explain", "Say what a configuration would do here, and why."),
+        ("list", "list:list_plugins", "Plugins, what they offer, and what works here."),
+        ("new", "new:new", "Generate the package of a plugin."),
+        ("store", "store:store", "Serve a store of KV pages to other programs, or ask one what it holds."),
+    )
 }
 """The commands of the core. No plugin can take their names."""
 
 _REGISTRY = "kvplug.assembly.registry"
 _TRUE = ("1", "true", "yes", "on")
 _LEVELS = ("debug", "info", "warning", "error")
+
+
+class CommandGroup(click.Group):
+    """As click's, but in the help a command's first sentence is wrapped where click cuts it off."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, command.get_short_help_str(limit=1000)) for name, command in named if command]
+            )
 
 
 class Program(click.Group):
@@ -165,13 +156,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _start_log(level: str) -> None:
-    from kvplug.cli.log import show_log, show_warnings
-
-    if not level:
-        show_warnings()
-        return
-    if level not in _LEVELS:
-        from kvplug.errors import ConfigError
-
+    if level and level not in _LEVELS:
         raise ConfigError(f"KVPLUG_LOG: {level!r} was given; allowed is one of {', '.join(_LEVELS)}")
-    show_log(level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if level:
+        show_log(level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    elif (
+        logging.lastResort is not None
+    ):  # warnings and errors, as Python shows them where nothing else is set
+        logging.lastResort.setFormatter(_PrintableFormatter())
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def show_log(level: str, form: str) -> None:
+    """Show the log from this level on, on stderr, unless something else has set up a log."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter(form))
+    logging.basicConfig(level=level, handlers=[handler])

@@ -12,7 +12,7 @@ import click
 
 import kvplug
 from kvplug.assembly.registry import Registry
-from kvplug.cli.groups import CommandGroup
+from kvplug.cli.main import OWN, CommandGroup
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import PluginError
 from kvplug.transport.hookspecs import PLUGIN_API
@@ -37,6 +37,11 @@ class Template:
     """Requirements of the package besides kvplug."""
     tests_need: tuple[str, ...] = ()
     """Requirements of its tests besides the kit."""
+
+    @property
+    def words(self) -> str:
+        """Its kind, for people."""
+        return self.kind.replace("_", " ")
 
 
 _ATTRS, _TORCH = "attrs>=23.2", "torch>=2.4"
@@ -102,7 +107,9 @@ def new() -> None:
 def _add(command: str, template: Template) -> None:
     """Add the command that generates this template."""
 
-    @new.command(command, help=_HELP.format(what=template.what), short_help=_first_upper(template.what))
+    short = f"{template.what[0].upper()}{template.what[1:]}."
+
+    @new.command(command, help=_HELP.format(what=template.what), short_help=short)
     @click.argument("name", metavar="NAME")
     @click.option("--folder", metavar="FOLDER", help="Folder to write to. Default: kvplug-NAME.")
     @click.option(
@@ -111,7 +118,7 @@ def _add(command: str, template: Template) -> None:
         help="Overwrite existing files, and allow a name that an installed plugin offers.",
     )
     def generate(name: str, folder: str | None, force: bool) -> None:
-        _generate(Package.called(name, template), folder, force)
+        _generate(name, template, folder, force)
 
 
 _HELP = """Generate kvplug-NAME, which offers {what}. It is small, works, and keeps every law.
@@ -120,90 +127,58 @@ NAME is what a config or a command line will say: up to 40 lower-case letters, d
 first."""
 
 
-def _first_upper(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
 for _command, _template in COMMANDS.items():
     _add(_command, _template)
 
 
-@attrs.frozen
-class Package:
-    """The names of what is generated."""
-
-    name: str
-    template: Template
-
-    @classmethod
-    def called(cls, name: str, template: Template) -> Package:
-        """Refuse an invalid name, as loading the plugin would."""
-        try:
-            SinkSpec(name=name, factory="package.module:name")
-        except PluginError as e:
-            raise click.UsageError(str(e)) from e
-        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
-            raise click.UsageError(
-                f"{name!r} cannot be the name of a package: a hyphen stands between letters or digits"
-            )
-        return cls(name, template)
-
-    @property
-    def kind(self) -> Kind:
-        return self.template.kind
-
-    @property
-    def distribution(self) -> str:
-        return f"kvplug-{self.name}"
-
-    @property
-    def module(self) -> str:
-        return self.distribution.replace("-", "_")
-
-    @property
-    def words(self) -> str:
-        return self.kind.replace("_", " ")
-
-    @property
-    def _ours(self) -> list[str]:
-        """The packages of kvplug's own that it and its tests need."""
-        needed = ("kvplug", "kvplug-testing", *self.template.needs, *self.template.tests_need)
-        return [each for each in needed if each.startswith("kvplug")]
-
-    @property
-    def answers(self) -> Mapping[str, Any]:
-        """The values that the templates are filled with."""
-        return {
-            "name": self.name,
-            "kind": self.words,
-            "needs": list(self.template.needs),
-            "ours": self._ours,
-            "tests_need": ["kvplug-testing", *self.template.tests_need],
-            "distribution": self.distribution,
-            "module": self.module,
-            "stem": self.name.replace("-", "_"),
-            "title": "".join(part.capitalize() for part in self.name.split("-")),
-            "kvplug_version": ".".join(kvplug.__version__.split(".")[:2]),
-            "api_major": PLUGIN_API[0],
-            "api_minor": PLUGIN_API[1],
-        }
+def _check_name(name: str) -> None:
+    """Refuse an invalid name, as loading the plugin would."""
+    try:
+        SinkSpec(name=name, factory="package.module:name")
+    except PluginError as e:
+        raise click.UsageError(str(e)) from e
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise click.UsageError(
+            f"{name!r} cannot be the name of a package: a hyphen stands between letters or digits"
+        )
 
 
-def _generate(package: Package, folder: str | None, force: bool) -> None:
-    target = Path(folder or package.distribution)
+def _answers(name: str, template: Template) -> dict[str, Any]:
+    """The values that the templates are filled with."""
+    needed = ("kvplug", "kvplug-testing", *template.needs, *template.tests_need)
+    return {
+        "name": name,
+        "kind": template.words,
+        "needs": list(template.needs),
+        "ours": [each for each in needed if each.startswith("kvplug")],
+        "tests_need": ["kvplug-testing", *template.tests_need],
+        "distribution": f"kvplug-{name}",
+        "module": f"kvplug_{name.replace('-', '_')}",
+        "stem": name.replace("-", "_"),
+        "title": "".join(part.capitalize() for part in name.split("-")),
+        "kvplug_version": ".".join(kvplug.__version__.split(".")[:2]),
+        "api_major": PLUGIN_API[0],
+        "api_minor": PLUGIN_API[1],
+    }
+
+
+def _generate(name: str, template: Template, folder: str | None, force: bool) -> None:
+    _check_name(name)
+    answers = _answers(name, template)
+    target = Path(folder or answers["distribution"])
     if not force:
-        _check_free(package, target)
+        _check_free(name, template, target)
     try:
         from copier import run_copy
         from copier.errors import CopierError
     except ImportError as e:
         raise click.ClickException(_COPIER) from e
-    for template in ("package", package.kind.value):
+    for part in ("package", template.kind.value):
         try:
             run_copy(
-                str(TEMPLATES / template),
+                str(TEMPLATES / part),
                 target,
-                data=dict(package.answers),
+                data=answers,
                 defaults=True,
                 overwrite=True,
                 cleanup_on_error=False,  # it would remove the whole folder, and with it what was there
@@ -211,36 +186,26 @@ def _generate(package: Package, folder: str | None, force: bool) -> None:
             )
         except (CopierError, OSError) as e:
             raise click.ClickException(f"{target} is not whole: {type(e).__name__}: {e}") from e
-    click.echo(_next(package, target))
+    click.echo(
+        f"""{target} offers the {template.words} {name!r}. Next:
+
+    cd {target}
+    pip install -e ".[test]"   # then `kvplug list` shows it
+    pytest                     # kvplug's conformance kit: a failure quotes the law
+    tox run                    # the same from the wheel, on each Python; tox.ini says how
+
+Make {template.modules} in {answers["module"]} yours, and run pytest after each step."""
+    )
 
 
-def _check_free(package: Package, target: Path) -> None:
+def _check_free(name: str, template: Template, target: Path) -> None:
     """Refuse a folder that exists and a name that an installed plugin offers."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise click.ClickException(f"{target} exists; --folder names another one, --force writes over it")
-    if package.kind is Kind.COMMAND:
-        from kvplug.cli.main import OWN
-
-        if package.name in OWN:
-            raise click.ClickException(f"kvplug {package.name} is a command of kvplug's own")
-    owners = Registry.from_env().owners(package.kind, package.name)
-    if owners:
+    if template.kind is Kind.COMMAND and name in OWN:
+        raise click.ClickException(f"kvplug {name} is a command of kvplug's own")
+    if owners := Registry.from_env().owners(template.kind, name):
         raise click.ClickException(
-            f"the {package.words} {package.name!r} is offered by {owners[0]}, which is installed;"
+            f"the {template.words} {name!r} is offered by {owners[0]}, which is installed;"
             " of two with one name neither is taken (--force generates it all the same)"
         )
-
-
-def _next(package: Package, target: Path) -> str:
-    return "\n".join(
-        [
-            f"{target} offers the {package.words} {package.name!r}. Next:",
-            "",
-            f"    cd {target}",
-            '    pip install -e ".[test]"   # then `kvplug list` shows it',
-            "    pytest                     # kvplug's conformance kit: a failure quotes the law",
-            "    tox run                    # the same from the wheel, on each Python; tox.ini says how",
-            "",
-            f"Make {package.template.modules} in {package.module} yours, and run pytest after each step.",
-        ]
-    )

@@ -11,22 +11,15 @@ import attrs
 import click
 
 from kvplug.assembly.stores import StoreStats, serve_store, store_stats
-from kvplug.cli.completion import files, offers, overrides as complete_keys
-from kvplug.cli.groups import CommandGroup
-from kvplug.cli.log import show_log
+from kvplug.cli.completion import offers, overrides as complete_keys
+from kvplug.cli.config import config_option
+from kvplug.cli.main import CommandGroup, show_log
 from kvplug.cli.table import show_table
 from kvplug.config import Config, format_value
 from kvplug.transport.spec import Kind
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
-_config = click.option(
-    "--config",
-    "path",
-    metavar="FILE",
-    shell_complete=files,
-    help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
-)
 _overrides = click.option(
     "--set",
     "overrides",
@@ -53,7 +46,7 @@ def store() -> None:
     help="Where to listen: host:port, unix:@name, or unix:/path for containers that share a folder. Default:"
     " the host and port of the configuration.",
 )
-@_config
+@config_option
 @_overrides
 def serve(name: str | None, address: str | None, path: str | None, overrides: tuple[str, ...]) -> None:
     """Serve the store NAME until this program gets SIGTERM or SIGINT (Ctrl-C).
@@ -69,7 +62,7 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
     kvplug store stats unix:@kv
     """
     config = Config.load(path, overrides=overrides)
-    _log_to_stderr()
+    show_log("INFO", "%(asctime)s %(levelname)s %(message)s")  # who comes and goes, unless KVPLUG_LOG is set
     # Blocked in this and every later thread, and taken below: a handler would run in the middle of anything.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     with serve_store(config, name, address) as server:
@@ -87,7 +80,7 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
 
 @store.command()
 @click.argument("contact", metavar="CONTACT")
-@_config
+@config_option
 @_overrides
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def stats(contact: str, path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
@@ -113,8 +106,3 @@ def _rows(found: StoreStats) -> dict[str, Any]:
         else format_value(found.budget_bytes, "bytes"),
         "programs that use it": str(found.num_clients),
     }
-
-
-def _log_to_stderr() -> None:
-    """Show who comes and goes, unless KVPLUG_LOG has set up a log."""
-    show_log("INFO", "%(asctime)s %(levelname)s %(message)s")
