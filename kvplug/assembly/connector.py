@@ -178,14 +178,7 @@ def build_connector(
     )
     stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats))
     peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
-    members = members_of(
-        resolved,
-        rank=parallelism.worker_rank,
-        num_workers=parallelism.num_workers,
-        model=model,
-        credentials=resolved.credentials,
-        stats=stats,
-    )
+    members = members_of(resolved, parallelism=parallelism, model=model, stats=stats)
     labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
     reporter = Reporter(stats, tuple(sinks), labels, owned=resolved.sinks())
 

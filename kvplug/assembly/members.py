@@ -15,13 +15,15 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import attrs
+import msgspec
 
 from kvplug.assembly.resolve import EPOCH, ResolvedConfig
 from kvplug.config.addresses import TcpAddress, parse_contact
 from kvplug.config.config import directory_of
+from kvplug.engine.connector.values import Parallelism
 from kvplug.engine.members import Engine, Listener, Members
 from kvplug.errors import ClosedError, ConfigError, PluginError, TimeoutError
 from kvplug.metrics.reasons import Op, Reason, reason_of
@@ -59,6 +61,13 @@ def fingerprint_of(model: ModelInfo) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8, person=b"kvplug members").hexdigest()
 
 
+@attrs.frozen
+class _Version:
+    """What every version of an announcement has."""
+
+    version: int
+
+
 @attrs.frozen(kw_only=True)
 class Announcement:
     """What one worker announces."""
@@ -70,6 +79,7 @@ class Announcement:
     contact: str = attrs.field(repr=False)
     role: str
     model: str
+    version: int = _VERSION
 
     @property
     def name(self) -> str:
@@ -78,7 +88,7 @@ class Announcement:
 
     def to_bytes(self, key: bytes | None) -> bytes:
         """``key``: that of the proof; ``None``: it has none."""
-        text = json.dumps({"version": _VERSION, **attrs.asdict(self)}, sort_keys=True).encode()
+        text = msgspec.json.encode(self)
         return _proof(key, text) + b" " + text
 
     @classmethod
@@ -88,17 +98,13 @@ class Announcement:
         if key is not None and not hmac.compare_digest(proof, _proof(key, text)):
             return Reason.FORGED
         try:
-            plain: Any = json.loads(text)
-            if plain.pop("version") != _VERSION:
+            if msgspec.json.decode(text, type=_Version).version != _VERSION:
                 return Reason.FORMAT
-            found = cls(**{field.name: plain[field.name] for field in attrs.fields(cls)})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            found = msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return Reason.CORRUPT
         texts = (found.engine_id, found.epoch, found.contact, found.role, found.model)
-        numbers = (found.rank, found.num_workers)
-        if not all(type(each) is str and each.isprintable() for each in texts):
-            return Reason.CORRUPT
-        if not all(type(each) is int for each in numbers) or found.name != name:
+        if found.name != name or not all(map(str.isprintable, texts)):
             return Reason.CORRUPT
         return found if 0 <= found.rank < found.num_workers <= _MAX_WORKERS else Reason.CORRUPT
 
@@ -133,27 +139,16 @@ class DirectoryMembers(Members):
         directory: Directory,
         *,
         url: str,
-        engine_id: str,
-        rank: int,
-        num_workers: int,
-        role: str,
-        model: ModelInfo,
+        about: Announcement,
         credentials: Credentials,
         lease_s: float,
         stats: TransferStats,
     ) -> None:
-        self.model = fingerprint_of(model)
+        """``about``: what is announced, without the contact."""
+        self.model = about.model
         self._directory = directory
         self._url = url
-        self._about = Announcement(
-            engine_id=engine_id,
-            epoch=EPOCH,
-            rank=rank,
-            num_workers=num_workers,
-            contact="",
-            role=role,
-            model=self.model,
-        )
+        self._about = about
         secret = credentials.secret
         self._key = None if secret is None else hmac.digest(secret.reveal(), b"kvplug members", "sha256")
         self._lease_s = lease_s
@@ -169,9 +164,9 @@ class DirectoryMembers(Members):
         self._engines: tuple[Engine, ...] | None = None
         self._answered_at = time.monotonic()
         self._is_stale = False
-        """The listener was told so last."""
+        """What the listener got last."""
         self._why = "the directory has not answered yet"
-        self._said = ""
+        self._logged = ""
         self._rejected: dict[str, str] = {}
         """Names whose entries do not count, and why, which was logged."""
         self._closed = False
@@ -254,11 +249,11 @@ class DirectoryMembers(Members):
         except Exception as e:
             self._note_failure(e)
             if listener is not None and time.monotonic() - self._answered_at > self._lease_s:
-                self._tell(listener, is_stale=True)
+                self._notify(listener, is_stale=True)
             return
         self._stats.record(Op.MEMBERS, seconds=time.perf_counter() - began)
-        if self._said:
-            self._said = ""
+        if self._logged:
+            self._logged = ""
             _log.info("the directory of engines answers again")
         self._answered_at = time.monotonic()
         engines = self._engines_of(entries)
@@ -268,9 +263,9 @@ class DirectoryMembers(Members):
             self._engines = engines
             self._changed.notify_all()
         if listener is not None and (is_new or self._is_stale):
-            self._tell(listener, is_stale=False)
+            self._notify(listener, is_stale=False)
 
-    def _tell(self, listener: Listener, *, is_stale: bool) -> None:
+    def _notify(self, listener: Listener, *, is_stale: bool) -> None:
         self._is_stale = is_stale
         try:
             listener(self._engines or (), is_stale)
@@ -279,15 +274,15 @@ class DirectoryMembers(Members):
 
     def _note_failure(self, error: Exception) -> None:
         self._stats.fail(Op.MEMBERS, reason_of(error))
-        said = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         with self._lock:
-            self._why = said
-        if said != self._said and not self._closed:
-            self._said = said
-            _log.warning("the directory of engines does not answer, what it said last counts: %s", said)
+            self._why = reason
+        if reason != self._logged and not self._closed:
+            self._logged = reason
+            _log.warning("the directory of engines does not answer, its last answer counts: %s", reason)
 
     def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:
-        """The other engines, of which every worker is there, by their ids."""
+        """The other engines all of whose workers are there, by their ids."""
         workers: dict[str, dict[int, Announcement]] = {}
         contacts: set[str] = set()
         """Those of this engine's workers."""
@@ -315,14 +310,16 @@ class DirectoryMembers(Members):
             first = of[min(of)]
             alike = {(each.num_workers, each.role, each.model) for each in of.values()}
             if len(of) == first.num_workers and len(alike) == 1:
+                epochs = {rank: of[rank].epoch for rank in sorted(of)}
+                contacts_of = {
+                    rank: f"{of[rank].contact}#{identity_of(engine_id, epoch)}"
+                    for rank, epoch in epochs.items()
+                }
                 engines.append(
                     Engine(
                         engine_id=engine_id,
-                        epochs=tuple(of[rank].epoch for rank in sorted(of)),
-                        contacts={
-                            rank: f"{of[rank].contact}#{identity_of(engine_id, of[rank].epoch)}"
-                            for rank in sorted(of)
-                        },
+                        epochs=tuple(epochs.values()),
+                        contacts=contacts_of,
                         role=first.role,
                         model=first.model,
                     )
@@ -356,10 +353,8 @@ _WHY: Final = {
 def members_of(
     resolved: ResolvedConfig,
     *,
-    rank: int,
-    num_workers: int,
+    parallelism: Parallelism,
     model: ModelInfo,
-    credentials: Credentials,
     stats: TransferStats,
 ) -> Members | None:
     """This process's access to the directory in the config's ``peers``; ``None``: there is none.
@@ -377,15 +372,20 @@ def members_of(
     probe = spec.run_probe()
     if not probe.viable:
         raise PluginError(f"the directory {spec.name!r} cannot work here: {probe.reason}")
+    about = Announcement(
+        engine_id=config.engine_id,
+        epoch=EPOCH,
+        rank=parallelism.worker_rank,
+        num_workers=parallelism.num_workers,
+        contact="",
+        role=str(config.require_role()),
+        model=fingerprint_of(model),
+    )
     return DirectoryMembers(
         resolved.make(spec, url=url, timeout_s=config.peers_lease_s / _CALLS_PER_LEASE),
         url=url,
-        engine_id=config.engine_id,
-        rank=rank,
-        num_workers=num_workers,
-        role=str(config.require_role()),
-        model=model,
-        credentials=credentials,
+        about=about,
+        credentials=resolved.credentials,
         lease_s=config.peers_lease_s,
         stats=stats,
     )

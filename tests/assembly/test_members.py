@@ -11,7 +11,8 @@ import attrs
 import pytest
 
 from kvplug import Config, ConfigError, TimeoutError, check_config
-from kvplug.assembly.members import DirectoryMembers, fingerprint_of
+from kvplug.assembly.members import Announcement, DirectoryMembers, fingerprint_of
+from kvplug.assembly.resolve import EPOCH
 from kvplug.engine import Engine, ModelInfo
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
@@ -75,11 +76,15 @@ def members(directory: InMemory, request: pytest.FixtureRequest) -> Any:
         found = DirectoryMembers(
             directory,
             url=given.get("url", "memory://127.0.0.1:1"),
-            engine_id=engine_id,
-            rank=rank,
-            num_workers=num_workers,
-            role="both",
-            model=given.get("model", MODEL),
+            about=Announcement(
+                engine_id=engine_id,
+                epoch=EPOCH,
+                rank=rank,
+                num_workers=num_workers,
+                contact="",
+                role="both",
+                model=fingerprint_of(given.get("model", MODEL)),
+            ),
             credentials=Credentials(Secret(secret) if secret else None),
             lease_s=LEASE_S,
             stats=given.get("stats") or TransferStats(),
