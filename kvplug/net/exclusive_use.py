@@ -24,6 +24,10 @@ class ExclusiveUse:
         self._what = what
         self._lock = threading.Lock()
 
+    def _renew(self) -> None:
+        """In a forked child: no thread is inside, whichever thread of the parent was."""
+        self._lock = threading.Lock()
+
     @property
     def busy(self) -> bool:
         """Whether a thread is inside."""

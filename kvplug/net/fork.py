@@ -16,11 +16,14 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from kvplug.net.exclusive_use import ExclusiveUse
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
+"""What Python itself makes free in a forked child, by a method that they have for that."""
 
 
 class LiveObjects(Generic[T]):
@@ -82,7 +85,9 @@ def free_locks_after_fork(module: ModuleType) -> None:
 
 def _free_locks(attributes: Iterable[Any]) -> None:
     for each in attributes:
-        if isinstance(each, _LOCKS):
+        if isinstance(each, ExclusiveUse):
+            each._renew()
+        elif isinstance(each, _LOCKS):
             each._at_fork_reinit()  # type: ignore[union-attr]
 
 
@@ -98,5 +103,4 @@ def _in_child() -> None:
             logger.exception("closing %r in a forked child failed", type(thing).__name__)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvplug.transport import MissReason
+from kvplug.transport import MissReason, close_after_fork
 from kvplug_host import protocol
 from kvplug_host.client.asking import Question
 from kvplug_host.jobs.steps import Steps
@@ -39,6 +39,10 @@ class Requests:
         """Requests that may be answered after the end of their jobs, and are forgotten later."""
         self.over: MissReason | None = None
         """Why nothing is sent any more."""
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        self.over = self.over or MissReason.CLOSED
 
     def new_number(self) -> int:
         """The id of another request."""

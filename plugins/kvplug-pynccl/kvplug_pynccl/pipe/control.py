@@ -9,7 +9,7 @@ import socket
 import threading
 from typing import Final
 
-from kvplug.transport import Connection
+from kvplug.transport import Connection, close_after_fork
 from kvplug_pynccl.pipe.frames import GOODBYE, Frame, FrameParser
 
 _READ_BYTES: Final = 64 * 1024
@@ -37,6 +37,7 @@ class ControlConnection:
         """The end of what was received."""
         self.ended = False
         """The peer sends nothing more."""
+        close_after_fork(self)
 
     def send(self, data: bytes) -> None:
         """Send at once what the kernel takes; the worker sends the rest, which the window bounds."""
@@ -125,10 +126,10 @@ class ControlConnection:
     def close(self) -> None:
         """Close the descriptors. Only the worker calls it, which is the only thread that blocks on them."""
         with self.lock:
-            self._close()
+            if not self._closed:
+                self._closed = True
+                self._connection.close()
+                os.close(self._wake)
 
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._connection.close()
-            os.close(self._wake)
+    def _after_fork_in_child(self) -> None:
+        self.close()

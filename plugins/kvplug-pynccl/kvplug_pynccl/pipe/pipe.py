@@ -136,6 +136,3 @@ class PyncclPipe(DuplexPipe):
 
     def _join_threads(self) -> None:
         self._worker.join()
-
-    def _release_in_child(self) -> None:
-        self._worker.after_fork()

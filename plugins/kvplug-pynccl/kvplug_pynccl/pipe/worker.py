@@ -130,11 +130,6 @@ class PipeWorker:
         if not self.is_current():
             self._thread.join(2 * _ABORT_WAIT_S)
 
-    def after_fork(self) -> None:
-        """This is a forked child, where there is no such thread."""
-        self._stopping = True
-        self._control.close()
-
     def _wake_all(self) -> None:
         self._outbox.end()
         self._inbox.end()
