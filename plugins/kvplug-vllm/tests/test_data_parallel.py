@@ -12,10 +12,12 @@ pytestmark = pytest.mark.timeout(1500)
 
 def test_a_consumer_loads_from_each_data_parallel_rank_of_its_producer(model, alone, prompts, free_port):
     meeting = free_port()
-    peers = [f"127.0.0.1:{meeting}", f"127.0.0.1:{meeting + 1}"]
-    consumer = transfer_config("kv_consumer", meeting, kv_load_failure_policy="recompute", peers=peers)
+    host = f"unix:@kvplug-ranks-{meeting}"
+    peers = [f"{host}-0", f"{host}-1"]
+    recompute = {"kv_load_failure_policy": "recompute"}
+    consumer = transfer_config("kv_consumer", meeting, host=host, peers=peers, **recompute)
     configs = [
-        (transfer_config("kv_producer", meeting), CACHED | {"data-parallel-size": 2}),
+        (transfer_config("kv_producer", meeting, host=host), CACHED | {"data-parallel-size": 2}),
         (consumer, CACHED),
     ]
     with started(model, configs, free_port, **QUIET_CORES) as (producer, decode):

@@ -117,7 +117,7 @@ def test_each_data_parallel_rank_takes_ports_of_its_own_which_consumers_name_as_
         parallel = {"data_parallel_index": rank, "world_size": 2}
         return config_of(vllm_config(transfer=transfer(**extra), parallel=parallel))
 
-    producers = [config(rank, port=5000) for rank in range(3)]
+    producers = [config(rank, host="127.0.0.1", port=5000) for rank in range(3)]
     assert producers[2].control_address(1) == "127.0.0.1:5005"
     addresses = [producer.control_address() for producer in producers]
     assert addresses == ["127.0.0.1:5000", "127.0.0.1:5002", "127.0.0.1:5004"]

@@ -27,6 +27,7 @@ START_S = 240.0
 """An engine starts in 20 s; on a machine that does three other things, in a minute or two."""
 
 QUIET = {
+    "KVPLUG_SECRET": "of the engines of these tests",  # an address of TCP needs one
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # which a peer keeps
@@ -154,7 +155,7 @@ def _group_of(process: psutil.Process) -> int:
 
 
 def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
-    """What ``--kv-transfer-config`` says: connector "lookup" on loopback.
+    """What ``--kv-transfer-config`` says: connector "lookup" on loopback, unless ``host`` is given.
 
     It waits as long as it takes for what the peer has stored and sends, and loads whatever that is: a busy
     machine may lose nothing.

@@ -26,8 +26,7 @@ def answer(model_folder: str, asked: dict[str, Any]) -> tuple[list[Any], int]:
         "connector": "lookup",
         "stores": asked["stores"],
         "options": {**asked["options"], "lookup": {"load_policy": "always"}},
-        "host": "127.0.0.1",
-        "port": asked["port"],
+        "host": f"unix:@kvplug-engines-{os.getpid()}",
     }
     llm = LLM(
         model=model_folder,
