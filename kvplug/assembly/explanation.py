@@ -163,7 +163,7 @@ def _address(config: Config) -> Iterator[Step]:
             yield Step(topic=topic, verdict="problem", text=fault)
         return
     parts = ["both ends prove that they know the secret" if credentials.secret else "there is no secret"]
-    if credentials.secret is None and one_host:
+    if credentials.secret is None and config.host.startswith("unix:"):
         parts.append("none is needed on one host: only processes of the same user get in")
     if credentials.tls is not None:
         parts.append("connections over TCP use TLS 1.3")

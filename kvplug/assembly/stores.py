@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +16,10 @@ from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.slow_path import SlowStoreAlarm
 from kvplug.config import Config
 from kvplug.config.addresses import DEFAULT_HOST, TcpAddress, parse_address
-from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError
+from kvplug.errors import ClosedError, KvplugError, PluginError, WireError
 from kvplug.metrics.record import StoreRecorder
 from kvplug.net.deadline import Deadline
-from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
-from kvplug.net.threads import BackgroundThread
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.context import StoreContext
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
@@ -36,6 +34,7 @@ logger = logging.getLogger(__name__)
 PURPOSE = "store"
 """The purpose of a link to a program that serves a store."""
 STATS_PURPOSE = "store stats"
+_MAX_CLIENTS = 1024
 """The purpose of a link that asks such a program what its store holds, and ends."""
 
 
@@ -165,76 +164,32 @@ class StoreServer:
         self.name = name
         """Its name, as a config has it."""
         self._peers = ControlPeers(settings, listen=address)
-        self._lock = threading.Lock()
-        self._served: dict[ControlLink, threading.Thread] = {}
-        self._closed = False
-        self._server: LinkServer[ControlLink] = self._peers.serve(self._check, ControlLink.close)
+        self._links: set[ControlLink] = set()
+        self._server: LinkServer[None] = self._peers.serve(self._serve, max_served=_MAX_CLIENTS)
         self.contact: str = self._server.contact
         """Where other programs reach the store."""
-        self._thread = BackgroundThread(self._run, name="kvplug-store-serve", stop=self._peers.close)
-        try:
-            self._thread.start()
-        except BaseException:
-            self._peers.close()
-            raise
 
     @property
     def num_clients(self) -> int:
         """Programs that are connected."""
-        with self._lock:
-            return self._num_clients()
+        return sum(link.agreement.purpose == PURPOSE for link in self._links.copy())
 
-    def _num_clients(self) -> int:
-        return sum(link.agreement.purpose == PURPOSE for link in self._served)
-
-    @staticmethod
-    def _check(link: ControlLink, deadline: Deadline) -> ControlLink:
-        if link.agreement.purpose not in (PURPOSE, STATS_PURPOSE):
-            link.close()
-            raise ClosedError(f"it connects for {link.agreement.purpose!r}, and here is a store")
-        return link
-
-    def _run(self) -> None:
-        while True:
-            try:
-                link = self._server.accept(timeout=None)
-            except ClosedError:
-                return
-            except TimeoutError:
-                continue
-            thread = BackgroundThread(self._serve, args=(link,), name="kvplug-store-client", stop=link.close)
-            with self._lock:
-                self._served[link] = thread
-                try:
-                    if not self._closed:
-                        thread.start()
-                        continue
-                except RuntimeError as e:
-                    logger.warning("%s is not served: %s", link, e)
-                    if shortage := exhaustion_of(e, "serving a store"):
-                        link.channel.decline(shortage)
-                del self._served[link]
-            link.close()
-
-    def _serve(self, link: ControlLink) -> None:
-        asks = link.agreement.purpose == STATS_PURPOSE
+    def _serve(self, link: ControlLink, _: Deadline) -> None:
+        purpose = link.agreement.purpose
+        if purpose == STATS_PURPOSE:
+            link.channel.send(attrs.asdict(self.stats()))
+            return
+        if purpose != PURPOSE:
+            raise ClosedError(f"it connects for {purpose!r}, and here is a store")
+        logger.info("%s uses the store %r", link.channel.peer, self.name)
+        self._links.add(link)
         try:
-            if asks:
-                link.channel.send(attrs.asdict(self.stats()))
-                return
-            logger.info("%s uses the store %r", link.channel.peer, self.name)
             self.store.serve(link)
-        except KvplugError as e:
-            logger.warning("serving the store to %s ended: %s", link.channel.peer, e)
-        except Exception:
-            logger.exception("serving the store to %s failed", link.channel.peer)
         finally:
-            link.close()
-            with self._lock:
-                self._served.pop(link, None)
-                left = self._num_clients()
-            if not asks:
-                logger.info("%s left the store %r; it has %d users", link.channel.peer, self.name, left)
+            self._links.discard(link)
+            logger.info(
+                "%s left the store %r; it has %d users", link.channel.peer, self.name, self.num_clients
+            )
 
     def stats(self) -> StoreStats:
         """What the store holds now, and who uses it."""
@@ -249,16 +204,8 @@ class StoreServer:
 
     def close(self) -> None:
         """Stop listening, hang up on every program, and close the store. Idempotent."""
-        with self._lock:
-            self._closed = True
-            served = list(self._served.items())
         self._peers.close()
-        for link, _ in served:
-            link.close()
         self.store.close()
-        deadline = Deadline.after(2.0)
-        for thread in (self._thread, *(thread for _, thread in served)):
-            thread.join(deadline.remaining())
 
     def __enter__(self) -> StoreServer:
         return self

@@ -31,7 +31,6 @@ from kvplug.engine.connector.worker import (
 from kvplug.engine.context import (
     ConnectorContext as ConnectorContext,
     PeerLink as PeerLink,
-    PeerListener as PeerListener,
     Peers as Peers,
     PeerServer as PeerServer,
 )

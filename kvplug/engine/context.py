@@ -58,37 +58,19 @@ class PeerServer(abc.ABC):
         """
 
 
-class PeerListener(PeerServer):
-    """Accepts other processes at the control address."""
-
-    @abc.abstractmethod
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
-        """The next peer that proved itself and with which an agreement was reached.
-
-        A refused peer receives the reason and is counted, and the wait continues.
-
-        Raises:
-            TimeoutError, ClosedError.
-        """
-
-
 class Peers(abc.ABC):
     """A connector's access to other processes."""
 
     @abc.abstractmethod
-    def listen(self) -> PeerListener:
-        """Listen at the config's host and port (+ port offset + worker rank), or as the embedding program
-        says.
-        """
-
-    @abc.abstractmethod
-    def serve(self, serve_link: Callable[[PeerLink, Deadline], None]) -> PeerServer:
-        """Listen as :meth:`listen` does, and call ``serve_link`` for each peer, in a thread of its own.
+    def serve(self, serve_link: Callable[[PeerLink, Deadline], None], *, max_served: int = 0) -> PeerServer:
+        """Listen at the config's address for this worker, or as the embedding program says, and call
+        ``serve_link`` for each peer that proved itself and with which an agreement was reached, each in its
+        own thread. A refused peer receives the reason and is counted.
 
         Its second argument is the deadline of the peer's handshake: open pipes by it. The link is closed when
         ``serve_link`` returns, which may be when the peer goes; pipes that it has opened live on, and are the
-        connector's to close. An error that it raises is logged and ends that link only. 128 peers are served
-        at once; more wait.
+        connector's to close. An error that it raises is logged and ends that link only. ``max_served`` peers
+        are served at once (0: 256); more wait.
         """
 
     @abc.abstractmethod

@@ -1,8 +1,8 @@
-"""Turns proven connections into pipes, or into readers of a queue, concurrently.
+"""The server of proven connections: it listens, admits so many at once, serves each in a thread, and closes.
 
-The messages that a peer exchanges before its connection is a pipe take time, and a peer that is stopped in
-the middle of them must not delay others. So one thread accepts connections, and a short-lived thread serves
-each.
+The messages that a peer exchanges before its connection is a pipe or a link take time, and a peer that is
+stopped in the middle of them must not delay others. So one thread for each listener takes connections, and a
+thread of its own serves each of them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,24 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_SERVED = 256
-"""Connections that are served at once, each in a thread. A peer that is above it is hung up on."""
-MAX_READY = 128
-"""Pipes that the program has not accepted yet."""
+"""Connections that are being served, and results that the program has not accepted yet. Others wait."""
+_CLOSE_S = 2.0
+"""How long ``close`` waits for threads that it has just ended."""
+
+
+def hang_up(connection: Connection) -> None:
+    """End a connection that another thread uses, which closes it then."""
+    with contextlib.suppress(OSError):  # the peer hung up, or its thread closed it
+        connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def decline_connection(connection: Connection, shortage: ResourceExhaustedError) -> None:
+    """Tell the peer what this process lacks. Never waits."""
+    decline(connection.sock, shortage)
 
 
 class Acceptor(Generic[T]):
-    """Accepts the proven connections of its listeners, and serves each in a thread of its own.
+    """Takes the proven connections of its listeners, and makes an object of each, in a thread of its own.
 
     Any thread may call any method, and so may a signal handler. In a forked child it is closed.
     """
@@ -47,132 +58,202 @@ class Acceptor(Generic[T]):
     def __init__(
         self,
         listeners: Sequence[Listener],
-        make: Callable[[Connection], T],
-        take: Callable[[T], None],
+        make: Callable[[Connection], T | None],
         *,
         what: str,
         name: str,
-        lost: Callable[[Connection, ResourceExhaustedError], None] | None = None,
+        discard: Callable[[T], object] = lambda made: None,
+        timeout_s: float | None = None,
+        max_served: int = 0,
+        lost: Callable[[Connection, ResourceExhaustedError], object] = decline_connection,
+        end: Callable[[Connection], object] = hang_up,
     ) -> None:
         """Owns the listeners from here on, also if it raises.
 
         Args:
-            make: Makes an object of a connection, which owns the connection from then on. If it raises, the
-                connection is closed, and the other end sees a hang-up.
-            take: Receives that object, in the same thread.
-            what: What is made, for the warning if that fails: "a pipe".
+            make: Makes an object of a connection, which owns the connection from then on; or serves it to its
+                end, and returns ``None``. If it raises, the connection is closed, and the peer is told of a
+                resource that ran out.
+            what: What is made, for messages: "a pipe".
             name: What the threads' names begin with.
-            lost: Called, in a thread of this object, before a connection is closed because a resource ran
-                out. It must not block.
+            discard: Ends an object that was not accepted before :meth:`close`.
+            timeout_s: The default timeout of :meth:`accept`.
+            max_served: How many are served at once, and wait to be accepted. Other peers wait. 0:
+                :data:`MAX_SERVED`.
+            lost: Called before a connection is closed for which a resource ran out: it tells the peer. It
+                must not block.
+            end: Ends ``make`` for a connection, from another thread.
 
         Raises:
             ResourceExhaustedError: this process can have no more threads.
         """
         self._listeners = listeners
         self._make = make
-        self._take = take
         self._what = what
         self._name = name
+        self._discard = discard
+        self._timeout_s = timeout_s
+        self._max_served = max_served or MAX_SERVED
         self._lost = lost
+        self._end = end
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._serving: set[Connection] = set()
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._ready: deque[T] = deque()
+        self._shortage: ResourceExhaustedError | None = None
+        """Why nothing was made of the latest connection; ``None``: it was."""
+        self._lost_since = 0.0
+        """When that connection came."""
+        self._logged = ""
+        """The latest failure: a peer that tries again is logged once."""
         self._threads = [
-            BackgroundThread(self._accept, args=(each,), name=f"{name}-listen", stop=each.close)
+            BackgroundThread(self._run, args=(each,), name=f"{name}-listen", stop=each.close)
             for each in listeners
         ]
         close_after_fork(self)
         try:
             for thread in self._threads:
                 thread.start()
-        except RuntimeError as e:
+        except BaseException as e:
             self.close()
             raise_if_exhausted(e, "a listener needs a thread that takes connections")
             raise
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called here, or this is a forked child."""
+        return self._closed
+
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
+        """The next object that was made.
+
+        Raises:
+            TimeoutError: there was none in time. Peers that are on their way are not disturbed.
+            ResourceExhaustedError: a resource ran out for a peer that came during this call, or for the
+                latest one.
+            ClosedError: this is closed, also when that happens during the wait.
+        """
+        deadline = Deadline.after(timeout, self._timeout_s)
+        began = time.monotonic()
+        with self._lock:
+            while not self._closed and not self._ready:
+                if self._lost_since > began:  # else an earlier call may have ended by it, and its peer know
+                    self._check_shortage()
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    self._check_shortage()
+                    for listener in self._listeners:
+                        listener.check_shortage()
+                    where = ", ".join(listener.contact for listener in self._listeners)
+                    raise TimeoutError(f"no peer came to {where} for {self._what} in time")
+            if self._closed:
+                raise ClosedError(f"the listener of {self._what} is closed")
+            self._changed.notify_all()  # there is a place again
+            return self._ready.popleft()
+
+    def _check_shortage(self) -> None:
+        """Return, unless a resource ran out for the latest connection. One caller gets that error."""
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None:
+            raise shortage
+
     def close(self) -> None:
-        """Stop accepting and close every open connection. Idempotent."""
+        """Stop listening, end what is being served or was not accepted, and wait briefly. Idempotent."""
         with self._lock:
             self._closed = True
-            serving = list(self._serving)
+            serving = list(self._serving.items())
+            unclaimed = list(self._ready)
+            self._ready.clear()
+            self._changed.notify_all()
         for listener in self._listeners:
             listener.close()
-        for connection in serving:
-            _hang_up(connection)
-        for thread in self._threads:
+        for connection, _ in serving:
+            self._end(connection)
+        for made in unclaimed:
+            self._discard(made)
+        deadline = Deadline.after(_CLOSE_S)
+        for thread in (*self._threads, *(thread for _, thread in serving)):
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(1.0)
+                thread.join(deadline.remaining())
+
+    def release(self, connection: Connection) -> None:
+        """The connection is another object's from now on: :meth:`close` does not end it."""
+        with self._lock:
+            self._serving.pop(connection, None)
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _after_fork_in_child(self) -> None:
-        # The listeners close themselves.
+        # The listeners, and what was made, close themselves.
         self._closed = True
         for connection in list(self._serving):
             connection.close()
 
-    def _accept(self, listener: Listener) -> None:
+    # -- the threads ---------------------------------------------------------------------------
+
+    def _run(self, listener: Listener) -> None:
         while True:
             try:
                 connection = listener.accept(None)
             except ClosedError:
                 return
-            with self._lock:
-                closed, crowded = self._closed, len(self._serving) >= MAX_SERVED
-                if not (closed or crowded):
-                    self._serving.add(connection)
-            if closed:
-                connection.close()
-                return
-            if crowded:
-                logger.warning("a connection from %s was dropped: %d join", connection.describe, MAX_SERVED)
-                connection.close()
-                continue
             thread = BackgroundThread(
                 self._serve,
                 args=(connection,),
-                name=f"{self._name}-join",
-                stop=partial(_hang_up, connection),
+                name=f"{self._name}-serve",
+                stop=partial(self._end, connection),
             )
+            with self._lock:
+                while not self._closed and len(self._serving) + len(self._ready) >= self._max_served:
+                    self._changed.wait()
+                if self._closed:
+                    connection.close()
+                    return
+                self._serving[connection] = thread
             try:
                 thread.start()
             except RuntimeError as e:  # no more threads now; later connections may get one
-                self._drop(connection, e)
+                self._fail(connection, e)
 
     def _serve(self, connection: Connection) -> None:
         try:
             made = self._make(connection)
         except Exception as e:
-            self._drop(connection, e)
+            self._fail(connection, e)
             return
-        self._release(connection)  # not after it was taken: its new owner may outlive this acceptor
-        self._take(made)
+        with self._lock:
+            self.release(connection)
+            self._shortage = None
+            if made is not None and not self._closed:
+                self._ready.append(made)
+                made = None
+        if made is not None:
+            self._discard(made)
 
-    def _drop(self, connection: Connection, error: Exception) -> None:
+    def _fail(self, connection: Connection, error: Exception) -> None:
         """Nothing could be made of it."""
-        shortage = exhaustion_of(error, f"{self._what} from {connection.describe}")
-        foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a fault of ours
-        logger.warning(
-            "%s from %s was not completed: %s",
-            self._what,
-            connection.describe,
-            shortage or error,
-            exc_info=error if foreign else None,
-        )
-        if shortage is not None and self._lost is not None:
+        shortage = exhaustion_of(error, f"{self._what} for {connection.describe}")
+        is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a fault of ours
+        text = f"{self._what} for {connection.describe} failed: {shortage or error}"
+        if is_foreign or not self._closed:
+            level = logging.DEBUG if text == self._logged else logging.WARNING
+            logger.log(level, "%s", text, exc_info=error if is_foreign else None)
+            self._logged = text
+        if shortage is not None:
             self._lost(connection, shortage)
         connection.close()
-        self._release(connection)
-
-    def _release(self, connection: Connection) -> None:
         with self._lock:
-            self._serving.discard(connection)
+            self.release(connection)
+            if shortage is not None:
+                self._shortage, self._lost_since = shortage, connection.since
 
 
-def _hang_up(connection: Connection) -> None:
-    with contextlib.suppress(OSError):  # the peer hung up, or the thread that serves it closed it
-        connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-class PipeAcceptor(PipeListener, abc.ABC):
+class PipeAcceptor(Acceptor[Pipe], PipeListener, abc.ABC):
     """The listening end of a pipe transport over connections: a transport turns each one into a pipe.
 
     In a forked child it is closed.
@@ -188,31 +269,21 @@ class PipeAcceptor(PipeListener, abc.ABC):
         Raises:
             ResourceExhaustedError: this process can have no more threads.
         """
-        self._listeners = listeners
-        self._transport = transport
         self._contact = contact
-        self._timeout_s = timeout_s
-        self._ready_lock = threading.RLock()
-        self._changed = threading.Condition(self._ready_lock)
-        self._closed = False
-        self._ready: deque[Pipe] = deque()
-        self._shortage: ResourceExhaustedError | None = None
-        """Why the latest connection did not become a pipe; ``None``: it did."""
-        self._lost_since = 0.0
-        """When that connection came."""
-        close_after_fork(self)
-        self._acceptor = Acceptor(
+        super().__init__(
             listeners,
             self._join,
-            self._take,
-            what="a pipe",
+            what=f"the pipe {transport!r}",
             name=f"kvplug-{transport}",
+            discard=lambda pipe: pipe.abort(),
+            timeout_s=timeout_s,
             lost=self._note_shortage,
         )
 
     @abc.abstractmethod
     def _join(self, connection: Connection) -> Pipe | None:
-        """The pipe over this connection, or ``None`` if the connection is part of another one's pipe.
+        """The pipe over this connection, or ``None`` if the connection is part of another one's pipe: then
+        :meth:`release` comes before that pipe can be accepted.
 
         In a thread of its own. If it raises, the connection is closed.
         """
@@ -221,74 +292,6 @@ class PipeAcceptor(PipeListener, abc.ABC):
     def contact(self) -> str:
         return self._contact
 
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called here, or this is a forked child."""
-        return self._closed
-
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        deadline = Deadline.after(timeout, self._timeout_s)
-        began = time.monotonic()
-        with self._ready_lock:
-            while not self._ready:
-                if self._closed:
-                    raise self._is_closed()
-                if self._lost_since > began:  # else an earlier call may have ended by it, and its peer know
-                    self._check_shortage()
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    self._check_shortage()
-                    for listener in self._listeners:
-                        listener.check_shortage()
-                    where = ", ".join(listener.contact for listener in self._listeners)
-                    raise TimeoutError(f"no peer connected a pipe to {where} in time")
-            return self._ready.popleft()
-
-    def _check_shortage(self) -> None:
-        """Return, unless the latest connection was lost for lack of a resource. One caller hears of it."""
-        shortage, self._shortage = self._shortage, None
-        if shortage is not None:
-            raise shortage
-
-    def close(self) -> None:
-        with self._ready_lock:
-            self._closed = True
-            unclaimed = list(self._ready)
-            self._ready.clear()
-            self._changed.notify_all()
-        self._acceptor.close()
-        for pipe in unclaimed:
-            pipe.abort()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _after_fork_in_child(self) -> None:
-        # The acceptor and the pipes close themselves.
-        self._closed = True
-
-    def _is_closed(self) -> ClosedError:
-        return ClosedError(f"the listener of the pipe {self._transport!r} is closed")
-
-    def _take(self, pipe: Pipe | None) -> None:
-        if pipe is None:
-            return
-        with self._ready_lock:
-            closed, crowded = self._closed, len(self._ready) >= MAX_READY
-            if not (closed or crowded):
-                self._ready.append(pipe)
-                self._shortage = None
-                self._changed.notify_all()
-        if crowded and not closed:
-            logger.warning("a pipe to %s was dropped: %d were not accepted yet", pipe.peer, MAX_READY)
-        if closed or crowded:
-            pipe.abort()
-
     def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
-        """A resource ran out, and this connection becomes no pipe. May be extended."""
-        decline(connection.sock, shortage)
-        with self._ready_lock:
-            self._shortage, self._lost_since = shortage, connection.since
-            self._changed.notify_all()
+        """A resource ran out, and this connection becomes no pipe: tell the peer. May be extended."""
+        decline_connection(connection, shortage)

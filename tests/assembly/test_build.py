@@ -64,7 +64,7 @@ def not_viable() -> Probe:
 
 class NotAConnector:
     def __init__(self, context: Any) -> None:
-        context.peers.listen()
+        context.peers.serve(lambda link, _: None)
 
 
 def broken_endpoint(context: Any) -> PipeEndpoint:

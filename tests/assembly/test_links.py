@@ -12,8 +12,8 @@ import attrs
 import pytest
 
 from kvplug import ClosedError, Config, HandshakeError, KvplugError, PeerGoneError, Registry
-from kvplug.assembly.links import LinkSettings
-from kvplug.assembly.peers import CONTROL, ControlPeers
+from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.peers import CONTROL, ControlPeers, LinkServer
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.assembly.resolve import EPOCH
 from kvplug.engine import PeerLink
@@ -36,6 +36,10 @@ def peers_of(engine_id: str, **more: Any) -> ControlPeers:
     return ControlPeers(attrs.evolve(settings(engine_id=engine_id), moves_kv=False), **more)
 
 
+def listening(peers: ControlPeers) -> LinkServer[ControlLink]:
+    return peers.serve(lambda link, _: link, ControlLink.close)
+
+
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
     before = set(threading.enumerate())
@@ -50,13 +54,13 @@ def no_threads_left() -> Iterator[None]:
 
 def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
     peers = ControlPeers(settings(), listen="unix:")
-    listener = peers.listen()
+    listener = listening(peers)
     silent = Channel(dial(listener.contact, Credentials(), CONTROL))
     time.sleep(0.2)
     begun = time.monotonic()
     peers.close()
     assert time.monotonic() - begun < 4
-    assert not [t for t in threading.enumerate() if t.name == "kvplug-handshake"]
+    assert not [t for t in threading.enumerate() if t.name == "kvplug-link-serve"]
     silent.close()
 
 
@@ -85,14 +89,14 @@ def test_closed_peers_neither_dial_nor_listen_and_a_missing_listener_is_told_at_
     with pytest.raises(ClosedError):
         peers.connect(0, "x")
     with pytest.raises(ClosedError):
-        peers.listen()
+        listening(peers)
 
 
 def test_another_engine_than_the_one_announced_is_refused_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    listening, dialling = peers_of("theirs", listen="unix:"), peers_of("mine")
-    contact = listening.listen().contact
+    theirs, dialling = peers_of("theirs", listen="unix:"), peers_of("mine")
+    contact = listening(theirs).contact
     with caplog.at_level(logging.INFO):
         for announced, says in [
             (
@@ -109,7 +113,7 @@ def test_another_engine_than_the_one_announced_is_refused_and_logged_once(
     assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 2, caplog.text
     dialling.connect(0, "x", retry=False, peer={0: f"{contact}#{identity_of('theirs', EPOCH)}"}).close()
     dialling.close()
-    listening.close()
+    theirs.close()
 
 
 def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +122,7 @@ def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up(monkeypatch: pytes
 
     monkeypatch.setattr(LinkSettings, "hello", broken)
     peers = ControlPeers(settings(), listen="unix:")
-    listener = peers.listen()
+    listener = listening(peers)
     for _ in range(2):  # and the listener goes on
         channel = Channel(dial(listener.contact, Credentials(), CONTROL))
         with pytest.raises(KvplugError):

@@ -26,7 +26,8 @@ from kvplug import (
     connect_pipe,
     listen_pipe,
 )
-from kvplug.assembly import links as links_of_peers, peers as peers_of_server
+from kvplug.assembly import links as links_of_peers
+from kvplug.assembly.links import ControlLink
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.transport import Pipe
@@ -86,7 +87,7 @@ def accepted(server: PipeServer, count: int) -> list[Pipe]:
 
 @pytest.mark.parametrize("at_once", [128, 5])
 def test_a_server_that_polls_turns_no_client_away(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_of_server, "_MAX_PEERS", at_once)
+    monkeypatch.setattr("kvplug.assembly.peers.MAX_SERVED", at_once)
     with listen_pipe(CONFIG, "unix:") as server:
         calls = [Call(lambda: connect_pipe(CONFIG, server.contact)) for _ in range(CLIENTS)]
         theirs = accepted(server, CLIENTS)
@@ -114,7 +115,7 @@ def test_clients_that_are_stopped_or_killed_half_way_delay_no_other_and_are_logg
             ours.send_tensor(torch.ones(8)).wait(20)
             assert theirs.recv_tensor(timeout=20).tolist() == [1] * 8
             ours.close()
-        until(lambda: "no pipe with" in caplog.text, what="the warning about a client that died")
+        until(lambda: "a link for" in caplog.text, what="the warning about a client that died")
         raises(TimeoutError, lambda: server.accept(timeout=0.2))
         stopped.cont()
 
@@ -129,7 +130,7 @@ def test_closing_ends_the_pipes_that_were_not_accepted_and_those_under_way(fork_
         assert isinstance(waiting.outcome(10), ClosedError | PeerGoneError)
         ours.close()
         raises(ClosedError, server.accept)
-        assert not [t.name for t in threading.enumerate() if t.name in ("kvplug-accept", "kvplug-handshake")]
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("kvplug-link")]
 
 
 def test_a_pipe_that_fails_here_when_the_other_end_has_it_is_not_waited_for(
@@ -173,7 +174,7 @@ def links(*, accepts: Any = None, joins: Any = None) -> Iterator[tuple[Any, Any]
     with ExitStack() as stack:
         server = ControlPeers(made_by(accepts), listen="unix:")
         stack.callback(server.close)
-        listener = server.listen()
+        listener = server.serve(lambda link, _: link, ControlLink.close)
         there = Call(lambda: listener.accept(20))
         ours = ControlPeers(made_by(joins), connect=listener.contact).connect(0, "x")
         stack.callback(ours.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvplug.errors import PeerGoneError, TimeoutError
@@ -94,30 +94,18 @@ class DuplexEndpoint(ContactEndpoint, abc.ABC):
         """
 
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:
-        return _Listener(
-            listeners,
-            lambda connection: self._join(connection, Deadline.after(self.JOIN_TIMEOUT_S), accepted=True),
-            transport=self.CONTACT.TRANSPORT,
-            contact=contact,
-            timeout_s=self._context.timeout_s,
-        )
+        return _Listener(self, listeners, contact)
 
     def _connect(self, address: str, deadline: Deadline) -> Pipe:
         return self._join(self._dial(address, deadline), deadline, accepted=False)
 
 
 class _Listener(PipeAcceptor):
-    def __init__(
-        self,
-        listeners: Sequence[Listener],
-        make: Callable[[Connection], Pipe],
-        *,
-        transport: str,
-        contact: str,
-        timeout_s: float,
-    ) -> None:
-        self._make = make
+    def __init__(self, endpoint: DuplexEndpoint, listeners: list[Listener], contact: str) -> None:
+        self._endpoint = endpoint
+        transport, timeout_s = endpoint.CONTACT.TRANSPORT, endpoint._context.timeout_s
         super().__init__(listeners, transport=transport, contact=contact, timeout_s=timeout_s)
 
     def _join(self, connection: Connection) -> Pipe:
-        return self._make(connection)
+        deadline = Deadline.after(self._endpoint.JOIN_TIMEOUT_S)
+        return self._endpoint._join(connection, deadline, accepted=True)

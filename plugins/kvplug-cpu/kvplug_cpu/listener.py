@@ -42,12 +42,14 @@ class CpuListener(PipeAcceptor):
         self._joining = threading.RLock()
         self._arrived = threading.Condition(self._joining)
         self._sessions: dict[bytes, _Session] = {}
+        self._ends = False
         super().__init__(listeners, transport="cpu", contact=contact, timeout_s=settings.timeout_s)
 
     def close(self) -> None:
-        super().close()
         with self._joining:
+            self._ends = True
             self._arrived.notify_all()
+        super().close()
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
@@ -76,6 +78,7 @@ class CpuListener(PipeAcceptor):
             session = self._sessions.get(join.session)
             if session is None or session.complete or join.index in session.connections:
                 raise PeerGoneError("it belongs to no pipe that is being joined")
+            self.release(connection)  # before the pipe is there, whose user may close this listener
             session.connections[join.index] = connection
             self._arrived.notify_all()
 
@@ -113,7 +116,7 @@ class CpuListener(PipeAcceptor):
     def _wait_for(self, session: _Session, count: int, deadline: Deadline) -> None:
         with self._joining:
             while len(session.connections) < count:
-                if self.closed:
+                if self._ends:
                     raise ClosedError("the listener was closed")
                 if session.shortage is not None:
                     raise session.shortage

@@ -126,15 +126,13 @@ def test_a_store_of_more_pages_than_a_follower_may_lag_is_followed(monkeypatch: 
             assert decode.matched(request_of("a", PROMPT)) == (96, False)
 
 
-def test_peers_beyond_the_most_that_are_served_are_hung_up_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_peers_beyond_the_most_that_are_served_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_MAX_SERVED", 2)
     with pair() as (prefill, decode):
         decode.worker.wait_until_ready(10)
         decode.scheduler.wait_until_ready(10)
-        with FakeEngine(config("consumer"), connect=prefill.worker.contact):
-            until(lambda: "is not served: 2 peers are" in caplog.text, what="a peer that is hung up on")
+        with FakeEngine(config("consumer"), connect=prefill.worker.contact) as other:
+            assert Call(lambda: other.scheduler.wait_until_ready(10)).is_blocked(0.5)
         prefill.prefill(request_of("stored", PROMPT))
         assert_loads(decode, request_of("a", PROMPT), 96)
 

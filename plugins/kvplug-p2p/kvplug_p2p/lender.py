@@ -18,24 +18,23 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError
+from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.engine import (
     NO_BLOCK,
     BlockIds,
     ConnectorContext,
     LayoutError,
     PeerLink,
-    PeerListener,
 )
 from kvplug.transport import (
     BackgroundThread,
     BlockViews,
+    Deadline,
     DeviceMark,
     Pipe,
     WireError,
     acquire_stream,
     close_after_fork,
-    exhaustion_of,
     release_stream,
 )
 from kvplug_p2p.reference import Reference, verified
@@ -106,27 +105,25 @@ class Lender:
         """Twice the number of resets, and one more once something was handed off since the latest."""
         self._early: dict[Claim, tuple[PeerLink, Reference]] = {}
         """Claims on blocks that the engine has handed off in a step which has not reached this worker yet."""
-        self._served: dict[PeerLink, BackgroundThread] = {}
+        self._served: set[PeerLink] = set()
         self._pipes: dict[PeerLink, Pipe] = {}
         self._sending: dict[PeerLink, Hold] = {}
         self._closed = False
         self._views: CacheViews | None = None
-        self._listener: PeerListener = context.peers.listen()
-        self.contact = self._listener.contact
-        """Where decode engines find this worker."""
         close_after_fork(self)
         self._checksum = next(iter(context.checksums), None)
         self._unhashed: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
-        self._thread = BackgroundThread(self._accept, name="kvplug-p2p-serve", stop=self._listener.close)
         self._hasher = BackgroundThread(
             self._hash_all, name="kvplug-p2p-hash", stop=lambda: self._unhashed.put(None)
         )
-        self._thread.start()
         self._hasher.start()
+        self._server = context.peers.serve(self._serve, max_served=_MAX_SERVED)
+        self.contact = self._server.contact
+        """Where decode engines find this worker."""
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._holds, self._claims, self._served = {}, {}, {}
+        self._holds, self._claims, self._served = {}, {}, set()
 
     @property
     def num_held(self) -> int:
@@ -231,52 +228,19 @@ class Lender:
 
     # -- links ---------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept(timeout=None)
-            except ClosedError:
-                return
-            except (TimeoutError, ResourceExhaustedError):
-                continue
-            thread = BackgroundThread(self._serve, args=(link,), name="kvplug-p2p-peer", stop=link.close)
-            with self._lock:
-                is_served = not self._closed and len(self._served) < _MAX_SERVED
-                if is_served:
-                    self._served[link] = thread
-            try:
-                if is_served:
-                    thread.start()
-            except RuntimeError as e:  # no more threads
-                if shortage := exhaustion_of(e, "serving a decode engine"):
-                    link.channel.decline(shortage)
-                is_served = False
-            if not is_served:
-                self._forget(link)
-                link.close()
-
-    def _serve(self, link: PeerLink) -> None:
+    def _serve(self, link: PeerLink, _: Deadline) -> None:
         purpose = link.agreement.remote.purpose
         serve: Callable[[PeerLink], None] | None = {ASK: self._answer, PULL: self._send_pulls}.get(purpose)
+        if serve is None:
+            raise WireError(f"it came for {purpose!r}, which connector 'p2p' does not know")
+        with self._lock:
+            if self._closed:
+                return
+            self._served.add(link)
         try:
-            if serve is None:
-                _log.warning("a peer came for %r, which connector 'p2p' does not know", purpose)
-            else:
-                serve(link)
+            serve(link)
         except (ClosedError, PeerGoneError) as e:
             _log.debug("%s has left: %s", link.agreement.remote.engine_id, e)
-        except Exception as e:
-            shortage = exhaustion_of(e, "serving a decode engine")
-            if shortage is not None:
-                link.channel.decline(shortage)
-            if not self._closed:
-                is_foreign = shortage is None and not isinstance(e, KvplugError)
-                _log.warning(
-                    "serving %s failed: %s",
-                    link.agreement.remote.engine_id,
-                    e,
-                    exc_info=e if is_foreign else None,
-                )
         finally:
             self._drop(link)
             self._forget(link)
@@ -290,7 +254,7 @@ class Lender:
     def _forget(self, link: PeerLink) -> None:
         """The link is gone, and its claims with it."""
         with self._lock:
-            self._served.pop(link, None)
+            self._served.discard(link)
             self._pipes.pop(link, None)
             for claim in [claim for claim, (of, _) in self._claims.items() if of is link]:
                 self._release(claim, "peer_gone")
@@ -510,12 +474,9 @@ class Lender:
         """Hang up on everyone. Idempotent."""
         with self._lock:
             self._closed = True
-            served = list(self._served.items())
-        self._listener.close()
+            served = list(self._served)
         self._unhashed.put(None)
-        for link, _ in served:
+        for link in served:
             self._drop(link)
-        end = time.monotonic() + _CLOSE_S
-        for thread in (self._thread, self._hasher, *(thread for _, thread in served)):
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
+        self._server.close()
+        self._hasher.join(_CLOSE_S)

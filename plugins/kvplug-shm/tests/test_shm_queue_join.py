@@ -90,7 +90,7 @@ def test_a_child_that_is_forked_while_a_reader_joins_does_not_hold_the_ring(
 
 def num_joining() -> int:
     """Threads in which a writer admits a reader."""
-    return sum(each.name == "kvplug-shm-queue-join" for each in threading.enumerate())
+    return sum(each.name == "kvplug-shm-queue-serve" for each in threading.enumerate())
 
 
 def goes_on(writer: Any, reader: Any) -> None:

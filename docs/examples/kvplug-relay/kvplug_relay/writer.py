@@ -30,7 +30,6 @@ from kvplug.transport import (
     Timeout,
     Wait,
     Watch,
-    decline,
     recv_fds,
 )
 from kvplug_relay.end import End, watch_process
@@ -78,13 +77,11 @@ class Writer(End):
         try:
             listener = Listener.open("unix:", context.credentials, PURPOSE)
             self._contact = listener.contact
-            self._acceptor = Acceptor(
+            self._acceptor: Acceptor[None] = Acceptor(
                 [listener],
                 self._admit,
-                lambda _: None,
                 what="a reader of a queue",
                 name="kvplug-relay",
-                lost=lambda connection, shortage: decline(connection.sock, shortage),
             )
         except BaseException:
             self._closed = True

@@ -42,10 +42,9 @@ class MemoryDoor:
         close_after_fork(self)
         listener = Listener.open(address, credentials, MEMORY_PURPOSE)
         self.contact = listener.contact
-        self._acceptor: Acceptor[bytes] = Acceptor(
+        self._acceptor: Acceptor[None] = Acceptor(
             [listener],
             self._admit,
-            lambda ticket: None,
             what="a connection for shared memory",
             name="kvplug-host-memory",
         )
@@ -57,7 +56,7 @@ class MemoryDoor:
             self._admitted[made] = None
         return made
 
-    def _admit(self, connection: Connection) -> bytes:
+    def _admit(self, connection: Connection) -> None:
         if not connection.is_same_user:
             raise WireError("it belongs to another user, and memory is handed to the same user only")
         ticket, _ = recv_fds(connection, TICKET_BYTES, 0, Deadline.after(_HAND_OVER_S))
@@ -66,7 +65,6 @@ class MemoryDoor:
                 raise WireError("its ticket is not valid")
             self._admitted[ticket] = connection
         send_fds(connection, WELCOME, (), Deadline.after(_HAND_OVER_S))
-        return ticket
 
     def hand_over(self, ticket: bytes, number: int) -> None:
         """Send a segment's descriptor to the reader with this ticket, or say that it cannot be had.

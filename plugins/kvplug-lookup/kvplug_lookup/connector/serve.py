@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
-from kvplug.engine import PeerLink, PeerListener
+from kvplug import KvplugError
+from kvplug.engine import PeerLink, Peers
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
@@ -18,7 +18,6 @@ from kvplug.transport import (
     PagesStored,
     Store,
     WireError,
-    exhaustion_of,
     page_event_to_plain,
 )
 from kvplug_lookup.connector.replica import MAX_PROMISED
@@ -33,10 +32,9 @@ connects again it gets a snapshot."""
 _EVENT_BYTES = 256
 """Of an event, besides its keys."""
 _KEY_BYTES = 32
-_CLOSE_S = 2.0
 _HELLO_S = 10.0
 _MAX_SERVED = 1024
-"""Peers that are served at once, each in a thread."""
+"""Peers that are served at once, each in a thread; others wait."""
 
 
 class _Publisher:
@@ -124,107 +122,49 @@ def _chains_in(joined: object) -> list[bytes]:
 
 
 class Service:
-    """Accepts peers of one store until it is closed."""
+    """Serves the pages of one store to peers until it is closed."""
 
-    def __init__(
-        self, listener: PeerListener, store: Store, hello: Mapping[str, Any], keys_of: KeysOf
-    ) -> None:
+    def __init__(self, peers: Peers, store: Store, hello: Mapping[str, Any], keys_of: KeysOf) -> None:
         """
         Args:
             hello: the first words to every peer.
             keys_of: the keys of the store's pages, by their chains.
         """
-        self._listener = listener
         self._store = store
         self._hello = dict(hello)
         self._keys_of = keys_of
-        self._lock = threading.Lock()
-        self._served: dict[PeerLink, BackgroundThread] = {}
-        """Links in use, and the threads that serve them."""
-        self._closed = False
-        self._thread = BackgroundThread(self._run, name="kvplug-lookup-serve", stop=listener.close)
-        self._thread.start()
-        _log.info("serving pages at %s", listener.contact.split()[0])
+        self._links: set[PeerLink] = set()
+        self._server = peers.serve(self._serve, max_served=_MAX_SERVED)
+        self.contact = self._server.contact
+        """Where it listens."""
+        _log.info("serving pages at %s", self.contact)
 
     @property
     def num_served(self) -> int:
         """Peers that are being served."""
-        return len(self._served)
+        return len(self._links)
 
     def close(self) -> None:
         """Stop listening and hang up on every peer."""
-        with self._lock:
-            self._closed = True
-            served = list(self._served.items())
-        self._listener.close()
-        for link, _ in served:
-            link.close()
-        deadline = Deadline.after(_CLOSE_S)
-        for thread in (self._thread, *(thread for _, thread in served)):
-            thread.join(deadline.remaining())
+        self._server.close()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                link = self._listener.accept(timeout=None)
-            except ClosedError:
-                return
-            except (TimeoutError, ResourceExhaustedError):
-                continue
-            thread = BackgroundThread(self._serve, args=(link,), name="kvplug-lookup-peer", stop=link.close)
-            with self._lock:
-                closed = self._closed
-                if len(self._served) >= _MAX_SERVED:
-                    _log.warning("%s is not served: %d peers are", link, _MAX_SERVED)
-                    closed = True
-                self._served[link] = thread
-                try:
-                    if not closed:
-                        thread.start()
-                except RuntimeError as e:  # no more threads
-                    self._say_failed(link, e)
-                    closed = True
-                if closed:
-                    del self._served[link]
-            if closed:
-                link.close()
-
-    def _serve(self, link: PeerLink) -> None:
+    def _serve(self, link: PeerLink, _: Deadline) -> None:
         remote = link.agreement.remote
+        if remote.purpose not in ("events", "store"):
+            raise WireError(f"it came for {remote.purpose!r}, which connector 'lookup' does not know")
+        if not self._store.has_events:
+            link.channel.send(
+                {"error": "its first store is one that other engines name in their `stores`"},
+                timeout=_HELLO_S,
+            )
+            return
+        self._links.add(link)
         try:
-            if remote.purpose not in ("events", "store"):
-                _log.warning("a peer came for %r, which connector 'lookup' does not know", remote.purpose)
-                return
-            if not self._store.has_events:
-                link.channel.send(
-                    {"error": "its first store is one that other engines name in their `stores`"},
-                    timeout=_HELLO_S,
-                )
-                return
             link.channel.send(self._hello, timeout=_HELLO_S)
             if remote.purpose == "events":
                 _Publisher(link, self._store, self._keys_of).run()
             else:
-                _log.info("%s loads pages from here", link.agreement.remote.engine_id)
+                _log.info("%s loads pages from here", remote.engine_id)
                 self._store.serve(link)
-        except Exception as e:
-            self._say_failed(link, e)
         finally:
-            link.close()
-            with self._lock:
-                self._served.pop(link, None)
-
-    def _say_failed(self, link: PeerLink, error: Exception) -> None:
-        """In the log; and the peer is told of a resource that ran out here."""
-        shortage = exhaustion_of(error, "serving this peer")
-        if shortage is not None:
-            link.channel.decline(shortage)
-        is_foreign = shortage is None and not isinstance(error, KvplugError)
-        if not self._closed or is_foreign:
-            _log.warning(
-                "serving %s for %r failed: %s",
-                link.agreement.remote.engine_id,
-                link.agreement.remote.purpose,
-                shortage or error,
-                exc_info=error if is_foreign else None,
-            )
+            self._links.discard(link)

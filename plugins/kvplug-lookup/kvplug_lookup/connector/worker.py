@@ -108,15 +108,13 @@ class LookupWorker(WorkerConnector):
         self.last_route = ""
         """The source of the last load, and how its pages came, for people."""
         self.contact = ""
-        """Where peers find this worker; empty where it serves none. May carry a token: do not log it."""
+        """Where peers find this worker; empty where it serves none."""
         try:
             self._open_stores()
             if loads:
                 for name, address in peers_of(config, self._saves or bool(self._tiers)):
                     self._peers[name] = PeerStore(context, address, self._shard, name)
             if self._saves and not self.first_tier.store.is_shared:
-                listener = context.peers.listen()
-                self.contact = listener.contact
                 hello = hello_of(
                     self._shard,
                     context.model,
@@ -124,9 +122,10 @@ class LookupWorker(WorkerConnector):
                     self.first_tier.store.seal.id,
                 )
                 tier = self.first_tier
-                self._service = Service(listener, tier.store, hello, tier.series.keys_of)
+                self._service = Service(context.peers, tier.store, hello, tier.series.keys_of)
+                self.contact = self._service.contact
                 if context.members is not None:
-                    context.members.announce(listener.contact)
+                    context.members.announce(self.contact)
         except BaseException:
             self.shutdown()
             raise

@@ -53,10 +53,9 @@ class Admission:
             raise
         close_after_fork(self)
         try:
-            self._acceptor = Acceptor(
+            self._acceptor: Acceptor[None] = Acceptor(
                 [self._listener],
                 self._admit,
-                lambda _: None,
                 what="the join of a queue's reader",
                 name="kvplug-shm-queue",
                 lost=_decline,

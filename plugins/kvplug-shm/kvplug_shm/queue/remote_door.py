@@ -60,7 +60,6 @@ class FrontDoor:
         self._acceptor = Acceptor(
             [self._listener],
             self._let_in,
-            lambda _: None,
             what="the connection of a queue's remote reader",
             name="kvplug-shm-door",
         )
