@@ -89,7 +89,7 @@ def list_plugins(
     elif not lines:
         click.echo("No plugins are installed. pip install kvplug-cpu kvplug-lookup brings the first ones.")
     elif as_table:
-        columns = ("NAME", "KIND", "FROM", "VERSION", "STATUS", "CAPABILITIES", "")
+        columns = ("NAME", "KIND", "STATUS", "FROM, CAPABILITIES, SUMMARY")
         show_table(columns, [_cells(line) for line in lines])
     elif names:
         click.echo("\n\n".join(_whole(line) for line in lines))
@@ -235,8 +235,8 @@ def _plain(line: Line) -> dict[str, Any]:
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    kind, more = _words(line.kind), line.reason or line.summary
-    return (line.name, kind, line.distribution, line.version, line.status, _able(line), more)
+    about = (f"{line.distribution} {line.version}", _able(line), line.reason or line.summary)
+    return (line.name, _words(line.kind), line.status, "; ".join(filter(None, about)))
 
 
 def _able(line: Line) -> str:
@@ -275,8 +275,8 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
             click.echo()
         title = f"{_words(spec.kind)} {spec.name} ({plugin}), [options.{spec.name}]"
         if rows:
-            cells = [(row.name, row.type, row.unit, row.default, row.help) for row in rows]
-            show_table(("OPTION", "TYPE", "UNIT", "DEFAULT", ""), cells, title)
+            cells = [(row.name, row.default, f"{_type_of(row)}. {row.help}") for row in rows]
+            show_table(("OPTION", "DEFAULT", "TYPE, MEANING"), cells, title)
         else:
             click.echo(printable(f"{title}: takes no options"))
 
@@ -295,3 +295,7 @@ def _called(registry: Registry, name: str) -> list[tuple[PluginInfo, Any]]:
         more = advice(registry, name, is_near=bool(hint))
         raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *more]))
     return found
+
+
+def _type_of(row: OptionRow) -> str:
+    return f"{row.type} ({row.unit})" if row.unit else row.type

@@ -1,81 +1,55 @@
-"""Tables on a terminal, no wider than it is, and the same as aligned plain text where there is none."""
+"""Tables on a terminal, no wider than it is, and as plain text of 80 columns in a pipe."""
 
 from __future__ import annotations
 
 import shutil
-import sys
-import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import click
 
 from kvplug.net.peer_text import printable
 
-_STYLES = {"ok": "green", "broken": "red", "ambiguous": "red", "unavailable": "yellow", "blocked": "yellow"}
-_GAP: Final = "  "
+_STYLES: Final = {
+    "ok": "green",
+    "broken": "red",
+    "ambiguous": "red",
+    "unavailable": "yellow",
+    "blocked": "yellow",
+}
+
 _NARROW: Final = 20
-"""A cell of fewer columns cannot be read, unless all of its column has fewer."""
-_NARROW_TEXT: Final = 28
-"""The same for the last column, which has sentences."""
+"""A cell that is wrapped has at least so many columns, or it cannot be read."""
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table; a pipe or a file gets aligned text. On a terminal it is no wider than that: cells are
-    wrapped, and where they would become too narrow to be read, each row is printed as a paragraph."""
+    """Print a table, whose cells are wrapped between words where it would become too wide."""
+    from rich.table import Table
+    from rich.text import Text
+
     if title:
         click.echo(printable(title))
-    columns, *rows = ([printable(cell).replace("\n", " ") for cell in row] for row in (columns, *rows))
-    natural = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    if not sys.stdout.isatty():
-        for row in (columns, *rows):
-            click.echo(
-                _GAP.join(cell.ljust(width) for cell, width in zip(row, natural, strict=True)).rstrip()
-            )
-        return
-    room = shutil.get_terminal_size().columns
-    widths = _fitted(natural, room)
-    lines = _paragraphs(columns, rows, room) if widths is None else _wrapped(columns, rows, widths)
-    for line in lines:
-        click.echo(line)
-
-
-def _fitted(natural: Sequence[int], room: int) -> list[int] | None:
-    """Widths that fit, the widest columns made narrower; ``None``: too narrow to be read."""
-    least = [min(width, _NARROW) for width in natural[:-1]] + [min(natural[-1], _NARROW_TEXT)]
-    widths = list(natural)
-    excess = sum(widths) + len(_GAP) * (len(widths) - 1) - room
-    while excess > 0:
-        able = [i for i in range(len(widths)) if widths[i] > least[i]]
-        if not able:
-            return None
-        widths[max(able, key=lambda i: widths[i])] -= 1
-        excess -= 1
-    return widths
-
-
-def _wrapped(columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
-    for number, row in enumerate((columns, *rows)):
-        cells = [_lines(cell, width) for cell, width in zip(row, widths, strict=True)]
-        for i in range(max(map(len, cells))):
-            parts = []
-            for cell, lines, width in zip(row, cells, widths, strict=True):
-                text = (lines[i] if i < len(lines) else "").ljust(width)
-                parts.append(click.style(text, bold=number == 0 or None, fg=_STYLES.get(cell)))
-            yield _GAP.join(parts).rstrip()
-
-
-def _paragraphs(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> Iterator[str]:
-    """A row: its first cell, then a line for each of the others, with the name of its column."""
-    label = max(map(len, columns))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    least = []
+    for cells in zip(columns, *rows, strict=True):
+        least.append(max(_least_width(cell) for cell in cells))
+        table.add_column(Text(printable(cells[0])), min_width=least[-1])
     for row in rows:
-        yield from (click.style(line, bold=True) for line in _lines(row[0], room))
-        for name, cell in zip(columns[1:], row[1:], strict=True):
-            if cell:
-                for i, line in enumerate(_lines(cell, max(room - label - 2 * len(_GAP), 10))):
-                    head = f"{_GAP}{(name if i == 0 else '').ljust(label)}{_GAP}"
-                    yield (head + click.style(line, fg=_STYLES.get(cell))).rstrip()
+        table.add_row(*(Text(printable(cell), style=_STYLES.get(cell, "")) for cell in row))
+    print_rich(table, max(shutil.get_terminal_size().columns, sum(least) + 2 * len(least) - 2))
 
 
-def _lines(cell: str, width: int) -> list[str]:
-    return textwrap.wrap(cell, width, break_on_hyphens=False) or [""]
+def _least_width(cell: str) -> int:
+    words = cell.split()
+    return max(min(len(cell), _NARROW), max(map(len, words), default=0))
+
+
+def print_rich(renderable: Any, columns: int) -> None:
+    """Print what ``rich`` renders, without spaces at the ends of lines."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=columns)
+    with console.capture() as captured:
+        console.print(renderable)
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip())
