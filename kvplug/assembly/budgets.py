@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.registry.check import CHOSEN, own_part
-from kvplug.config import Config, Role, check_options
+from kvplug.assembly.registry.check import CHOSEN, options_of
+from kvplug.config import Config, Role
 from kvplug.config.options import MEMORY, option_fields
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, PluginError
@@ -65,13 +65,10 @@ def _memory_options(config: Config, registry: Registry, spec: Spec) -> Iterator[
     if isinstance(spec, CommandSpec):
         return
     with contextlib.suppress(PluginError, ConfigError):  # faults of their own
-        given = own_part(registry, spec, config.options.get(spec.name, {}))
-        cls = spec.load_options()
-        if cls is not None:
-            options: object = check_options(cls, given)
-            for name, field in option_fields(cls).items():
-                if field.metadata.get(MEMORY):
-                    yield name, getattr(options, field.name)
+        options = options_of(registry, spec, config.options)
+        for name, field in () if options is None else option_fields(type(options)).items():
+            if field.metadata.get(MEMORY):
+                yield name, getattr(options, field.name)
 
 
 @attrs.frozen

@@ -18,8 +18,8 @@ import kvplug
 from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.making import MADE, made
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, own_part
-from kvplug.config import KEYS, Config, Role, check_options
+from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, options_of
+from kvplug.config import KEYS, Config, Role
 from kvplug.config.addresses import TcpAddress, UnixAddress, parse_server
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError
@@ -166,13 +166,7 @@ class ResolvedConfig:
         Raises:
             ConfigError: with every fault of these options.
         """
-        given = own_part(self.registry, spec, self.config.options.get(spec.name, {}))
-        cls = spec.load_options()
-        if cls is None:
-            if given:
-                raise ConfigError(f"options.{spec.name}: {spec.name!r} takes no options")
-            return None
-        return check_options(cls, given, where=f"options.{spec.name}")
+        return options_of(self.registry, spec, self.config.options)
 
     @functools.cached_property
     def credentials(self) -> Credentials:

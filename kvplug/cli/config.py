@@ -14,12 +14,12 @@ import attrs
 import click
 
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.registry.check import CHOSEN, name_faults, own_part
+from kvplug.assembly.registry.check import CHOSEN, name_faults, options_of
 from kvplug.assembly.resolve import check_addresses
 from kvplug.cli.completion import files, overrides as complete_keys
 from kvplug.cli.main import CommandGroup
 from kvplug.cli.table import show_table
-from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, json_schema, option_fields
+from kvplug.config import KEYS, UNIT, Config, Draft, format_value, json_schema, option_fields
 from kvplug.config.addresses import DEFAULT_HOST
 from kvplug.config.config import TLS_KEYS, directory_of
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
@@ -201,16 +201,12 @@ def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
 
 def _options(effective: Config, registry: Registry, spec: Spec) -> Iterator[Setting]:
     """The options of one transport or connector, with defaults; as given where they have faults."""
-    given = own_part(registry, spec, effective.options.get(spec.name, {}))
     try:
-        cls = None if isinstance(spec, CommandSpec) else spec.load_options()
-        filled = None if cls is None else check_options(cls, given, where=f"options.{spec.name}")
+        filled = None if isinstance(spec, CommandSpec) else options_of(registry, spec, effective.options)
     except (ConfigError, PluginError) as e:
         click.echo(printable(f"note: {e}"), err=True)
         return
-    if cls is None:
-        return
-    for name, field in option_fields(cls).items():
-        key = f"options.{spec.name}.{name}"
+    for name, field in () if filled is None else option_fields(type(filled)).items():
         unit = field.metadata.get(UNIT, "")
+        key = f"options.{spec.name}.{name}"
         yield Setting(key, getattr(filled, field.name), unit, effective.source_of(key))

@@ -15,7 +15,7 @@ from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
 from kvplug.net.affinity import missing_cpus
 from kvplug.transport.context import DirectoryContext
-from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, Spec, TransportSpec
+from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {
     "connector": Kind.CONNECTOR,
@@ -42,32 +42,23 @@ def name_faults(
     right.
     """
     faults: list[str] = []
-    for key, kind in CHOSEN.items():
-        name = names.get(key)
-        if name is None or name == "auto":
-            continue
-        try:
-            spec = registry.get(kind, name)
-        except PluginError as e:
-            faults.append(f"{key}: {e}")
-            continue
-        given = options.get(spec.name, {})
-        if not given and not isinstance(spec, CommandSpec):
-            faults += _spec_faults(spec, given)  # something may have to be given
-        if isinstance(spec, TransportSpec) and spec.wraps:
-            faults += _inner_faults(registry, spec, given)
-    for key, kind in NAMED.items():
+    for key, kind in {**CHOSEN, **NAMED}.items():
+        given = names.get(key) or ()
         seen: dict[int, str] = {}
-        for name in names.get(key, ()):
+        for name in (given,) if isinstance(given, str) else given:
+            if name == "auto":
+                continue
             try:
-                listed_spec = registry.get(kind, name)
+                spec = registry.get(kind, name)
             except PluginError as e:
                 faults.append(f"{key}: {e}")
                 continue
-            if (before := seen.setdefault(id(listed_spec), name)) != name:
+            if (before := seen.setdefault(id(spec), name)) != name:
                 faults.append(f"{key}: {before!r} and {name!r} are the same {kind}; name it once")
-            if listed_spec.name not in options:
-                faults += _spec_faults(listed_spec, {})  # something may have to be given
+            if spec.name not in options:
+                faults += _spec_faults(registry, spec, options)  # something may have to be given
+            if isinstance(spec, TransportSpec) and spec.wraps:
+                faults += _inner_faults(registry, spec, options)
     for peer in names.get("peers", ()):
         directory = directory_of(peer)
         if directory is None:
@@ -86,8 +77,8 @@ def name_faults(
         faults.append(
             f"integrity: {shown(integrity)} was given; {allowed}{did_you_mean(integrity, checksum.NAMES)}"
         )
-    for name, given in options.items():
-        faults += option_faults(registry, name, given)
+    for name in options:
+        faults += _table_faults(registry, name, options)
     return tuple(dict.fromkeys(faults))  # things of one name may share a class of options, and its faults
 
 
@@ -99,14 +90,14 @@ def _directory_faults(
     Raises:
         PluginError: its code does not load.
     """
-    given = own_part(registry, spec, options.get(spec.name, {}))
-    if (faults := _spec_faults(spec, given)) or not spec.run_probe().viable:
-        return faults if spec.name not in options else ()
-    cls = spec.load_options()
-    filled = None if cls is None else check_options(cls, given, where=f"options.{spec.name}")
     try:
-        context = DirectoryContext(options=filled, url=url)
-        made(spec, context).close()
+        filled = options_of(registry, spec, options)
+    except ConfigError as e:
+        return e.faults if spec.name not in options else ()  # else they are those of its table
+    if not spec.run_probe().viable:
+        return ()
+    try:
+        made(spec, DirectoryContext(options=filled, url=url)).close()
     except ConfigError as e:
         return e.faults
     return ()
@@ -144,45 +135,53 @@ def _unused_buffer(registry: Registry, names: Mapping[str, Any]) -> list[str]:
     return [f"lookup_buffer: {name!r} was given, and the connector {spec.name!r} uses no lookup buffer{hint}"]
 
 
-def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:
+def _table_faults(registry: Registry, name: str, options: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The faults of ``[options.<name>]``, for every spec of that name."""
-    specs = [spec for _, spec in registry if spec.name == name and not isinstance(spec, CommandSpec)]
+    able = [spec for _, spec in registry if not isinstance(spec, CommandSpec)]
+    specs = [spec for spec in able if spec.name == name]
     if not specs:
-        known = {spec.name for _, spec in registry if not isinstance(spec, CommandSpec)}
-        return [f"options.{name}: nothing of that name is installed{did_you_mean(name, known)}"]
-    return [fault for spec in specs for fault in _spec_faults(spec, own_part(registry, spec, given))]
+        hint = did_you_mean(name, {spec.name for spec in able})
+        return [f"options.{name}: nothing of that name is installed{hint}"]
+    return [fault for spec in specs for fault in _spec_faults(registry, spec, options)]
 
 
-def own_part(registry: Registry, spec: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``[options.<name>]`` for ``spec``: without keys that only other specs of that name have.
+def options_of(registry: Registry, spec: Any, options: Mapping[str, Mapping[str, Any]]) -> Any:
+    """An instance of the spec's options class, filled from ``[options.<name>]``; ``None``: it takes none.
 
     A pipe and a connector may have the same name; each has its own options, in one table.
+
+    Raises:
+        ConfigError: with every fault of these options.
+        PluginError: the class of the options does not load.
     """
     others = [
         other
         for _, other in registry
         if other.name == spec.name and other != spec and not isinstance(other, CommandSpec)
     ]
-    ours = _keys(spec) if others else set()
-    theirs = {key for other in others for key in _keys(other)} - ours
-    return {key: value for key, value in given.items() if key not in theirs}
+    theirs = {key for other in others for key in _keys(other)}
+    if theirs:
+        theirs -= _keys(spec)
+    given = {key: value for key, value in options.get(spec.name, {}).items() if key not in theirs}
+    cls = spec.load_options()
+    if cls is not None:
+        return check_options(cls, given, where=f"options.{spec.name}")
+    if given:
+        raise ConfigError(f"options.{spec.name}: the {spec.kind} {spec.name!r} takes no options")
+    return None
 
 
-def _keys(spec: Spec) -> set[str]:
+def _keys(spec: Any) -> set[str]:
     try:
-        cls = None if isinstance(spec, CommandSpec) else spec.load_options()
+        cls = spec.load_options()
     except PluginError:
         return set()  # a fault of its own, which is reported there
     return set() if cls is None else set(option_fields(cls))
 
 
-def _spec_faults(spec: Spec, given: Mapping[str, Any]) -> tuple[str, ...]:
+def _spec_faults(registry: Registry, spec: Any, options: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     try:
-        cls = None if isinstance(spec, CommandSpec) else spec.load_options()
-        if cls is not None:
-            check_options(cls, given, where=f"options.{spec.name}")
-        elif given:
-            return (f"options.{spec.name}: the {spec.kind} {spec.name!r} takes no options",)
+        options_of(registry, spec, options)
     except ConfigError as e:
         return e.faults
     except PluginError as e:
@@ -190,20 +189,17 @@ def _spec_faults(spec: Spec, given: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _default(spec: TransportSpec, key: str) -> Any:
-    try:
-        cls = spec.load_options()
-    except PluginError:
-        return None  # a fault of its own
-    field = None if cls is None else option_fields(cls).get(key)
-    return "auto" if field is None else field.default
-
-
-def _inner_faults(registry: Registry, spec: TransportSpec, given: Mapping[str, Any]) -> tuple[str, ...]:
+def _inner_faults(
+    registry: Registry, spec: TransportSpec, options: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, ...]:
     """The faults of the inner transport's name."""
-    key, name = f"options.{spec.name}.inner", given.get("inner", _default(spec, "inner"))
-    if name == "auto" or not isinstance(name, str):
+    try:
+        name = str(getattr(options_of(registry, spec, options), "inner", "auto"))
+    except (ConfigError, PluginError):
+        name = str(options.get(spec.name, {}).get("inner", "auto"))  # other options have faults of their own
+    if name == "auto":
         return ()
+    key = f"options.{spec.name}.inner"
     try:
         inner = registry.get(spec.kind, name)
     except PluginError as e:

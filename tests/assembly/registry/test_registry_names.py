@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import Registry
+from kvplug import ConfigError, Registry
 from kvplug.assembly.registry.advice import PACKAGES
-from kvplug.assembly.registry.check import name_faults, own_part
+from kvplug.assembly.registry.check import name_faults, options_of
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
 from kvplug.transport import (
     AmbiguousNameError,
@@ -171,4 +171,6 @@ def test_things_of_one_name_each_take_their_own_from_its_table(monkeypatch: pyte
     assert name_faults(registry, {}, {"cpu": {"lanes": 4, "depth": 1}}) == ()
     faults = name_faults(registry, {}, {"cpu": {"lanes": 4, "dept": 1}})
     assert len(faults) == 3 and all("dept" in fault or "takes no options" in fault for fault in faults)
-    assert own_part(registry, connector, {"lanes": 4, "odd": 1}) == {"odd": 1}
+    assert options_of(registry, connector, {"cpu": {"lanes": 4}}) is None
+    with pytest.raises(ConfigError, match="takes no options"):
+        options_of(registry, connector, {"cpu": {"lanes": 4, "odd": 1}})
