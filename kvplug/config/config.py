@@ -155,6 +155,14 @@ def directory_of(peer: str) -> str | None:
     return None if found is None else found[1]
 
 
+def _role(given: Any) -> Role | None:
+    role: Role | None
+    role, faults = structured(Config, "role", given)
+    if faults:
+        raise ConfigError(*faults)
+    return role
+
+
 def _option_tables(value: Any) -> Mapping[str, Mapping[str, Any]]:
     return {str(name): dict(table) for name, table in value.items()}
 
@@ -254,7 +262,7 @@ class Config:
     )
     role: Role | None = attrs.field(
         default=None,
-        converter=attrs.converters.optional(Role),
+        converter=_role,
         metadata={HELP: "Whether this process produces KV, consumes it, or both. Must be set."},
     )
     host: str = option(

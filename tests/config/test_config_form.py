@@ -110,6 +110,19 @@ def test_a_wrong_value_is_one_short_fault_of_its_key(key: str) -> None:
         assert fault.startswith(f"{key}: ") and said in fault and len(fault) < 300, fault
 
 
+def test_a_config_that_a_program_makes_is_checked_too() -> None:
+    assert Config(role="kv_both", timeout_s=5).role is Role.BOTH  # type: ignore[arg-type]
+    for wrong in (
+        {"role": "bath"},
+        {"port": "5"},
+        {"timeout_s": "5 s"},
+        {"slow_path": "wran"},
+        {"stores": "fs"},
+    ):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: '.*' was given; allowed is "):
+            Config(**wrong)  # type: ignore[arg-type]
+
+
 def test_each_wrong_peer_is_named_with_the_other_faults() -> None:
     wrong = ["127.0.0.1", "::1", "::1:29555", "host:99999", "host:port", "host:1/x", "unix:@a b", "0.0.0.0:1"]
     faults = faults_of({"peers": [*wrong, "10.0.0.5:29555", "etcd://10.0.0.7"], "port": 0})

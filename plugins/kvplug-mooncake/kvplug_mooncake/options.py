@@ -64,7 +64,6 @@ class MooncakeOptions:
     protocol: Literal["tcp", "rdma"] = option(
         default="tcp",
         help="How Mooncake moves pages. kvplug's tests cover tcp.",
-        validator=attrs.validators.in_(("tcp", "rdma")),
     )
     devices: str = option(default="", help="Names of RDMA devices, separated by commas, for Mooncake.")
     log_file: str | None = option(

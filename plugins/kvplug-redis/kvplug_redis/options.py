@@ -39,7 +39,6 @@ class RedisOptions:
     mode: Literal["single", "sentinel", "cluster"] = option(
         default="single",
         help="What is at the address: one server, sentinels that know it, or nodes of a cluster.",
-        validator=attrs.validators.in_(("single", "sentinel", "cluster")),
     )
     service: str = option(default="mymaster", help="Name of the server at the sentinels.")
     db: int = option(default=0, at_least=0, help="Number of the database. A cluster has number 0 only.")
