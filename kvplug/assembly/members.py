@@ -25,7 +25,7 @@ from kvplug.config.addresses import TcpAddress, parse_contact
 from kvplug.config.config import directory_of
 from kvplug.engine.connector.values import Parallelism
 from kvplug.engine.members import Engine, Listener, Members
-from kvplug.errors import ClosedError, ConfigError, PluginError, TimeoutError
+from kvplug.errors import ClosedError, ConfigError, TimeoutError
 from kvplug.metrics.reasons import Op, Reason, reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.exchange import identity_of
@@ -368,10 +368,7 @@ def members_of(
     url = config.directory
     if url is None:
         return None
-    spec = resolved.registry.get(Kind.DIRECTORY, directory_of(url) or "")
-    probe = spec.run_probe()
-    if not probe.viable:
-        raise PluginError(f"the directory {spec.name!r} cannot work here: {probe.reason}")
+    spec = resolved.usable(Kind.DIRECTORY, directory_of(url) or "")
     about = Announcement(
         engine_id=config.engine_id,
         epoch=EPOCH,

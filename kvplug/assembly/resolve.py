@@ -34,7 +34,7 @@ from kvplug.net.trust.identity import this_process
 from kvplug.net.trust.tls import TlsFiles
 from kvplug.transport.capabilities import Capabilities, Requirements
 from kvplug.transport.pipe import PipeEndpoint
-from kvplug.transport.spec import ConnectorSpec, Kind, Probe, TransportSpec
+from kvplug.transport.spec import ConnectorSpec, DirectorySpec, Kind, Probe, StoreSpec, TransportSpec
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,6 @@ class ResolvedConfig:
         self.registry = registry
         self._viable: dict[str, Probe] = {}
         """Probes of pipe transports that can work here, by their names."""
-        self._loaded: set[str] = set()
-        """Names of pipe transports whose factory has loaded."""
 
     @classmethod
     def to_build(cls, config: Config, registry: Registry | None, *keys: str) -> ResolvedConfig:
@@ -136,16 +134,9 @@ class ResolvedConfig:
             return found
         self._viable[spec.name] = found
         if load and spec.auto and spec.name != self.requested_transport:
-            if reason := self._why_broken(spec):
+            if reason := _why_broken(spec):
                 return attrs.evolve(found, viable=False, reason=reason)
         return found
-
-    def _why_broken(self, spec: TransportSpec) -> str:
-        """Why "auto" passes a transport over whose probe says that it can work; empty: it does not."""
-        if spec.name not in self._loaded and (reason := _broken.reason(spec)):
-            return reason
-        self._loaded.add(spec.name)
-        return ""
 
     def explain_missing_pipe(self, device: str | None = None) -> str | None:
         """Why no pipe that the config allows can move tensors of this device; default: the config's."""
@@ -193,6 +184,19 @@ class ResolvedConfig:
             return made(spec, context)
         return made(around, self.context(around, **more, make_inner=functools.partial(made, spec, context)))
 
+    def usable(self, kind: Literal[Kind.STORE, Kind.DIRECTORY], name: str) -> Any:
+        """The spec of that name.
+
+        Raises:
+            UnknownNameError, AmbiguousNameError: no plugin offers the name, or two do.
+            PluginError: its probe says that it cannot work here.
+        """
+        spec: StoreSpec | DirectorySpec = self.registry.get(kind, name)
+        probe = spec.run_probe()
+        if not probe.viable:
+            raise PluginError(f"the {kind} {spec.name!r} cannot work here: {probe.reason}")
+        return spec
+
     def chosen(self, kind: TransportKind, device: str = "cpu") -> tuple[TransportSpec, TransportSpec | None]:
         """The transport of a kind that the config names, and the one that wraps it, if any.
 
@@ -210,7 +214,7 @@ class ResolvedConfig:
         reasons = {spec: _against(spec, required) for spec in specs}
         able = [spec for spec in specs if not reasons[spec]]
         for spec in sorted(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name)):
-            if name != AUTO or not (broken := _broken.reason(spec)):
+            if name != AUTO or not (broken := _why_broken(spec)):
                 return spec, around
             reasons[spec] = (broken,)
         lines = [f"{spec.name}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
@@ -246,8 +250,7 @@ class ResolvedConfig:
             endpoint: PipeEndpoint = self.make(spec, around=self._pipe[0], device=device)
         except PluginError as e:
             if self.config.transport == AUTO:
-                self._loaded.discard(name)
-                _broken.note(spec, e)
+                _note_broken(spec, e)
             raise
         return endpoint
 
@@ -296,43 +299,36 @@ class ResolvedConfig:
             raise ConfigError(*faults, source=config.source)
 
 
-class _BrokenTransports:
-    """The transports that this process could not load or make under "auto".
+_broken: Final[dict[tuple[str, str], str]] = {}
+"""Why this process could not load or make a transport under "auto", which passes it over until the process
+restarts: what has not loaded does not load later."""
 
-    Each is told once, and passed over until the process restarts: what has not loaded does not load later.
+
+def _why_broken(spec: TransportSpec) -> str:
+    """Why it is broken; empty: it has loaded.
+
+    Raises:
+        ResourceExhaustedError: there was no free descriptor or memory to load it.
     """
-
-    def __init__(self) -> None:
-        self._reasons: dict[tuple[str, str], str] = {}
-
-    def reason(self, spec: TransportSpec) -> str:
-        """Why this one is broken; empty: it has loaded.
-
-        Raises:
-            ResourceExhaustedError: there was no free descriptor or memory to load it.
-        """
-        key = (spec.called, spec.factory)
-        if key not in self._reasons:
-            try:
-                spec.load_factory()
-            except PluginLoadError as e:
-                self.note(spec, e)
-        return self._reasons.get(key, "")
-
-    def note(self, spec: TransportSpec, error: PluginError) -> None:
-        key = (spec.called, spec.factory)
-        if key not in self._reasons:
-            self._reasons[key] = " ".join(str(error).split())
-            logger.warning(
-                "%s is broken, and 'auto' passes it over from now on: %s; reinstall its package, or name its"
-                " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list %s` shows both)",
-                spec.called,
-                self._reasons[key],
-                spec.name,
-            )
+    if (spec.called, spec.factory) not in _broken:
+        try:
+            spec.load_factory()
+        except PluginLoadError as e:
+            _note_broken(spec, e)
+    return _broken.get((spec.called, spec.factory), "")
 
 
-_broken = _BrokenTransports()
+def _note_broken(spec: TransportSpec, error: PluginError) -> None:
+    key = (spec.called, spec.factory)
+    if key not in _broken:
+        _broken[key] = " ".join(str(error).split())
+        logger.warning(
+            "%s is broken, and 'auto' passes it over from now on: %s; reinstall its package, or name its"
+            " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list %s` shows both)",
+            spec.called,
+            _broken[key],
+            spec.name,
+        )
 
 
 def ensure_config(config: object) -> None:

@@ -68,7 +68,7 @@ class StoreOpener:
             PluginError: it cannot work here, its factory failed, or returned something else.
             ResourceExhaustedError: a descriptor, thread, memory or space ran out.
         """
-        spec = self._spec(name)
+        spec = self._resolved.usable(Kind.STORE, name)
         context = self._context(spec)
         factory = spec.load_factory()
         with _opening(spec):
@@ -87,20 +87,13 @@ class StoreOpener:
             PluginError: that store serves no peers, or the maker of its clients failed.
             ResourceExhaustedError: a descriptor, thread, memory or space ran out, here or there.
         """
-        spec = self._spec(name)
+        spec = self._resolved.usable(Kind.STORE, name)
         if spec.client is None:
             raise PluginError(f"the store {spec.name!r} serves no other processes: name another one first")
         maker = spec.load_client()
         with _opening(spec):
             made = maker(self._context(spec), link)
         return self._recorded(spec, made)
-
-    def _spec(self, name: str) -> StoreSpec:
-        spec = self._resolved.registry.get(Kind.STORE, name)
-        probe = spec.run_probe()
-        if not probe.viable:
-            raise PluginError(f"the store {spec.name!r} cannot work here: {probe.reason}")
-        return spec
 
     def _context(self, spec: StoreSpec) -> StoreContext:
         config, settings = self._resolved.config, self._settings
