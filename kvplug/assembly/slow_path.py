@@ -274,7 +274,7 @@ def _processors(thread_cpus: str) -> Iterator[str]:
         cpus = float("inf")
     if cpus < _FEW_CPUS:
         yield f"this container may use {cpus:.2g} processors; raise its CPU limit"
-    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < _FEW_CPUS <= (os.cpu_count() or 1):
+    if len(os.sched_getaffinity(0)) < _FEW_CPUS <= (os.cpu_count() or 1):
         yield "this process may use one processor only; give it more"
     if thread_cpus.isdecimal():
         yield f"all threads of kvplug share processor {thread_cpus} (thread_cpus); give them more"

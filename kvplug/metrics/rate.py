@@ -401,7 +401,7 @@ def host_load() -> float:
     """How many runnable threads there are for each processor: of this host, or, where this process may use
     only some of its processors, of this process, whichever is more."""
     host = os.cpu_count() or 1
-    ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
+    ours = len(os.sched_getaffinity(0))
     try:
         runnable = os.getloadavg()[0]
     except OSError:

@@ -16,6 +16,11 @@ The default, "all", is what the operator gave to the program, as far as that can
 A program that was restricted from outside (taskset, numactl, Slurm, systemd) stays within that: an affinity
 is never taken from a parent that is another program, nor from the list of all CPUs. A container's cpuset
 restricts every thread anyway.
+
+Where OpenMP binds threads to CPUs (``GOMP_CPU_AFFINITY``, ``OMP_PROC_BIND``, ...), it binds one that first
+shares a loop with others through OpenMP, as torch does for a large copy: GNU's library to the first of its
+places, which is the CPU of the engine's main thread, whatever affinity the thread had chosen. So there
+kvplug's threads share no loops; what they do is copying.
 """
 
 from __future__ import annotations
@@ -24,18 +29,17 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
 from kvplug.errors import ConfigError
-from kvplug.net import openmp
 
 _log = logging.getLogger(__name__)
 
 _ONLINE: Final = "/sys/devices/system/cpu/online"
 _TASKS: Final = "/proc/{}/task"
-_IS_KNOWN: Final = hasattr(os, "sched_setaffinity")
 
 Cpus = frozenset[int]
 
@@ -46,7 +50,7 @@ def _of_thread(thread_id: int) -> Cpus:
     return frozenset()
 
 
-_AT_IMPORT: Final = _of_thread(0) if _IS_KNOWN else frozenset[int]()
+_AT_IMPORT: Final = _of_thread(0)
 
 
 def cpus_of(pid: int | str) -> Cpus:
@@ -60,7 +64,7 @@ def cpus_of(pid: int | str) -> Cpus:
 @functools.cache
 def all_cpus() -> Cpus:
     """What "all" means; see the module. Asked once: an engine may bind more of its threads later."""
-    found = _AT_IMPORT | cpus_of("self") | openmp.places()
+    found = _AT_IMPORT | cpus_of("self") | _places()
     # A process that multiprocessing has started has imported this.
     module: Any = sys.modules.get("multiprocessing.process")
     starter = module and module.parent_process()
@@ -116,15 +120,13 @@ def choose_cpus(wanted: str) -> None:
             default of a config, leaves what another config of this process has chosen.
 
     Raises:
-        ConfigError: this process may use none of the listed CPUs, or this system cannot bind threads.
+        ConfigError: this process may use none of the listed CPUs.
     """
     global _chosen
     if wanted == "all":
         return
     chosen = frozenset[int]() if wanted == "inherit" else parse_cpus(wanted)
     if chosen:
-        if not _IS_KNOWN:
-            raise ConfigError(f"thread_cpus: {wanted!r} was given, and this system binds no threads to CPUs")
         try:
             with _own_cpus_again():
                 os.sched_setaffinity(0, chosen)
@@ -139,14 +141,12 @@ def choose_cpus(wanted: str) -> None:
 def set_own_cpus() -> None:
     """The calling thread, which is one of kvplug's and starts, uses the CPUs that were chosen."""
     if cpus := _wanted():
-        openmp.share_no_loops()
+        _share_no_loops()
         _bind(cpus)
 
 
 def _wanted() -> Cpus:
     """Empty: those that a thread has inherited."""
-    if not _IS_KNOWN:
-        return frozenset()
     return all_cpus() if _chosen is None else _chosen
 
 
@@ -171,9 +171,74 @@ def thread_cpus() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_cpus_again() -> Iterator[None]:
-    before = _of_thread(0) if _IS_KNOWN else frozenset[int]()
+    before = _of_thread(0)
     try:
         yield
     finally:
         if before:
             _bind(before)
+
+
+# -- OpenMP ----------------------------------------------------------------------------------------
+
+_LIBRARY = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so[^/\s]*$", re.MULTILINE)
+"""GNU's, Intel's and LLVM's, in the list of mapped files."""
+
+
+def _share_no_loops() -> None:
+    """In the calling thread, if OpenMP is loaded and binds threads. Call it before the affinity is set."""
+    libraries = _loaded()
+    if not libraries:
+        return
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "get_num_threads"):
+        torch.get_num_threads()  # when a thread first asks, torch sets the number: not after us
+    for library in libraries:
+        library.omp_set_num_threads(1)
+
+
+def _places() -> frozenset[int]:
+    """The CPUs to which OpenMP binds threads; empty if it binds none.
+
+    They are among those that the process had at its start, before OpenMP bound the main thread.
+    """
+    libraries = _loaded()
+    if not libraries:
+        return frozenset()
+    import ctypes  # not before it is needed: this is imported by whatever starts a thread
+
+    found: set[int] = set()
+    for library in libraries:
+        for place in range(library.omp_get_num_places()):
+            cpus = (ctypes.c_int * library.omp_get_place_num_procs(place))()
+            library.omp_get_place_proc_ids(place, cpus)
+            found.update(cpus)
+    return frozenset(found)
+
+
+_libraries: dict[bool, list[Any]] = {}
+"""The libraries that bind threads, by whether torch, which brings one, was loaded at the search."""
+
+
+def _loaded() -> list[Any]:
+    has_torch = "torch" in sys.modules
+    if has_torch not in _libraries:
+        _libraries[has_torch] = [library for library in _mapped() if _binds(library)]
+    return _libraries[has_torch]
+
+
+def _mapped() -> list[Any]:
+    found = []
+    with contextlib.suppress(OSError):
+        with open("/proc/self/maps") as maps:
+            paths = sorted(set(_LIBRARY.findall(maps.read())))
+        if paths:
+            import ctypes
+        for path in paths:
+            with contextlib.suppress(OSError):  # its file was removed since
+                found.append(ctypes.CDLL(path))
+    return found
+
+
+def _binds(library: Any) -> bool:
+    return hasattr(library, "omp_get_place_proc_ids") and bool(library.omp_get_proc_bind())

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import mmap
 import os
-import ssl
+import resource  # now, since an import needs a descriptor itself
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -20,11 +20,6 @@ from typing import Final
 
 from kvplug.errors import BusyError, CancelledError, ClosedError, KvplugError, ResourceExhaustedError
 from kvplug.net.threads import BackgroundThread
-
-try:  # now, since an import needs a descriptor itself
-    import resource
-except ImportError:  # pragma: no cover (not a Unix system)
-    resource = None  # type: ignore[assignment]
 
 DESCRIPTORS: Final = "descriptors"
 THREADS: Final = "threads"
@@ -165,9 +160,7 @@ def _ensure_addresses(nbytes: int) -> None:
 
 
 def _stack_bytes() -> int:
-    stack = -1
-    if resource is not None:
-        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return stack if stack > 0 else _STACK_BYTES  # -1: unlimited
 
 
@@ -190,7 +183,7 @@ def _recognised(error: BaseException) -> tuple[str, int | None] | None:
     if isinstance(error, MemoryError):
         return MEMORY, errno.ENOMEM
     number = getattr(error, "errno", None)  # of ZeroMQ's errors too, which are no OSError
-    if isinstance(number, int) and not isinstance(error, ssl.SSLError):
+    if isinstance(number, int) and type(error).__module__ != "ssl":  # which has numbers of its own
         what = _NUMBERS.get(number)
         return None if what is None else (what, number)
     if isinstance(error, RuntimeError | ImportError | OSError):
@@ -235,7 +228,7 @@ def _explained(what: str, number: int | None) -> str:
 def _limit(*names: str) -> str:
     """The limits of this process that are set, of these: " (RLIMIT_NOFILE is 1024)"."""
     said = []
-    for name in names if resource is not None else ():
+    for name in names:
         soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         if soft != resource.RLIM_INFINITY:
             said.append(f"RLIMIT_{name} is {soft}")

@@ -39,10 +39,8 @@ logger = logging.getLogger(__name__)
 _BEAT = b"\x01"
 _READ_BYTES = 4096
 
-# epoll is cheap with many watches; elsewhere poll does, which knows no RDHUP but reports HUP.
-_HAS_EPOLL = hasattr(select, "epoll")
-_READABLE: int = select.EPOLLIN if _HAS_EPOLL else select.POLLIN
-_HUNG_UP: int = select.EPOLLRDHUP | select.EPOLLHUP if _HAS_EPOLL else select.POLLHUP
+_READABLE = select.EPOLLIN
+_HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP
 
 
 def _positive(_: Any, attribute: Any, value: float) -> None:
@@ -196,7 +194,7 @@ class _Loop:
     def __init__(self) -> None:
         self.wake_in, self.wake_out = socket.socketpair()
         try:
-            self.poller: Any = select.epoll() if _HAS_EPOLL else select.poll()
+            self.poller = select.epoll()
         except BaseException:
             self.wake_in.close()
             self.wake_out.close()
@@ -245,8 +243,7 @@ class _Loop:
         self.wake()
 
     def close(self) -> None:
-        if _HAS_EPOLL:
-            self.poller.close()
+        self.poller.close()
         self.wake_in.close()
         self.wake_out.close()
 
@@ -292,10 +289,7 @@ class _Loop:
                 self.close()
 
     def poll(self, pause: float | None) -> list[int]:
-        if _HAS_EPOLL:
-            events = self.poller.poll(-1 if pause is None else pause)
-        else:
-            events = self.poller.poll(None if pause is None else pause * 1000)
+        events = self.poller.poll(pause)
         with contextlib.suppress(BlockingIOError):
             self.wake_out.recv(_READ_BYTES)
         return [fd for fd, _ in events]
@@ -357,5 +351,4 @@ def _in_child() -> None:
     loop.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)

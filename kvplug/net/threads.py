@@ -169,7 +169,7 @@ def _interrupted_at(deadline: Deadline) -> Iterator[None]:
 
     try:
         before = signal.signal(signal.SIGALRM, interrupt)
-    except (AttributeError, ValueError):  # no such signal here, or this is not the main thread
+    except ValueError:  # this is not the main thread
         yield
         return
     timer = signal.setitimer(signal.ITIMER_REAL, max(_LOOK_S, deadline.remaining() or 0.0))
@@ -189,5 +189,4 @@ def _in_child() -> None:
     _called.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)
