@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvplug.errors import (
     BusyError,
@@ -21,9 +21,6 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.transport.pipe import Pipe, Transfer
 from kvplug.transport.store.job import Job
 from kvplug.transport.store.results import Presence
-
-if TYPE_CHECKING:
-    pass
 
 _T = TypeVar("_T")
 _J = TypeVar("_J", bound=Job[Any])

@@ -22,10 +22,11 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from collections.abc import Container, Mapping
+from typing import Annotated, Any, Final, Literal, get_args
 
 import attrs
+import msgspec
 
 from kvplug.metrics.reasons import Op, Reason
 
@@ -39,46 +40,79 @@ BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0
 _MAX_NAMES: Final = 64
 """More routes, or transports or stores that are slow, are counted as "other": each is a series of its own."""
 _NAME_CHARS: Final = 200
-_NAMED: Final = ("routes", "slow_paths", "slow_gets", "slow_puts", "not_held")
-"""Counts by a name that is not of a closed set."""
 _OPS: Final = frozenset(Op)
 _REASONS: Final = frozenset(Reason)
+_BUCKETS: Final = len(BOUNDS_S) + 1
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Counts = dict[str, _Count]
+_Named = Literal["routes", "slow_paths", "slow_gets", "slow_puts", "not_held"]
+"""Counts by a name that is not of a closed set."""
 
 
 @attrs.define(eq=False)
 class _Figures:
-    count: int = 0
-    nbytes: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    buckets: list[int] = attrs.field(factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    count: _Count
+    bytes: _Count
+    tokens: _Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    buckets: Annotated[list[_Count], msgspec.Meta(min_length=_BUCKETS, max_length=_BUCKETS)]
 
-    def add(self, other: _Figures, sign: int = 1) -> None:
+    def add(self, other: _Figures, sign: int) -> None:
         self.count += sign * other.count
-        self.nbytes += sign * other.nbytes
+        self.bytes += sign * other.bytes
         self.tokens += sign * other.tokens
         self.seconds += sign * other.seconds
         for index, count in enumerate(other.buckets):
             self.buckets[index] += sign * count
 
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "count": self.count,
-            "bytes": self.nbytes,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "buckets": list(self.buckets),
-        }
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> _Figures:
-        found = cls(plain["count"], plain["bytes"], plain["tokens"], plain["seconds"], list(plain["buckets"]))
-        if len(found.buckets) != len(BOUNDS_S) + 1:
-            raise ValueError(f"{len(found.buckets)} duration buckets, this version has {len(BOUNDS_S) + 1}")
-        counts = (found.count, found.nbytes, found.tokens, *found.buckets)
-        if not all(map(_is_count, counts)) or not found.seconds >= 0:
-            raise ValueError("a figure is negative or no number")
-        return found
+class _Figured(msgspec.Struct, eq=False, omit_defaults=True):
+    """What a snapshot has."""
+
+    ops: dict[str, _Figures]
+    failures: dict[str, _Counts]
+    routes: _Counts = {}
+    slow_paths: _Counts = {}
+    slow_gets: _Counts = {}
+    slow_puts: _Counts = {}
+    not_held: _Counts = {}
+
+    def op(self, op: str) -> _Figures:
+        return self.ops.setdefault(_known(op, _OPS), _Figures(0, 0, 0, 0.0, [0] * _BUCKETS))
+
+    def fail(self, op: str, reason: str, count: int) -> None:
+        reasons, reason = self.failures.setdefault(_known(op, _OPS), {}), _known(reason, _REASONS)
+        reasons[reason] = reasons.get(reason, 0) + count
+
+    def name(self, kind: _Named, name: str, count: int) -> None:
+        counts: _Counts = getattr(self, kind)
+        name = name[:_NAME_CHARS]
+        if name not in counts and len(counts) >= _MAX_NAMES:
+            name = "other"
+        counts[name] = counts.get(name, 0) + count
+
+    def add(self, other: _Figured, sign: int = 1) -> None:
+        for op, figures in other.ops.items():
+            self.op(op).add(figures, sign)
+        for op, reasons in other.failures.items():
+            for reason, count in reasons.items():
+                self.fail(op, reason, sign * count)
+        for kind in get_args(_Named):
+            for name, count in getattr(other, kind).items():
+                self.name(kind, name, sign * count)
+
+    def without_zeros(self) -> _Figured:
+        failures = {op: _positive(reasons) for op, reasons in self.failures.items()}
+        return _Figured(
+            {op: figures for op, figures in self.ops.items() if figures.count},
+            {op: reasons for op, reasons in failures.items() if reasons},
+            *(_positive(getattr(self, kind)) for kind in get_args(_Named)),
+        )
+
+
+def _positive(counts: _Counts) -> _Counts:
+    return {name: count for name, count in counts.items() if count}
 
 
 class TransferStats:
@@ -89,9 +123,7 @@ class TransferStats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ops: dict[str, _Figures] = {}
-        self._failures: dict[tuple[str, str], int] = {}
-        self._named: dict[str, dict[str, int]] = {kind: {} for kind in _NAMED}
+        self._figured = _Figured({}, {})
         self._resets = 0
         self._changes = 0
         """Grows with everything that is counted."""
@@ -109,9 +141,9 @@ class TransferStats:
         """
         with self._lock:
             self._changes += 1
-            figures = self._ops.get(op) or self._new(op)
+            figures = self._figured.ops.get(op) or self._figured.op(op)
             figures.count += count
-            figures.nbytes += count * nbytes
+            figures.bytes += count * nbytes
             figures.tokens += count * tokens
             figures.seconds += count * seconds
             figures.buckets[bisect_left(BOUNDS_S, seconds)] += count
@@ -119,10 +151,9 @@ class TransferStats:
     def fail(self, op: str, reason: str, *, count: int = 1) -> None:
         """One more ``op`` has failed, or ``count`` of them, for a reason of
         :class:`~kvplug.metrics.reasons.Reason`."""
-        key = (_known_op(op), _known_reason(reason))
         with self._lock:
             self._changes += 1
-            self._failures[key] = self._failures.get(key, 0) + count
+            self._figured.fail(op, reason, count)
 
     def opened(self, route: str, *, count: int = 1) -> None:
         """One more pipe was opened, and this carries its bytes (see ``Pipe.route``)."""
@@ -141,17 +172,10 @@ class TransferStats:
         ``count`` of them."""
         self._count("not_held", source, count)
 
-    def _count(self, kind: str, name: str, count: int) -> None:
-        name = name[:_NAME_CHARS]
-        counts = self._named[kind]
+    def _count(self, kind: _Named, name: str, count: int) -> None:
         with self._lock:
             self._changes += 1
-            if name not in counts and len(counts) >= _MAX_NAMES:
-                name = "other"
-            counts[name] = counts.get(name, 0) + count
-
-    def _new(self, op: str) -> _Figures:
-        return self._ops.setdefault(_known_op(op), _Figures())
+            self._figured.name(kind, name, count)
 
     def merge(self, other: TransferStats | StatsSnapshot) -> None:
         """Add everything another one counted.
@@ -159,24 +183,15 @@ class TransferStats:
         Raises:
             ValueError: it is no snapshot.
         """
-        snapshot = other.snapshot() if isinstance(other, TransferStats) else other
-        ops, failures, named = _parse(snapshot)
-        for kind, counts in named.items():
-            for name, count in counts.items():
-                self._count(kind, name, count)
+        figured = _parse(other.snapshot() if isinstance(other, TransferStats) else other)
         with self._lock:
             self._changes += 1
-            for op, figures in ops.items():
-                self._ops.setdefault(op, _Figures()).add(figures)
-            for key, count in failures.items():
-                self._failures[key] = self._failures.get(key, 0) + count
+            self._figured.add(figured)
 
     def reset(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._ops, self._failures = {}, {}
-            for counts in self._named.values():
-                counts.clear()
+            self._figured = _Figured({}, {})
             self._resets += 1
             self._changes += 1
 
@@ -206,13 +221,7 @@ class TransferStats:
 
     def _snapshot(self) -> tuple[dict[str, Any], int]:
         with self._lock:
-            failures: dict[str, dict[str, int]] = {}
-            for (op, reason), count in self._failures.items():
-                failures.setdefault(op, {})[reason] = count
-            # str(): plain text, not the enum's members
-            ops = {str(op): figures.to_plain() for op, figures in self._ops.items()}
-            named = {kind: dict(counts) for kind, counts in self._named.items() if counts}
-            return {"ops": ops, "failures": failures, **named}, self._resets
+            return msgspec.to_builtins(self._figured), self._resets
 
 
 class StatsReader:
@@ -232,64 +241,26 @@ class StatsReader:
         now, resets = self._stats._snapshot()
         before, self._before = self._before if resets == self._resets else None, now
         self._resets = resets
-        return _difference(now, before)
+        fresh = _parse(now)
+        if before is not None:
+            fresh.add(_parse(before), -1)
+        plain = msgspec.to_builtins(fresh.without_zeros())
+        return plain if any(plain.values()) else None
 
 
-def _difference(now: StatsSnapshot, before: StatsSnapshot | None) -> dict[str, Any] | None:
-    ops, failures, named = _parse(now)
-    if before is not None:
-        old_ops, old_failures, old_named = _parse(before)
-        for op, figures in old_ops.items():
-            ops[op].add(figures, -1)
-        for key, count in old_failures.items():
-            failures[key] -= count
-        for kind, counts in old_named.items():
-            for name, count in counts.items():
-                named[kind][name] -= count
-    fresh = TransferStats()
-    fresh._ops = {op: figures for op, figures in ops.items() if figures.count}
-    fresh._failures = {key: count for key, count in failures.items() if count}
-    for kind, counts in named.items():
-        fresh._named[kind] = {name: count for name, count in counts.items() if count}
-    return fresh.snapshot() if fresh._ops or fresh._failures or any(fresh._named.values()) else None
-
-
-def _parse(
-    snapshot: StatsSnapshot,
-) -> tuple[dict[str, _Figures], dict[tuple[str, str], int], dict[str, dict[str, int]]]:
-    ops: dict[str, _Figures] = {}
-    failures: dict[tuple[str, str], int] = {}
+def _parse(snapshot: StatsSnapshot) -> _Figured:
+    """A copy of a snapshot, with what is not known here under "other". Raises ValueError: it is none."""
     try:
-        for op, plain in snapshot["ops"].items():
-            ops.setdefault(_known_op(op), _Figures()).add(_Figures.from_plain(plain))
-        for op, reasons in snapshot["failures"].items():
-            for reason, count in reasons.items():
-                if not _is_count(count):
-                    raise ValueError(f"a count is {count!r}")
-                key = (_known_op(op), _known_reason(reason))
-                failures[key] = failures.get(key, 0) + count
-        named = {kind: dict(snapshot.get(kind, {})) for kind in _NAMED}
-        for kind, counts in named.items():
-            if not all(isinstance(name, str) and _is_count(count) for name, count in counts.items()):
-                raise ValueError(f"{kind}: a name is no text, or its count no number")
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise ValueError(f"no snapshot of transfer stats: {type(e).__name__}: {e}") from e
-    return ops, failures, named
+        found = msgspec.convert(snapshot, _Figured)
+    except msgspec.ValidationError as e:
+        raise ValueError(f"no snapshot of transfer stats: {e}") from e
+    known = _Figured({}, {})
+    known.add(found)
+    return known
 
 
-def _is_count(given: object) -> bool:
-    return isinstance(given, int) and given >= 0
-
-
-def _known_op(op: str) -> str:
-    if op in _OPS:
-        return str(op)
-    _log.debug("operation %r is not known here and is counted as 'other'", op)
-    return "other"
-
-
-def _known_reason(reason: str) -> str:
-    if reason in _REASONS:
-        return str(reason)
-    _log.debug("reason %r is not known here and is counted as 'other'", reason)
+def _known(name: str, names: Container[str]) -> str:
+    if name in names:
+        return str(name)
+    _log.debug("operation or reason %r is not known here and is counted as 'other'", name)
     return "other"
