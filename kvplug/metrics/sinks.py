@@ -6,6 +6,7 @@ import abc
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from kvplug.metrics.stats import StatsReader, StatsSnapshot, TransferStats
 from kvplug.net.threads import BackgroundThread
@@ -14,6 +15,14 @@ _log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 """How long a sink may keep the end of a connector waiting."""
+_NAMED_LINES: Final = {
+    "routes": "%s pipes: %d opened over %s",
+    "slow_paths": "%s slow paths: %d by %s",
+    "slow_gets": "%s slow stores: %d, loads from %s",
+    "slow_puts": "%s slow stores: %d, saves to %s",
+    "not_held": "%s not held: %d pages by %s",
+}
+"""What is logged of the counts by name."""
 
 
 class Sink(abc.ABC):
@@ -62,15 +71,9 @@ class LogSink(Sink):
                 figures["seconds"],
                 failed or "none",
             )
-        for route, count in snapshot.get("routes", {}).items():
-            self._logger.log(self._level, "%s pipes: %d opened over %s", who, count, route)
-        for transport, count in snapshot.get("slow_paths", {}).items():
-            self._logger.log(self._level, "%s slow paths: %d by %s", who, count, transport)
-        for kind, verb in (("slow_gets", "loads from"), ("slow_puts", "saves to")):
-            for store, count in snapshot.get(kind, {}).items():
-                self._logger.log(self._level, "%s slow stores: %d, %s %s", who, count, verb, store)
-        for source, count in snapshot.get("not_held", {}).items():
-            self._logger.log(self._level, "%s not held: %d pages by %s", who, count, source)
+        for kind, line in _NAMED_LINES.items():
+            for name, count in snapshot.get(kind, {}).items():
+                self._logger.log(self._level, line, who, count, name)
 
 
 def configured_log_sink(options: object) -> LogSink:
