@@ -38,13 +38,14 @@ def test_decode_goes_on_from_the_blocks_of_prefill_and_prefill_has_them_back(
     model: str, prompts: dict[int, list[int]], alone: Any, free_port: Callable[[], int]
 ) -> None:
     meeting = free_port()
+    env = {**QUIET_CORES, "KVPLUG_SECRET": ""}  # which a Unix socket does without
     where = {"host": f"unix:@kvplug-p2p-{meeting}"}
     policy = {"kv_load_failure_policy": "recompute"}
     configs = [
         transfer_config("kv_producer", meeting, **where, **PATIENT),
         transfer_config("kv_consumer", meeting, **where, **policy, **PATIENT),
     ]
-    with started(model, [(each, CACHED) for each in configs], free_port, **QUIET_CORES) as (prefill, decode):
+    with started(model, [(each, CACHED) for each in configs], free_port, **env) as (prefill, decode):
         with proxied.Proxy([prefill.url], [decode.url], {"prefill-timeout-s": "120"}) as proxy:
             proxy.wait_until_ready()
 
