@@ -16,7 +16,7 @@ from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry, advice
 from kvplug.assembly.registry.discovery import normalised
 from kvplug.cli.completion import kinds, offers
 from kvplug.cli.table import show_table
-from kvplug.config import describe_options
+from kvplug.config import OptionRow, describe_options
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError
 from kvplug.net.peer_text import printable
