@@ -52,12 +52,12 @@ from kvplug.errors import (
     TransportError as TransportError,
     UnsupportedError as UnsupportedError,
 )
-from kvplug.transport.group.from_process_group import (
-    group_from_process_group as group_from_process_group,
-)
 from kvplug.transport.group.group import (
     StatelessGroup as StatelessGroup,
 )
 from kvplug.transport.group.pipes import (
     connect_ranks as connect_ranks,
+)
+from kvplug.transport.group.process_groups import (
+    group_from_process_group as group_from_process_group,
 )

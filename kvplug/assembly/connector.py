@@ -34,7 +34,7 @@ from kvplug.engine.context import ConnectorContext
 from kvplug.errors import ConfigError, UnknownConnectorError
 from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.handshake.hello import EngineFacts
+from kvplug.negotiation.hello import EngineFacts
 from kvplug.negotiation.model import ModelInfo, unknown_weights
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.tensors import DTYPES

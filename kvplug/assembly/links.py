@@ -32,16 +32,16 @@ from kvplug.errors import (
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.handshake.agreement import Agreement
-from kvplug.negotiation.handshake.exchange import exchange
-from kvplug.negotiation.handshake.hello import DOCTOR, EngineFacts, Hello
-from kvplug.negotiation.handshake.plain import is_same
+from kvplug.negotiation.agreement import Agreement
+from kvplug.negotiation.exchange import exchange
+from kvplug.negotiation.hello import DOCTOR, EngineFacts, Hello
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials
+from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport.pipe import Pipe, PipeListener
 
 _log = logging.getLogger(__name__)
@@ -210,14 +210,14 @@ class ControlLink(PeerLink):
             listener = self._settings.resolved.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
             if exhaustion_of(e) is None:
-                self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
+                self._send(_PipeMessage(pipe=label, error=str(e)), deadline)
             raise
         with self._lock:
             self._opening, closed = listener, self._closed
         if closed:
             listener.close()
         try:
-            self.channel.send({"pipe": label, "contact": listener.contact}, timeout=deadline.remaining())
+            self._send(_PipeMessage(pipe=label, contact=listener.contact), deadline)
             self._outcome = _Outcome(self.channel, label, listener, deadline)
             pipe = listener.accept(timeout=deadline.remaining())
             if (error := self._outcome.wait()) is not None:
@@ -229,29 +229,29 @@ class ControlLink(PeerLink):
             listener.close()
 
     def _join(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
-        offer = self.channel.recv(timeout=deadline.remaining())
-        if not isinstance(offer, dict) or not is_same(offer.get("pipe"), label):
-            raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
-        if "contact" not in offer:
-            why = peer_text(offer.get("error"))
+        offer = _PipeMessage.of(self.channel, label, deadline)
+        if offer.contact is None:
+            why = peer_text(offer.error)
             raise HandshakeError(f"it cannot listen on {transport!r}: {why}", peer=str(self.channel.peer))
         try:
             endpoint = self._settings.resolved.pipe_endpoint(transport, device)
-            bare = endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
+            bare = endpoint.connect(offer.contact, timeout=deadline.remaining())
             pipe = self._wrapped(bare, transport, device)
         except Exception as e:
             shortage = exhaustion_of(e)
             lacks = shortage.resource if shortage is not None else ""
             with contextlib.suppress(KvplugError):  # the other end waits for a pipe that does not come
-                answer = {"pipe": label, "error": str(e), "lacks": lacks}
-                self.channel.send(answer, timeout=deadline.remaining())
+                self._send(_PipeMessage(pipe=label, error=str(e), lacks=lacks), deadline)
             raise
         try:
-            self.channel.send({"pipe": label, "joined": True}, timeout=deadline.remaining())
+            self._send(_PipeMessage(pipe=label, joined=True), deadline)
         except BaseException:
             pipe.abort()
             raise
         return pipe
+
+    def _send(self, message: _PipeMessage, deadline: Deadline) -> None:
+        self.channel.send(to_plain(message), timeout=deadline.remaining())
 
     def close(self) -> None:
         with self._lock:
@@ -259,6 +259,30 @@ class ControlLink(PeerLink):
         self.channel.close()
         if listener is not None:
             listener.close()
+
+
+@attrs.frozen(kw_only=True)
+class _PipeMessage:
+    """About a pipe that is being opened: its contact, then whether the other end has joined."""
+
+    pipe: str
+    """Its label."""
+    contact: str | None = None
+    joined: bool = False
+    error: str = ""
+    """Why there is no contact, or no pipe."""
+    lacks: str = ""
+    """The resource that ran out, if that is why."""
+
+    @classmethod
+    def of(cls, channel: Channel, label: str, deadline: Deadline) -> _PipeMessage:
+        """The next message. Raises WireError: it is about something else than the pipe ``label``."""
+        message = from_plain(
+            channel.recv(timeout=deadline.remaining()), cls, f"the message about pipe {label!r}"
+        )
+        if message.pipe != label:
+            raise WireError(f"{channel.peer} was to open or join the pipe {label!r} and sent something else")
+        return message
 
 
 class _Outcome:
@@ -289,14 +313,12 @@ class _Outcome:
     def _run(self) -> None:
         peer = self._channel.peer
         try:
-            outcome = self._channel.recv(timeout=self._deadline.remaining())
-            if not isinstance(outcome, dict) or not is_same(outcome.get("pipe"), self._label):
-                raise WireError(f"{peer} was to join the pipe {self._label!r} and sent something else")
-            if "joined" not in outcome:
-                why = peer_text(outcome.get("error"))
-                if lacks := outcome.get("lacks"):
+            outcome = _PipeMessage.of(self._channel, self._label, self._deadline)
+            if not outcome.joined:
+                why = peer_text(outcome.error)
+                if outcome.lacks:
                     text = f"{peer} cannot join the pipe: {why}"
-                    raise ResourceExhaustedError(text, resource=peer_text(lacks))
+                    raise ResourceExhaustedError(text, resource=peer_text(outcome.lacks))
                 raise HandshakeError(f"it cannot join the pipe: {why}", peer=str(peer))
             if not self._has_accepted.wait(_ACCEPT_S):
                 raise TransportError(

@@ -10,21 +10,13 @@ from kvplug.engine.context import ConnectorContext
 from kvplug.errors import KvplugError, PluginError
 from kvplug.metrics.sinks import Sink
 from kvplug.net.exhaustion import exhaustion_of
-from kvplug.transport.communicator import DeviceCommunicator
-from kvplug.transport.context import (
-    CommunicatorContext,
-    DirectoryContext,
-    LookupContext,
-    PipeContext,
-    QueueContext,
-    StoreContext,
-)
-from kvplug.transport.directory import Directory
-from kvplug.transport.lookup import LookupEndpoint
-from kvplug.transport.pipe import PipeEndpoint
-from kvplug.transport.queue import QueueEndpoint
+from kvplug.transport.communicator import CommunicatorContext, DeviceCommunicator
+from kvplug.transport.directory import Directory, DirectoryContext
+from kvplug.transport.lookup import LookupContext, LookupEndpoint
+from kvplug.transport.pipe import PipeContext, PipeEndpoint
+from kvplug.transport.queue import QueueContext, QueueEndpoint
 from kvplug.transport.spec import Kind
-from kvplug.transport.store.store import Store
+from kvplug.transport.store.store import Store, StoreContext
 
 MADE: Final[Mapping[Kind, tuple[type, type]]] = {
     Kind.PIPE: (PipeContext, PipeEndpoint),

@@ -28,7 +28,7 @@ from kvplug.engine.members import Engine, Listener, Members
 from kvplug.errors import ClosedError, ConfigError, TimeoutError
 from kvplug.metrics.reasons import Op, Reason, reason_of
 from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.handshake.exchange import identity_of
+from kvplug.negotiation.exchange import identity_of
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion

@@ -11,7 +11,7 @@ from kvplug.assembly.examination.answering import answer
 from kvplug.assembly.links import ControlLink, LinkSettings, is_examined_by
 from kvplug.engine.context import Peers, PeerServer
 from kvplug.errors import ClosedError, HandshakeError, KvplugError
-from kvplug.negotiation.handshake.hello import DOCTOR
+from kvplug.negotiation.hello import DOCTOR
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of
 from kvplug.net.fork import close_after_fork

@@ -24,7 +24,7 @@ from kvplug.config.addresses import TcpAddress, UnixAddress, parse_server
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError
 from kvplug.metrics.sinks import Sink
-from kvplug.negotiation.handshake.hello import EngineFacts, Hello
+from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer
 from kvplug.net.affinity import choose_cpus
 from kvplug.net.checksum import available

@@ -31,7 +31,7 @@ from kvplug.metrics.rate import (
     host_load,
 )
 from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.handshake.agreement import Agreement
+from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
 from kvplug.net.fork import free_locks_after_fork
 from kvplug.net.trust.addresses import is_loopback

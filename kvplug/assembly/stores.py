@@ -20,14 +20,13 @@ from kvplug.errors import ClosedError, KvplugError, PluginError, WireError
 from kvplug.metrics.record import StoreRecorder
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.context import StoreContext
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.store import StagedStore
-from kvplug.transport.store.store import Store, StoreLink
+from kvplug.transport.store.store import Store, StoreContext, StoreLink
 
 logger = logging.getLogger(__name__)
 

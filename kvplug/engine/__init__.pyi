@@ -72,16 +72,16 @@ from kvplug.metrics.sinks import (
 from kvplug.metrics.stats import (
     TransferStats as TransferStats,
 )
+from kvplug.negotiation.agreement import (
+    Agreement as Agreement,
+    agree as agree,
+)
 from kvplug.negotiation.checkpoint import (
     adapter_fingerprint as adapter_fingerprint,
     checkpoint_files as checkpoint_files,
     checkpoint_fingerprint as checkpoint_fingerprint,
 )
-from kvplug.negotiation.handshake.agreement import (
-    Agreement as Agreement,
-    agree as agree,
-)
-from kvplug.negotiation.handshake.hello import (
+from kvplug.negotiation.hello import (
     EngineFacts as EngineFacts,
     Hello as Hello,
 )

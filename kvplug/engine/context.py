@@ -16,7 +16,7 @@ from kvplug.config import Config
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.engine.members import Members
 from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.handshake.agreement import Agreement
+from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.channel import Channel

@@ -65,7 +65,7 @@ from kvplug.net.wire.tensors import (
 from kvplug.transport.capabilities import (
     UNSTATED as UNSTATED,
 )
-from kvplug.transport.communicator.rank_info import (
+from kvplug.transport.communicator.rank import (
     MOVED as MOVED,
     SUMMED as SUMMED,
 )

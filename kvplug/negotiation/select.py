@@ -65,7 +65,7 @@ class Selection:
 @attrs.frozen
 class _Considered:
     name: str
-    obstacles: tuple[str, ...]
+    obstacles: tuple[str, ...] = ()
     seconds: float = 0.0
     protocol: int = 0
 
@@ -100,26 +100,44 @@ def select(
         for name in sorted({*named, *(offer.name for offer in (*local, *remote) if offer.auto)})
     ]
     viable = {it.name: it for it in considered if not it.obstacles}
+    by_whom = (
+        "at both ends" if requested[0] == requested[1] else "here" if requested[1] == AUTO else "at the peer"
+    )
+    could_be = (
+        f"these could be: {', '.join(viable)}, or {AUTO!r} at both ends"
+        if viable
+        else "install one that can at both ends"
+    )
+    headline = ""
     if len(named) > 1:
         headline = (
             f"ours {requested[0]!r}, theirs {requested[1]!r}; name the same one at both ends,"
             f" or leave one of them at {AUTO!r}"
         )
-        raise _refusal(headline, considered)
-    if named and named[0] not in viable:
-        headline = f"{named[0]!r} is named {_by_whom(requested)} and cannot be used; {_advice(viable)}"
-        raise _refusal(headline, considered)
-    if not viable:
-        headline = f"none can move {required.device} tensors between the two ends; {_advice(viable)}"
-        raise _refusal(headline, considered)
+    elif named and named[0] not in viable:
+        headline = f"{named[0]!r} is named {by_whom} and cannot be used; {could_be}"
+    elif not viable:
+        headline = f"none can move {required.device} tensors between the two ends; {could_be}"
+    if headline:
+        lines = [f"transport {it.name}: {'; '.join(it.obstacles) or 'could be used'}" for it in considered]
+        raise HandshakeError(f"transport: {headline}", *lines)
+
+    def takes(it: _Considered) -> str:
+        return f"{it.seconds * 1e3:.3g} ms for {nbytes / (1 << 20):.3g} MiB"
 
     best = viable[named[0]] if named else min(viable.values(), key=lambda it: (it.seconds, it.name))
-    candidates = [Candidate(best.name, True, _why(best, requested, bool(named), nbytes))]
-    candidates += [
-        Candidate(it.name, False, _why_not(it, best, bool(named), nbytes))
-        for it in considered
-        if it is not best
-    ]
+    why = (
+        f"named {by_whom}, and able to"
+        if named
+        else f"the cheapest that can: {takes(best)}, by its own claim"
+    )
+    candidates = [Candidate(best.name, True, why)]
+    for it in considered:
+        if it is not best:
+            other = f"{best.name} is named" if named else f"claims {takes(it)}"
+            candidates.append(
+                Candidate(it.name, False, "; ".join(it.obstacles) or f"could be used, but {other}")
+            )
     return Selection(best.name, best.protocol, tuple(candidates))
 
 
@@ -147,38 +165,3 @@ def _consider(
         obstacles.append("the two ends are on one host and still cannot reach each other (other namespaces?)")
     seconds = max(ours.capabilities.cost.seconds(nbytes), theirs.capabilities.cost.seconds(nbytes))
     return _Considered(name, tuple(obstacles), seconds, ours.protocol)
-
-
-def _refusal(headline: str, considered: Sequence[_Considered]) -> HandshakeError:
-    lines = [f"transport {it.name}: {'; '.join(it.obstacles) or 'could be used'}" for it in considered]
-    return HandshakeError(f"transport: {headline}", *lines)
-
-
-def _advice(viable: dict[str, _Considered]) -> str:
-    if viable:
-        return f"these could be: {', '.join(viable)}, or {AUTO!r} at both ends"
-    return "install one that can at both ends"
-
-
-def _by_whom(requested: tuple[str, str]) -> str:
-    if requested[0] == requested[1]:
-        return "at both ends"
-    return "here" if requested[1] == AUTO else "at the peer"
-
-
-def _takes(it: _Considered, nbytes: int) -> str:
-    return f"{it.seconds * 1e3:.3g} ms for {nbytes / (1 << 20):.3g} MiB"
-
-
-def _why(it: _Considered, requested: tuple[str, str], named: bool, nbytes: int) -> str:
-    if named:
-        return f"named {_by_whom(requested)}, and able to"
-    return f"the cheapest that can: {_takes(it, nbytes)}, by its own claim"
-
-
-def _why_not(it: _Considered, best: _Considered, named: bool, nbytes: int) -> str:
-    if it.obstacles:
-        return "; ".join(it.obstacles)
-    if named:
-        return f"could be used, but {best.name} is named"
-    return f"could be used, but claims {_takes(it, nbytes)}"

@@ -130,48 +130,36 @@ from kvplug.transport.capabilities import (
 )
 from kvplug.transport.communicator import (
     All2AllManager as All2AllManager,
+    CommunicatorContext as CommunicatorContext,
     DeviceCommunicator as DeviceCommunicator,
     RecvOp as RecvOp,
     SendOp as SendOp,
     TokenSplit as TokenSplit,
 )
-from kvplug.transport.context import (
-    CommunicatorContext as CommunicatorContext,
-    DirectoryContext as DirectoryContext,
-    LookupContext as LookupContext,
-    PipeContext as PipeContext,
-    QueueContext as QueueContext,
-    StoreContext as StoreContext,
-)
 from kvplug.transport.directory import (
     Directory as Directory,
+    DirectoryContext as DirectoryContext,
 )
 from kvplug.transport.duplex.contact import (
     Contact as Contact,
-)
-from kvplug.transport.duplex.descriptors import (
-    DescriptorGuard as DescriptorGuard,
 )
 from kvplug.transport.duplex.endpoint import (
     ContactEndpoint as ContactEndpoint,
     DuplexEndpoint as DuplexEndpoint,
 )
-from kvplug.transport.duplex.heartbeat import (
+from kvplug.transport.duplex.join import (
     BEATS_PER_TIMEOUT as BEATS_PER_TIMEOUT,
     HeartbeatTerms as HeartbeatTerms,
+    JoinStream as JoinStream,
     watch_peer as watch_peer,
 )
-from kvplug.transport.duplex.join import (
-    JoinStream as JoinStream,
-)
 from kvplug.transport.duplex.lifecycle import (
+    DescriptorGuard as DescriptorGuard,
     Lifecycle as Lifecycle,
-)
-from kvplug.transport.duplex.limit import (
-    MessageLimit as MessageLimit,
 )
 from kvplug.transport.duplex.partial import (
     INTERRUPTED as INTERRUPTED,
+    MessageLimit as MessageLimit,
     PartialMessage as PartialMessage,
     mismatch as mismatch,
 )
@@ -194,6 +182,7 @@ from kvplug.transport.lookup import (
     EntryHeader as EntryHeader,
     EntrySink as EntrySink,
     LookupBuffer as LookupBuffer,
+    LookupContext as LookupContext,
     LookupEndpoint as LookupEndpoint,
     LookupStore as LookupStore,
 )
@@ -201,12 +190,14 @@ from kvplug.transport.pipe import (
     Blocks as Blocks,
     PathReport as PathReport,
     Pipe as Pipe,
+    PipeContext as PipeContext,
     PipeEndpoint as PipeEndpoint,
     PipeListener as PipeListener,
     Transfer as Transfer,
 )
 from kvplug.transport.queue import (
     MessageQueue as MessageQueue,
+    QueueContext as QueueContext,
     QueueEndpoint as QueueEndpoint,
     QueueHandle as QueueHandle,
     Reader as Reader,
@@ -287,6 +278,7 @@ from kvplug.transport.store.results import (
 from kvplug.transport.store.store import (
     PageRequest as PageRequest,
     Store as Store,
+    StoreContext as StoreContext,
     StoreLink as StoreLink,
 )
 from kvplug.transport.token_ids import (

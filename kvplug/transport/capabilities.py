@@ -25,10 +25,14 @@ class Cost:
     1.0001
     """
 
-    latency_us: float = attrs.field(validator=attrs.validators.gt(0))
+    latency_us: float
     """Microseconds until a small message has arrived."""
-    gb_per_s: float = attrs.field(validator=attrs.validators.gt(0))
+    gb_per_s: float
     """Throughput of large tensors, 10^9 bytes per second."""
+
+    def __attrs_post_init__(self) -> None:
+        if not (self.latency_us > 0 and self.gb_per_s > 0):
+            raise ValueError(f"both must be above 0: latency_us {self.latency_us}, gb_per_s {self.gb_per_s}")
 
     def seconds(self, nbytes: int) -> float:
         """Seconds that one message of ``nbytes`` takes by this claim."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from typing import Any
+
+import attrs
 
 
 class Directory(abc.ABC):
@@ -40,3 +43,15 @@ class Directory(abc.ABC):
     def close(self) -> None:
         """End connections; announced entries stay until their leases end. No call follows. Idempotent."""
         return None
+
+
+@attrs.frozen(kw_only=True)
+class DirectoryContext:
+    """For the factory of a directory, which returns a ``Directory``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    url: str = attrs.field(repr=False)
+    """As the config's ``peers`` names it, for example ``redis://10.0.0.7:6379/0``. May hold a password."""
+    timeout_s: float = 3.0
+    """Every call ends within it."""

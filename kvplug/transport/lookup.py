@@ -200,3 +200,20 @@ class LookupEndpoint(abc.ABC):
     @abc.abstractmethod
     def reach(self, signal: Pipe, data: Pipe) -> LookupBuffer:
         """An end that reaches a store, to which the other ends of these pipes are attached."""
+
+
+@attrs.frozen(kw_only=True)
+class LookupContext:
+    """For the factory of a lookup buffer, which returns a ``LookupEndpoint``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    buffer_size: int
+    """Bytes of tensors it may hold."""
+    device: str = "cpu"
+    """Where the tensors of entries are put that are received."""
+    timeout_s: float = 30.0
+    """Seconds that a call waits where it says nothing else."""
+    max_message_bytes: int | None = None
+    """The largest entry for which an end that reaches a store takes memory; ``None``: what the process or
+    device can have."""

@@ -20,6 +20,7 @@ import attrs
 
 from kvplug.errors import PluginError, PluginLoadError
 from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.peer_text import peer_text
 from kvplug.transport.capabilities import Capabilities, device_names
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
@@ -115,8 +116,8 @@ class Probe:
 
     viable: bool = True
     """Whether it can work on this host."""
-    reason: str = ""
-    """Why it cannot work here; empty when it can."""
+    reason: str = attrs.field(default="", converter=peer_text)
+    """Why it cannot work here, one line; empty when it can."""
     domain: str = ""
     """Opaque. Two ends of a transport that is not ``cross_host`` must show equal domains (say, boot
     id and namespaces)."""

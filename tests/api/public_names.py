@@ -36,12 +36,12 @@ WIRE = {
     "kvplug.net.wire.copying": ("LOCK_FREE_BYTES", "CopyBytes", "address_of", "copy_bytes"),
     "kvplug.net.wire.frames": ("HEADER_SIZE", "FrameKind", "decode_header", "encode_header"),
     "kvplug.net.wire.messages": (
-        *("GOODBYE", "NONE", "SHORTEST_TENSOR_PREFIX", "is_dense", "prefix_size", "read_prefix"),
+        *("GOODBYE", "NONE", "SHORTEST_TENSOR_PREFIX", "prefix_size", "read_prefix"),
         *("Announcement", "tensor_prefix"),
     ),
     "kvplug.net.wire.tensors": (
         *("TensorMeta", "as_bits", "copy_into", "dense", "dtype_name", "dtype_of", "empty_like_meta"),
-        *("encode_meta", "memory_of", "memory_of_writable", "meta_of", "split_meta"),
+        *("encode_meta", "is_dense", "memory_of", "memory_of_writable", "meta_of", "split_meta"),
     ),
 }
 """Public as well, where plugins import them from. Other names of those modules are kvplug's own."""

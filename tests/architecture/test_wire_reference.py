@@ -7,11 +7,10 @@ from pathlib import Path
 
 import attrs
 
-from kvplug.negotiation.handshake.exchange import MAX_HELLO_BYTES
-from kvplug.negotiation.handshake.hello import EngineFacts, Hello
-from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
+from kvplug.negotiation.exchange import MAX_HELLO_BYTES
+from kvplug.negotiation.hello import MAX_LIST, MAX_TEXT, EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
-from kvplug.net.wire import frames, out_of_band, validate
+from kvplug.net.wire import frames, validate, values
 from kvplug.net.wire.tensors import DTYPES, MAX_DIMS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -56,8 +55,8 @@ def test_the_bounds_are_documented() -> None:
 def test_every_leaf_is_documented_with_its_number() -> None:
     assert {int(code) for code in re.findall(r"\| extension (\d+)[:,]", WIRE)} == {*map(int, validate.Leaf)}
     section = WIRE[WIRE.index("## Values with memories out of band") : WIRE.index("## Tensors")]
-    assert f"at least {out_of_band.MIN_BYTES:,} bytes" in section
-    assert f"multiple of {out_of_band.ALIGNMENT} " in section
+    assert f"at least {values.MIN_BYTES:,} bytes" in section
+    assert f"multiple of {values.ALIGNMENT} " in section
 
 
 def test_every_field_of_a_hello_is_documented() -> None:

@@ -17,7 +17,7 @@ from kvplug.assembly.peers import CONTROL, ControlPeers, LinkServer
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.assembly.resolve import EPOCH
 from kvplug.engine import PeerLink
-from kvplug.negotiation.handshake.exchange import identity_of
+from kvplug.negotiation.exchange import identity_of
 from kvplug.net.trust.channel import Channel
 from kvplug.transport import Credentials, Deadline, Listener, dial
 from kvplug_testing import waits

@@ -35,13 +35,14 @@ from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.assembly.stores import serve_store
 from kvplug.cli.doctor import _show, doctor as command
 from kvplug.errors import KvplugError, PeerGoneError
-from kvplug.negotiation.handshake.agreement import agree
-from kvplug.negotiation.handshake.exchange import hello_in
-from kvplug.negotiation.handshake.hello import DOCTOR, Hello
+from kvplug.negotiation.agreement import agree
+from kvplug.negotiation.exchange import hello_in
+from kvplug.negotiation.hello import DOCTOR, Hello
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import dial
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
+from kvplug.net.wire import to_plain
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
@@ -577,7 +578,7 @@ def a_doctor_at(contact: str) -> Iterator[ControlLink]:
         remote = hello_in(received)
         engine = None if remote.engine is None else engine_with({}, "both", remote.engine)
         local = make_hello(resolved, engine, True, "cpu", DOCTOR)
-        channel.send({"hello": local.to_plain()}, 10)
+        channel.send({"hello": to_plain(local)}, 10)
         channel.send(channel.recv(10), 10)  # its verdict
         agreement = agree(local, remote)
         yield ControlLink(LinkSettings(resolved=resolved), channel, agreement, accepted=False)
@@ -634,7 +635,7 @@ _BAD_ANSWERS: dict[str, tuple[Any, ...]] = {
 
 def _answers(listener: Listener, hello: Hello, answers: tuple[Any, ...]) -> None:
     with contextlib.closing(Channel(listener.accept(20))) as channel, contextlib.suppress(KvplugError):
-        channel.send({"hello": hello.to_plain()}, 5)
+        channel.send({"hello": to_plain(hello)}, 5)
         channel.recv(5)
         agreed = channel.recv(5)
         for answer in (

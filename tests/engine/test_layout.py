@@ -50,14 +50,10 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         ("LBTD", (2, 5, 4, 6)),
     ],
 )
-def test_a_layout_knows_its_tensors_shape_takes_such_a_tensor_and_survives_its_plain_form(
-    axes: str, shape: tuple[int, ...]
-) -> None:
+def test_a_layout_knows_its_tensors_shape_takes_such_a_tensor(axes: str, shape: tuple[int, ...]) -> None:
     layout = layout_of(axes)
     assert layout.shape == shape
     check(layout, shape)
-    newer = {**layout.to_plain(), "swizzle": "xor"}
-    assert KVLayout.from_plain(layout.to_plain()) == KVLayout.from_plain(newer) == layout
 
 
 def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no_values() -> None:
@@ -90,9 +86,6 @@ def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no
 def test_what_is_no_layout_is_refused_with_the_reason(axes: str, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         KVLayout(axes, sizes)
-
-
-# -- plain form --------------------------------------------------------------------------------
 
 
 # -- checking a tensor -------------------------------------------------------------------------

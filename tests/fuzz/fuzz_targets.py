@@ -10,12 +10,11 @@ from typing import Any
 from fuzzing import Target
 
 from kvplug.config.addresses import parse_contact
-from kvplug.engine import KVLayout
-from kvplug.negotiation.handshake.hello import EngineFacts, Hello
+from kvplug.negotiation.hello import EngineFacts, Hello, hello_from
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, encode_identity, this_process
-from kvplug.net.wire import decode, decode_out_of_band, encode
+from kvplug.net.wire import decode, decode_out_of_band, encode, to_plain
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
 from kvplug.transport import (
@@ -47,13 +46,13 @@ def fixed(read: Callable[[bytes], object], size: int) -> Target:
     return lambda data: read(data[:size].ljust(size, b"\0"))
 
 
-def _hello() -> dict[str, Any]:
+def _hello() -> Any:
     model = ModelInfo(name="m", num_layers=2, num_kv_heads=1, head_size=4, dtype="float32")
     facts = EngineFacts(
         role="consumer", model=model, layers=(0, 2), cache_layers=2, layout="KBTHD", block_size=16
     )
     hello = Hello(purpose="entries", engine=facts, transports=(Offer(name="net"),), identity=this_process())
-    return hello.to_plain()
+    return to_plain(hello)
 
 
 def _header(data: bytes) -> object:
@@ -79,7 +78,7 @@ CORE: Targets = {
         [encode_meta(TensorMeta("float32", (2, 3))), encode_meta(TensorMeta("uint1", ()))],
     ),
     "identities": (fixed(decode_identity, IDENTITY_SIZE), [encode_identity(this_process())]),
-    "handshakes": (plain(Hello.from_plain), [encode(_hello())]),
+    "handshakes": (plain(hello_from), [encode(_hello())]),
     "contacts": (
         lambda data: parse_contact(data.decode("utf-8", "surrogateescape")),
         [
@@ -87,10 +86,8 @@ CORE: Targets = {
             b"[fe80::1%eth0]:1",
             b"unix:@name",
             b"unix:/run/x",
-            b"tcp://127.0.0.1:1?token=" + b"0" * 64,
         ],
     ),
-    "layouts": (plain(KVLayout.from_plain), [encode(KVLayout("BTD", {"T": 64, "D": 576}).to_plain())]),
     "handles": (plain(QueueHandle.from_plain), [encode(_HANDLE.as_plain())]),
     "page-formats": (plain(PageFormat.from_plain), [encode(opaque_format(64).to_plain())]),
     "page-events": (

@@ -19,8 +19,8 @@ from kvplug.assembly import slow_path
 from kvplug.errors import SlowPathError
 from kvplug.metrics import rate as rates
 from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.handshake.agreement import agree
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.agreement import agree
+from kvplug.negotiation.hello import Hello
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.transport import Capabilities, Cost, PathReport, Pipe

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvplug.transport import TensorMismatchError
-from kvplug.transport.communicator.calls import check_paired, check_same, describe, paired
+from kvplug.transport.communicator.calls import PAIRED, Call, check_paired, check_same, describe
 
 
 @attrs.frozen
@@ -19,7 +19,7 @@ class Shape:
     dtype: str = "torch.float32"
 
 
-def said(*shape: int, **given: Any) -> dict[str, Any]:
+def said(*shape: int, **given: Any) -> str:
     return describe(Shape(shape), **{"rank": 0, "world_size": 2, **given})  # type: ignore[arg-type]
 
 
@@ -47,21 +47,21 @@ def test_what_does_not_fit_says_what_was_given_and_what_was_wanted(given: Any, w
 
 
 def test_ranks_that_differ_are_all_quoted_by_their_numbers() -> None:
-    check_same("all_reduce", [{"call": "all_reduce", "shape": [2]}] * 3)
-    calls = [{"call": "all_reduce", "shape": [2]}, {"call": "all_gather", "shape": [2], "dim": 0}]
+    check_same("all_reduce", [Call("all_reduce", said(2))] * 3)
+    calls = [Call("all_reduce", said(2)), Call("all_gather", said(2, dim=0))]
     with pytest.raises(TensorMismatchError) as caught:
         check_same("all_reduce", calls, [4, 7])
-    assert "rank 4: all_reduce with shape [2]" in str(caught.value)
-    assert "rank 7: all_gather with shape [2], dim 0" in str(caught.value)
+    assert "rank 4: all_reduce with dtype float32, shape [2]" in str(caught.value)
+    assert "rank 7: all_gather with dtype float32, shape [2], dim 0" in str(caught.value)
 
 
 def test_a_refusal_counts_even_where_all_refuse_in_the_same_words() -> None:
-    refused = {"call": "all_reduce", "refused": "a bool tensor was given"}
+    refused = Call("all_reduce", refused="a bool tensor was given")
     with pytest.raises(TensorMismatchError, match="rank 1: all_reduce, refused there: a bool tensor"):
         check_same("all_reduce", [refused, refused])
 
 
 def test_who_is_in_a_collective_neither_sends_nor_receives() -> None:
-    check_paired(0, {1: paired(["float32 [2]"], [])}, {1: paired([], ["float32 [2]"])})
-    with pytest.raises(TensorMismatchError, match="rank 1: all_reduce with shape"):
-        check_paired(0, {1: paired([], [])}, {1: {"call": "all_reduce", "shape": [2]}})
+    check_paired(0, {1: Call(PAIRED, sends=(said(2),))}, {1: Call(PAIRED, recvs=(said(2),))})
+    with pytest.raises(TensorMismatchError, match="rank 1: all_reduce with dtype"):
+        check_paired(0, {1: Call(PAIRED)}, {1: Call("all_reduce", said(2))})

@@ -59,7 +59,7 @@ def test_a_handle_goes_through_whatever_carries_plain_values(carry: Any) -> None
     ],
 )
 def test_what_is_no_handle_is_refused(plain: Any) -> None:
-    with pytest.raises(WireError, match="no handle"):
+    with pytest.raises(WireError, match="queue handle"):
         QueueHandle.from_plain(plain)
 
 

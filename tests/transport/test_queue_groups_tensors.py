@@ -17,9 +17,9 @@ if not torch.distributed.is_available():
 
 import torch.distributed as dist  # noqa: E402
 
-from kvplug import UnsupportedError  # noqa: E402
+from kvplug import CapacityError  # noqa: E402
 from kvplug.transport import Credentials, QueueContext, WireError  # noqa: E402
-from kvplug.transport.queue.rendezvous import TorchRendezvous  # noqa: E402
+from kvplug.transport.group.process_groups import _TorchRanks  # noqa: E402
 from kvplug_testing import peers  # noqa: E402
 from kvplug_testing.sources import module_at  # noqa: E402
 
@@ -116,18 +116,11 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield dist.group.WORLD
 
 
-@pytest.mark.parametrize("value", [(1, 2), {1, 2}, object(), 1 << 70, {"deep": [(1,)]}])
-def test_what_would_come_out_as_something_else_does_not_go_over_a_torch_group(alone: Any, value: Any) -> None:
-    with pytest.raises(UnsupportedError, match="does not travel over a process group"):
-        TorchRendezvous(alone).broadcast(value, 0)
-
-
-def test_what_is_too_long_is_refused_by_who_sends_and_by_who_is_told_of_it(
-    alone: Any, monkeypatch: Any
-) -> None:
-    rendezvous = TorchRendezvous(alone)
-    with pytest.raises(UnsupportedError, match="bytes, and 1048576 are the most"):
-        rendezvous.broadcast(bytes(1 << 20), 0)
-    monkeypatch.setattr(rendezvous, "_gathered", lambda data: [(1 << 60).to_bytes(8, "little")])
-    with pytest.raises(WireError, match="1048576 are the most"):
-        rendezvous.all_gather("a value")
+def test_what_is_too_long_is_refused_by_its_sender_and_by_its_receiver(alone: Any, monkeypatch: Any) -> None:
+    ranks = _TorchRanks(alone)
+    assert ranks.broadcast(("contact", "c"), 0) == ("contact", "c")
+    with pytest.raises(CapacityError, match="at most 65536"):
+        ranks.broadcast(bytes(1 << 17), 0)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, *_: tensor.fill_(1 << 60))
+    with pytest.raises(WireError, match="65536 are the most"):
+        ranks.broadcast("a value", 0)

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from kvplug import ConfigError
 from kvplug.transport import TensorMismatchError, TokenSplit
-from kvplug.transport.communicator.tokens import width_of
+from kvplug.transport.communicator.experts import width_of
 
 
 def test_shared_tokens_are_there_once() -> None:

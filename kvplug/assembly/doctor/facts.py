@@ -9,7 +9,7 @@ import attrs
 
 from kvplug.config.messages import bad_value, unknown_key
 from kvplug.errors import ConfigError
-from kvplug.negotiation.handshake.hello import BOTH, EngineFacts
+from kvplug.negotiation.hello import BOTH, EngineFacts
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.wire.tensors import DTYPES
 

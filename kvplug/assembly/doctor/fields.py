@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from kvplug.assembly.examination.finding import field_of
-from kvplug.negotiation.handshake.hello import EngineFacts, Hello
+from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.net.peer_text import peer_text
 
 Outcome = Literal["agreed", "converted", "refused", "not compared", "information"]

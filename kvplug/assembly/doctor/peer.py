@@ -27,9 +27,9 @@ from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.config import Config
 from kvplug.errors import HandshakeError, KvplugError
-from kvplug.negotiation.handshake.agreement import Agreement, agree
-from kvplug.negotiation.handshake.exchange import exchange, hello_in
-from kvplug.negotiation.handshake.hello import BOTH, DOCTOR, Hello
+from kvplug.negotiation.agreement import Agreement, agree
+from kvplug.negotiation.exchange import exchange, hello_in
+from kvplug.negotiation.hello import BOTH, DOCTOR, Hello
 from kvplug.negotiation.model import UNKNOWN_WEIGHTS
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.peer_text import peer_text

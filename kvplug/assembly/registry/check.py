@@ -14,7 +14,7 @@ from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
 from kvplug.net.affinity import missing_cpus
-from kvplug.transport.context import DirectoryContext
+from kvplug.transport.directory import DirectoryContext
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {

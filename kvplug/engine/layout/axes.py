@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -148,26 +148,6 @@ class KVLayout:
         if self.num_blocks is None:
             raise LayoutError(f"layout {self.axes!r} leaves the number of blocks open: it has no shape")
         return tuple(_size_of(dimension, self.sizes) for dimension in dimensions(self.axes))
-
-    # -- plain form ----------------------------------------------------------------------------
-
-    def to_plain(self) -> dict[str, Any]:
-        """Plain values: ``{"axes": "KBTHD", "sizes": {"K": 2, …}, "block_format": ""}``."""
-        return {"axes": self.axes, "sizes": self.sizes, "block_format": self.block_format}
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> KVLayout:
-        """The layout that :meth:`to_plain` described. Keys of a newer version are passed over.
-
-        Raises:
-            LayoutError: it is not one.
-        """
-        if not isinstance(plain, Mapping) or not isinstance(plain.get("axes"), str):
-            raise LayoutError(f"no layout: {plain!r:.200}")
-        sizes = plain.get("sizes")
-        if not isinstance(sizes, Mapping) or not all(isinstance(letter, str) for letter in sizes):
-            raise LayoutError(f"layout {plain['axes']!r:.40} came without sizes")
-        return cls(plain["axes"], sizes, block_format=str(plain.get("block_format", "")))
 
     # -- checking ------------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
 """Values as bytes and back, bounded and without running anything that was received.
 
 The modules are :mod:`~kvplug.net.wire.frames` (the 16-byte header before every message),
-:mod:`~kvplug.net.wire.values` (a closed list of plain values), :mod:`~kvplug.net.wire.validate` (what must
-hold of them before anything is built), :mod:`~kvplug.net.wire.out_of_band` (the same values, their tensors'
-bytes out of band), :mod:`~kvplug.net.wire.tensors` (what a tensor's bytes mean, and those bytes without a
-copy). The formats are written down in ``docs/reference/wire.md``.
+:mod:`~kvplug.net.wire.values` (a closed list of plain values, their tensors' bytes within or out of band),
+:mod:`~kvplug.net.wire.validate` (what must hold of them before anything is built),
+:mod:`~kvplug.net.wire.records` (messages as attrs classes), :mod:`~kvplug.net.wire.tensors` (what a tensor's
+bytes mean, and those bytes without a copy). The formats are written down in ``docs/reference/wire.md``.
 """
 
 from kvplug.net.wire.frames import HEADER_SIZE, FrameHeader, FrameKind, decode_header, encode_header
-from kvplug.net.wire.out_of_band import ALIGNMENT, OutOfBand, aligned, decode_out_of_band, encode_out_of_band
+from kvplug.net.wire.records import from_plain, to_plain
 from kvplug.net.wire.tensors import (
     TensorMeta,
     copy_into,
@@ -20,7 +20,16 @@ from kvplug.net.wire.tensors import (
     meta_of,
     split_meta,
 )
-from kvplug.net.wire.values import DEFAULT_LIMITS, Limits, decode, encode
+from kvplug.net.wire.validate import DEFAULT_LIMITS, Limits
+from kvplug.net.wire.values import (
+    ALIGNMENT,
+    OutOfBand,
+    aligned,
+    decode,
+    decode_out_of_band,
+    encode,
+    encode_out_of_band,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -42,8 +51,10 @@ __all__ = [
     "encode_out_of_band",
     "encode_header",
     "encode_meta",
+    "from_plain",
     "memory_of",
     "memory_of_writable",
     "meta_of",
     "split_meta",
+    "to_plain",
 ]

@@ -1,6 +1,6 @@
-"""What a pipe puts before a tensor's bytes, and whether the memory that is offered for them fits.
+"""The prefix that a pipe puts before a tensor's bytes, wherever it puts those.
 
-    header (16 bytes) | meta                         then the tensor's bytes, wherever the pipe puts them
+    header (16 bytes) | meta
 
 The header's length counts everything after it. ``None`` has neither meta nor bytes. GOODBYE is the last thing
 that comes of a pipe which was closed politely, where the connection itself does not say so.
@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplug.errors import TensorMismatchError, UnsupportedError, WireError
+from kvplug.errors import WireError
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.net.wire.tensors import (
     META_PREFIX_SIZE,
     TensorMeta,
     decode_meta,
     dtype_name,
-    dtype_of,
     encode_meta,
-    meta_of,
     meta_size,
 )
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 MAX_LENGTH: Final = 2**56
 """A bound on what a header may claim; memory is only allocated when ``recv_tensor`` is called."""
@@ -92,32 +89,3 @@ def read_prefix(prefix: bytes) -> Announcement:
     if header.length != len(prefix) - HEADER_SIZE + meta.nbytes:
         raise WireError(f"a tensor of {meta.nbytes} bytes in a frame of {header.length}")
     return Announcement(meta, header.flags)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether its bytes lie in memory as they are sent."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def check_fits(out: Tensor, meta: TensorMeta) -> None:
-    """Whether a message can be received into ``out``, a CPU tensor.
-
-    Raises:
-        TensorMismatchError: not this message, which stays.
-        UnsupportedError: it is no dense tensor in CPU memory.
-    """
-    import torch
-
-    if not isinstance(out, torch.Tensor):
-        raise UnsupportedError(f"out= must be a tensor, not {type(out).__name__}")
-    if not out.is_cpu or out.layout is not torch.strided:
-        raise UnsupportedError(f"out= must be a dense CPU tensor, not {out.device} {out.layout}")
-    if out.dtype is not _dtype(meta.dtype) or out.shape != meta.shape:
-        offered = meta_of(out)
-        raise TensorMismatchError(
-            f"the next message is {meta.dtype} of shape {list(meta.shape)}, and out= is {offered.dtype} of"
-            f" shape {list(offered.shape)}; it stays"
-        )
-
-
-_dtype = functools.cache(dtype_of)

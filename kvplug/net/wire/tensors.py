@@ -261,7 +261,7 @@ def memory_of_writable(tensor: Tensor) -> memoryview:
             :func:`copy_into` it).
     """
     _check_memory(tensor)
-    if not _is_plain(tensor):
+    if not is_dense(tensor):
         raise UnsupportedError("only a contiguous tensor can be filled in place; this one is not")
     return _view(tensor)
 
@@ -300,7 +300,7 @@ def copy_into(out: Tensor, flat: Buffer, copy: CopyBytes = copy_bytes) -> None:
     _check_memory(out)
     if source.nbytes != out.numel() * out.element_size():
         raise ValueError(f"{source.nbytes} bytes do not fill a tensor of {tuple(out.shape)} {out.dtype}")
-    if _is_plain(out):
+    if is_dense(out):
         copy(_view(out), source)
         return
     whole = empty_like_meta(meta_of(out))
@@ -314,7 +314,7 @@ def copy_into(out: Tensor, flat: Buffer, copy: CopyBytes = copy_bytes) -> None:
 
 def dense(tensor: Tensor) -> Tensor:
     """The same elements one after the other in memory, on any device: if need be a copy, as integers."""
-    if _is_plain(tensor):
+    if is_dense(tensor):
         return tensor
     return as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous()
 
@@ -346,7 +346,8 @@ def _check_memory(tensor: Tensor) -> None:
     _check_dtype(None, None, dtype_name(tensor.dtype))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its bytes lie in memory as they are sent."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -67,7 +67,7 @@ class Leaf(enum.IntEnum):
     ARRAY = 18
     """The same of a numpy array."""
     TENSOR_OUT_OF_BAND = 19
-    """A tensor's meta; its bytes are out of band. Only in a head, see :mod:`kvplug.net.wire.out_of_band`."""
+    """A tensor's meta; its bytes are out of band. Only in a head, see :mod:`kvplug.net.wire.values`."""
     ARRAY_OUT_OF_BAND = 20
     """The same of a numpy array."""
 

@@ -7,28 +7,42 @@ something else. What msgpack has no type for is tagged by an extension (the tabl
 can be.
 
 Received bytes are validated first (:mod:`kvplug.net.wire.validate`); only valid ones reach msgspec.
+
+For a transport that can put a tensor's bytes where the other end reads them, these bytes can stay *out of
+band*: a value is then a small head, and memories that are not copied first. The head is the same encoding, in
+which a tensor or array that is out of band is an extension of its own with its meta alone. The head does not
+say where its bytes are: the memories come in the order of the head, each at the next multiple of
+:data:`ALIGNMENT`.
+
+torch and numpy are imported only where there is a tensor or array already, or one must be made.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
 from kvplug.net.exhaustion import raise_if_exhausted
-from kvplug.net.wire import arrays, tensors
+from kvplug.net.wire import tensors
 from kvplug.net.wire.copying import CopyBytes, copy_bytes
 from kvplug.net.wire.validate import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, validate
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor
 
-__all__ = ["CARRIED", "DEFAULT_LIMITS", "Limits", "decode", "encode"]
-
 Buffer = bytes | bytearray | memoryview
+
+ALIGNMENT: Final = 64
+"""Each memory out of band begins at a multiple of it: a cache line's length, and enough for every dtype."""
+MIN_BYTES: Final = 4096
+"""A smaller tensor costs less inside the head."""
 
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _MARK_EXT = {mark: msgspec.msgpack.Ext(int(mark), b"") for mark in Mark}
@@ -86,17 +100,38 @@ def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
             peer would refuse it.
         ResourceExhaustedError: there is no memory for them.
     """
-    try:
-        plain = type(value) in AS_THEY_ARE
-        data = pack(value if plain else lower(value, limits.max_depth, [limits.max_items]))
-    except (UnsupportedError, UnicodeEncodeError) as e:
-        explain(value, limits.max_depth, e)
-    except (MemoryError, RuntimeError) as e:
-        raise_if_exhausted(e, "encoding a value")
-        raise
-    if len(data) > limits.max_bytes:
-        raise CapacityError(f"the value takes {len(data)} bytes, and at most {limits.max_bytes} are sent")
-    return data
+    return _encode(value, limits, None)
+
+
+class OutOfBand(NamedTuple):
+    """A value in two parts. The memories are those of its tensors, so they must not be written meanwhile."""
+
+    head: bytes
+    """The value without its tensors' bytes."""
+    memories: list[memoryview]
+    """Flat bytes, in the order in which :func:`decode_out_of_band` wants them."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the memories take back to back, each of them :func:`aligned`."""
+        return sum(aligned(memory.nbytes) for memory in self.memories)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of :data:`ALIGNMENT`: what a memory of ``nbytes`` takes among others."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def encode_out_of_band(
+    value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = DEFAULT_LIMITS
+) -> OutOfBand:
+    """``value`` as a head and the memories of its tensors and arrays of at least ``min_bytes``.
+
+    No byte of them is copied, unless a tensor or array is not contiguous. Raises as :func:`encode`; the bound
+    of bytes is for head and memories together.
+    """
+    memories = Memories(min_bytes)
+    return OutOfBand(_encode(value, limits, memories), memories.found)
 
 
 class Memories:
@@ -107,6 +142,21 @@ class Memories:
     def __init__(self, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.found: list[memoryview] = []
+
+
+def _encode(value: object, limits: Limits, memories: Memories | None) -> bytes:
+    try:
+        plain = type(value) in AS_THEY_ARE
+        data = pack(value if plain else lower(value, limits.max_depth, [limits.max_items], memories))
+    except (UnsupportedError, UnicodeEncodeError) as e:
+        explain(value, limits.max_depth, e)
+    except (MemoryError, RuntimeError) as e:
+        raise_if_exhausted(e, "encoding a value")
+        raise
+    nbytes = len(data) + (sum(memory.nbytes for memory in memories.found) if memories is not None else 0)
+    if nbytes > limits.max_bytes:
+        raise CapacityError(f"the value takes {nbytes} bytes, and at most {limits.max_bytes} are sent")
+    return data
 
 
 def lower(value: Any, depth: int, count: list[int], memories: Memories | None = None) -> Any:
@@ -172,7 +222,14 @@ def _lower_foreign(value: Any, memories: Memories | None) -> msgspec.msgpack.Ext
             return _leaf(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value), memories)
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
-        return _leaf(Leaf.ARRAY, *arrays.parts_of(value), memories)
+        if value.dtype.name not in _ARRAY_DTYPES or not value.dtype.isnative:
+            raise UnsupportedError(
+                f"a numpy array of dtype {value.dtype} is not carried; these are, in the machine's byte"
+                f" order: {', '.join(sorted(_ARRAY_DTYPES))}"
+            )
+        flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        meta = tensors.TensorMeta(value.dtype.name, value.shape)
+        return _leaf(Leaf.ARRAY, meta, memoryview(flat).toreadonly(), memories)
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
@@ -188,6 +245,11 @@ def _leaf(
 
 
 APART_OF: Final = {Leaf.TENSOR: Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY: Leaf.ARRAY_OUT_OF_BAND}
+_ARRAY_DTYPES: Final = frozenset(
+    {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
+    | {"float16", "float32", "float64", "complex64", "complex128"}
+)
+"""numpy's names that are also torch's."""
 
 
 def explain(value: object, depth: int, error: Exception) -> NoReturn:
@@ -239,19 +301,109 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
             ``limits.memory_bound(len(buf))`` (besides importing torch).
         ResourceExhaustedError: there is not that much. Nothing else is raised, whatever the bytes.
     """
+    return _decode(buf, None, limits, tensors.empty_like_meta, copy_bytes)
+
+
+def decode_out_of_band(
+    head: Buffer,
+    memories: memoryview,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    make: Callable[[tensors.TensorMeta], Tensor] | None = None,
+    copy: CopyBytes = copy_bytes,
+) -> Any:
+    """The value of a head and its memories, which lie back to back, each of them :func:`aligned`.
+
+    What is out of band is copied out, a tensor into what ``make`` returns for its meta: one of that dtype and
+    shape. Without it, for numpy arrays always, and for what lies in the head, memory is taken anew.
+    ``copy(target, source)`` copies the bytes of such a tensor.
+
+    Raises:
+        WireError: the bytes are not such a head, go beyond ``limits``, want other memories than these, or
+            hold a tensor, dtype or array while torch or numpy is not installed. Nothing else is raised,
+            whatever the bytes, but what ``make`` raises; and no more memory is taken than
+            ``limits.memory_bound`` of head and memories together (besides importing torch, and by ``make``).
+        ResourceExhaustedError: there is not that much.
+    """
+    return _decode(head, memories, limits, make or tensors.empty_like_meta, copy)
+
+
+def _decode(
+    buf: Buffer,
+    memories: memoryview | None,
+    limits: Limits,
+    make: Callable[[tensors.TensorMeta], Tensor],
+    copy: CopyBytes,
+) -> Any:
     nbytes = buf.nbytes if isinstance(buf, memoryview) else len(buf)
     if nbytes > limits.max_bytes:
         raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
     try:
         data = bytes(buf)  # a private copy: shared memory could change between the check and the use
-        marked = validate(data, limits)
-        value = unpack(data)
+        if memories is None:
+            marked = validate(data, limits)
+            value = unpack(data)
+        else:
+            checked = _checked_short if nbytes <= _SHORT_BYTES else _checked
+            marked, leaves, wanted, lying = checked(data, limits)
+            most = limits.max_bytes - nbytes
+            if wanted > most:
+                raise WireError(f"a value whose tensors have {wanted} bytes; at most {most} are accepted")
+            if lying != memories.nbytes:
+                raise WireError(
+                    f"the value's {len(leaves)} memories take {lying} bytes, and {memories.nbytes} came"
+                )
+            if leaves:
+                make_leaf = _leaf_maker(memories.cast("B"), deque(leaves), make, copy)
+                value = msgspec.msgpack.decode(data, ext_hook=make_leaf)
+            else:
+                value = unpack(data)
         return resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
     except MemoryError as e:
-        raise_if_exhausted(e, f"decoding a value of {nbytes} bytes")
+        raise_if_exhausted(e, f"decoding a value of {nbytes + (memories.nbytes if memories else 0)} bytes")
         raise
+
+
+def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMeta, ...], int, int]:
+    """Whether a head holds marked arrays, the tensors that are out of band, their bytes, and those that they
+    take with the gaps between them.
+
+    Raises:
+        WireError: it is no head.
+    """
+    spans: list[slice] = []
+    marked = validate(data, limits, spans)
+    leaves = tuple(tensors.decode_meta(data[span]) for span in spans)
+    sizes = [meta.nbytes for meta in leaves]
+    return marked, leaves, sum(sizes), sum(map(aligned, sizes))
+
+
+_SHORT_BYTES: Final = 256
+_checked_short = functools.lru_cache(maxsize=64)(_checked)
+"""Many messages of a stream have the same head."""
+
+
+def _leaf_maker(
+    memories: memoryview,
+    leaves: deque[tensors.TensorMeta],
+    make: Callable[[tensors.TensorMeta], Tensor],
+    copy: CopyBytes,
+) -> Callable[[int, memoryview], Any]:
+    """What msgspec calls for each extension, in the order in which they stand."""
+    at = 0
+
+    def make_leaf(code: int, payload: memoryview) -> Any:
+        nonlocal at
+        if code not in (Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY_OUT_OF_BAND):
+            return extension(code, payload)
+        meta = leaves.popleft()
+        flat = memories[at : at + meta.nbytes]
+        at += aligned(meta.nbytes)
+        return build(code, meta, flat, make, copy)
+
+    return make_leaf
 
 
 def extension(code: int, payload: memoryview) -> Any:
@@ -283,7 +435,7 @@ def build(
 ) -> Any:
     """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
     if code in (Leaf.ARRAY, Leaf.ARRAY_OUT_OF_BAND):
-        return arrays.array_of(meta, flat)
+        return _array_of(meta, flat)
     try:
         tensor = make(meta)
         tensors.copy_into(tensor, flat, copy)
@@ -291,6 +443,22 @@ def build(
         raise_if_exhausted(e, f"decoding a tensor of {meta.nbytes} bytes")
         raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
     return tensor
+
+
+def _array_of(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
+    """A new array of those bytes. Raises WireError: there is no numpy, or it refuses dtype or shape."""
+    if meta.dtype not in _ARRAY_DTYPES:
+        raise WireError(f"numpy has no dtype {meta.dtype}")
+    try:
+        import numpy
+    except ImportError as e:
+        raise_if_exhausted(e, "importing numpy")
+        raise WireError(f"a numpy array came, and numpy is not installed here: {e}") from e
+    try:
+        array: ndarray[Any, Any] = numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()
+    except ValueError as e:
+        raise WireError(f"numpy refuses an array of shape {meta.shape}: {e}") from e
+    return array
 
 
 unpack: Final = msgspec.msgpack.Decoder(ext_hook=extension).decode

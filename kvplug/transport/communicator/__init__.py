@@ -1,8 +1,7 @@
 """The device communicator: the ABC, and the comparison of calls before each collective."""
 
-from kvplug.transport.communicator.all2all import All2AllManager
-from kvplug.transport.communicator.communicator import DeviceCommunicator
-from kvplug.transport.communicator.point_to_point import RecvOp, SendOp
-from kvplug.transport.communicator.tokens import TokenSplit
+from kvplug.transport.communicator.communicator import DeviceCommunicator, RecvOp, SendOp
+from kvplug.transport.communicator.experts import All2AllManager, TokenSplit
+from kvplug.transport.communicator.rank import CommunicatorContext
 
-__all__ = ["All2AllManager", "DeviceCommunicator", "RecvOp", "SendOp", "TokenSplit"]
+__all__ = ["All2AllManager", "CommunicatorContext", "DeviceCommunicator", "RecvOp", "SendOp", "TokenSplit"]

@@ -1,21 +1,62 @@
-"""A rank's next call as plain values: checked, described and compared. All functions are pure."""
+"""A rank's next call, as the other ranks get it: checked, described and compared. All functions are pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError, WireError
+import attrs
+from msgspec import Meta
+
+from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError
 from kvplug.net.peer_text import peer_text
+from kvplug.net.wire import from_plain
+from kvplug.net.wire.tensors import as_bits, dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PAIRED: Final = "send and recv"
+"""The name of a call between some ranks, not a collective of all."""
 
-def dtype_name(dtype: Any) -> str:
-    """``torch.bfloat16`` and ``"bfloat16"`` are ``"bfloat16"``."""
-    return str(dtype).rpartition(".")[2]
+
+@attrs.frozen
+class Call:
+    """A rank's next call."""
+
+    call: str
+    """Its name."""
+    arguments: str = ""
+    """All that must be the same at every rank, in words."""
+    refused: str | None = None
+    """Why that rank does not begin the call."""
+    tokens: Annotated[int, Meta(ge=0)] = 0
+    """The rank's tokens for experts, which may differ by rank."""
+    sends: tuple[str, ...] = ()
+    """What a paired call sends the other rank."""
+    recvs: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, rank: int, plain: object) -> Call:
+        """The call that another rank sent, which may be anything. Raises WireError: it is none."""
+        return from_plain(plain, cls, f"the next call of rank {rank}")
+
+    def __str__(self) -> str:
+        arguments = (
+            f"sends {list(self.sends)}, recvs {list(self.recvs)}" if self.is_paired else self.arguments
+        )
+        rest = f" with {arguments}" if self.refused is None else f", refused there: {self.refused}"
+        return peer_text(self.call + rest)
+
+    def same_as(self, other: Call) -> bool:
+        """Whether both ranks make the same collective."""
+        return (self.call, self.arguments, self.refused) == (other.call, other.arguments, other.refused)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether only some ranks take part."""
+        return self.call == PAIRED
 
 
 def describe(
@@ -27,24 +68,24 @@ def describe(
     sizes: Sequence[int] | None = None,
     root: int | None = None,
     vary: bool = False,
-) -> dict[str, Any]:
-    """The part of a call that must be the same at every rank.
+) -> str:
+    """The arguments of a call that must be the same at every rank.
 
     ``vary``: the length along ``dim`` may differ by rank, as ``sizes`` say.
 
     Raises:
         TensorMismatchError: ``dim`` is not there, or ``sizes`` do not fit the tensor or the group.
     """
-    shape: list[Any] = list(tensor.shape)
-    said: dict[str, Any] = {"dtype": dtype_name(tensor.dtype), "shape": shape}
+    shape: list[int | str] = list(tensor.shape)
+    rest = ""
     if dim is not None:
         if not -len(shape) <= dim < len(shape):
             raise TensorMismatchError(f"dimension {dim} of a tensor of shape {shape} is not there")
-        said["dim"] = dim % len(shape)
+        rest = f", dim {dim % len(shape)}"
     if sizes is not None and dim is not None:
         if not isinstance(sizes, Sequence):
             raise TensorMismatchError(f"sizes={sizes!r} was given, and {world_size} numbers are wanted")
-        said["sizes"] = list(sizes)
+        rest += f", sizes {list(sizes)}"
         if len(sizes) != world_size or any(type(size) is not int or size < 0 for size in sizes):
             raise TensorMismatchError(
                 f"sizes {list(sizes)} were given, and {world_size} numbers, one for each rank, are wanted"
@@ -57,14 +98,8 @@ def describe(
         if vary:
             shape[dim] = "as sizes say"
     if root is not None:
-        said["root"] = root
-    return said
-
-
-def check_dim(dim: object) -> None:
-    """Raises TensorMismatchError: it is no number."""
-    if type(dim) is not int:
-        raise TensorMismatchError(f"dim={dim!r} was given, and the number of a dimension is wanted")
+        rest += f", root {root}"
+    return f"dtype {dtype_name(tensor.dtype)}, shape {shape}{rest}"
 
 
 def check_fillable(tensor: Tensor) -> None:
@@ -76,118 +111,43 @@ def check_fillable(tensor: Tensor) -> None:
         )
 
 
-def check_divisible(length: int, dim: int, world_size: int) -> None:
-    """Raises TensorMismatchError."""
-    if length % world_size:
-        raise TensorMismatchError(
-            f"dimension {dim} has {length} elements, and {world_size} ranks cannot have equal parts of them"
-        )
-
-
-def check_sum(length: int, dim: int, sizes: Sequence[int]) -> None:
-    """Raises TensorMismatchError."""
-    if sum(sizes) != length:
-        raise TensorMismatchError(
-            f"sizes {list(sizes)} add up to {sum(sizes)}, and dimension {dim} has {length} elements"
-        )
-
-
-def check_same(name: str, calls: Sequence[Mapping[str, Any]], ranks: Sequence[int] | None = None) -> None:
-    """Compare the calls of all ranks. Pure.
+def check_same(name: str, calls: Sequence[Call], ranks: Sequence[int] | None = None) -> None:
+    """Compare the calls of all ranks.
 
     Raises:
-        TensorMismatchError: the ranks' next calls differ.
+        TensorMismatchError: the ranks' next calls differ, or are refused.
     """
-    if all(call == calls[0] for call in calls) and "refused" not in calls[0]:
+    first = calls[0]
+    if first.refused is None and all(call.same_as(first) for call in calls):
         return
-    numbered = list(zip(ranks or range(len(calls)), calls, strict=True))
-    lines = "".join(f"\n  rank {rank}: {_in_words(call)}" for rank, call in numbered)
+    numbered = zip(ranks or range(len(calls)), calls, strict=True)
+    lines = "".join(f"\n  rank {rank}: {call}" for rank, call in numbered)
     raise TensorMismatchError(
         f"{name}: every rank must be about to do the same, and nothing was done:{lines}"
     )
 
 
-def _in_words(call: Mapping[str, Any]) -> str:
-    name = call["call"]
-    if "refused" in call:
-        return peer_text(f"{name}, refused there: {call['refused']}")
-    rest = ", ".join(f"{key} {value}" for key, value in call.items() if key != "call")
-    return peer_text(f"{name} with {rest}")
-
-
-def check_received(rank: int, call: object) -> Mapping[str, Any]:
-    """The call that another rank sent, which may be anything. Pure.
+def check_paired(rank: int, calls: Mapping[int, Call], theirs: Mapping[int, Call]) -> None:
+    """Check that each of two ranks receives what the other sends, in the same order.
 
     Raises:
-        WireError: it is no call: not a mapping of plain values with a name.
+        TensorMismatchError: it is not, with some rank.
     """
-    if isinstance(call, dict) and type(call.get("call")) is str and _is_plain(call):
-        return call
-    raise WireError(f"rank {rank} sent something else than its next call; same kvplug?")
+    for peer, call in calls.items():
+        if theirs[peer] != Call(PAIRED, sends=call.recvs, recvs=call.sends):
+            raise TensorMismatchError(
+                f"{PAIRED}: one rank must receive what the other sends, and nothing was done:"
+                f"\n  rank {rank}: {call}\n  rank {peer}: {theirs[peer]}"
+            )
 
 
-def tokens_of(rank: int, call: Mapping[str, Any]) -> int:
-    """How many tokens a rank has announced; 0 if it was refused there. Pure.
-
-    Raises:
-        WireError: no number.
-    """
-    tokens: int = call.get("tokens", 0)
-    if type(tokens) is not int or tokens < 0:
-        raise WireError(f"rank {rank} sent {peer_text(str(tokens))} as its number of tokens")
-    return tokens
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def row_bytes(tensor: Tensor) -> int:
     """Bytes of one row along the first dimension."""
     elements: int = math.prod(tensor.shape[1:])
     return elements * int(tensor.element_size())
-
-
-def _is_plain(value: object) -> bool:
-    """Whether it can be compared and printed: a tensor, for example, has no single truth value."""
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return True
-    if isinstance(value, dict):
-        return all(type(key) is str and _is_plain(each) for key, each in value.items())
-    return kind in (list, tuple) and all(map(_is_plain, value))  # type: ignore[call-overload]
-
-
-PAIRED: Final = "send and recv"
-
-
-def in_short(said: Mapping[str, Any]) -> str:
-    """The bytes of a tensor that :func:`describe` has described."""
-    return f"{said['dtype']} {said['shape']}"
-
-
-def paired(sends: Sequence[str], recvs: Sequence[str]) -> dict[str, Any]:
-    """One rank's next operations with one other rank."""
-    return {"call": PAIRED, "sends": list(sends), "recvs": list(recvs)}
-
-
-def is_paired(call: Mapping[str, Any]) -> bool:
-    """Whether this is a call between some ranks, not a collective of all."""
-    return call.get("call") == PAIRED
-
-
-def check_paired(
-    rank: int, calls: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]]
-) -> None:
-    """Check that each of two ranks receives what the other sends, in the same order. Pure.
-
-    Raises:
-        TensorMismatchError: it is not, with some rank.
-    """
-    for peer, call in calls.items():
-        their = theirs[peer]
-        fits = (call["sends"], call["recvs"]) == (their.get("recvs"), their.get("sends"))
-        if "refused" in their or not fits or not is_paired(their):
-            raise TensorMismatchError(
-                f"{PAIRED}: one rank must receive what the other sends, and nothing was done:"
-                f"\n  rank {rank}: {_in_words(call)}\n  rank {peer}: {_in_words(their)}"
-            )
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -229,8 +189,4 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Concatenate as integers of the same size, since torch cannot concatenate every dtype."""
     import torch
 
-    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = by_size.get(parts[0].element_size())
-    if bits is None:
-        return torch.cat(list(parts), dim)
-    return torch.cat([part.view(bits) for part in parts], dim).view(parts[0].dtype)
+    return torch.cat([as_bits(part) for part in parts], dim).view(parts[0].dtype)

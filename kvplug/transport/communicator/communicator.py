@@ -4,25 +4,58 @@ The names and arguments are those of the family's base communicator; its defects
 constructor, layers found by their classes' names, ``assert`` for arguments, missing v-forms, no deadline) are
 not. The work that all transports share is done here: checking arguments, computing sizes, serving a group of
 one rank without a transport, and comparing the calls of the ranks. A transport of kind "communicator"
-implements :class:`~kvplug.transport.communicator.primitives.Primitives`. ``Tensor`` is ``torch.Tensor``;
-this package does not import torch at module level.
+implements the abstract methods of :class:`~kvplug.transport.communicator.rank.GroupRank`. ``Tensor`` is
+``torch.Tensor``; this package does not import torch at module level.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import attrs
+
+from kvplug.errors import ConfigError, TensorMismatchError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.memory.room import check_room
 from kvplug.net.threads import end_at_exit
-from kvplug.transport.communicator.collectives import Collectives
-from kvplug.transport.communicator.moe import MoE
-from kvplug.transport.communicator.point_to_point import PointToPoint
+from kvplug.net.wire.tensors import dtype_name
+from kvplug.transport.communicator.calls import check_same, empty, joined, plain, row_bytes, write_back
+from kvplug.transport.communicator.experts import (
+    DEFAULT_BACKEND,
+    MANAGERS,
+    All2AllManager,
+    TokenSplit,
+    width_of,
+)
+from kvplug.transport.communicator.rank import CommunicatorContext, GroupRank
 
 if TYPE_CHECKING:
-    from kvplug.transport.context import CommunicatorContext
+    import torch
+    from torch import Tensor
 
 
-class DeviceCommunicator(Collectives, PointToPoint, MoE):
+@attrs.frozen
+class SendOp:
+    """In a batch: send ``tensor`` to rank ``dst`` of the group."""
+
+    tensor: Any
+    """A tensor of the communicator's device."""
+    dst: int
+    """A rank of the group."""
+
+
+@attrs.frozen
+class RecvOp:
+    """In a batch: fill ``tensor`` with what rank ``src`` of the group sends."""
+
+    tensor: Any
+    """A contiguous tensor of the communicator's device, of the shape and dtype that is sent."""
+    src: int
+    """A rank of the group."""
+
+
+class DeviceCommunicator(GroupRank):
     """One rank's end of the collectives of a group.
 
     Law. Every rank gets the result that the collective's documentation states, whatever the order in which
@@ -48,9 +81,372 @@ class DeviceCommunicator(Collectives, PointToPoint, MoE):
             called like its ``all2all_backend``.
     """
 
+    all2all_managers: ClassVar[Mapping[str, type[All2AllManager]]] = MANAGERS
+    """The managers by the value of ``all2all_backend``. A transport may add its own."""
+
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
+        self.all2all_manager: All2AllManager | None = None
+        """The manager that dispatch and combine use; ``None``: they return their arguments unchanged."""
+        self._split: TokenSplit | None = None
+        self._width = 1
+        if self.use_all2all:
+            self._width = width_of(self.world_size, context.data_parallel_size)
+            name = self.all2all_backend or DEFAULT_BACKEND
+            manager = self.all2all_managers.get(name)
+            if manager is None:
+                known = ", ".join(sorted(self.all2all_managers))
+                raise ConfigError(
+                    f"all2all_backend={name!r} is unknown to {type(self).__name__}, which has: {known}"
+                )
+            self.all2all_manager = manager(self)
         end_at_exit(self)
+
+    # -- collectives ---------------------------------------------------------------------------------
+
+    def all_reduce(self, input_: Tensor, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
+        """Replace ``input_`` by the sum of all ranks' and return it.
+
+        Raises:
+            TensorMismatchError: the ranks' tensors differ in shape or dtype, or their calls do.
+            UnsupportedError: device or dtype are not taken.
+            TimeoutError, PeerGoneError: a rank did not come, or has died; names it.
+            TransportError: the communicator is broken, and since when.
+            ClosedError, BusyError: as the law says. All these hold for every collective below.
+        """
+        with self._call(
+            "all_reduce", timeout, lambda: self._said(input_, summing=True, filled=True)
+        ) as deadline:
+            if self.world_size > 1:
+                work = plain(input_)
+                self._all_reduce(work, deadline)
+                write_back(input_, work)
+        return input_
+
+    def all_gather(self, input_: Tensor, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
+        """All ranks' tensors, of one shape, concatenated along ``dim`` in the order of ranks."""
+        with self._call("all_gather", timeout, lambda: self._said(input_, dim=dim)) as deadline:
+            if self.world_size == 1:
+                return input_
+            length = input_.shape[dim]
+            return self._gathered(input_, dim % input_.dim(), [length] * self.world_size, deadline)
+
+    def all_gatherv(
+        self,
+        input_: Tensor | list[Tensor],
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Any:
+        """Like ``all_gather``, with ``sizes[rank]`` elements along ``dim`` from each rank.
+
+        Without ``sizes`` all have as many. A list of tensors gives a list: each is gathered that way.
+        """
+        tensors = input_ if isinstance(input_, list) else [input_]
+
+        def check() -> str:
+            said = [self._said(tensor, dim=dim, sizes=sizes, vary=True) for tensor in tensors]
+            return f"tensors {said}" if isinstance(input_, list) else said[0]
+
+        with self._call("all_gatherv", timeout, check) as deadline:
+            if self.world_size == 1:
+                return input_
+            made = []
+            for tensor in tensors:
+                lengths = [tensor.shape[dim]] * self.world_size if sizes is None else list(sizes)
+                made.append(self._gathered(tensor, dim % tensor.dim(), lengths, deadline))
+            return made if isinstance(input_, list) else made[0]
+
+    def reduce_scatter(self, input_: Tensor, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
+        """This rank's part of the sum of all ranks' tensors, cut into equal parts along ``dim``."""
+        return self._reduce_scattered("reduce_scatter", input_, dim, None, timeout)
+
+    def reduce_scatterv(
+        self,
+        input_: Tensor,
+        dim: int = -1,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Tensor:
+        """Like ``reduce_scatter``, with ``sizes[rank]`` elements along ``dim`` for each rank; equal ones if
+        ``None``.
+        """
+        name = "reduce_scatter" if sizes is None else "reduce_scatterv"
+        return self._reduce_scattered(name, input_, dim, sizes, timeout)
+
+    def _reduce_scattered(
+        self, name: str, input_: Tensor, dim: int, sizes: Sequence[int] | None, timeout: Timeout
+    ) -> Tensor:
+        def check() -> str:
+            said = self._said(input_, dim=dim, sizes=sizes, summing=True)
+            length = input_.shape[dim]
+            if sizes is None and length % self.world_size:
+                raise TensorMismatchError(
+                    f"dimension {dim} has {length} elements, and {self.world_size} ranks cannot have equal"
+                    " parts of them"
+                )
+            if sizes is not None and sum(sizes) != length:
+                raise TensorMismatchError(
+                    f"sizes {list(sizes)} add up to {sum(sizes)}, and dimension {dim} has {length} elements"
+                )
+            return said
+
+        with self._call(name, timeout, check) as deadline:
+            if self.world_size == 1:
+                return input_
+            equal = [input_.shape[dim] // self.world_size] * self.world_size
+            lengths = equal if sizes is None else list(sizes)
+            return self._scattered(input_, dim % input_.dim(), lengths, deadline)
+
+    def gather(
+        self, input_: Tensor, dst: int = 0, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Tensor | None:
+        """At rank ``dst`` of the group what ``all_gather`` gives; ``None`` at all others.
+
+        Raises ConfigError too: ``dst`` is no rank of the group.
+        """
+
+        def check() -> str:
+            self._check_rank("dst", dst)
+            return self._said(input_, dim=dim, root=dst)
+
+        with self._call("gather", timeout, check) as deadline:
+            if self.world_size == 1:
+                return input_
+            work = plain(input_)
+            if self.rank_in_group != dst:
+                self._gather(None, work, dst, deadline)
+                return None
+            parts = [empty(work, work.shape) for _ in self.ranks]
+            self._gather(parts, work, dst, deadline)
+            return joined(parts, dim)
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
+        """Fill ``tensor`` with rank ``src``'s of the group, and return it. Raises as ``gather``."""
+
+        def check() -> str:
+            self._check_rank("src", src)
+            return self._said(tensor, root=src, filled=True)
+
+        with self._call("broadcast", timeout, check) as deadline:
+            if self.world_size > 1:
+                work = plain(tensor)
+                self._broadcast(work, src, deadline)
+                write_back(tensor, work)
+        return tensor
+
+    # -- from one rank to another -----------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Send to rank ``dst`` of the group; the next rank by default.
+
+        Raises:
+            TensorMismatchError: the other rank wants another shape or dtype; at both ends.
+            ConfigError: ``dst`` is no other rank of the group.
+            The rest as the collectives.
+        """
+        peer = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        with self._pairs_call([(tensor, peer)], [], timeout) as deadline:
+            self._send(plain(tensor), peer, deadline)
+
+    def recv(
+        self,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        src: int | None = None,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Tensor:
+        """A tensor of that shape from rank ``src`` of the group; the previous rank by default.
+
+        Raises as ``send``.
+        """
+        import torch
+
+        peer = (self.rank_in_group - 1) % self.world_size if src is None else src
+        self._check_usable()
+        tensor = torch.empty(tuple(size), dtype=dtype, device=self.device)
+        with self._pairs_call([], [(tensor, peer)], timeout) as deadline:
+            self._recv(tensor, peer, deadline)
+        return tensor
+
+    def batch_isend_irecv(
+        self, p2p_ops: Sequence[SendOp | RecvOp], *, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> None:
+        """Send and receive all of these at once; returns when all are done.
+
+        Messages to one rank are received there in the same order, by a batch or by ``recv``. No order of
+        ranks can deadlock: two ranks may both send to each other.
+
+        Raises:
+            TensorMismatchError: another rank's ops do not fit these. With one other rank nothing was begun;
+                where a batch has several, the others may have, and the communicator is broken.
+            ConfigError: an op names no other rank of the group.
+            UnsupportedError: something is no op.
+            The rest as the collectives.
+        """
+        self._check_usable()
+        for op in p2p_ops:
+            if not isinstance(op, (SendOp, RecvOp)):
+                raise UnsupportedError(f"a SendOp or a RecvOp is needed, not a {type(op).__qualname__}")
+        sends = [(op.tensor, op.dst) for op in p2p_ops if isinstance(op, SendOp)]
+        recvs = [(op.tensor, op.src) for op in p2p_ops if isinstance(op, RecvOp)]
+        with self._pairs_call(sends, recvs, timeout) as deadline:
+            into = [(plain(tensor), src) for tensor, src in recvs]
+            self._batch([(plain(tensor), dst) for tensor, dst in sends], into, deadline)
+            for (tensor, _), (work, _) in zip(recvs, into, strict=True):
+                write_back(tensor, work)
+
+    # -- mixture of experts -------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> tuple[Any, ...]:
+        """Send tokens to their experts: returns the three tensors, and ``extra_tensors`` if given, with the
+        rows of all ranks.
+
+        A tensor has a row for each token; ranks may have different numbers of tokens, or none. The ranks of
+        one data-parallel rank have the same tokens, which are sent once; with ``is_sequence_parallel`` each
+        rank has its own. Without an all-to-all manager the arguments are returned unchanged.
+
+        Raises:
+            TensorMismatchError: tensors without a row for each token, or ranks whose tensors differ in dtype
+                or in the shape of a row.
+            The rest as the collectives.
+        """
+        return self._dispatch(
+            "dispatch", [hidden_states, topk_weights, topk_ids], is_sequence_parallel, extra_tensors, timeout
+        )
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> tuple[Any, ...]:
+        """``dispatch`` before experts are chosen: for the router's logits. Raises as ``dispatch``."""
+        return self._dispatch(
+            "dispatch_router_logits",
+            [hidden_states, router_logits],
+            is_sequence_parallel,
+            extra_tensors,
+            timeout,
+        )
+
+    def combine(
+        self,
+        hidden_states: Tensor,
+        is_sequence_parallel: bool = False,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> Tensor:
+        """Return the experts' results to the tokens' ranks: this rank's rows of the sum over all ranks.
+
+        ``hidden_states`` has a row for each token that the last dispatch returned: zeros for tokens that no
+        expert of this rank processed. The sum is complete: no rank has to add anything. Without an all-to-all
+        manager the argument is returned unchanged.
+
+        Raises:
+            TensorMismatchError: the number of rows differs from the dispatch, or nothing was dispatched, or
+                with another ``is_sequence_parallel``.
+            The rest as the collectives.
+        """
+        if self.all2all_manager is None:
+            self._check_usable()
+            return hidden_states
+        split = self._split
+
+        def check() -> str:
+            said = self._said(hidden_states, summing=True, dim=0)
+            if split is None:
+                raise TensorMismatchError("combine takes back what was dispatched, and nothing was")
+            if hidden_states.shape[0] != split.total:
+                rows = hidden_states.shape[0]
+                raise TensorMismatchError(f"{split.total} tokens were dispatched, and {rows} rows come back")
+            if self._width > 1 and split.shared is bool(is_sequence_parallel):
+                to, and_not = ("combine", "dispatch") if is_sequence_parallel else ("dispatch", "combine")
+                raise TensorMismatchError(
+                    f"is_sequence_parallel=True was given to {to}, and not to {and_not}"
+                )
+            return f"{said}, is_sequence_parallel {bool(is_sequence_parallel)}"
+
+        with self._call("combine", timeout, check) as deadline:
+            if self.world_size > 1:
+                assert split is not None
+                hidden_states = self.all2all_manager.combine(hidden_states, split, deadline)
+            self._split = None
+        return hidden_states
+
+    def prepare_communication_buffer_for_model(self, model: Any) -> None:
+        """Call this once after a model was loaded: if this communicator serves experts, it calls the method
+        ``prepare_communication_buffer(communicator)`` of each module that has one.
+
+        Raises:
+            ClosedError, TransportError: as the law says.
+            Whatever a module raises.
+        """
+        self._check_usable()
+        if self.is_ep_communicator:
+            for module in model.modules():
+                prepare = getattr(module, "prepare_communication_buffer", None)
+                if callable(prepare):
+                    prepare(self)
+
+    def _dispatch(
+        self,
+        name: str,
+        tensors: list[Tensor],
+        is_sequence_parallel: bool,
+        extra_tensors: list[Tensor] | None,
+        timeout: Timeout,
+    ) -> tuple[Any, ...]:
+        found = [*tensors, *(extra_tensors or ())]
+        if self.all2all_manager is None:
+            self._check_usable()
+        else:
+
+            def check() -> str:
+                rows = [self._said(tensor, dim=0) and tensor.shape[0] for tensor in found]
+                if len(set(rows)) > 1:
+                    raise TensorMismatchError(
+                        f"tensors with a row for each token are wanted, and they have {rows}"
+                    )
+                return (
+                    f"rows {[f'{dtype_name(each.dtype)} {list(each.shape[1:])}' for each in found]},"
+                    f" is_sequence_parallel {bool(is_sequence_parallel)},"
+                    f" all2all_backend {self.all2all_backend or DEFAULT_BACKEND},"
+                    f" data_parallel_size {self.context.data_parallel_size}"
+                )
+
+            with self._attempt(timeout) as deadline:
+                calls = self._agreed(name, check, deadline, tokens=found)
+                check_same(name, calls)
+                width = 1 if is_sequence_parallel or self.world_size == 1 else self._width
+                split = TokenSplit.of([call.tokens for call in calls], width)
+                if self.device.partition(":")[0] == "cpu":  # the memory of others is never promised in excess
+                    for tensor in found:
+                        what = f"a tensor with the {split.total} tokens of all ranks"
+                        check_room(split.total * row_bytes(tensor), what)
+                if self.world_size > 1:
+                    found = self.all2all_manager.dispatch(found, split, deadline)
+                self._split = split
+        if extra_tensors is None:
+            return tuple(found)
+        return (*found[: len(tensors)], found[len(tensors) :])
+
+    # -- the end ------------------------------------------------------------------------------------
 
     def synchronize(self, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Return when everything that this rank's calls have begun has succeeded. Returns at once if calls

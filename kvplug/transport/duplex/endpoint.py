@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -15,10 +15,7 @@ from kvplug.net.trust.connection import Connection, dial
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import PipeAcceptor
 from kvplug.transport.duplex.contact import Contact
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
-
-if TYPE_CHECKING:
-    from kvplug.transport.context import PipeContext
+from kvplug.transport.pipe import Pipe, PipeContext, PipeEndpoint, PipeListener
 
 
 class ContactEndpoint(PipeEndpoint, abc.ABC):

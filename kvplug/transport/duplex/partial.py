@@ -1,21 +1,70 @@
-"""The partly received message: its meta, and the received part that waits for the next call."""
+"""The message that a pipe receives: its bound, its meta, and the part that waits for the next call."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError
+from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError, UnsupportedError
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
-from kvplug.net.wire.messages import check_fits, is_dense
-from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
-from kvplug.transport.duplex.limit import MessageLimit
+from kvplug.net.memory.room import check_room
+from kvplug.net.wire.tensors import (
+    TensorMeta,
+    copy_into,
+    dtype_name,
+    is_dense,
+    memory_of,
+    memory_of_writable,
+    meta_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INTERRUPTED: Final = "interrupted in the middle of a message"
 """Why a pipe fails after Ctrl-C between a copy and its accounting: the stream's position is lost."""
+
+
+class MessageLimit:
+    """The largest message for which a pipe takes memory. Checked before memory is asked for. Any thread.
+
+    A peer announces a message's size before its bytes. What is received into the caller's memory has no
+    bound.
+
+    >>> limit = MessageLimit(1000)
+    >>> limit.check(1000, "pid 7")
+    >>> limit.check(1001, "pid 7")
+    Traceback (most recent call last):
+    kvplug.errors.CapacityError: the next message of pid 7, which stays, has 1001 bytes, and...
+    """
+
+    def __init__(self, most: int | None = None, *, device: str = "cpu") -> None:
+        """``most`` is the context's ``max_message_bytes``; ``None``: what this process can have.
+
+        ``device``: where the memory is. A device has no more than it has, and its allocator refuses the rest.
+        """
+        self._most = most
+        self._on_host = device.partition(":")[0] == "cpu"
+
+    @property
+    def most(self) -> int:
+        """The bound in bytes; very large if only the memory of the process or device is one."""
+        return sys.maxsize if self._most is None else self._most
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether there is another bound than the memory of the process or device."""
+        return self._most is not None
+
+    def lower(self, nbytes: int) -> None:
+        """Accept no larger messages than of ``nbytes`` from now on."""
+        self._most = min(self.most, nbytes)
+
+    def check(self, nbytes: int, peer: str) -> None:
+        """Raises CapacityError: the next message of ``peer`` has more bytes, and stays."""
+        if self._most is not None or self._on_host:
+            check_room(nbytes, f"the next message of {peer}, which stays,", self._most)
 
 
 class PartialMessage:
@@ -55,7 +104,14 @@ class PartialMessage:
             return
         if self.meta is None:
             raise TensorMismatchError("the next message is None, and out= was given; it stays")
-        check_fits(out, self.meta)
+        import torch
+
+        if not isinstance(out, torch.Tensor):
+            raise UnsupportedError(f"out= must be a tensor, not {type(out).__name__}")
+        if not out.is_cpu or out.layout is not torch.strided:
+            raise UnsupportedError(f"out= must be a dense CPU tensor, not {out.device} {out.layout}")
+        if dtype_name(out.dtype) != self.meta.dtype or out.shape != self.meta.shape:
+            raise mismatch(self.meta, "out= is", meta_of(out))
 
     def receive(
         self,

@@ -16,7 +16,7 @@ from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit, hold_at_exit
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.duplex.lifecycle import Lifecycle
-from kvplug.transport.duplex.limit import MessageLimit
+from kvplug.transport.duplex.partial import MessageLimit
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
 from kvplug.transport.pipe.blocks import nbytes_of_blocks
 
@@ -75,10 +75,6 @@ class DuplexPipe(Pipe, abc.ABC):
         return self._peer
 
     # -- the calls -------------------------------------------------------------------------------------
-    #
-    # Each looks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for
-    # those in use. A call that begins at that moment sees the end, or is waited for; one that has failed then
-    # does not return.
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         return self._counted_send(
@@ -129,6 +125,9 @@ class DuplexPipe(Pipe, abc.ABC):
     def _in_turn(
         self, use: ExclusiveUse, check: Callable[[], None], call: Callable[..., T], *arguments: Any
     ) -> T:
+        # Checks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for
+        # those in use. A call that begins at that moment sees the end, or is waited for; one that has failed
+        # then does not return.
         try:
             check()
             with use.taken():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import Deadline
@@ -18,18 +18,6 @@ from kvplug.transport.group.store import ERRORS, OK
 PURPOSE = "group"
 """What a group's listener serves."""
 _GRACE_S = 1.0  # rank 0 answers at the deadline; its answer may take that long to arrive
-
-
-class Access(Protocol):
-    """A rank's access to the store."""
-
-    def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        """A request whose last item is the seconds to wait, or that is answered at once."""
-
-    def send(self, request: tuple[Any, ...]) -> None:
-        """A request without an answer."""
-
-    def close(self, deadline: Deadline) -> None: ...
 
 
 class RemoteStore:
@@ -72,13 +60,15 @@ class RemoteStore:
             raise error(f"the group at {self._membership.peer} refused rank {self._rank}: {said}")
 
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        wait = request[-1] if request[0] in ("get", "take", "collect") else self._timeout_s
+        """The status and answer of a request. The last item of one that waits is how long, in seconds."""
+        wait = request[-1] if request[0] in ("get", "exchange") else self._timeout_s
         deadline = Deadline.after(None if wait is None else wait + _GRACE_S)
         with self._connection(deadline) as channel:
             channel.send(request, deadline.remaining())
             return _pair(channel.recv(deadline.remaining()))
 
     def send(self, request: tuple[Any, ...]) -> None:
+        """A request without an answer."""
         with contextlib.suppress(KvplugError), self._connection(Deadline.after(_GRACE_S)) as channel:
             channel.send(request, _GRACE_S)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Self
 
 from kvplug.errors import CapacityError, ClosedError, ConfigError, WireError
@@ -12,8 +14,8 @@ from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import values
-from kvplug.transport.group.client import PURPOSE, Access, RemoteStore
-from kvplug.transport.group.server import LocalStore, StoreServer
+from kvplug.transport.group.client import PURPOSE, RemoteStore
+from kvplug.transport.group.server import StoreServer
 from kvplug.transport.group.store import ERRORS, OK
 
 STORE_TIMEOUT_S = 300.0
@@ -40,7 +42,12 @@ class StatelessGroup:
     """
 
     def __init__(
-        self, access: Access, rank: int, world_size: int, timeout_s: float | None, listener: Listener | None
+        self,
+        access: StoreServer | RemoteStore,
+        rank: int,
+        world_size: int,
+        timeout_s: float | None,
+        listener: Listener | None,
     ) -> None:
         self._access = access
         self.rank = rank
@@ -51,9 +58,10 @@ class StatelessGroup:
         self._listener = listener
         self._closed = False
         self._collective = ExclusiveUse("in a collective of this group")
-        self._sending = {r: ExclusiveUse(f"sending to rank {r}") for r in range(world_size)}
-        self._receiving = {r: ExclusiveUse(f"receiving from rank {r}") for r in range(world_size)}
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._sending = [ExclusiveUse(f"sending to rank {rank}") for rank in range(world_size)]
+        self._receiving = [ExclusiveUse(f"receiving from rank {rank}") for rank in range(world_size)]
+        self._numbers: defaultdict[str, int] = defaultdict(int)
+        self._all = list(range(world_size))
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -98,20 +106,20 @@ class StatelessGroup:
         deadline = Deadline.after(timeout, timeout_s)
         label = label or f"rank {rank}"
         listener: Listener | None = None
-        access: Access
+        access: StoreServer | RemoteStore
         if rank == 0:
             if isinstance(address, Listener):
                 listener = address
             elif world_size > 1:
                 listener = cls.listen(address, credentials, label=label)
-            access = LocalStore(StoreServer(listener, world_size, label))
+            access = StoreServer(listener, world_size, label)
         elif isinstance(address, Listener):
             raise ConfigError(f"rank {rank} dials rank 0: give it the contact, not a listener")
         else:
             access = RemoteStore(address, credentials, rank, world_size, label, deadline, timeout_s)
         group = cls(access, rank, world_size, timeout_s, listener)
         try:
-            group._collect("meeting", b"", deadline)
+            group._exchange("meeting", group._all, None, group._all, deadline)
         except BaseException:
             group.close(0)
             raise
@@ -165,14 +173,12 @@ class StatelessGroup:
             PeerGoneError: one of them never will.
         """
         with self._collective.taken():
-            self._collect("barrier", b"", self._deadline(timeout))
+            self._exchange("barrier", self._all, None, self._all, self._deadline(timeout))
 
     def all_gather(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> list[Any]:
         """The values of all ranks, in the order of ranks. Raises as :meth:`barrier`."""
         with self._collective.taken():
-            data = values.encode(value)
-            gathered = self._collect("all_gather", data, self._deadline(timeout))
-        return [_decoded(each) for each in gathered]
+            return self._exchange("all_gather", self._all, value, self._all, self._deadline(timeout))
 
     def broadcast(self, value: object, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
         """The value that rank ``src`` gave; what the others give is ignored. ``src`` does not wait.
@@ -182,11 +188,13 @@ class StatelessGroup:
             PeerGoneError: it never will.
         """
         self._check_rank(src)
+        call = f"broadcast from rank {src}, number"
         with self._collective.taken():
             if src == self.rank:
-                self._post("broadcast", src, [r for r in range(self.world_size) if r != src], value)
+                others = [rank for rank in self._all if rank != src]
+                self._exchange(call, others, value, (), self._deadline(DEFAULT_TIMEOUT))
                 return value
-            return self._take("broadcast", src, self._deadline(timeout))
+            return self._exchange(call, (), None, [src], self._deadline(timeout))[0]
 
     # -- messages between ranks -----------------------------------------------------------------------
 
@@ -199,7 +207,8 @@ class StatelessGroup:
         """
         self._check_rank(dst, other=True)
         with self._sending[dst].taken():
-            self._post("send", dst, [dst], value)
+            call = f"message from rank {self.rank} to rank {dst}, number"
+            self._exchange(call, [dst], value, (), self._deadline(DEFAULT_TIMEOUT))
 
     def recv(self, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
         """The next value from rank ``src``, in order.
@@ -210,40 +219,35 @@ class StatelessGroup:
         """
         self._check_rank(src, other=True)
         with self._receiving[src].taken():
-            return self._take("send", src, self._deadline(timeout))
+            call = f"message from rank {src} to rank {self.rank}, number"
+            return self._exchange(call, (), None, [src], self._deadline(timeout))[0]
 
     # -- beneath -------------------------------------------------------------------------------
 
-    def _collect(self, kind: str, data: bytes, deadline: Deadline) -> list[bytes]:
-        number = self._numbers.get((kind, 0), 0)
-        name = f"{kind} {number}"
+    def _exchange(
+        self, call: str, readers: Sequence[int], value: object, senders: Sequence[int], deadline: Deadline
+    ) -> list[Any]:
+        """Give ``value`` to ``readers``, and wait for what ``senders`` give in the same call.
+
+        Ranks number the calls of a name. A call that fails is not counted: the next one resumes it.
+        """
+        number = self._numbers[call]
+        data = values.encode(value)
         try:
-            gathered = self._ask("collect", name, data, deadline.remaining())
+            found = self._ask("exchange", call, number, readers, data, senders, deadline.remaining())
         except CapacityError:
-            self._collected(kind, number)  # the round was complete, only its result does not fit
+            if senders:  # all have given something, only the whole of it does not fit into an answer
+                self._taken(call, number, senders)
             raise
-        self._collected(kind, number)
-        if len(_checked(gathered, list)) != self.world_size:
-            raise WireError(f"rank 0 answered with {len(gathered)} of {self.world_size} ranks' values")
-        return [_checked(each, bytes) for each in gathered]
+        self._taken(call, number, senders)
+        if len(_checked(found, list)) != len(senders):
+            raise WireError(f"rank 0 answered with the values of {len(found)} of {len(senders)} ranks")
+        return [_decoded(each) for each in found]
 
-    def _collected(self, kind: str, number: int) -> None:
-        self._numbers[kind, 0] = number + 1
-        self._access.send(("collected", f"{kind} {number}"))
-
-    def _post(self, kind: str, other: int, receivers: list[int], value: object) -> None:
-        slot = (f"{kind} to", other)
-        number = self._numbers.get(slot, 0)
-        self._ask("post", kind, number, receivers, values.encode(value))
-        self._numbers[slot] = number + 1
-
-    def _take(self, kind: str, src: int, deadline: Deadline) -> Any:
-        slot = (f"{kind} from", src)
-        number = self._numbers.get(slot, 0)
-        data = self._ask("take", kind, number, src, deadline.remaining())
-        self._numbers[slot] = number + 1
-        self._access.send(("taken", kind, number, src))
-        return _decoded(data)
+    def _taken(self, call: str, number: int, senders: Sequence[int]) -> None:
+        self._numbers[call] = number + 1
+        if senders:
+            self._access.send(("taken", call, number, list(senders)))
 
     def _ask(self, *request: Any) -> Any:
         if self._closed:

@@ -112,11 +112,15 @@ class Mesh:
         missing = list(ranks)
         found: dict[int, Mapping[str, Any]] = {}
         while missing:
-            step = deadline if _soon(deadline) else Deadline.after(_STEP_S)
-            message = self._next(missing[0], step)
-            if message is not None:
-                found[missing.pop(0)] = _call_of(message)
+            end = self._ends[missing[0]]
+            if not end.early:
+                left = deadline.remaining()
+                self._look(missing[0], Deadline.after(_STEP_S if left is None else min(left, _STEP_S)))
+            if end.early:
+                found[missing.pop(0)] = _call_of(end.early.popleft())
                 continue
+            if end.bad is not None:
+                raise end.error()
             self._check_ends()
             if deadline.expired:
                 missing = [rank for rank in missing if not self._ends[rank].early]
@@ -309,17 +313,6 @@ class Mesh:
 
     # -- beneath ---------------------------------------------------------------------------------
 
-    def _next(self, rank: int, deadline: Deadline) -> torch.Tensor | None:
-        """The next message of a rank, or ``None``: none has come by then, or it was news."""
-        end = self._ends[rank]
-        if not end.early:
-            self._look(rank, deadline)
-        if end.early:
-            return end.early.popleft()
-        if end.bad is not None:
-            raise end.error()
-        return None
-
     def _look(self, rank: int, deadline: Deadline | None = None) -> None:
         """Receive what has arrived from a rank, at most one message."""
         end = self._ends[rank]
@@ -373,11 +366,6 @@ class Mesh:
             raise TimeoutError(f"rank {rank}: {e}") from e
         except PeerGoneError as e:
             raise PeerGoneError(f"rank {rank} is gone: {e}") from e
-
-
-def _soon(deadline: Deadline) -> bool:
-    left = deadline.remaining()
-    return left is not None and left < _STEP_S
 
 
 def _all(ranks: Sequence[int]) -> str:

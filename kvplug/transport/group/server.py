@@ -25,8 +25,6 @@ _ANSWER_TIMEOUT_S = 30.0
 _LAST_ANSWERS_S = 1.0
 _CONNECTIONS_PER_RANK = 256
 """Served at once, each in a thread: a rank has one, and one for each of its threads that waits."""
-_ONE_WAY = frozenset({"taken", "collected"})
-"""Requests without an answer."""
 
 
 class StoreServer:
@@ -108,7 +106,7 @@ class StoreServer:
             request = channel.recv(None)
             with self._answering():
                 answer = self.store.answer(rank, request)
-                if _is_one_way(request):
+                if type(request) is tuple and request[:1] == ("taken",):
                     continue
                 try:
                     channel.send(answer)
@@ -126,6 +124,14 @@ class StoreServer:
                 self._answers -= 1
                 self._answered.notify_all()
 
+    def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
+        """A request of rank 0 itself."""
+        return self.store.answer(0, request)
+
+    def send(self, request: tuple[Any, ...]) -> None:
+        """The same for a request without an answer."""
+        self.store.answer(0, request)
+
     def close(self, deadline: Deadline) -> None:
         """Wait until the others have fetched their values, or the deadline; then end all threads."""
         self.store.drain(deadline)
@@ -138,26 +144,3 @@ class StoreServer:
 
     def _after_fork_in_child(self) -> None:
         """The acceptor and its channels close themselves."""
-
-
-def _is_one_way(request: Any) -> bool:
-    match request:
-        case (str(kind), *_):
-            return kind in _ONE_WAY
-    return False
-
-
-class LocalStore:
-    """Rank 0's own access to its store."""
-
-    def __init__(self, server: StoreServer) -> None:
-        self._server = server
-
-    def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        return self._server.store.answer(0, request)
-
-    def send(self, request: tuple[Any, ...]) -> None:
-        self._server.store.answer(0, request)
-
-    def close(self, deadline: Deadline) -> None:
-        self._server.close(deadline)

@@ -1,13 +1,13 @@
-"""The store of rank 0: keys, messages between ranks, and rounds in which all ranks take part.
+"""The store of rank 0: keys, and what ranks give each other in calls that several of them make.
 
-Values are opaque bytes here. Values for particular ranks (messages, results of rounds) are kept until each of
-them has confirmed receipt, or is gone, and then deleted: memory does not grow with the number of rounds.
+Values are opaque bytes here. What is given to particular ranks is kept until each of them has confirmed it,
+or is gone, and then deleted: memory does not grow with the number of calls.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -26,7 +26,7 @@ from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 
 MAX_KEY = 512
-"""Characters of a key, or of the name of a round."""
+"""Characters of a key, or of the name of a call."""
 MAX_BYTES = 1 << 30
 """Of all that the store holds, each value with ``_VALUE_BYTES`` more. Ranks exchange a few kilobytes."""
 _VALUE_BYTES = 1024
@@ -50,9 +50,14 @@ class _JoinedRank:
 
 
 @attrs.define
-class _Round:
-    contributions: dict[int, bytes] = attrs.field(factory=dict)
-    collected: set[int] = attrs.field(factory=set)
+class _Given:
+    """What one rank gave in one call."""
+
+    data: bytes
+    readers: set[int]
+    """Ranks that have not confirmed it."""
+    by_all: bool
+    """Every rank gives something in this call, and takes what all gave."""
 
 
 class Store:
@@ -65,8 +70,8 @@ class Store:
         self._closed = False
         self._members: dict[int, _JoinedRank] = {}
         self._keys: dict[str, bytes] = {}
-        self._mailbox: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
-        self._rounds: dict[str, _Round] = {}
+        self._given: dict[tuple[str, int, int], _Given] = {}
+        """By name of the call, its number among those of that name, and the rank that gave it."""
         self._nbytes = 0
         close_after_fork(self)
 
@@ -77,8 +82,8 @@ class Store:
 
     @property
     def num_entries(self) -> int:
-        """Keys, messages and rounds that are held."""
-        return len(self._keys) + len(self._mailbox) + len(self._rounds)
+        """Keys, and values given in calls, that are held."""
+        return len(self._keys) + len(self._given)
 
     # -- members -------------------------------------------------------------------------------
 
@@ -94,10 +99,9 @@ class Store:
                 raise WireError(f"rank {rank} ({identity}) is not in 1..{world_size - 1}")
             if rank in self._members:
                 holder = self._members[rank]
-                state = holder.absent or "is here"
                 raise WireError(
-                    f"rank {rank} is taken: {holder.identity} {state}; {identity} needs another rank, or"
-                    " a new group"
+                    f"rank {rank} is taken: {holder.identity} {holder.absent or 'is here'}; {identity} needs"
+                    " another rank, or a new group"
                 )
             self._members[rank] = _JoinedRank(identity)
             self._changed.notify_all()
@@ -119,7 +123,7 @@ class Store:
             member = self._members.get(rank)
             if member is not None and not member.absent:
                 member.absent = absent
-                self._tidy()
+                self._confirm(rank, list(self._given))
                 self._changed.notify_all()
 
     def name(self, rank: int) -> str:
@@ -127,17 +131,19 @@ class Store:
         member = self._members.get(rank)
         return f"rank {rank} ({member.identity if member else 'never came'})"
 
+    def _absent(self, rank: int) -> str:
+        member = self._members.get(rank)
+        return member.absent if member is not None else ""
+
     # -- requests ------------------------------------------------------------------------------
 
     def answer(self, rank: int, request: Any) -> tuple[str, Any]:
         """Answer ``request`` of ``rank``: ``(OK, value)`` or ``(key of ERRORS, message)``."""
         try:
-            return OK, self._perform(rank, request)
+            with self._lock:
+                return OK, self._perform(rank, request)
         except KvplugError as e:
-            for name, kind in ERRORS.items():
-                if isinstance(e, kind):
-                    return name, str(e)
-            return "refused", str(e)
+            return next((name for name, kind in ERRORS.items() if isinstance(e, kind)), "refused"), str(e)
 
     def _perform(self, rank: int, request: Any) -> Any:
         match request:
@@ -146,34 +152,84 @@ class Store:
             case ("get", str(key), wait):
                 return self._get(rank, key, _deadline(wait))
             case ("delete", str(key)):
-                return self._delete(key)
+                found = self._keys.pop(key, None)
+                self._count(0 if found is None else -_cost(found))
+                return found is not None
             case ("add", str(key), int(amount)):
                 return self._add(key, amount)
-            case ("post", str(kind), int(number), [*receivers], bytes(data)) if _all_int(receivers):
-                return self._post(kind, rank, number, receivers, data)
-            case ("take", str(kind), int(number), int(sender), wait):
-                return self._take(kind, sender, rank, number, _deadline(wait))
-            case ("taken", str(kind), int(number), int(sender)):
-                return self._taken((kind, sender, rank, number))
-            case ("collect", str(name), bytes(data), wait):
-                return self._collect(name, rank, data, _deadline(wait))
-            case ("collected", str(name)):
-                return self._collected(name, rank)
+            case ("exchange", str(call), int(number), [*readers], bytes(data), [*senders], wait) if _all_int(
+                readers, senders
+            ):
+                deadline = _deadline(wait)
+                self._give(call, number, rank, readers, data)
+                return self._take(call, number, rank, senders, deadline)
+            case ("taken", str(call), int(number), [*senders]) if _all_int(senders):
+                self._confirm(rank, [(call, number, sender) for sender in senders])
+                return self._changed.notify_all()
         raise WireError(f"{self.name(rank)} asked for something this store does not know; same kvplug?")
 
     def _set(self, key: str, data: bytes) -> None:
         _check_key(key)
-        with self._lock:
-            self._put(key, data)
-
-    def _put(self, key: str, data: bytes) -> None:
-        """With the lock."""
         self._count(len(data) - len(self._keys[key]) if key in self._keys else _cost(data))
         self._keys[key] = data
         self._changed.notify_all()
 
+    def _get(self, rank: int, key: str, deadline: Deadline) -> bytes:
+        _check_key(key)
+        self._wait(rank, lambda: key in self._keys, deadline, lambda: f"no rank has set {key!r} in time")
+        return self._keys[key]
+
+    def _add(self, key: str, amount: int) -> int:
+        held = values.decode(self._keys[key]) if key in self._keys else 0
+        if type(held) is not int:
+            raise WireError(f"{key!r} holds no number to add to")
+        self._set(key, values.encode(held + amount))
+        return held + amount
+
+    def _give(self, call: str, number: int, sender: int, readers: Sequence[int], data: bytes) -> None:
+        """Keep ``data`` for ``readers``, unless this call has been made before."""
+        _check_key(call)
+        here = {rank for rank in readers if 0 <= rank < self._world_size and not self._absent(rank)}
+        if here and (call, number, sender) not in self._given:
+            self._count(_cost(data))
+            self._given[call, number, sender] = _Given(data, here, by_all=sender in readers)
+            self._changed.notify_all()
+
+    def _take(
+        self, call: str, number: int, rank: int, senders: Sequence[int], deadline: Deadline
+    ) -> list[bytes]:
+        """What these ranks give ``rank`` in a call; waits until all have."""
+
+        def missing() -> list[int]:
+            return [sender for sender in senders if (call, number, sender) not in self._given]
+
+        def complete() -> bool:
+            absent = missing()
+            for sender in absent:
+                if how := self._absent(sender):
+                    raise PeerGoneError(f"{self.name(sender)} {how} and gave nothing in {call} {number}")
+            return not absent
+
+        self._wait(
+            rank,
+            complete,
+            deadline,
+            lambda: f"{call} {number}: still missing {', '.join(map(self.name, missing()))}",
+        )
+        return [self._given[call, number, sender].data for sender in senders]
+
+    def _confirm(self, rank: int, given: Iterable[tuple[str, int, int]]) -> None:
+        """``rank`` does not need these any more."""
+        for key in given:
+            found = self._given.get(key)
+            if found is not None:
+                found.readers.discard(rank)
+                if not found.readers:
+                    del self._given[key]
+                    self._count(-_cost(found.data))
+
     def _count(self, nbytes: int) -> None:
-        """With the lock: count what is to be held from now on, or no longer.
+        """Count what is to be held from now on, or no longer.
 
         Raises:
             CapacityError: it would be too much; it is not counted.
@@ -185,142 +241,35 @@ class Store:
             )
         self._nbytes += nbytes
 
-    def _get(self, rank: int, key: str, deadline: Deadline) -> bytes:
-        _check_key(key)
-        with self._lock:
-            self._wait(rank, lambda: key in self._keys, deadline, lambda: f"no rank has set {key!r} in time")
-            return self._keys[key]
-
-    def _delete(self, key: str) -> bool:
-        with self._lock:
-            data = self._keys.pop(key, None)
-            if data is None:
-                return False
-            self._count(-_cost(data))
-            return True
-
-    def _add(self, key: str, amount: int) -> int:
-        _check_key(key)
-        with self._lock:
-            held = values.decode(self._keys[key]) if key in self._keys else 0
-            if type(held) is not int:
-                raise WireError(f"{key!r} holds no number to add to")
-            self._put(key, values.encode(held + amount))
-            return held + amount
-
-    def _post(self, kind: str, sender: int, number: int, receivers: Iterable[int], data: bytes) -> None:
-        _check_key(kind)
-        with self._lock:
-            here = self._here()
-            slots = {(kind, sender, receiver, number) for receiver in receivers if receiver in here}
-            for slot in slots - self._mailbox.keys():
-                self._count(_cost(data))
-                self._mailbox[slot] = data
-            self._changed.notify_all()
-
-    def _take(self, kind: str, sender: int, receiver: int, number: int, deadline: Deadline) -> bytes:
-        key = (kind, sender, receiver, number)
-        with self._lock:
-
-            def arrived() -> bool:
-                if key in self._mailbox:
-                    return True
-                self._refuse_absent([sender], "sent nothing")
-                return False
-
-            self._wait(receiver, arrived, deadline, lambda: f"{self.name(sender)} has sent nothing in time")
-            return self._mailbox[key]
-
-    def _taken(self, key: tuple[str, int, int, int]) -> None:
-        with self._lock:
-            self._drop_message(key)
-            self._changed.notify_all()
-
-    def _collect(self, name: str, rank: int, data: bytes, deadline: Deadline) -> list[bytes]:
-        _check_key(name)
-        with self._lock:
-            this = self._rounds.get(name, _Round())
-            if rank not in this.contributions:
-                self._count(_cost(data))
-                this.contributions[rank] = data
-                self._rounds[name] = this
-            self._changed.notify_all()
-
-            def missing() -> list[int]:
-                return [r for r in range(self._world_size) if r not in this.contributions]
-
-            def complete() -> bool:
-                absent = missing()
-                self._refuse_absent(absent, f"was not in {name}")
-                return not absent
-
-            self._wait(
-                rank,
-                complete,
-                deadline,
-                lambda: f"{name}: still missing {', '.join(map(self.name, missing()))}",
-            )
-            return [this.contributions[r] for r in range(self._world_size)]
-
-    def _collected(self, name: str, rank: int) -> None:
-        with self._lock:
-            this = self._rounds.get(name)
-            if this is not None:
-                this.collected.add(rank)
-                self._tidy()
-                self._changed.notify_all()
-
     # -- waiting and ending --------------------------------------------------------------------
 
     def _wait(
         self, rank: int, ready: Callable[[], bool], deadline: Deadline, what: Callable[[], str]
     ) -> None:
-        """Wait until ``ready()``, which is called with the lock held."""
+        """Wait until ``ready()``."""
         while not ready():
             if self._closed:
                 raise PeerGoneError(f"rank 0 has closed the group; until then, {what()}")
-            if rank in self._members and self._members[rank].absent:
+            if self._absent(rank):
                 raise PeerGoneError(f"{self.name(rank)} waits no longer")
             if deadline.expired:
                 raise TimeoutError(what())
             self._changed.wait(deadline.remaining())
 
-    def _refuse_absent(self, ranks: Iterable[int], what: str) -> None:
-        for rank in ranks:
-            member = self._members.get(rank)
-            if member is not None and member.absent:
-                raise PeerGoneError(f"{self.name(rank)} {member.absent} and {what}")
-
-    def _tidy(self) -> None:
-        """Drop values that no remaining rank will fetch."""
-        here = self._here()
-        for key in [key for key in self._mailbox if key[2] not in here]:
-            self._drop_message(key)
-        for name, this in list(self._rounds.items()):
-            if self._complete(this) and not here - this.collected:
-                del self._rounds[name]
-                self._count(-sum(map(_cost, this.contributions.values())))
-
-    def _drop_message(self, key: tuple[str, int, int, int]) -> None:
-        data = self._mailbox.pop(key, None)
-        if data is not None:
-            self._count(-_cost(data))
-
-    def _here(self) -> set[int]:
-        return {rank for rank, member in self._members.items() if not member.absent}
-
-    def _complete(self, this: _Round) -> bool:
-        return len(this.contributions) == self._world_size
-
     def drain(self, deadline: Deadline) -> bool:
         """Rank 0 leaves. Wait until the remaining ranks have fetched everything that is ready for them."""
         self.part(0, "has left")
         with self._lock:
-            while self._mailbox or any(map(self._complete, self._rounds.values())):
-                if self._closed or deadline.expired or not self._here():
+            while any(map(self._is_ready, self._given)):
+                if self._closed or deadline.expired or all(map(self._absent, self._members)):
                     return False
                 self._changed.wait(deadline.remaining())
             return True
+
+    def _is_ready(self, key: tuple[str, int, int]) -> bool:
+        call, number, _ = key
+        ranks = range(self._world_size) if self._given[key].by_all else ()
+        return all((call, number, rank) in self._given for rank in ranks)
 
     def close(self) -> None:
         """Requests that wait, and all later ones, raise ``PeerGoneError`` that says what was missing."""
@@ -332,8 +281,8 @@ class Store:
         self._closed = True
 
 
-def _all_int(ranks: Iterable[object]) -> bool:
-    return all(type(rank) is int for rank in ranks)
+def _all_int(*lists: Iterable[object]) -> bool:
+    return all(type(rank) is int for ranks in lists for rank in ranks)
 
 
 def _cost(data: bytes) -> int:
@@ -342,7 +291,7 @@ def _cost(data: bytes) -> int:
 
 def _check_key(key: str) -> None:
     if not 0 < len(key) <= MAX_KEY:
-        raise WireError(f"a key, or the name of a round, has 1 to {MAX_KEY} characters, this one {len(key)}")
+        raise WireError(f"a key, or the name of a call, has 1 to {MAX_KEY} characters, this one {len(key)}")
 
 
 def _deadline(wait: object) -> Deadline:

@@ -5,7 +5,7 @@ A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`Pip
 """
 
 from kvplug.transport.pipe.blocks import Blocks
-from kvplug.transport.pipe.pipe import PathReport, Pipe, PipeEndpoint, PipeListener
+from kvplug.transport.pipe.pipe import PathReport, Pipe, PipeContext, PipeEndpoint, PipeListener
 from kvplug.transport.pipe.transfer import Transfer
 
-__all__ = ["Blocks", "PathReport", "Pipe", "PipeEndpoint", "PipeListener", "Transfer"]
+__all__ = ["Blocks", "PathReport", "Pipe", "PipeContext", "PipeEndpoint", "PipeListener", "Transfer"]

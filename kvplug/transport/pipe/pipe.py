@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 
+from kvplug.config.addresses import DEFAULT_HOST
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe.blocks import Blocks
 from kvplug.transport.pipe.transfer import Transfer
@@ -290,3 +292,27 @@ class PipeEndpoint(abc.ABC):
             WireError: the contact is not one of this transport's.
             ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """
+
+
+@attrs.frozen(kw_only=True)
+class PipeContext:
+    """For the factory of a pipe transport, which returns a ``PipeEndpoint``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    credentials: Credentials
+    """What its listeners and connections prove themselves with."""
+    host: str = DEFAULT_HOST
+    """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
+    device: str = "cpu"
+    """The device of the tensors, such as ``cuda:0``."""
+    timeout_s: float = 30.0
+    """Seconds that a call waits where it says nothing else."""
+    heartbeat_timeout_s: float = 10.0
+    """Seconds of silence after which a peer on another host counts as dead."""
+    max_message_bytes: int | None = None
+    """The largest message for which a pipe takes memory of its own; ``None``: what the process or device can
+    have. It is compared with what a peer announces, before memory is asked for."""
+    make_inner: Callable[[], PipeEndpoint] | None = None
+    """For a transport that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
+    its own options and the rest of this context. ``None`` for all others."""

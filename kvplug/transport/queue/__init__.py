@@ -6,16 +6,16 @@ dead reader that blocks all others) are not. A transport of kind "queue" impleme
 the two ends of :class:`MessageQueue`.
 """
 
-from kvplug.transport.queue.endpoint import QueueEndpoint
+from kvplug.transport.queue.endpoint import QueueContext, QueueEndpoint
 from kvplug.transport.queue.handle import QueueHandle, Reader
-from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, MessageQueue
-from kvplug.transport.queue.wait import WARNING_INTERVAL_S, Wait
+from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, MessageQueue, Wait
 
 __all__ = [
     "MAX_CHUNKS",
     "MAX_CHUNK_BYTES",
     "WARNING_INTERVAL_S",
     "MessageQueue",
+    "QueueContext",
     "QueueEndpoint",
     "QueueHandle",
     "Reader",

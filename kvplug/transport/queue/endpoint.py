@@ -1,28 +1,63 @@
-"""The endpoint: it makes the ends of queues."""
+"""The endpoint, which makes the ends of queues, and its context."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplug.errors import CapacityError, ConfigError, KvplugError, TransportError, UnsupportedError
+import attrs
+
+from kvplug.config.addresses import DEFAULT_HOST
+from kvplug.errors import ConfigError, KvplugError, TransportError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.wire import encode
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.group.process_groups import group_from_process_group
 from kvplug.transport.queue.handle import QueueHandle, listed
-from kvplug.transport.queue.queue import MessageQueue
-from kvplug.transport.queue.rendezvous import Rendezvous, rendezvous_of
+from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, MessageQueue
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from kvplug.transport.context import QueueContext
-    from kvplug.transport.group.group import StatelessGroup
-
-
 _MOST_WORDS = 4000
 """Characters of an error that is sent to the other ranks."""
+
+
+def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+@attrs.frozen(kw_only=True)
+class QueueContext:
+    """For the factory of a message queue, which returns a ``QueueEndpoint``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    credentials: Credentials
+    """What its listeners and connections prove themselves with."""
+    host: str = DEFAULT_HOST
+    """The interface it may listen on, for readers that memory does not reach; none, for a Unix socket."""
+    n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
+    """How many readers a queue has if ``create`` does not name them."""
+    local_reader_ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+    """Readers to reach through shared memory; ``None``: all that can be."""
+    max_chunk_bytes: int = attrs.field(default=MAX_CHUNK_BYTES, validator=attrs.validators.ge(1))
+    """Size of one slot for a message. Larger messages are possible, and cost more."""
+    max_chunks: int = attrs.field(default=MAX_CHUNKS, validator=attrs.validators.ge(1))
+    """How many messages may lie unread by the slowest reader."""
+    timeout_s: float = 30.0
+    """Seconds that a call waits where it says nothing else."""
+    warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
+    """Each time a call has waited for this long, it logs which peers it waits for."""
+    heartbeat_timeout_s: float = 10.0
+    """Seconds of silence after which an end on another host counts as dead."""
+    make_inner: Callable[[], QueueEndpoint] | None = None
+    """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
+    its own options and the rest of this context. ``None`` for all others."""
 
 
 class QueueEndpoint(abc.ABC):
@@ -71,7 +106,8 @@ class QueueEndpoint(abc.ABC):
 
         All ranks call it; it returns when the queue is ready at all of them, and it is made at all of them or
         at none. ``group`` is kvplug's or torch's, and ``writer_rank`` a rank in it. A torch process group
-        needs CPU tensors (gloo), and how long its collectives wait is its own timeout, not this one.
+        needs CPU tensors (gloo), which carry the address of a kvplug group of its ranks: a Unix socket, or
+        the context's host where there is a secret or TLS. How long its collectives wait is its own timeout.
 
         Raises:
             TransportError: a rank could not make its end: raised at all ranks, names it and why. Or a
@@ -82,40 +118,51 @@ class QueueEndpoint(abc.ABC):
             UnsupportedError: it is neither kind of group, or a torch process group without CPU tensors.
             ResourceExhaustedError: this process has no free descriptor, thread or memory for its end.
         """
-        rendezvous = rendezvous_of(group)
-        if not 0 <= writer_rank < rendezvous.world_size:
-            raise ConfigError(
-                f"the writer must be a rank in 0..{rendezvous.world_size - 1}, got {writer_rank}"
-                f" (this is {rendezvous.rank})"
-            )
-        is_writer = rendezvous.rank == writer_rank
         deadline = Deadline.after(timeout, self.context.timeout_s)
+        if isinstance(group, StatelessGroup):
+            return self._create_in(group, writer_rank, deadline)
+        host, credentials = self.context.host, self.context.credentials
+        proves = credentials.secret is not None or credentials.tls is not None
+        address = (
+            (f"[{host}]:0" if ":" in host else f"{host}:0")
+            if proves and not host.startswith("unix:")
+            else "unix:"
+        )
+        with group_from_process_group(
+            group,
+            address,
+            credentials=credentials,
+            timeout=deadline.remaining(),
+            timeout_s=self.context.timeout_s,
+        ) as ranks:
+            return self._create_in(ranks, writer_rank, deadline)
+
+    def _create_in(self, group: StatelessGroup, writer_rank: int, deadline: Deadline) -> MessageQueue:
+        if not 0 <= writer_rank < group.world_size:
+            raise ConfigError(
+                f"the writer must be a rank in 0..{group.world_size - 1}, got {writer_rank}"
+                f" (this is {group.rank})"
+            )
+        is_writer = group.rank == writer_rank
         queue: MessageQueue | None = None
         error: Exception | None = None
         plain: Any = None
         try:
-            if is_writer:
-                try:
-                    queue = self.create(
-                        [rank for rank in range(rendezvous.world_size) if rank != writer_rank]
-                    )
-                    plain = queue.export_handle().as_plain()
-                except Exception as e:
-                    error = e
             try:
-                plain = rendezvous.broadcast(plain, writer_rank, deadline.remaining())
-            except (CapacityError, UnsupportedError) as e:
-                if not is_writer:
-                    raise
-                error = e  # the handle is not carried, and nothing was sent
-                plain = rendezvous.broadcast(None, writer_rank, deadline.remaining())
-            if plain is not None and not is_writer:
-                try:
+                if is_writer:
+                    queue = self.create([rank for rank in range(group.world_size) if rank != writer_rank])
+                    plain = queue.export_handle().as_plain()
+                    encode(plain)  # a handle that is not carried is this rank's fault, too
+            except Exception as e:
+                error, plain = e, None
+            plain = group.broadcast(plain, writer_rank, deadline.remaining())
+            try:
+                if plain is not None and not is_writer:
                     handle = QueueHandle.from_plain(plain)
-                    queue = self.create_from_handle(handle, rendezvous.rank, deadline.remaining())
-                except Exception as e:
-                    error = e
-            made = _agreed(rendezvous, queue, error, deadline)
+                    queue = self.create_from_handle(handle, group.rank, deadline.remaining())
+            except Exception as e:
+                error = e
+            made = _agreed(group, queue, error, deadline)
             made.wait_until_ready(deadline.remaining())
         except BaseException:
             if queue is not None:
@@ -137,20 +184,20 @@ class QueueEndpoint(abc.ABC):
 
 
 def _agreed(
-    rendezvous: Rendezvous, queue: MessageQueue | None, error: Exception | None, deadline: Deadline
+    group: StatelessGroup, queue: MessageQueue | None, error: Exception | None, deadline: Deadline
 ) -> MessageQueue:
     """``queue``, if every rank has made its end. Raises as ``create_from_process_group``."""
     why = "" if error is None else f"{type(error).__name__}: {error}"[:_MOST_WORDS]
     try:
-        told = rendezvous.all_gather(why, deadline.remaining())
+        faults = group.all_gather(why, deadline.remaining())
     except KvplugError:
         if error is None:
             raise
-        told = [why if rank == rendezvous.rank else "" for rank in range(rendezvous.world_size)]
+        faults = [why if rank == group.rank else "" for rank in range(group.world_size)]
     failed = [
-        f"rank {rank} cannot make its end of the queue: {peer_text(each, 2 * _MOST_WORDS)}"
-        for rank, each in enumerate(told)
-        if each != ""
+        f"rank {rank} cannot make its end of the queue: {peer_text(fault, 2 * _MOST_WORDS)}"
+        for rank, fault in enumerate(faults)
+        if fault != ""
     ]
     if failed or queue is None:
         raise TransportError("; ".join(failed)) from error

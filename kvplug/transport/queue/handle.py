@@ -9,14 +9,15 @@ from typing import Any
 import attrs
 
 from kvplug.errors import ConfigError, WireError
-
-
-def _ranks(value: Iterable[int]) -> tuple[int, ...]:
-    return tuple(value)
+from kvplug.net.wire import from_plain, to_plain
 
 
 def _unchanging(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(value))
+
+
+def _ranks(value: Iterable[int]) -> tuple[int, ...]:
+    return tuple(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -37,29 +38,16 @@ class QueueHandle:
 
     def as_plain(self) -> dict[str, Any]:
         """For :func:`kvplug.net.wire.encode`, JSON, a group."""
-        return {
-            "transport": self.transport,
-            "reader_ranks": list(self.reader_ranks),
-            "local_reader_ranks": list(self.local_reader_ranks),
-            "data": dict(self.data),
-        }
+        return dict(to_plain(self))
 
     @classmethod
     def from_plain(cls, plain: Any) -> QueueHandle:
         """The inverse of :meth:`as_plain`.
 
         Raises:
-            WireError: it is no handle.
+            WireError: it is no handle; names the field.
         """
-        match plain:
-            case {
-                "transport": str(transport),
-                "reader_ranks": [*readers],
-                "local_reader_ranks": [*local],
-                "data": dict(data),
-            } if all(type(rank) is int for rank in (*readers, *local)):
-                return cls(transport=transport, reader_ranks=readers, local_reader_ranks=local, data=data)
-        raise WireError("this is no handle of a message queue")
+        return from_plain(plain, cls, "queue handle")
 
     def check(self, transport: str, rank: int) -> None:
         """For transports, before they attach.

@@ -20,6 +20,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug.errors import WireError
+from kvplug.net.wire import from_plain
 from kvplug.transport.store.keys import KEY_BYTES
 
 SERIES_BYTES: Final = 16
@@ -53,9 +54,7 @@ def _shown(keys: Sequence[bytes]) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class PagesStored:
-    """The pages are held from now on."""
-
+class _OfPages:
     epoch: str
     """The store's epoch; changes when it restarts."""
     seq: int
@@ -67,33 +66,22 @@ class PagesStored:
 
 
 @attrs.frozen(kw_only=True)
-class PagesDeclared:
+class PagesStored(_OfPages):
+    """The pages are held from now on."""
+
+
+@attrs.frozen(kw_only=True)
+class PagesDeclared(_OfPages):
     """The pages are going to be put. They are *stored* or *removed* later, at the latest after ``for_s``."""
 
-    epoch: str
-    """The store's epoch; changes when it restarts."""
-    seq: int
-    """Number of the event in its epoch."""
-    series: bytes
-    """Id of the series of all these pages."""
-    keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
-    """Keys of the pages, 32 bytes each."""
     for_s: float
     """Seconds from the event on."""
 
 
 @attrs.frozen(kw_only=True)
-class PagesRemoved:
+class PagesRemoved(_OfPages):
     """The pages are no longer held, or no longer going to be put."""
 
-    epoch: str
-    """The store's epoch; changes when it restarts."""
-    seq: int
-    """Number of the event in its epoch."""
-    series: bytes
-    """Id of the series of all these pages."""
-    keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
-    """Keys of the pages, 32 bytes each."""
     reason: PageRemoval = attrs.field(converter=PageRemoval)
     """Why they are gone."""
 
@@ -259,25 +247,23 @@ class PageFollower:
 
 # -- plain form --------------------------------------------------------------------------------
 
+_EVENTS: Final[dict[str, type[PageEvent]]] = {
+    "snapshot": PagesSnapshot,
+    "stored": PagesStored,
+    "declared": PagesDeclared,
+    "removed": PagesRemoved,
+    "cleared": PagesCleared,
+}
+_NAMES: Final = {kind: name for name, kind in _EVENTS.items()}
+
 
 def page_event_to_plain(event: PageEvent) -> dict[str, Any]:
     """For a channel: a dict with ``event`` one of "snapshot", "stored", "declared", "removed", "cleared"."""
-    plain: dict[str, Any] = {
-        "event": type(event).__name__.removeprefix("Pages").lower(),
-        "epoch": event.epoch,
-        "seq": event.seq,
-    }
-    match event:
-        case PagesSnapshot():
-            return {**plain, "count": event.count}
-        case PagesCleared():
-            return plain
-    plain |= {"series": event.series, "keys": b"".join(event.keys)}
-    match event:
-        case PagesDeclared():
-            plain["for_s"] = event.for_s
-        case PagesRemoved():
-            plain["reason"] = str(event.reason)
+    plain = {"event": _NAMES[type(event)], **attrs.asdict(event, recurse=False)}
+    if isinstance(event, _OfPages):
+        plain["keys"] = b"".join(event.keys)
+    if isinstance(event, PagesRemoved):
+        plain["reason"] = event.reason.value
     return plain
 
 
@@ -285,41 +271,27 @@ def page_event_from_plain(plain: Any) -> PageEvent:
     """The event that :func:`page_event_to_plain` described. Fields of a newer version are passed over.
 
     Raises:
-        WireError: it is none.
+        WireError: it is none; names the field.
     """
-    kind = _field(plain, "event", str)
-    epoch, seq = _field(plain, "epoch", str), _count(plain, "seq")
-    if kind == "snapshot":
-        return PagesSnapshot(epoch=epoch, seq=seq, count=_count(plain, "count"))
-    if kind == "cleared":
-        return PagesCleared(epoch=epoch, seq=seq)
-    if kind not in ("stored", "declared", "removed"):
-        raise WireError(f"no store event is called {kind!r:.40}")
-    series, joined = _field(plain, "series", bytes), _field(plain, "keys", bytes)
-    if len(series) != SERIES_BYTES or len(joined) % KEY_BYTES:
-        raise WireError(f"no store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
-    keys = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
-    if kind == "stored":
-        return PagesStored(epoch=epoch, seq=seq, series=series, keys=keys)
-    if kind == "declared":
-        for_s = _field(plain, "for_s", float)
-        if not 0 <= for_s < 1e9:
-            raise WireError(f"no store event: pages are declared for {for_s!r} s")
-        return PagesDeclared(epoch=epoch, seq=seq, series=series, keys=keys, for_s=for_s)
-    reason = _field(plain, "reason", str)
-    known = reason if reason in frozenset(PageRemoval) else PageRemoval.OTHER
-    return PagesRemoved(epoch=epoch, seq=seq, series=series, keys=keys, reason=known)
+    name = plain.get("event") if isinstance(plain, Mapping) else None
+    kind = _EVENTS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise WireError(f"no store event is called {name!r:.40}")
+    fields = dict(plain)
+    if issubclass(kind, _OfPages):
+        series, joined = plain.get("series"), plain.get("keys")
+        if type(series) is not bytes or type(joined) is not bytes:
+            raise WireError("store event: series and keys must be bytes")
+        if len(series) != SERIES_BYTES or len(joined) % KEY_BYTES:
+            raise WireError(f"store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
+        fields["keys"] = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+    if kind is PagesRemoved and type(reason := plain.get("reason")) is str and reason not in _REASONS:
+        fields["reason"] = PageRemoval.OTHER
+    event = from_plain(fields, kind, "store event")
+    numbers = event.seq, getattr(event, "count", 0), getattr(event, "for_s", 0.0)
+    if not all(0 <= number < 1 << 63 for number in numbers):
+        raise WireError(f"store event: a number is out of bounds: {numbers}")
+    return event
 
 
-def _field(plain: Any, name: str, kind: type) -> Any:
-    found = plain.get(name) if isinstance(plain, Mapping) else None
-    if type(found) is not kind:
-        raise WireError(f"no store event: {name!r} is {type(found).__name__}, not {kind.__name__}")
-    return found
-
-
-def _count(plain: Any, name: str) -> int:
-    found: int = _field(plain, name, int)
-    if found < 0:
-        raise WireError(f"no store event: {name!r} is negative")
-    return found
+_REASONS: Final = frozenset(PageRemoval)

@@ -10,23 +10,19 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
 
 from kvplug.errors import LayoutError
+from kvplug.net.wire import from_plain, to_plain
 from kvplug.net.wire.tensors import DTYPES
 
 VERSION: Final = 1
 """Of the order of a page's bytes. It is part of the key, so pages of another version are misses."""
 DIGEST_BYTES: Final = 16
 MAX_PARTS: Final = 64
-
-
-def _check_dtype(_: Any, __: Any, dtype: Any) -> None:
-    if dtype not in DTYPES:
-        raise LayoutError(f"{dtype!r} is no dtype of a page's part; these are: {', '.join(DTYPES)}")
 
 
 def _shape(given: Any) -> tuple[int, ...]:
@@ -43,7 +39,7 @@ class Part:
 
     name: str
     """"key", "value", "latent", "block" or another word; different for each part of a format."""
-    dtype: str = attrs.field(validator=_check_dtype)
+    dtype: str
     """torch's name, without ``torch.``."""
     shape: tuple[int, ...] = attrs.field(converter=_shape)
     """Of one layer of one page, for example ``(page_tokens, num_kv_heads, head_size)``."""
@@ -53,6 +49,8 @@ class Part:
     """The axis of the heads; ``None``: there is none, or the order inside is a kernel's own."""
 
     def __attrs_post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise LayoutError(f"{self.dtype!r} is no dtype of a page's part; these are: {', '.join(DTYPES)}")
         if not self.shape or not all(type(size) is int and size > 0 for size in self.shape):
             raise LayoutError(f"part {self.name!r} of a page: its shape is {self.shape!r}")
         for axis in (self.token_axis, self.head_axis):
@@ -126,31 +124,16 @@ class PageFormat:
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for the wire."""
-        return {
-            "page_tokens": self.page_tokens,
-            "num_layers": self.num_layers,
-            "parts": [{**attrs.asdict(part), "shape": list(part.shape)} for part in self.parts],
-            "block_format": self.block_format,
-            "version": self.version,
-        }
+        return dict(to_plain(self))
 
     @classmethod
     def from_plain(cls, plain: Any) -> PageFormat:
         """The format that :meth:`to_plain` described. Keys of a newer version are passed over.
 
         Raises:
-            LayoutError: it is none.
+            LayoutError: it is none; names the field.
         """
-        try:
-            return cls(
-                page_tokens=_integer(plain["page_tokens"]),
-                num_layers=_integer(plain["num_layers"]),
-                parts=tuple(_part_of(part) for part in plain["parts"]),
-                block_format=_text(plain["block_format"]),
-                version=_integer(plain["version"]),
-            )
-        except (KeyError, TypeError, IndexError) as e:
-            raise LayoutError(f"no format of pages: {type(e).__name__}: {e}") from e
+        return from_plain(plain, cls, "format of pages", LayoutError)
 
     def differences(self, theirs: PageFormat) -> tuple[str, ...]:
         """The fields that differ, one sentence each; empty if the formats are equal.
@@ -160,12 +143,9 @@ class PageFormat:
         >>> ours.differences(attrs.evolve(ours, num_layers=5))
         ('num_layers: ours 4, theirs 5',)
         """
-        mine, yours = self.to_plain(), theirs.to_plain()
-        found = [
-            f"{field}: ours {mine[field]!r}, theirs {yours[field]!r}"
-            for field in mine
-            if field != "parts" and mine[field] != yours[field]
-        ]
+        names = [field.name for field in attrs.fields(PageFormat) if field.name != "parts"]
+        pairs = ((name, getattr(self, name), getattr(theirs, name)) for name in names)
+        found = [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
         if self.parts != theirs.parts:
             found.append(f"parts: ours {_listed(self.parts)}, theirs {_listed(theirs.parts)}")
         return tuple(found)
@@ -214,26 +194,3 @@ def pieces_format(sizes: Sequence[int]) -> PageFormat:
 
 def _listed(parts: tuple[Part, ...]) -> str:
     return ", ".join(f"{part.name} {part.dtype}{list(part.shape)}" for part in parts)
-
-
-def _part_of(plain: Mapping[str, Any]) -> Part:
-    token_axis, head_axis = plain["token_axis"], plain["head_axis"]
-    return Part(
-        name=_text(plain["name"]),
-        dtype=_text(plain["dtype"]),
-        shape=tuple(_integer(size) for size in plain["shape"]),
-        token_axis=None if token_axis is None else _integer(token_axis),
-        head_axis=None if head_axis is None else _integer(head_axis),
-    )
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is no integer")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r} is no text")
-    return value

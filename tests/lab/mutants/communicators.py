@@ -230,11 +230,9 @@ class TestLeaksADescriptor(MemoryCommunicator):
 class TestRefusesAlone(MemoryCommunicator):
     """A rank whose arguments are wrong raises at once, and the others wait for it."""
 
-    @contextmanager
-    def _agreed(self, name: str, check: Any, exchange: Any, **given: Any) -> Iterator[Any]:
+    def _agreed(self, name: str, check: Any, *rest: Any, **given: Any) -> Any:
         check()
-        with super()._agreed(name, check, exchange, **given) as calls:
-            yield calls
+        return super()._agreed(name, check, *rest, **given)
 
 
 @breaks(Mutant, "COMM-3")

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvplug.net.wire.out_of_band import aligned, decode_out_of_band
 from kvplug.net.wire.tensors import TensorMeta, encode_meta
 from kvplug.net.wire.validate import Limits
-from kvplug.net.wire.values import decode, encode
+from kvplug.net.wire.values import aligned, decode, decode_out_of_band, encode
 
 LIMITS = Limits(max_bytes=64 << 10, max_depth=16, max_items=4096)
 

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 
 from kvplug.errors import WireError
 from kvplug.net.wire.copying import LOCK_FREE_BYTES, copy_bytes
-from kvplug.net.wire.out_of_band import OutOfBand, decode_out_of_band, encode_out_of_band
-from kvplug.net.wire.values import encode
+from kvplug.net.wire.values import OutOfBand, decode_out_of_band, encode, encode_out_of_band
 
 NOTHING = memoryview(b"")
 PLAIN = st.recursive(

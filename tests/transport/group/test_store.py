@@ -1,4 +1,4 @@
-"""The store alone: pure rules of keys, letters and rounds."""
+"""The store alone: pure rules of keys, and of calls that several ranks make."""
 
 from __future__ import annotations
 
@@ -30,29 +30,38 @@ def ask(store: Store, rank: int, *request: Any) -> Any:
     return value
 
 
+def give(store: Store, rank: int, call: str, number: int, readers: list[int], data: bytes) -> Any:
+    return store.answer(rank, ("exchange", call, number, readers, data, [], 0))
+
+
+def meet(store: Store, rank: int, call: str, data: bytes, wait: float | None = 0) -> Any:
+    """A call of all ranks."""
+    return store.answer(rank, ("exchange", call, 0, [0, 1, 2], data, [0, 1, 2], wait))
+
+
 def test_a_rank_that_is_gone_ends_the_waits_for_it_and_takes_its_letters_along(store: Store) -> None:
-    ask(store, 1, "post", "send", 0, [2], b"never read")
-    ask(store, 2, "post", "send", 0, [1], b"last words")
-    waiting = Call(lambda: store.answer(1, ("collect", "barrier 0", b"", None)))
+    give(store, 1, "send", 0, [2], b"never read")
+    give(store, 2, "send", 0, [1], b"last words")
+    waiting = Call(lambda: meet(store, 1, "barrier", b"", None))
     assert waiting.is_blocked(0.05)
     store.part(2, "is gone")
     status, text = waiting.result(5)
     assert status == "gone" and "rank 2 (worker 2, pid 102) is gone" in text
-    assert ask(store, 1, "take", "send", 0, 2, 0) == b"last words"
-    ask(store, 1, "taken", "send", 0, 2)
-    assert store.answer(1, ("take", "send", 1, 2, None))[0] == "gone"
-    ask(store, 0, "post", "send", 0, [2], b"to no rank")
-    assert store.num_entries == 1, "the round that can never be complete"
+    assert ask(store, 1, "exchange", "send", 0, [], b"", [2], 0) == [b"last words"]
+    ask(store, 1, "taken", "send", 0, [2])
+    assert store.answer(1, ("exchange", "send", 1, [], b"", [2], None))[0] == "gone"
+    give(store, 0, "send", 0, [2], b"to no rank")
+    assert store.num_entries == 1, "the barrier that can never be complete"
 
 
 def test_a_round_that_was_complete_is_given_to_all_though_one_has_gone_since(store: Store) -> None:
     for rank in (1, 2):
-        store.answer(rank, ("collect", "r", bytes([rank]), 0))
+        meet(store, rank, "r", bytes([rank]))
     store.part(2, "is gone")
-    assert ask(store, 0, "collect", "r", b"\0", 0) == [b"\0", b"\1", b"\2"]
-    assert ask(store, 1, "collect", "r", b"", 0) == [b"\0", b"\1", b"\2"]
-    ask(store, 0, "collected", "r")
-    ask(store, 1, "collected", "r")
+    assert meet(store, 0, "r", b"\0") == ("ok", [b"\0", b"\1", b"\2"])
+    assert meet(store, 1, "r", b"") == ("ok", [b"\0", b"\1", b"\2"])
+    ask(store, 0, "taken", "r", 0, [0, 1, 2])
+    ask(store, 1, "taken", "r", 0, [0, 1, 2])
     assert store.num_entries == 0
 
 
@@ -76,8 +85,8 @@ def little(monkeypatch: pytest.MonkeyPatch, store: Store) -> Store:
 def requests(number: int, data: bytes) -> list[tuple[Any, ...]]:
     return [
         ("set", f"k{number}", data),
-        ("post", "send", number, [2], data),
-        ("collect", f"round {number}", data, 0),
+        ("exchange", "send", number, [2], data, [], 0),
+        ("exchange", "barrier", number, [0, 1, 2], data, [0, 1, 2], 0),
     ]
 
 
@@ -94,18 +103,18 @@ def test_room_is_there_again_when_values_were_taken_and_deleted(little: Store) -
     for number in range(5):
         ask(little, 1, "set", f"k{number}", bytes(1024))
         ask(little, 1, "set", f"k{number}", bytes(1000))  # in its place
-        ask(little, 1, "post", "send", number, [0, 2, 2, 9], bytes(1))
+        give(little, 1, "send", number, [0, 2, 2, 9], bytes(1))
         ask(little, 1, "add", f"n{number}", 1)
         for rank in range(3):
-            little.answer(rank, ("collect", f"round {number}", b"x", 0))
+            meet(little, rank, f"round {number}", b"x")
         for rank in range(3):
-            ask(little, rank, "collected", f"round {number}")
+            ask(little, rank, "taken", f"round {number}", 0, [0, 1, 2])
         ask(little, 1, "delete", f"k{number}")
         ask(little, 1, "delete", f"n{number}")
-        ask(little, 0, "taken", "send", number, 1)
-        ask(little, 2, "taken", "send", number, 1)
+        ask(little, 0, "taken", "send", number, [1])
+        ask(little, 2, "taken", "send", number, [1])
         assert little.nbytes == 0 and little.num_entries == 0
-    ask(little, 1, "post", "send", 9, [2], bytes(1024))
+    give(little, 1, "send", 9, [2], bytes(1024))
     little.part(2, "is gone")
     assert little.nbytes == 0
 
@@ -121,9 +130,10 @@ REQUESTS: list[Any] = [
         ("set", "k", "text"),
     ),
     *(("get", "k", "soon"), ("get", "k", "x" * 100_000), ("get", "k", -1), ("get", "k", float("nan"))),
-    *(("post", "s", 0, 1, b""), ("post", "s", 0, [[]], b""), ("post", "s", 0, ["x"], b"")),
-    *(("post", "k" * 513, 0, [2], b""), ("collect", "k" * 513, b"", 0)),
-    *(("take", "send", 0, 1, []), ("add", "k", 2**64)),
+    *(("exchange", "s", 0, readers, b"", [], 0) for readers in (1, [[]], ["x"])),
+    *(("exchange", "s", 0, [2], b"", senders, 0) for senders in (1, [[]], ["x"])),
+    *(("exchange", "k" * 513, 0, [2], b"", [], 0), ("exchange", "s", 0, [2], b"", [], "soon")),
+    *(("taken", "s", 0, 1), ("add", "k", 2**64)),
 ]
 
 

@@ -10,7 +10,6 @@ import torch
 
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.context import StoreContext
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob
 from kvplug.transport.store.results import MissReason
@@ -18,6 +17,7 @@ from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages
 from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.store import StoreContext
 from kvplug_testing import peers, simulated, waits
 from kvplug_testing.contract.store.devices import Cache
 from kvplug_testing.contract.store.pages import Batch, batch, kv_format

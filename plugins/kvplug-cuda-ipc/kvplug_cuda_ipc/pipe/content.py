@@ -9,8 +9,8 @@ import attrs
 
 from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta
-from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
-from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
+from kvplug.net.wire.messages import NONE, tensor_prefix
+from kvplug.net.wire.tensors import as_bits, dense, dtype_name, is_dense, meta_of
 from kvplug.transport import Blocks, NamedExhaustion, TensorMismatchError, mismatch, raise_if_exhausted
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device

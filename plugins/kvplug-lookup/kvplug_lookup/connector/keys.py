@@ -10,6 +10,7 @@ import attrs
 
 from kvplug import ConfigError
 from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism, page_format_of, page_tokens_of
+from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport import ChainMemo, PageFormat, Series, WireError, chain_root, chains_of
 from kvplug_lookup.connector.groups import Groups
 
@@ -48,26 +49,6 @@ class Shard:
             [_VERSION, self.first_layer, self.end_layer, self.tensor_rank, self.tensor_size]
         ).encode()
         return Series(self.format, place + salt, seal)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Plain values, for other processes."""
-        return {**attrs.asdict(self, recurse=False), "format": self.format.to_plain()}
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> Shard:
-        """The shard that :meth:`to_plain` described.
-
-        Raises:
-            WireError: it is none.
-        """
-        try:
-            numbers = [plain[name] for name in ("first_layer", "end_layer", "tensor_rank", "tensor_size")]
-            form = PageFormat.from_plain(plain["format"])
-        except (KeyError, TypeError, IndexError, LayoutError) as e:
-            raise WireError(f"no shard of a model: {e}") from e
-        if not all(type(number) is int for number in numbers):
-            raise WireError(f"no shard of a model: {numbers!r:.100}")
-        return cls(form, *numbers)
 
     def differences(self, theirs: Shard) -> list[str]:
         """The fields that differ, one sentence each; empty if the pages are interchangeable."""
@@ -131,7 +112,7 @@ class PromptChains:
 
 def hello_of(shard: Shard, model: ModelInfo, store: str, seal: bytes) -> dict[str, Any]:
     """What a worker says first to those who follow or reach its store."""
-    return {"shard": shard.to_plain(), "model": model_facts(model), "store": store, "seal": seal}
+    return {"shard": to_plain(shard), "model": model_facts(model), "store": store, "seal": seal}
 
 
 @attrs.frozen
@@ -151,13 +132,9 @@ class StoreHello:
         Raises:
             WireError: it is nothing of the kind.
         """
-        if not isinstance(plain, Mapping) or "error" in plain:
-            reason = plain.get("error") if isinstance(plain, Mapping) else None
-            raise WireError(f"the peer serves no pages: {reason!r:.200}")
-        model, store, seal = plain.get("model"), plain.get("store"), plain.get("seal")
-        if not isinstance(model, Mapping) or not isinstance(store, str) or not isinstance(seal, bytes):
-            raise WireError("the peer does not say what its pages are")
-        return cls(Shard.from_plain(plain.get("shard")), model, store, seal)
+        if isinstance(plain, Mapping) and "error" in plain:
+            raise WireError(f"the peer serves no pages: {plain['error']!r:.200}")
+        return from_plain(plain, cls, "hello of a store")
 
     def differences(self, model: ModelInfo) -> list[str]:
         """Facts of the models that differ, so that no page of theirs is one of ours."""

@@ -25,6 +25,7 @@ from kvplug.engine import (
     SchedulerOutput,
     WorkerOutput,
 )
+from kvplug.net.wire import from_plain
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     ChainMemo,
@@ -194,7 +195,7 @@ class LookupScheduler(SchedulerConnector):
         """A worker says which part of the model it holds, and how its stores protect pages."""
         if not isinstance(said, Mapping) or "shard" not in said:
             return
-        self._shards[rank] = Shard.from_plain(said["shard"])
+        self._shards[rank] = from_plain(said["shard"], Shard, "shard of a model")
         self._name_series()
 
     def _name_series(self) -> None:

@@ -18,6 +18,7 @@ from kvplug.engine import (
     WorkerConnector,
     page_views,
 )
+from kvplug.net.wire import to_plain
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
@@ -223,7 +224,7 @@ class LookupWorker(WorkerConnector):
             )
 
     def get_handshake_metadata(self) -> Plain:
-        return {"shard": self._shard.to_plain()}
+        return {"shard": to_plain(self._shard)}
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
@@ -498,7 +499,7 @@ class LookupWorker(WorkerConnector):
             "rates": costs,
         }
         if not self._has_said_shard:
-            said["shard"] = self._shard.to_plain()
+            said["shard"] = to_plain(self._shard)
             self._has_said_shard = True
         self._failed_requests, self._spoilt_saves, self._unreadable = set(), set(), []
         self._stalled, self._slow, self._refused = set(), set(), set()

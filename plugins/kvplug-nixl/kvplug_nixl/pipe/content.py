@@ -9,12 +9,13 @@ import attrs
 
 from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta
-from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
+from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.net.wire.tensors import (
     as_bits,
     dense,
     dtype_name,
     empty_like_meta,
+    is_dense,
     memory_of,
     memory_of_writable,
     meta_of,

@@ -10,8 +10,8 @@ import attrs
 
 from kvplug import TransportError, UnsupportedError
 from kvplug.net.wire import TensorMeta, copy_into, memory_of
-from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
-from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
+from kvplug.net.wire.messages import NONE, tensor_prefix
+from kvplug.net.wire.tensors import as_bits, dense, dtype_name, is_dense, meta_of
 from kvplug.transport import Blocks, Deadline, TensorMismatchError, mismatch, raise_if_exhausted
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.pipe.frames import MAX_PIECES

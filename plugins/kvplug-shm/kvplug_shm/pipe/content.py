@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvplug.net.wire.copying import address_of
-from kvplug.net.wire.messages import is_dense
-from kvplug.net.wire.tensors import memory_of
+from kvplug.net.wire.tensors import is_dense, memory_of
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.header import NONE_HEADER, header_of
 from kvplug_shm.pipe.rings import Outgoing

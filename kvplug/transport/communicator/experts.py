@@ -10,14 +10,72 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+import attrs
+
+from kvplug.errors import ConfigError, TensorMismatchError
 from kvplug.transport.communicator.calls import empty, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvplug.net.deadline import Deadline
-    from kvplug.transport.communicator.checked_calls import CheckedCalls
-    from kvplug.transport.communicator.tokens import TokenSplit
+    from kvplug.transport.communicator.rank import GroupRank
+
+
+@attrs.frozen
+class TokenSplit:
+    """The rows of a tensor that has the tokens of all ranks, in the order of ranks."""
+
+    sizes: tuple[int, ...]
+    """How many tokens each rank contributed; 0 where another rank contributed the same ones."""
+    owners: tuple[int, ...]
+    """Which rank contributed each rank's tokens: itself, unless ranks share them."""
+
+    @classmethod
+    def of(cls, counts: Sequence[int], width: int) -> TokenSplit:
+        """``counts[r]`` are rank r's tokens. Each ``width`` ranks, one after the other, share theirs.
+
+        Raises:
+            TensorMismatchError: ranks that share their tokens have not as many.
+        """
+        owners = tuple(rank - rank % width for rank in range(len(counts)))
+        for rank, owner in enumerate(owners):
+            if counts[rank] != counts[owner]:
+                raise TensorMismatchError(
+                    f"rank {owner} has {counts[owner]} tokens and rank {rank} has {counts[rank]}, and without"
+                    f" is_sequence_parallel each {width} ranks have the same ones"
+                )
+        return cls(tuple(counts[r] if owners[r] == r else 0 for r in range(len(counts))), owners)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all ranks: the rows of the tensor."""
+        return sum(self.sizes)
+
+    @property
+    def shared(self) -> bool:
+        """Whether some ranks have the same tokens."""
+        return self.owners != tuple(range(len(self.owners)))
+
+    def rows(self, rank: int) -> slice:
+        """Of ``rank``'s tokens."""
+        owner = self.owners[rank]
+        start = sum(self.sizes[:owner])
+        return slice(start, start + self.sizes[owner])
+
+
+def width_of(world_size: int, data_parallel_size: int) -> int:
+    """How many ranks share their tokens: those of one data-parallel rank.
+
+    Raises:
+        ConfigError: the ranks cannot be shared out evenly.
+    """
+    if world_size > 1 and world_size % data_parallel_size:
+        raise ConfigError(
+            f"data_parallel_size={data_parallel_size}, and a group of {world_size} ranks cannot be shared out"
+            " evenly among so many"
+        )
+    return max(1, world_size // data_parallel_size)
 
 
 class All2AllManager(abc.ABC):
@@ -27,7 +85,7 @@ class All2AllManager(abc.ABC):
     primitives. Both methods raise TimeoutError or PeerGoneError that names the missing ranks.
     """
 
-    def __init__(self, communicator: CheckedCalls) -> None:
+    def __init__(self, communicator: GroupRank) -> None:
         self.communicator = communicator
         """Its communicator, whose collectives it calls."""
 

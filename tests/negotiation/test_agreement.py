@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import HandshakeError
-from kvplug.negotiation.handshake.agreement import Agreement, agree
-from kvplug.negotiation.handshake.hello import EngineFacts, Hello
+from kvplug.negotiation.agreement import Agreement, agree
+from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity

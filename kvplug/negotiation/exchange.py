@@ -13,7 +13,10 @@ either hangs up (closing a socket with unread bytes discards what was sent last)
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import attrs
 
 from kvplug.errors import (
     CapacityError,
@@ -23,17 +26,16 @@ from kvplug.errors import (
     UnsupportedError,
     WireError,
 )
-from kvplug.negotiation.handshake.agreement import Agreement, agree
-from kvplug.negotiation.handshake.hello import Hello
-from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT, is_same
+from kvplug.negotiation.agreement import Agreement, agree
+from kvplug.negotiation.hello import MAX_LIST, MAX_TEXT, Hello, hello_from
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.peer_text import peer_text
-from kvplug.net.wire import values
-from kvplug.net.wire.validate import Limits
+from kvplug.net.wire import Limits, encode, from_plain, to_plain
 
-MAX_HELLO_BYTES = 128 << 10
+MAX_HELLO_BYTES: Final = 128 << 10
 """Of an encoded Hello. Some twenty transports of twenty fields each fit in a tenth of it."""
 _LIMITS = Limits(max_bytes=MAX_HELLO_BYTES, max_depth=8, max_items=8192)
+_MAX_REASONS = 4 * MAX_LIST
 _VERDICT_S = 5.0
 """How long an end that refuses waits for the other's reasons."""
 
@@ -44,14 +46,26 @@ class ValueChannel(Protocol):
     """The part of ``kvplug.net.trust.channel.Channel`` that the handshake needs."""
 
     @property
-    def peer(self) -> object:
-        """The identity of the other end; its ``str`` goes into messages."""
+    def peer(self) -> object: ...
 
-    def send(self, value: Any, timeout: Timeout = ...) -> None:
-        """One value to the peer."""
+    def send(self, value: Any, timeout: Timeout = ...) -> None: ...
 
-    def recv(self, timeout: Timeout = ...) -> Any:
-        """The next value from the peer."""
+    def recv(self, timeout: Timeout = ...) -> Any: ...
+
+
+@attrs.frozen
+class _Result:
+    """What both ends must compute alike."""
+
+    wire_minor: int
+    checksum: str | None
+    transports: Mapping[str, str]
+
+
+@attrs.frozen
+class _Verdict:
+    agreed: _Result | None = None
+    refused: list[str] | None = None
 
 
 def exchange(
@@ -67,17 +81,15 @@ def exchange(
     ``announced``: the engine that a directory announced at the address, as :func:`identity_of` names it.
 
     Raises:
-        HandshakeError: what :func:`~kvplug.negotiation.handshake.agreement.agree` found, or what is wrong
-            with the peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same
-            reasons.
+        HandshakeError: what :func:`~kvplug.negotiation.agreement.agree` found, or what is wrong with the
+            peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same reasons.
         TimeoutError, PeerGoneError, WireError: from the channel.
     """
     deadline = Deadline.after(timeout, default_timeout_s)
     peer = str(channel.peer)
-    hello = local.to_plain()
-    fault = _too_large(hello)
-    if fault:
-        raise HandshakeError(f"hello: ours {fault}", peer=peer)
+    hello = to_plain(local)
+    if fault := _too_large(hello):
+        raise HandshakeError(f"hello: ours cannot be sent: {fault}", peer=peer)
     channel.send({"hello": hello}, timeout=deadline.remaining())
     received = channel.recv(timeout=deadline.remaining())
     remote: Hello | None = None
@@ -87,24 +99,46 @@ def exchange(
         agreement = agree(local, remote)
     except HandshakeError as e:
         _log.debug("handshake with %s refused: %s", peer, e)
-        _swap_verdicts(channel, _refusal(e.reasons), deadline, refusing=True)
+        _refuse(channel, e.reasons, deadline)
         refused = HandshakeError(*e.reasons, peer=peer)
         refused.remote = remote
         raise refused from e
-    verdict = {"agreed": _result(agreement)}
-    theirs = _swap_verdicts(channel, verdict, deadline, refusing=False)
+    chosen = {device: found.chosen for device, found in agreement.transports.items()}
+    result = _Result(agreement.wire_minor, agreement.checksum, chosen)
+    channel.send(to_plain(_Verdict(agreed=result)), timeout=deadline.remaining())
     try:
-        _compare(verdict, theirs, peer)
+        _check_verdict(channel.recv(timeout=deadline.remaining()), result, peer)
     except HandshakeError as e:
         e.remote = remote
         raise
-    _log.debug("agreed with %s: %s", peer, verdict)
+    _log.debug("agreed with %s: %s", peer, result)
     return agreement
 
 
 def identity_of(engine_id: str, epoch: str) -> str:
     """One start of an engine's process, as text without white space."""
     return f"{epoch}/{engine_id}"
+
+
+def hello_in(received: object) -> Hello:
+    """The Hello in the first value of a peer.
+
+    Raises:
+        HandshakeError: it is none, is too large, or has fields that are missing or malformed.
+    """
+    if type(received) is not dict or "hello" not in received:
+        raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
+    if fault := _too_large(received["hello"]):
+        raise HandshakeError(f"hello: theirs cannot be accepted: {fault}")
+    return hello_from(received["hello"])
+
+
+def _too_large(hello: object) -> str:
+    try:
+        encode(hello, limits=_LIMITS)
+    except (CapacityError, UnsupportedError) as e:
+        return str(e)
+    return ""
 
 
 def _check_announced(announced: str, local: Hello, remote: Hello) -> None:
@@ -124,72 +158,33 @@ def _check_announced(announced: str, local: Hello, remote: Hello) -> None:
     )
 
 
-def _too_large(plain: object) -> str:
-    try:
-        values.encode(plain, limits=_LIMITS)
-    except (CapacityError, UnsupportedError) as e:
-        return f"cannot be sent: {e}"
-    return ""
-
-
-def hello_in(received: object) -> Hello:
-    """The Hello in the first value of a peer.
-
-    Raises:
-        HandshakeError: it is none, is too large, or has fields that are missing or malformed.
-    """
-    if type(received) is not dict or "hello" not in received:
-        raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
-    fault = _too_large(received["hello"])
-    if fault:
-        raise HandshakeError(f"hello: theirs {fault.replace('sent', 'accepted', 1)}")
-    return Hello.from_plain(received["hello"])
-
-
-def _refusal(reasons: tuple[str, ...]) -> dict[str, Any]:
-    return {"refused": [reason[:MAX_TEXT] for reason in reasons[: 4 * MAX_LIST]]}
-
-
-def _result(agreement: Agreement) -> dict[str, Any]:
-    """The result that both ends must agree on, in plain values."""
-    return {
-        "wire_minor": agreement.wire_minor,
-        "checksum": agreement.checksum,
-        "transports": {device: chosen.chosen for device, chosen in sorted(agreement.transports.items())},
-    }
-
-
-def _swap_verdicts(
-    channel: ValueChannel, verdict: dict[str, Any], deadline: Deadline, *, refusing: bool
-) -> object:
-    if not refusing:
-        channel.send(verdict, timeout=deadline.remaining())
-        return channel.recv(timeout=deadline.remaining())
+def _refuse(channel: ValueChannel, reasons: tuple[str, ...], deadline: Deadline) -> None:
+    """Send the reasons, and wait for the peer's verdict, so that neither end hangs up too early."""
     left = deadline.remaining()
     last = Deadline.after(_VERDICT_S if left is None else min(left, _VERDICT_S))
+    verdict = _Verdict(refused=[reason[:MAX_TEXT] for reason in reasons[:_MAX_REASONS]])
     try:
-        channel.send(verdict, timeout=last.remaining())
-        return channel.recv(timeout=last.remaining())
+        channel.send(to_plain(verdict), timeout=last.remaining())
+        channel.recv(timeout=last.remaining())
     except (PeerGoneError, TimeoutError, WireError) as e:
-        _log.debug("%s did not hear or say why: %s", channel.peer, e)
-        return None
+        _log.debug("no verdict was exchanged with %s: %s", channel.peer, e)
 
 
-def _compare(ours: dict[str, Any], theirs: object, peer: str) -> None:
+def _check_verdict(received: object, ours: _Result, peer: str) -> None:
     """Return if the peer came to the same result.
 
     Raises:
         HandshakeError: the peer refuses, and why; or it agrees to something else, which two versions of
             kvplug with different rules would do.
     """
-    if is_same(theirs, ours):
+    theirs = from_plain(received, _Verdict, "verdict", HandshakeError)
+    if theirs.agreed == ours:
         return
-    if type(theirs) is dict and "refused" in theirs:
-        listed = theirs["refused"] if type(theirs["refused"]) is list else []
-        reasons = [peer_text(reason) for reason in listed[: 4 * MAX_LIST] if type(reason) is str]
+    if theirs.refused is not None:
+        reasons = [peer_text(reason) for reason in theirs.refused[:_MAX_REASONS]]
         raise HandshakeError(*(reasons or ["the peer gave no reason"]), peer=f"{peer} (by the peer)")
     raise HandshakeError(
-        "agreement: the two ends came to different results from the same facts, ours"
-        f" {ours['agreed']}; install the same version of kvplug at both ends",
+        f"agreement: the two ends came to different results from the same facts, ours {ours};"
+        " install the same version of kvplug at both ends",
         peer=peer,
     )

@@ -1,0 +1,238 @@
+"""From two Hellos to one agreement, or to every reason why there is none.
+
+:func:`agree` is pure and symmetric: ``agree(a, b)`` fails if and only if ``agree(b, a)`` does, over the
+same fields, and both choose the same transport, checksum and wire version.
+
+==============  =======================================================================================
+sort            fields
+==============  =======================================================================================
+must match      wire major; engine (both or neither); role (complementary); the model's facts; dtype;
+                layers, and how many are cached; tensor-parallel size and rank; whether the layout has
+                keys and values or one latent
+must differ     engine id, where KV crosses
+negotiated      wire minor (the lower); checksum; transport; block size and layout (may differ, and are
+                then converted; where a kernel orders blocks in its own way, all three must be equal)
+informative     model name, epoch, rank, identity, versions
+==============  =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from kvplug.errors import HandshakeError
+from kvplug.negotiation.hello import BOTH, CONSUMER, PRODUCER, EngineFacts, Hello
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import AUTO, Selection, select
+from kvplug.transport.capabilities import Requirements
+
+OFF = "off"
+SIGNALS_DEVICE = "cpu"
+"""Signals and metadata cross from and to this kind of memory, wherever the KV is."""
+
+
+@attrs.frozen(kw_only=True)
+class Agreement:
+    """The agreement of two ends, as one of them sees it."""
+
+    remote: Hello
+    """The other end's statement."""
+    purpose: str
+    """The purpose of the end that dialled."""
+    wire_minor: int
+    """Minor version of the wire format that both ends speak: the lower of the two."""
+    checksum: str | None
+    """The hash that entries carry; ``None``: integrity is off."""
+    cross_host: bool
+    """Whether the ends are on different hosts, or may be."""
+    transports: Mapping[str, Selection]
+    """By type of device: ``"cpu"``, and the type both ends' KV is on. Empty where no KV crosses."""
+    converts: tuple[str, ...]
+    """What differs and is converted, one sentence each."""
+
+
+_SAME_MODEL = "start both ends with the same model"
+_CHANGES = {
+    "dtype": "set the KV cache's dtype to the same at both ends; no connector converts dtypes yet",
+    "quantisation": "quantise the KV cache in the same way, with the same scales, at both ends",
+    "rope": "give both ends the same model and the same rope settings",
+    "window": "give both ends the same model and the same sliding window",
+    "weights": "load the same weights at both ends, or set weights to the same text at both where they are"
+    " the same and kvplug cannot read them",
+}
+"""What to change when a field of the model differs; otherwise ``_SAME_MODEL``."""
+_BLOCK_CHANGES = {
+    "block_format": "blocks are in an attention kernel's own order, which nothing converts: use the same"
+    " engine, attention backend and kind of processor at both ends, else also the same version",
+    "block_size": "blocks in a kernel's own order are moved whole: set the same block size at both ends",
+    "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
+}
+"""What to change when blocks are in a kernel's own order and a field of theirs differs."""
+
+
+def agree(local: Hello, remote: Hello) -> Agreement:
+    """The agreement of ``local`` (ours) and ``remote`` (theirs).
+
+    Raises:
+        HandshakeError: its ``reasons`` name every field that stands in the way, as
+            ``"field: ours X, theirs Y; what to change"``.
+    """
+    kv_crosses = local.moves_kv and remote.moves_kv
+    cross_host = not local.identity.boot_id or local.identity.boot_id != remote.identity.boot_id
+    reasons = list(_differences(local, remote, kv_crosses))
+    transports: dict[str, Selection] = {}
+    checksum: str | None = None
+    try:
+        checksum = _checksum(local, remote)
+    except HandshakeError as e:
+        reasons += e.reasons
+    if kv_crosses:
+        try:
+            transports = _transports(local, remote, cross_host)
+        except HandshakeError as e:
+            reasons += e.reasons
+    if reasons:
+        raise HandshakeError(*reasons, peer=str(remote.identity))
+    return Agreement(
+        remote=remote,
+        purpose=local.purpose or remote.purpose,
+        wire_minor=min(local.wire[1], remote.wire[1]),
+        checksum=checksum,
+        cross_host=cross_host,
+        transports=transports,
+        converts=tuple(_converted(local, remote)),
+    )
+
+
+def _differs(field: str, ours: object, theirs: object, change: str) -> str:
+    return f"{field}: ours {_shown(ours)}, theirs {_shown(theirs)}; {change}"
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:200] if value is not None and value != "" else "none"
+
+
+def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]:
+    """One reason for each field that must match, or differ, and does not."""
+    if local.wire[0] != remote.wire[0]:
+        ours, theirs = (f"{major}.{minor}" for major, minor in (local.wire, remote.wire))
+        yield f"wire: ours {ours}, theirs {theirs}; upgrade kvplug where it is older"
+    if local.purpose and remote.purpose and local.purpose != remote.purpose:
+        yield _differs("purpose", local.purpose, remote.purpose, "use the same connector at both ends")
+    if local.engine is None or remote.engine is None:
+        if local.engine is not remote.engine:
+            mine, yours = ("an engine" if it.engine else "a plain pipe" for it in (local, remote))
+            yield _differs("engine", mine, yours, "connect an engine to an engine, and a pipe to a pipe")
+        return
+    if kv_crosses and local.engine_id and local.engine_id == remote.engine_id:
+        change = "give each engine an id of its own, or none; and do not name an engine among its own peers"
+        yield _differs("engine_id", local.engine_id, remote.engine_id, change)
+    role = local.engine.role
+    if kv_crosses and role == remote.engine.role and role != BOTH:
+        other = CONSUMER if role == PRODUCER else PRODUCER
+        yield f"role: both sides are {role}s; set the role of one to {other!r}, or to {BOTH!r}"
+    for name in (field.name for field in attrs.fields(ModelInfo) if field.name != "name"):
+        mine, yours = getattr(local.engine.model, name), getattr(remote.engine.model, name)
+        if mine != yours or (name == "weights" and not mine):  # two unknown ones may differ
+            field = name if name == "dtype" else f"model.{name}"
+            yield _differs(field, mine, yours, _CHANGES.get(name, _SAME_MODEL))
+    yield from _engine_differences(local.engine, remote.engine, kv_crosses)
+
+
+def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: bool) -> Iterator[str]:
+    """The same of how the cache is split and laid out. A side that moves no KV may not know the kernel."""
+
+    def both(field: str) -> tuple[object, object] | None:
+        """The field at both ends, if both state it and differ."""
+        pair = getattr(local, field), getattr(remote, field)
+        return pair if pair[0] != pair[1] and None not in pair else None
+
+    own_order = bool(local.block_format or remote.block_format)
+    if pair := both("layers"):
+        yield _differs("layers", *pair, "split the layers into the same pipeline stages at both ends")
+    elif pair := both("cache_layers"):
+        change = "use the same draft model at both ends, or none: its layers are in the cache as well"
+        yield _differs("cache_layers", *pair, change)
+    sizes = local.tensor_parallel_size, remote.tensor_parallel_size
+    if local.splits_heads and remote.splits_heads and not own_order:
+        if max(sizes) % min(sizes):
+            yield _differs("tensor_parallel_size", *sizes, "make one a multiple of the other")
+    else:
+        if sizes[0] != sizes[1]:
+            change = "split the heads over the same number of workers" + (
+                ": blocks in a kernel's own order cannot be divided"
+                if own_order
+                else ", or use a connector that converts the split, such as 'p2p'"
+            )
+            yield _differs("tensor_parallel_size", *sizes, change)
+        if pair := both("tensor_parallel_rank"):
+            change = "connect each worker to the one that holds the same heads"
+            yield _differs("tensor_parallel_rank", *pair, change)
+    if ("K" in local.layout) != ("K" in remote.layout):
+        change = "one has keys and values and the other one latent per token, which nothing converts"
+        yield _differs("layout", local.layout, remote.layout, change)
+    if own_order:
+        for field, change in _BLOCK_CHANGES.items():
+            if (pair := both(field)) and (kv_crosses or field != "block_format"):
+                yield _differs(field, *pair, change)
+
+
+def _converted(local: Hello, remote: Hello) -> Iterator[str]:
+    if local.engine is not None and remote.engine is not None:
+        for field in ("block_size", "layout"):
+            ours, theirs = getattr(local.engine, field), getattr(remote.engine, field)
+            if ours != theirs:
+                yield f"{field}: ours {ours}, theirs {theirs}"
+    if _device(local) != _device(remote):
+        yield f"device: ours {_device(local)}, theirs {_device(remote)}"
+
+
+def _checksum(local: Hello, remote: Hello) -> str | None:
+    """The hash that both have, by both preferences; ``None`` if either end uses none.
+
+    Raises:
+        HandshakeError: one end requires a hash that the other does not have.
+    """
+    common = [name for name in local.checksums if name in remote.checksums]
+    if common:
+        return min(common, key=lambda n: (local.checksums.index(n) + remote.checksums.index(n), n))
+    if {local.integrity, remote.integrity} <= {AUTO, OFF}:
+        return None
+    ours, theirs = (
+        f"{it.integrity[:200]!r} (can use {', '.join(it.checksums) or 'none'})" for it in (local, remote)
+    )
+    change = f"set integrity to {AUTO!r} at both ends, or to the same hash, or to {OFF!r} at both"
+    raise HandshakeError(f"integrity: ours {ours}, theirs {theirs}; {change}")
+
+
+def _device(side: Hello) -> str:
+    return side.device.partition(":")[0]
+
+
+def _transports(local: Hello, remote: Hello, cross_host: bool) -> dict[str, Selection]:
+    """One selection for signals and one for the KV, which is the same where the KV is in CPU memory.
+
+    Ends whose KV is on different kinds of device get the pipe for CPU tensors only, and nothing stages the KV
+    for it: engines whose pages are staged state that their KV is on the CPU. The names in the configs are for
+    the KV.
+    """
+    kv_device = _device(local) if _device(local) == _device(remote) else SIGNALS_DEVICE
+    selections: dict[str, Selection] = {}
+    reasons: list[str] = []
+    for device in dict.fromkeys((kv_device, SIGNALS_DEVICE)):
+        required = Requirements(
+            device=device,
+            cross_host=cross_host,
+            authenticated=local.require_authenticated or remote.require_authenticated,
+        )
+        is_kv = device == kv_device
+        names = (local.requested_transport, remote.requested_transport) if is_kv else (AUTO, AUTO)
+        try:
+            selections[device] = select(local.transports, remote.transports, required, names)
+        except HandshakeError as e:
+            reasons += e.reasons
+    if reasons:
+        raise HandshakeError(*dict.fromkeys(reasons))
+    return selections

@@ -1,0 +1,142 @@
+"""The Hello: one side's statement about itself, sent before anything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import HandshakeError
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import AUTO, Offer
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.wire import frames, from_plain, to_plain
+
+PRODUCER, CONSUMER, BOTH = "producer", "consumer", "both"
+ROLES = (PRODUCER, CONSUMER, BOTH)
+DOCTOR = "doctor"
+"""The purpose of a side that only finds out what would be agreed on."""
+MAX_TEXT: Final = 1000
+"""Characters of any text in a Hello."""
+MAX_LIST: Final = 64
+"""Elements of any list or mapping in a Hello."""
+
+
+@attrs.frozen(kw_only=True)
+class EngineFacts:
+    """An engine's statement about its model, its KV cache and its place among the workers."""
+
+    role: str = attrs.field(converter=str)
+    """``producer``, ``consumer`` or ``both``."""
+    model: ModelInfo
+    """The model, as far as its KV is concerned."""
+    layers: tuple[int, int] | None = None
+    """First layer and one past the last of its pipeline stage; ``None`` if it belongs to no single stage."""
+    cache_layers: int | None = None
+    """Layers in this side's cache, a draft model's included; ``None`` where it holds none."""
+    tensor_parallel_size: int = 1
+    """Workers among which the heads are split."""
+    tensor_parallel_rank: int | None = None
+    """The shard of the heads that this side holds; ``None`` for a scheduler side."""
+    layout: str
+    """Axis string of one layer's cache."""
+    block_size: int
+    """Tokens in a block."""
+    block_format: str = ""
+    """Name of the kernel's own order inside a block; empty where the layout says all."""
+    rank: int = 0
+    """Of this worker in its engine."""
+    world_size: int = 1
+    """Workers of its engine."""
+    splits_heads: bool = False
+    """Its connector moves KV between engines that split the heads differently."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, and is {self.role[:40]!a}")
+        for name in ("cache_layers", "tensor_parallel_size", "block_size", "world_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, and is {value}")
+        if not set(self.layout) <= set("LKBTHD") or len(set(self.layout)) != len(self.layout):
+            raise ValueError(f"layout must be some of LKBTHD, once each, and is {self.layout[:40]!a}")
+
+
+@attrs.frozen(kw_only=True)
+class Hello:
+    """A side's statement about itself. ``agree`` decides what follows from two of them."""
+
+    wire: tuple[int, int] = (frames.MAJOR, frames.MINOR)
+    """Version of the wire format: major, minor."""
+    purpose: str = ""
+    """Why the side that dialled connects, a word of the connector's; empty at the side that accepted."""
+    moves_kv: bool = True
+    """Whether tensors will cross. Where either side says no, roles are not compared and no transport is
+    selected."""
+    engine: EngineFacts | None = None
+    """``None``: a plain pipe, with no engine behind it."""
+
+    # negotiated
+    integrity: str = AUTO
+    """``"auto"``, ``"off"``, or the name of the one hash that this side requires."""
+    checksums: tuple[str, ...] = ()
+    """Hashes this side can use, the preferred one first; none when integrity is off."""
+    requested_transport: str = AUTO
+    """``"auto"``, or the name of the one pipe that this side uses."""
+    transports: tuple[Offer, ...] = ()
+    """The pipes that this side has and its config allows."""
+    device: str = "cpu"
+    """Type of the device whose memory the tensors cross from or to."""
+    require_authenticated: bool = False
+    """The data plane must authenticate: other hosts can reach this side, and its config permits no less."""
+
+    # informative
+    engine_id: str = ""
+    """The config's ``engine_id``, for messages."""
+    epoch: str = ""
+    """Changes when the process restarts."""
+    identity: PeerIdentity
+    """The process, and its host: for liveness, and to tell whether both ends are on one host."""
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+    """Of kvplug, Python and torch, by name; for messages."""
+
+    def __attrs_post_init__(self) -> None:
+        names = [offer.name for offer in self.transports]
+        if len(set(names)) != len(names):
+            raise ValueError(f"transports offers one name twice: {', '.join(names)}")
+
+
+def hello_from(plain: object) -> Hello:
+    """The Hello that a peer sent as plain values, also one of another version.
+
+    Raises:
+        HandshakeError: names the first field that is missing, malformed or out of bounds.
+    """
+    hello = from_plain(plain, Hello, "hello", HandshakeError)
+    _check(to_plain(hello), "hello")
+    return attrs.evolve(
+        hello, identity=attrs.evolve(hello.identity)
+    )  # its converters make texts fit messages
+
+
+def _check(value: Any, path: str) -> None:
+    """Raises HandshakeError: a text, list or number within ``value`` is out of bounds."""
+    match value:
+        case str() if len(value) > MAX_TEXT or not value.isprintable():
+            raise HandshakeError(
+                f"{path}: expected up to {MAX_TEXT} printable characters, got {value[:40]!a}"
+            )
+        case list() | tuple() | dict() if len(value) > MAX_LIST:
+            raise HandshakeError(f"{path}: expected up to {MAX_LIST} elements, got {len(value)}")
+        case int() if not 0 <= value < 1 << 63:
+            raise HandshakeError(f"{path}: expected an integer of 0 or more, of 63 bits, got {value}")
+        case float() if not math.isfinite(value):
+            raise HandshakeError(f"{path}: expected a finite number, got {value}")
+        case dict():
+            for key, item in value.items():
+                _check(key, path)
+                _check(item, f"{path}.{key}")
+        case list() | tuple():
+            for number, item in enumerate(value):
+                _check(item, f"{path}[{number}]")

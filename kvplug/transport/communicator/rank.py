@@ -1,0 +1,466 @@
+"""One rank of a group: its numbers, the methods that a transport writes, and the checks around every call."""
+
+from __future__ import annotations
+
+import abc
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+import attrs
+
+from kvplug.config.addresses import DEFAULT_HOST
+from kvplug.errors import (
+    BusyError,
+    ClosedError,
+    ConfigError,
+    KvplugError,
+    TensorMismatchError,
+    TransportError,
+    UnsupportedError,
+)
+from kvplug.net.deadline import Deadline, Timeout
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
+from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import hold_at_exit
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.wire import to_plain
+from kvplug.net.wire.tensors import dtype_name
+from kvplug.transport.communicator.calls import (
+    PAIRED,
+    Call,
+    check_fillable,
+    check_paired,
+    check_same,
+    describe,
+    empty,
+    in_one,
+    is_outermost,
+    joined,
+    plain,
+)
+from kvplug.transport.group.group import StatelessGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+Pairs = Sequence[tuple["Tensor", int]]
+
+SUMMED: Final = frozenset(
+    {"uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+)
+MOVED: Final = SUMMED | {"bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"}
+REFUSALS: Final = (UnsupportedError, TensorMismatchError, ConfigError, BusyError, ClosedError)
+"""After these errors the communicator stays usable: no rank has begun the call."""
+_EP = re.compile(r"(?<![a-zA-Z0-9])ep(?![a-zA-Z0-9])")
+
+
+def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+@attrs.frozen(kw_only=True)
+class CommunicatorContext:
+    """For the factory of a device communicator, which returns a ``DeviceCommunicator``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    credentials: Credentials
+    """What its connections prove themselves with."""
+    host: str = DEFAULT_HOST
+    """The interface its data plane may use; loopback, for a Unix socket."""
+    group: StatelessGroup
+    """The ranks that take part; it carries their messages before the transport does. The caller owns it."""
+    device_group: Any = None
+    """A group of the device's own library, where the engine has one already."""
+    device: str = "cpu"
+    """The device of this rank's tensors."""
+    unique_name: str = ""
+    """Distinguishes the engine's groups. With the word "ep" in it, the group serves expert parallelism."""
+    ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+    """The engine-wide ranks of the members, in the order of the group; ``None``: the group is all ranks."""
+    global_world_size: int | None = None
+    """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
+    data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    """How many replicas of the model the engine has whose ranks share their experts."""
+    all2all_backend: str = ""
+    """How experts' tokens are exchanged: "naive", "allgather_reducescatter" (the default), or another backend
+    of the transport."""
+    timeout_s: float = 30.0
+    """The default timeout of a collective."""
+
+
+class GroupRank(abc.ABC):
+    """What all calls of a device communicator share: attributes, checks, what a transport writes.
+
+    Tensors that a transport's methods get are contiguous, of one dtype, on ``self.device``, and there is more
+    than one rank. Those of a list that is gathered into, or scattered, lie one behind the other, but for
+    ``_gather``. Each method raises TimeoutError or PeerGoneError that names the ranks that are missing,
+    ClosedError after ``_destroy``.
+    """
+
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    """Types of device whose tensors it takes."""
+    sums: ClassVar[frozenset[str]] = SUMMED
+    """dtypes, by torch's names, that ``all_reduce``, ``reduce_scatter``, ``reduce_scatterv`` and ``combine``
+    take."""
+    moves: ClassVar[frozenset[str]] = MOVED
+    """dtypes that all others take."""
+    compares: bool = True
+    """Whether ranks compare their calls before each one, so that calls that do not match are refused at every
+    rank. Where that costs too much, a transport makes it an option."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        self.context = context
+        """What its factory was given."""
+        self.cpu_group: Any = context.group
+        """The ranks' :class:`~kvplug.StatelessGroup`."""
+        self.device_group: Any = context.device_group
+        """The group of the device's own library: the engine's, if it gave one, or a new one."""
+        self.device = context.device
+        """The device of this rank's tensors."""
+        self.unique_name = context.unique_name
+        """The context's."""
+        self.rank_in_group: int = context.group.rank
+        """This rank, counted in the group."""
+        self.world_size: int = context.group.world_size
+        """How many ranks the group has."""
+        self.rank: int = self.rank_in_group
+        """The same as ``rank_in_group``."""
+        self.ranks: tuple[int, ...] = context.ranks or tuple(range(self.world_size))
+        """The engine-wide ranks of the group's members."""
+        if len(self.ranks) != self.world_size:
+            raise ConfigError(
+                f"a group of {self.world_size} ranks, and the global ranks of {len(self.ranks)}: {self.ranks}"
+            )
+        self.global_rank = self.ranks[self.rank_in_group]
+        """This rank, counted in the engine."""
+        self.global_world_size = context.global_world_size or max(self.ranks) + 1
+        """How many ranks the engine has."""
+        self.is_ep_communicator = bool(_EP.search(self.unique_name))
+        """Whether it serves expert parallelism: its name contains the word "ep"."""
+        self.use_all2all = self.is_ep_communicator and context.data_parallel_size > 1
+        """Whether tokens of experts are exchanged: it serves expert parallelism, with several replicas."""
+        self.all2all_backend = context.all2all_backend
+        """The context's; empty: the default one."""
+        self._busy = threading.Lock()
+        self._broken = ""
+        self._suspended = False
+        self._destroyed = False
+        close_after_fork(self)
+
+    def __repr__(self) -> str:
+        name = f" {self.unique_name!r}" if self.unique_name else ""
+        states = {"destroyed": self._destroyed, "broken": self._broken, "suspended": self._suspended}
+        state = next((f", {name}" for name, is_so in states.items() if is_so), "")
+        return f"<{type(self).__name__}{name}, rank {self.rank} of {self.world_size} on {self.device}{state}>"
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether ``destroy`` was called here."""
+        return self._destroyed
+
+    @property
+    def suspended(self) -> bool:
+        """Whether ``suspend`` was called here, and ``resume`` not yet."""
+        return self._suspended
+
+    def supports(self, device: str, dtype: torch.dtype | str, *, summing: bool = False) -> bool:
+        """Whether tensors of ``dtype`` on ``device`` are accepted; ``summing``: by calls that sum them."""
+        names = self.sums if summing else self.moves
+        return device.partition(":")[0] in self.devices and dtype_name(dtype) in names
+
+    # -- what a transport writes ------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _all_reduce(self, tensor: Tensor, deadline: Deadline) -> None:
+        """Replace the tensor by the sum of all ranks' tensors."""
+
+    @abc.abstractmethod
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
+        """Fill ``outputs[r]`` with rank r's tensor. Their shapes may differ, also be empty."""
+
+    @abc.abstractmethod
+    def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
+        """Fill ``output`` with the sum of all ranks' ``inputs[this rank]``. Shapes may differ by rank."""
+
+    @abc.abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
+        """Fill the tensor with that of rank ``src``."""
+
+    @abc.abstractmethod
+    def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
+        """Send to rank ``dst``; when it returns the tensor may be overwritten."""
+
+    @abc.abstractmethod
+    def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
+        """Fill the tensor with the one that rank ``src`` sends."""
+
+    @abc.abstractmethod
+    def _destroy(self) -> None:
+        """Release everything, and wake this rank's calls and the calls of other ranks that need it."""
+
+    def _gather(self, outputs: list[Tensor] | None, tensor: Tensor, dst: int, deadline: Deadline) -> None:
+        """``outputs`` is given at ``dst`` only. By default one rank after another; a transport may override
+        it.
+        """
+        if outputs is None:
+            self._send(tensor, dst, deadline)
+            return
+        for rank, output in enumerate(outputs):
+            if rank == dst:
+                output.copy_(tensor)
+            else:
+                self._recv(output, rank, deadline)
+
+    def _batch(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
+    ) -> None:
+        """Send each tensor to its rank, and fill each of the others from its rank.
+
+        By default one pair of ranks after another, in the same order at every rank; in a pair the lower rank
+        sends first. So ranks cannot deadlock, though ``_send`` may wait for its receiver. A transport that
+        can do all at once overrides it.
+        """
+        here = self.rank_in_group
+        peers = {peer for _, peer in sends} | {peer for _, peer in recvs}
+        for peer in sorted(peers, key=lambda each: (min(each, here), max(each, here))):
+            out = [(self._send, tensor) for tensor, dst in sends if dst == peer]
+            into = [(self._recv, tensor) for tensor, src in recvs if src == peer]
+            for act, tensor in out + into if here < peer else into + out:
+                act(tensor, peer, deadline)
+
+    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
+        """Every rank's ``call``, plain values. By default through the group; a transport may override it."""
+        found: list[Mapping[str, Any]] = self.cpu_group.all_gather(dict(call), deadline.remaining())
+        return found
+
+    def _compare_pairs(
+        self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
+    ) -> Mapping[int, Mapping[str, Any]]:
+        """The next calls of some other ranks with this one, each of which receives ``calls[its rank]``."""
+        for peer, call in calls.items():
+            self.cpu_group.send(dict(call), peer)
+        return {peer: self.cpu_group.recv(peer, deadline.remaining()) for peer in calls}
+
+    def _give_up(self, error: BaseException) -> None:  # noqa: B027 - not every transport has to
+        """A call failed after it had begun, and no other will begin: inform the other ranks where possible.
+
+        Never waits, raises nothing.
+        """
+
+    def _synchronize(self, deadline: Deadline) -> None:  # noqa: B027 - not every transport has to
+        """Wait for everything that calls have begun, if they return earlier. By default none does."""
+
+    def _suspend(self) -> None:  # noqa: B027 - not every transport has to
+        """Release what ``_resume`` can recreate."""
+
+    def _resume(self) -> None:  # noqa: B027 - not every transport has to
+        """Recreate it."""
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _call(self, name: str, timeout: Timeout, check: Callable[[], str]) -> Iterator[Deadline]:
+        """Runs one collective: checks its arguments here, then compares them with the other ranks'."""
+        with self._attempt(timeout) as deadline:
+            check_same(name, self._agreed(name, check, deadline))
+            yield deadline
+
+    def _agreed(
+        self, name: str, check: Callable[[], str], deadline: Deadline, tokens: Sequence[Tensor] = ()
+    ) -> Sequence[Call]:
+        """The next calls of all ranks; a rank whose own arguments are wrong sends that to the others first.
+
+        ``tokens``: tensors with a row for each token. The ranks exchange their numbers of tokens even where
+        they do not compare calls.
+        """
+        fault: KvplugError | None = None
+        try:
+            call = Call(name, check(), tokens=tokens[0].shape[0] if tokens else 0)
+        except KvplugError as e:
+            fault, call = e, Call(name, refused=str(e))
+        calls: Sequence[Call] = [call]
+        if self.world_size > 1 and (self.compares or tokens):
+            found = self._exchanged(lambda: self._compare(to_plain(call), deadline), fault)
+            calls = [Call.of(rank, each) for rank, each in enumerate(found)]
+        if fault is not None:
+            raise fault
+        return calls
+
+    def _exchanged(self, exchange: Callable[[], T], fault: KvplugError | None) -> T:
+        """What ``exchange`` returns. If it fails at a rank with a ``fault`` of its own, that is raised."""
+        try:
+            return exchange()
+        except KvplugError as e:
+            if fault is None:
+                raise
+            self._break(e)
+            raise fault from e
+
+    @contextmanager
+    def _pairs_call(self, sends: Pairs, recvs: Pairs, timeout: Timeout) -> Iterator[Deadline]:
+        """Runs a call between this rank and some others."""
+        for what, pairs in (("dst", sends), ("src", recvs)):
+            for _, peer in pairs:
+                self._check_rank(what, peer, other=True)
+        peers = sorted({peer for _, peer in (*sends, *recvs)})
+        with self._attempt(timeout) as deadline:
+            try:
+                self._agree_in_pairs(sends, recvs, peers, deadline)
+            except REFUSALS as e:
+                if len(peers) > 1:
+                    self._break(e)  # a peer that agreed has begun, and waits for this rank
+                raise
+            yield deadline
+
+    def _agree_in_pairs(self, sends: Pairs, recvs: Pairs, peers: Sequence[int], deadline: Deadline) -> None:
+        fault: KvplugError | None = None
+        try:
+            out, into = (
+                [(self._said(tensor, filled=pairs is recvs), peer) for tensor, peer in pairs]
+                for pairs in (sends, recvs)
+            )
+            calls = {
+                peer: Call(
+                    PAIRED,
+                    sends=tuple(said for said, dst in out if dst == peer),
+                    recvs=tuple(said for said, src in into if src == peer),
+                )
+                for peer in peers
+            }
+        except KvplugError as e:
+            fault, calls = e, {peer: Call(PAIRED, refused=str(e)) for peer in peers}
+        if self.compares and peers:
+            given = {peer: to_plain(call) for peer, call in calls.items()}
+            found = self._exchanged(lambda: self._compare_pairs(given, deadline), fault)
+            theirs = {peer: Call.of(peer, call) for peer, call in found.items()}
+            try:
+                if fault is None:
+                    check_paired(self.rank_in_group, calls, theirs)
+            except TensorMismatchError as e:
+                fault = e
+            others_wait = self.world_size > 2 and not all(their.is_paired for their in theirs.values())
+            if fault is not None and others_wait:
+                self._break(fault)  # those that are in the collective too learn of it only so
+        if fault is not None:
+            raise fault
+
+    @contextmanager
+    def _attempt(self, timeout: Timeout) -> Iterator[Deadline]:
+        """One thread at a time; a call that fails after it has begun breaks the communicator."""
+        try:
+            self._check_usable()
+            deadline = Deadline.after(timeout, self.context.timeout_s)
+            if not self._busy.acquire(blocking=False):
+                raise BusyError("another thread is in a collective of this communicator already")
+            try:
+                # The thread that was in a call until now may have broken it, and a program that leaves
+                # destroys it without having seen this call.
+                self._check_whole()
+                yield deadline
+            except REFUSALS:
+                raise
+            except BaseException as e:
+                if self._destroyed:
+                    raise ClosedError(f"{self!r} was destroyed during the call") from e
+                self._break(exhaustion_of(e, repr(self)) or e)
+                raise_if_exhausted(e, repr(self))
+                raise
+            finally:
+                self._busy.release()
+        except BaseException:
+            hold_at_exit()
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        if not self._broken:
+            self._broken = f"{type(error).__name__}: {error}"
+            self._give_up(error)
+
+    def _said(self, tensor: Tensor, *, summing: bool = False, filled: bool = False, **given: Any) -> str:
+        """Check a tensor and what comes with it; what must be the same at every rank, in words.
+
+        ``filled``: the call writes to it.
+        """
+        self._check_taken(tensor, summing=summing)
+        if filled:
+            check_fillable(tensor)
+        if "dim" in given and type(given["dim"]) is not int:
+            raise TensorMismatchError(
+                f"dim={given['dim']!r} was given, and the number of a dimension is wanted"
+            )
+        return describe(tensor, rank=self.rank_in_group, world_size=self.world_size, **given)
+
+    def _check_taken(self, tensor: Any, *, summing: bool = False) -> None:
+        if not hasattr(tensor, "dtype") or not hasattr(tensor, "device"):
+            raise UnsupportedError(f"a torch.Tensor is needed, not a {type(tensor).__qualname__}")
+        layout = str(getattr(tensor, "layout", "no layout"))  # a NumPy array has dtype and device, too
+        if layout != "torch.strided":
+            raise UnsupportedError(
+                f"a dense torch.Tensor is needed, not a {type(tensor).__qualname__} with {layout}"
+            )
+        dtype, device = tensor.dtype, str(tensor.device)
+        if not self._is_here(device) or not self.supports(device, dtype, summing=summing):
+            taken = ", ".join(sorted(self.sums if summing else self.moves))
+            raise UnsupportedError(
+                f"a {dtype_name(dtype)} tensor on {device} was given; {self!r} takes, on"
+                f" {self.device}{', to be summed' if summing else ''}: {taken}"
+            )
+
+    def _is_here(self, device: str) -> bool:
+        """Of the same type; and the same one, where both say which."""
+        kind, _, index = device.partition(":")
+        our_kind, _, our_index = self.device.partition(":")
+        return kind == our_kind and (not index or not our_index or index == our_index)
+
+    def _check_rank(self, what: str, rank: int, *, other: bool = False) -> None:
+        if type(rank) is not int or not 0 <= rank < self.world_size or (other and rank == self.rank_in_group):
+            which = "another rank" if other else "a rank"
+            raise ConfigError(
+                f"{what}={rank!r} was given, and {which} of this group is wanted: 0 to"
+                f" {self.world_size - 1}; this is rank {self.rank_in_group}"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_whole()
+        if self._suspended:
+            raise TransportError(f"{self!r}: call resume() at every rank first")
+
+    def _check_whole(self) -> None:
+        if self._destroyed:
+            raise ClosedError(f"{self!r} is destroyed")
+        if self._broken:
+            raise TransportError(
+                f"{self!r}: ranks may be in different calls since one failed ({self._broken}); make another"
+            )
+
+    def _after_fork_in_child(self) -> None:
+        self._destroyed = True
+
+    # -- shared by several methods ---------------------------------------------------------------
+
+    def _gathered(self, tensor: Tensor, dim: int, lengths: Sequence[int], deadline: Deadline) -> Tensor:
+        work = plain(tensor)
+        before, after = work.shape[:dim], work.shape[dim + 1 :]
+        whole, parts = in_one(work, [(*before, length, *after) for length in lengths])
+        self._all_gather(parts, work, deadline)
+        if is_outermost(work.shape, dim):
+            return whole.view(*before, sum(lengths), *after)
+        return joined(parts, dim)
+
+    def _scattered(self, tensor: Tensor, dim: int, lengths: Sequence[int], deadline: Deadline) -> Tensor:
+        if is_outermost(tensor.shape, dim):
+            parts = list(plain(tensor).split(list(lengths), dim))
+        else:
+            cut = tensor.detach().split(list(lengths), dim)
+            _, parts = in_one(tensor, [part.shape for part in cut])
+            for part, original in zip(parts, cut, strict=True):
+                part.copy_(original)
+        output = empty(tensor, parts[self.rank_in_group].shape)
+        self._reduce_scatter(output, parts, deadline)
+        return output
