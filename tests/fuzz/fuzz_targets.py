@@ -20,6 +20,7 @@ from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
 from kvplug.transport import (
     HeartbeatTerms,
     PageFormat,
+    PageRemoval,
     PageSeal,
     PagesRemoved,
     PagesStored,
@@ -94,7 +95,7 @@ CORE: Targets = {
         plain(page_event_from_plain),
         [
             encode(page_event_to_plain(kind(epoch="e", seq=1, series=_SERIES.id, keys=(bytes(32),), **more)))
-            for kind, more in ((PagesStored, {}), (PagesRemoved, {"reason": "evicted"}))
+            for kind, more in ((PagesStored, {}), (PagesRemoved, {"reason": PageRemoval.EVICTED}))
         ],
     ),
     "page-headers": (_header, [PageSeal().header(_SERIES, b"tokens", memoryview(bytes(64)))]),

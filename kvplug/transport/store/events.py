@@ -45,10 +45,6 @@ class PageRemoval(enum.StrEnum):
     """A reason this version does not know."""
 
 
-def _keys(given: Sequence[bytes]) -> tuple[bytes, ...]:
-    return tuple(given)
-
-
 def _shown(keys: Sequence[bytes]) -> str:
     return f"<{len(keys)} keys>"
 
@@ -61,7 +57,7 @@ class _OfPages:
     """Number of the event in its epoch: one more than that of the event before."""
     series: bytes
     """Id of the series of all these pages."""
-    keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
+    keys: tuple[bytes, ...] = attrs.field(repr=_shown)
     """Keys of the pages, 32 bytes each."""
 
 
@@ -82,7 +78,7 @@ class PagesDeclared(_OfPages):
 class PagesRemoved(_OfPages):
     """The pages are no longer held, or no longer going to be put."""
 
-    reason: PageRemoval = attrs.field(converter=PageRemoval)
+    reason: PageRemoval
     """Why they are gone."""
 
 
@@ -255,11 +251,12 @@ _EVENTS: Final[dict[str, type[PageEvent]]] = {
     "cleared": PagesCleared,
 }
 _NAMES: Final = {kind: name for name, kind in _EVENTS.items()}
+_FIELDS: Final = {kind: [field.name for field in attrs.fields(kind)] for kind in _NAMES}
 
 
 def page_event_to_plain(event: PageEvent) -> dict[str, Any]:
     """For a channel: a dict with ``event`` one of "snapshot", "stored", "declared", "removed", "cleared"."""
-    plain = {"event": _NAMES[type(event)], **attrs.asdict(event, recurse=False)}
+    plain = {"event": _NAMES[type(event)], **{name: getattr(event, name) for name in _FIELDS[type(event)]}}
     if isinstance(event, _OfPages):
         plain["keys"] = b"".join(event.keys)
     if isinstance(event, PagesRemoved):
