@@ -81,42 +81,38 @@ class PageBlocks(PageMemory):
         self._first_token = first_token
         self._first_block = first_token // block_size
         end = first_token + count * form.page_tokens
-        given = range(first_token, end) if writable is None else writable
-        self._end = min(end, given.stop)
+        self._writable = range(first_token, end) if writable is None else writable
+        self._end = min(end, self._writable.stop)
         """Tokens from this one on are not written, and may have no blocks."""
-        self._is_whole = self._end == end
-        self._tables: list[array[int]] = [array("q")] * form.num_layers
-        """Of each layer the blocks of the pages' tokens. Layers of one group share one object."""
-        self._begins = array("q", [first_token] * form.num_layers)
+        groups: Sequence[LayerBlocks] = ()
+        if block_ids and isinstance(block_ids[0], LayerBlocks):
+            groups = cast("Sequence[LayerBlocks]", block_ids)
+            layers = sorted(layer for group in groups for layer in group.layers)
+            if layers != list(range(form.num_layers)):
+                raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")
+        ids = groups[0].block_ids if groups else cast("Sequence[int]", block_ids)
+        table, begin = self._checked(ids, groups[0].begin if groups else 0, num_blocks)
+        self._tables = [table] * form.num_layers
+        """Of each layer the blocks of the pages' tokens."""
+        self._begins = array("q", [begin]) * form.num_layers
         """Of each layer the first token that is written."""
-        groups = self._groups_of(block_ids, form.num_layers)
-        for group in groups:
-            begin = max(first_token, given.start, min(group.begin, given.stop))
-            if len(group.block_ids) * block_size < self._end:
-                raise LayoutError(
-                    f"{len(group.block_ids)} blocks of {block_size} tokens do not reach to token {self._end}"
-                )
-            unused = max(0, begin // block_size - self._first_block)
-            used = group.block_ids[self._first_block : -(-self._end // block_size)]
-            table = block_table(used, num_blocks, unused)
-            check_distinct(table[unused:])
-            self._is_whole = self._is_whole and begin == first_token
+        self._is_grouped = len(groups) > 1
+        for group in groups[1:]:
+            table, begin = self._checked(group.block_ids, group.begin, num_blocks)
             for layer in group.layers:
                 self._tables[layer], self._begins[layer] = table, begin
-        self._is_grouped = len(groups) > 1
+        self._is_whole = self._end == end and max(self._begins) == first_token
 
-    @staticmethod
-    def _groups_of(
-        block_ids: Sequence[int] | Sequence[LayerBlocks], num_layers: int
-    ) -> Sequence[LayerBlocks]:
-        if not (block_ids and isinstance(block_ids[0], LayerBlocks)):
-            table = cast("Sequence[int]", block_ids)
-            return (LayerBlocks(layers=frozenset(range(num_layers)), block_ids=table),)
-        groups = cast("Sequence[LayerBlocks]", block_ids)
-        layers = sorted(layer for group in groups for layer in group.layers)
-        if layers != list(range(num_layers)):
-            raise LayoutError(f"block tables of layers {layers} for pages of {num_layers} layers")
-        return groups
+    def _checked(self, block_ids: Sequence[int], begin: int, num_blocks: int) -> tuple[array[int], int]:
+        """The blocks of the pages' tokens, out of a block table, and the first token that is written."""
+        size, first, end, given = self._block_size, self._first_block, self._end, self._writable
+        begin = max(self._first_token, given.start, min(begin, given.stop))
+        if len(block_ids) * size < end:
+            raise LayoutError(f"{len(block_ids)} blocks of {size} tokens do not reach to token {end}")
+        unused = max(0, begin // size - first)
+        table = block_table(block_ids[first : -(-end // size)], num_blocks, unused)
+        check_distinct(table[unused:])
+        return table, begin
 
     def __len__(self) -> int:
         return self._count
@@ -132,6 +128,10 @@ class PageBlocks(PageMemory):
             for table in self._tables:
                 ids.extend(table * len(parts))
         origin = self._first_block * self._block_size
+        if self._is_grouped:
+            begins = array("q", [begin - origin for begin in self._begins])
+        else:
+            begins = array("q", [self._begins[0] - origin]) * len(self._begins)
         return PagePlaces(
             bases,
             parts,
@@ -140,7 +140,7 @@ class PageBlocks(PageMemory):
             self._block_size,
             self.format.page_tokens,
             self._first_token - origin,
-            array("q", [begin - origin for begin in self._begins]),
+            begins,
             self._end - origin,
             self._is_whole,
         )
