@@ -54,7 +54,7 @@ class TestReadsBlocksThatAreUsedAgain(Mutant):
     caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
-        def go_before(self, mark: DeviceMark) -> None:
+        def make_caller_wait_for(self, mark: DeviceMark) -> None:
             pass
 
 
@@ -92,8 +92,8 @@ class TestForgetsTheDeadline(Mutant):
 
         def wait(put: transfers.Put) -> bool:
             for piece in put._pieces:
-                if piece.mark is not None:
-                    piece.mark.wait()
+                if piece.marks:
+                    piece.marks[0][0].wait()
             return step(put)
 
         monkeypatch.setattr(transfers.Put, "step", wait)
@@ -129,7 +129,7 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
         streams._streams[:] = [*before, *(each for each in streams._streams if each not in before)]
 
     class lane(transfers.Lane):  # noqa: N801
-        def go_before(self, mark: DeviceMark) -> None:
+        def make_caller_wait_for(self, mark: DeviceMark) -> None:
             if self.stream in streams._streams:
                 streams._streams.remove(self.stream)
 
