@@ -78,8 +78,6 @@ from kvplug.transport.store.events import (
 )
 from kvplug.transport.store.staging.memory import (
     PinnedMemory as PinnedMemory,
-)
-from kvplug.transport.store.staging.pages import (
     StagedPages as StagedPages,
 )
 from kvplug.transport.store.staging.store import (

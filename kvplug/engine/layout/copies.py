@@ -93,11 +93,7 @@ def gather(
         raise LayoutError(f"layout {layout.axes!r} has no values, and memory for them was given")
     key = _memory("out_key", out_key, key_view, end - start)
     value = None if value_view is None else _memory("out_value", out_value, value_view, end - start)
-    if index is not None:
-        ids = ids_on(index, key_view.device)
-        copy_tokens(key_view, index, ids, start, key, into_cache=False)
-        if value_view is not None and value is not None:
-            copy_tokens(value_view, index, ids, start, value, into_cache=False)
+    _copy(index, start, ((key_view, key), (value_view, value)), into_cache=False)
     return key, value
 
 
@@ -130,12 +126,7 @@ def scatter(
     _memory("key", key, key_view, num_tokens)
     if value is not None and value_view is not None:
         _memory("value", value, value_view, num_tokens)
-    if index is None:
-        return
-    ids = ids_on(index, key_view.device)
-    copy_tokens(key_view, index, ids, start, key, into_cache=True)
-    if value is not None and value_view is not None:
-        copy_tokens(value_view, index, ids, start, value, into_cache=True)
+    _copy(index, start, ((key_view, key), (value_view, value)), into_cache=True)
 
 
 # -- the pieces --------------------------------------------------------------------------------
@@ -157,6 +148,22 @@ def _block_index(
     index = block_table(block_ids[start // block_size : -(-end // block_size)], num_blocks)
     check_distinct(index)
     return index
+
+
+def _copy(
+    index: array[int] | None,
+    start: int,
+    parts: Sequence[tuple[Tensor | None, Tensor | None]],
+    *,
+    into_cache: bool,
+) -> None:
+    """Copy each part between its view of the cache and its tokens, where there are any."""
+    if index is None:
+        return
+    for view, tokens in parts:
+        if view is not None and tokens is not None:
+            ids = ids_on(index, view.device)
+            copy_tokens(view, index, ids, start, tokens, into_cache=into_cache)
 
 
 def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from kvplug.net.streams import DeviceMark
 from kvplug.transport.store.staging import store, transfers
-from kvplug.transport.store.staging.pages import StagedPages
+from kvplug.transport.store.staging.memory import StagedPages
 from kvplug_testing import ConnectorContract, StoreContract
 from kvplug_testing.simulated import streams
 

@@ -14,8 +14,7 @@ from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob
 from kvplug.transport.store.results import MissReason
 from kvplug.transport.store.staging import transfers
-from kvplug.transport.store.staging.memory import PinnedMemory
-from kvplug.transport.store.staging.pages import StagedPages
+from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
 from kvplug.transport.store.staging.store import StagedStore
 from kvplug.transport.store.store import StoreContext
 from kvplug_testing import peers, simulated, waits

@@ -35,8 +35,7 @@ from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
 from kvplug.transport.store.memory import PageBuffers, PageMemory
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
-from kvplug.transport.store.staging.memory import PinnedMemory
-from kvplug.transport.store.staging.pages import StagedPages
+from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
 from kvplug.transport.store.staging.transfers import Get, Lane, Put, Transfer
 from kvplug.transport.store.store import J, PageRequest, Store, StoreLink, ended
 

@@ -21,8 +21,7 @@ from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import MissReason, PutReason
-from kvplug.transport.store.staging.memory import PinnedMemory
-from kvplug.transport.store.staging.pages import StagedPages, queue_gather, queue_scatter
+from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages, queue_gather, queue_scatter
 from kvplug.transport.store.store import PageRequest, Store
 
 if TYPE_CHECKING:
