@@ -155,14 +155,6 @@ def directory_of(peer: str) -> str | None:
     return None if found is None else found[1]
 
 
-def _role(given: Any) -> Role | None:
-    role: Role | None
-    role, faults = structured(Config, "role", given)
-    if faults:
-        raise ConfigError(*faults)
-    return role
-
-
 def _option_tables(value: Any) -> Mapping[str, Mapping[str, Any]]:
     return {str(name): dict(table) for name, table in value.items()}
 
@@ -260,10 +252,8 @@ class Config:
         unit="seconds",
         at_least=0.5,
     )
-    role: Role | None = attrs.field(
-        default=None,
-        converter=_role,
-        metadata={HELP: "Whether this process produces KV, consumes it, or both. Must be set."},
+    role: Role | None = option(  # noqa: RUF009 - it makes a field
+        None, help="Whether this process produces KV, consumes it, or both. Must be set."
     )
     host: str = option(
         DEFAULT_HOST,

@@ -66,12 +66,7 @@ def option(
     return attrs.field(
         default=default,
         validator=_Check(validator),
-        metadata={
-            HELP: help,
-            UNIT: unit,
-            MEMORY: takes_memory,
-            _BOUNDS: bounds,
-        },
+        metadata={HELP: help, UNIT: unit, MEMORY: takes_memory, _BOUNDS: bounds},
     )
 
 
@@ -103,30 +98,24 @@ class _Check:
             raise ConfigError(*faults)
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class _Option:
     """One option of a class, with its type."""
 
+    key: str
     field: attrs.Attribute[Any]
     hint: Any
+    unit: str
+    help: str
+    bounds: Mapping[str, Any]
+    """Arguments of ``msgspec.Meta``."""
 
-    @property
-    def key(self) -> str:
-        return self.field.alias or self.field.name
-
-    @property
-    def unit(self) -> str:
-        return str(self.field.metadata.get(UNIT, ""))
-
-    @property
-    def help(self) -> str:
-        return " ".join(self.field.metadata.get(HELP, "").split())
-
-    @property
-    def bounds(self) -> Mapping[str, Any]:
-        """Arguments of ``msgspec.Meta``."""
-        found: Mapping[str, Any] = self.field.metadata.get(_BOUNDS, {})
-        return found
+    @classmethod
+    def of(cls, key: str, field: attrs.Attribute[Any], hint: Any) -> _Option:
+        about = field.metadata
+        text = " ".join(about.get(HELP, "").split())
+        bounds = about.get(_BOUNDS, {})
+        return cls(key=key, field=field, hint=hint, unit=about.get(UNIT, ""), help=text, bounds=bounds)
 
     @property
     def is_required(self) -> bool:
@@ -137,12 +126,16 @@ class _Option:
 
         ``instance``: of the class, made by a program; its values are of the right types.
         """
+        if self.field.converter is not None:
+            return given, ()  # the class converts by itself, and raises what is wrong
         reason, meant = "", None
         try:
             plain = _plain(given, _kinds(self.hint), self.unit) if instance is None else given
             is_text = isinstance(given, str) and instance is None
             value = msgspec.convert(plain, _bounded(self.hint, self.bounds), strict=not is_text)
-            if not isinstance(value, float) or math.isfinite(value):
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            is_name = instance is not None and isinstance(value, enum.Enum) and value is not given
+            if is_finite and not is_name:
                 return value, self._refusals(value, given, instance)
         except msgspec.ValidationError:
             meant = nearest(given, _choices(self.hint)) if isinstance(given, str) else None
@@ -215,7 +208,7 @@ def _resolved(cls: type) -> Mapping[str, _Option]:
         hints = typing.get_type_hints(cls)
     except NameError as e:
         raise PluginError(f"the types of {cls.__module__}.{cls.__qualname__} cannot be resolved: {e}") from e
-    return {key: _Option(field, hints[field.name]) for key, field in option_fields(cls).items()}
+    return {key: _Option.of(key, field, hints[field.name]) for key, field in option_fields(cls).items()}
 
 
 _options: Final[Callable[[type], Mapping[str, _Option]]] = functools.cache(_resolved)

@@ -111,9 +111,9 @@ def test_a_wrong_value_is_one_short_fault_of_its_key(key: str) -> None:
 
 
 def test_a_config_that_a_program_makes_is_checked_too() -> None:
-    assert Config(role="kv_both", timeout_s=5).role is Role.BOTH  # type: ignore[arg-type]
+    assert Config(role=Role.BOTH, timeout_s=5).role is Role.BOTH
     for wrong in (
-        {"role": "bath"},
+        {"role": "both"},
         {"port": "5"},
         {"timeout_s": "5 s"},
         {"slow_path": "wran"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -41,6 +42,19 @@ class Options:
     hosts: tuple[str, ...] = option((), help="Which.")
     table: Mapping[str, int] = option(attrs.Factory(dict), help="More.")
     number: int | str = option(1, help="Either.")
+
+
+@attrs.frozen(kw_only=True)
+class Converting:
+    """It converts by itself."""
+
+    folder: Path = attrs.field(converter=Path)
+
+
+def test_a_class_may_convert_by_itself() -> None:
+    assert check_options(Converting, {"folder": "a/b"}) == Converting(folder="a/b")
+    with pytest.raises(ConfigError, match=r"options\.x: "):
+        check_options(Converting, {"folder": 3}, where="options.x")
 
 
 def faults_of(values: Mapping[str, Any], cls: type = Options) -> tuple[str, ...]:
