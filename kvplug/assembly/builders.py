@@ -143,7 +143,7 @@ def worker_transports(config: Config, registry: Registry | None = None) -> dict[
         UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
         PluginError: one cannot work here; with every reason.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig(config, registry)
     resolved.check(keys=("queue", "communicator"))
     queue, around = resolved.chosen(Kind.QUEUE)
     return {

@@ -232,7 +232,7 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
         InsecureAddressError: as ``build_connector``.
     """
     config.require_role()
-    ResolvedConfig(config, Registry.from_env() if registry is None else registry).check()
+    ResolvedConfig(config, registry).check()
     credentials_of(config)
 
 
@@ -245,7 +245,7 @@ def explain_missing_pipe(config: Config, registry: Registry | None = None) -> st
     Raises:
         UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig(config, registry)
     device = None
     with contextlib.suppress(UnknownConnectorError):
         device = device_of_links(config, resolved.registry.get(Kind.CONNECTOR, config.connector))
@@ -287,6 +287,6 @@ def required_layout(config: Config, registry: Registry | None = None) -> str | N
 
 def _asked(config: Config, registry: Registry | None) -> tuple[type[SchedulerConnector], Any]:
     """The class of the scheduler side, and the options of its connector."""
-    registry = Registry.from_env() if registry is None else registry
-    options = ResolvedConfig(config, registry).options_of(registry.get(Kind.CONNECTOR, config.connector))
-    return connector_class(config, registry), options
+    resolved = ResolvedConfig(config, registry)
+    options = resolved.options_of(resolved.registry.get(Kind.CONNECTOR, config.connector))
+    return connector_class(config, resolved.registry), options

@@ -51,15 +51,16 @@ _KEY_OF: Final = {kind: key for key, kind in CHOSEN.items()}
 class ResolvedConfig:
     """The names in one config, looked up in one registry."""
 
-    def __init__(self, config: Config, registry: Registry) -> None:
+    def __init__(self, config: Config, registry: Registry | None = None) -> None:
+        """``registry``: resolves names; ``None`` loads the installed plugins."""
         self.config = config
-        self.registry = registry
+        self.registry = Registry.from_env() if registry is None else registry
         self._viable: dict[str, Probe] = {}
         """Probes of pipe transports that can work here, by their names."""
 
     @classmethod
     def to_build(cls, config: Config, registry: Registry | None, *keys: str) -> ResolvedConfig:
-        """The same for a config from which something is built now. ``None``: the installed plugins.
+        """The same for a config from which something is built now.
 
         ``keys``: those that are used for it, which are checked.
 
@@ -69,7 +70,7 @@ class ResolvedConfig:
         """
         ensure_config(config)
         choose_cpus(config.thread_cpus)
-        resolved = cls(config, Registry.from_env() if registry is None else registry)
+        resolved = cls(config, registry)
         if keys:
             resolved.check(keys)
         return resolved

@@ -126,7 +126,7 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
         PluginError: it cannot work here, or its factory returned something else.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig(config, registry)
     resolved.check(keys=("stores", "transport", "integrity"))
     return StoreOpener(LinkSettings(resolved=resolved)).open(name or config.stores[0])
 
@@ -227,7 +227,7 @@ def serve_store(
     """
     if address is not None:
         config = attrs.evolve(config, host=_host_of(address))  # pipes listen where the link does
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig(config, registry)
     resolved.check(keys=("stores", "transport", "integrity"))
     settings = LinkSettings(resolved=resolved)
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
@@ -250,7 +250,7 @@ def store_stats(config: Config, contact: str, *, registry: Registry | None = Non
         HandshakeError, AuthenticationError: the two ends cannot work together, and why.
         WireError: it serves no store.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig(config, registry)
     peers = ControlPeers(LinkSettings(resolved=resolved), connect=contact)
     link = peers.connect(0, STATS_PURPOSE, timeout=config.connect_timeout_s, retry=False)
     try:
