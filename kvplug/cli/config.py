@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 import click
+from click.shell_completion import CompletionItem
 
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHOSEN, name_faults, options_of
@@ -35,11 +36,16 @@ config_option = click.option(
 )
 
 
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes the keys of KEY=VALUE; what begins no key is a file."""
+    return complete_keys(ctx, param, incomplete) or files(ctx, param, incomplete)
+
+
 def reads_config(command: Callable[..., None]) -> Callable[..., None]:
     """Adds ``[FILE] [KEY=VALUE]...`` to a command, which gets them as ``path`` and ``overrides``."""
 
     @config_option
-    @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=complete_keys)
+    @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=_complete)
     @functools.wraps(command)
     def with_config(path: str | None, given: tuple[str, ...], **others: Any) -> None:
         named = [each for each in given if "=" not in each]

@@ -144,6 +144,7 @@ def completed(site: Any, *words: str) -> list[str]:
         (("list", "--options", "ne"), {"nest"}, True),
         (("store", "serve", ""), {"nest"}, False),
         (("config", "show", "slow"), {"slow_path="}, True),
+        (("config", "show", "./a"), {"./a"}, True),
         (("config", "check", "a"), {"a"}, True),  # a file: the shell looks for it
     ],
 )
