@@ -91,7 +91,7 @@ def send(pipe: Pipe, count: int) -> None:
 def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) -> None:
     with taken(config(rule=SLOW)) as pipe:
         send(pipe, 40)
-        snapshot = pipe.stats.snapshot()
+        snapshot = pipe.recorder.stats.snapshot()
     (text,) = warned()
     for part in (
         r"the pipe 'cpu' to .*pid \d+.* carries 0\.0\d+ GB/s \(\d+ MiB in .* s\)",
@@ -116,7 +116,7 @@ def test_refusing_ends_the_pipe_with_what_was_measured(warned: Any) -> None:
         with pytest.raises(SlowPathError):
             pipe.recv_tensor(timeout=0)
         assert pipe.closed and not warned()
-        snapshot = pipe.stats.snapshot()
+        snapshot = pipe.recorder.stats.snapshot()
         assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {"send": {"slow": 1}})
 
 
@@ -155,7 +155,7 @@ def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     offer = Offer(name="cpu", capabilities=Capabilities(cost=Cost(latency_us=50, gb_per_s=6)))
     ours, theirs = (Hello(transports=(offer,), identity=PeerIdentity(boot_id="b", pid=pid)) for pid in (1, 2))
     alarm = slow_path.SlowPathAlarm(
-        config=Config(slow_path="refuse"),
+        config=Config(slow_path="refuse", host="127.0.0.1"),
         stats=TransferStats(),
         abilities=lambda: {"cpu": offer.capabilities},
         agreement=agree(ours, theirs),
