@@ -12,9 +12,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from kvplug.net.exclusive_use import ExclusiveUse
 
@@ -83,22 +83,30 @@ def free_locks_after_fork(module: ModuleType) -> None:
     _modules.append(module)
 
 
-def _free_locks(attributes: Iterable[Any]) -> None:
-    for each in attributes:
+def _free_locks(owner: object) -> None:
+    for each in getattr(owner, "__dict__", {}).values():
         if isinstance(each, ExclusiveUse):
             each._renew()
         elif isinstance(each, _LOCKS):
             each._at_fork_reinit()  # type: ignore[union-attr]
 
 
+def _close(thing: Inherited) -> None:
+    thing._after_fork_in_child()
+
+
 def _in_child() -> None:
     inherited = _registered.all()
     _registered.clear()
-    for owner in (*_modules, *inherited):
-        _free_locks(vars(owner).values())
-    for thing in inherited:
+    _call(_free_locks, (*_modules, *inherited))
+    _call(_close, inherited)
+
+
+def _call(step: Callable[[T], None], things: Iterable[T]) -> None:
+    """What fails is logged, and the rest is done."""
+    for thing in things:
         try:
-            thing._after_fork_in_child()
+            step(thing)
         except Exception:
             logger.exception("closing %r in a forked child failed", type(thing).__name__)
 

@@ -66,3 +66,19 @@ def test_locks_that_a_thread_of_the_parent_holds_are_free_in_a_forked_child() ->
         over.set()
         holder.join(20)
     assert not locked.event.is_set() and not locked.lock.locked()
+
+
+class _Slotted:
+    __slots__ = ("__weakref__", "closed")
+
+    def __init__(self) -> None:
+        self.closed = False
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        self.closed = True
+
+
+def test_what_has_no_dict_is_closed_in_a_forked_child_too() -> None:
+    slotted = _Slotted()
+    assert in_forked_child(lambda: str(slotted.closed)) == "True"
