@@ -174,12 +174,15 @@ class Rate:
     def _judge(self, batch: _Batch) -> SlowRate | None:
         seconds, size = max(batch.seconds, 1e-9), batch.nbytes // batch.count
         rate = batch.nbytes / 1e9 / seconds
-        usual = self._usual.setdefault(size.bit_length() // 2, _Usual())
+        usual = self._usual.get(order := size.bit_length() // 2)
+        if usual is None:
+            usual = self._usual[order] = _Usual()
         of_claim = seconds / (batch.count * self._claim.seconds(size)) if self._claim else 0.0
         of_usual = usual.gb_per_s / rate
         if of_claim <= CLAIM_FACTOR and of_usual <= self._factor:
             usual.note(min(rate, self._most), keeps_best=self._keeps_best)
-            self._streak = _Streak()
+            if self._streak.batches:
+                self._streak = _Streak()
             return None
         streak = self._streak
         streak.batches += 1
