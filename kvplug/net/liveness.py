@@ -20,6 +20,7 @@ import logging
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,10 +30,8 @@ import attrs
 
 from kvplug.errors import ClosedError
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
+from kvplug.net.fork import close_after_fork, free_locks_after_fork
 from kvplug.net.threads import BackgroundThread
-
-__all__ = ["Heartbeat", "Watch", "close_after_fork", "watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +205,7 @@ class _Loop:
         self.by_fd: dict[int, Watch] = {}
         self.stopped = False
         self.thread = BackgroundThread(self.run, name="kvplug liveness", stop=self.stop)
+        close_after_fork(self)
 
     def add(self, new: Watch) -> None:
         for fd in new._fds:
@@ -246,6 +246,17 @@ class _Loop:
         self.poller.close()
         self.wake_in.close()
         self.wake_out.close()
+
+    def _after_fork_in_child(self) -> None:
+        """There is no such thread. The epoll set is the parent's too: only close it here."""
+        global _loop
+        _loop = None
+        for each in self.watches:
+            each._closed = True
+            if each._pidfd is not None:
+                with contextlib.suppress(OSError):
+                    os.close(each._pidfd)
+        self.close()
 
     def run(self) -> None:
         global _loop
@@ -296,6 +307,7 @@ class _Loop:
 
 
 _lock = threading.RLock()  # a signal's handler may end a watch while its thread ends or adds one
+free_locks_after_fork(sys.modules[__name__])
 _loop: _Loop | None = None
 
 
@@ -334,21 +346,3 @@ def _drop(old: Watch, reason: str | None) -> bool:
         if old._pidfd is not None:
             os.close(old._pidfd)
     return True
-
-
-def _in_child() -> None:
-    """A forked child has no watcher thread. The epoll set is the parent's too: only close it here."""
-    global _lock, _loop
-    _lock = threading.RLock()
-    loop, _loop = _loop, None
-    if loop is None:
-        return
-    for each in list(loop.watches):
-        each._closed = True
-        if each._pidfd is not None:
-            with contextlib.suppress(OSError):
-                os.close(each._pidfd)
-    loop.close()
-
-
-os.register_at_fork(after_in_child=_in_child)
