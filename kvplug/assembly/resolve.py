@@ -18,9 +18,11 @@ import kvplug
 from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.making import MADE, made
 from kvplug.assembly.registry import Registry
+from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, options_of
 from kvplug.config import KEYS, Config, Role
 from kvplug.config.addresses import TcpAddress, UnixAddress, parse_server
+from kvplug.config.messages import listed
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError
 from kvplug.metrics.sinks import Sink
@@ -218,7 +220,8 @@ class ResolvedConfig:
             if name != AUTO or not (broken := _why_broken(spec)):
                 return spec, around
             reasons[spec] = (broken,)
-        lines = [f"{spec.name}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
+        missing = f"none is installed: pip install {listed(dict.fromkeys(PACKAGES[kind].values()))}"
+        lines = [f"{spec.name}: {'; '.join(why)}" for spec, why in reasons.items()] or [missing]
         head = f"no {kind.replace('_', ' ')} can be had:"
         raise PluginError("\n  - ".join([head, *lines, *self.registry.failures()]))
 

@@ -16,6 +16,8 @@ from kvplug import (
     PluginError,
     Registry,
     build_connector,
+    build_lookup,
+    build_queue,
     connect_pipe,
     explain_missing_pipe,
     listen_pipe,
@@ -233,6 +235,13 @@ def test_one_end_alone_knows_what_no_peer_could_mend_and_warns_when_it_listens(
     else:
         assert said is not None and why in said
         assert f"every peer that connects will be refused: {said}" in caplog.text
+
+
+def test_where_nothing_of_a_kind_is_installed_the_packages_that_bring_it_are_named() -> None:
+    with pytest.raises(PluginError, match=r"no lookup buffer can be had:\n.*: pip install kvplug-lookup$"):
+        build_lookup(Config(), registry=Registry())
+    with pytest.raises(PluginError, match=r"no queue can be had:\n.*: pip install kvplug-shm$"):
+        build_queue(Config(), registry=Registry())
 
 
 def test_a_name_with_two_owners_works_once_the_config_says_whose() -> None:
