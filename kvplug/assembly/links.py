@@ -58,6 +58,10 @@ class LinkSettings:
 
     resolved: ResolvedConfig
     config: Config = attrs.field(default=attrs.Factory(lambda self: self.resolved.config, takes_self=True))
+    credentials: Credentials = attrs.field(
+        default=attrs.Factory(lambda self: self.resolved.credentials, takes_self=True)
+    )
+    """Read when the settings are made, so that an address that needs a secret is refused at start."""
     stats: TransferStats = attrs.field(factory=TransferStats)
     engine: EngineFacts | None = None
     """Of the connector whose links they are; ``None``: of none."""
@@ -75,10 +79,6 @@ class LinkSettings:
         """The same for a link whose pipes are no engine's: they are neither counted nor judged."""
         config = attrs.evolve(self.config, slow_path="off")
         return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=None)
-
-    @property
-    def credentials(self) -> Credentials:
-        return self.resolved.credentials
 
     @property
     def missing(self) -> tuple[str, ...]:

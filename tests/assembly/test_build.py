@@ -31,6 +31,7 @@ from kvplug.engine import (
     UnknownConnectorError,
 )
 from kvplug.engine.connector.values import CacheGroup
+from kvplug.errors import InsecureAddressError
 from kvplug.transport import (
     Capabilities,
     Cost,
@@ -280,6 +281,15 @@ def test_what_is_missing_or_unknown_is_a_fault_that_names_what_there_is(
     registry.register(builtin, name="core", distribution="kvplug")
     with pytest.raises(error, match=said):
         built(registry, **given)
+
+
+@pytest.mark.parametrize("side", ["scheduler", "worker"])
+def test_an_address_that_needs_a_secret_is_refused_before_a_connector_is_made(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVPLUG_SECRET", raising=False)
+    with pytest.raises(InsecureAddressError, match=r"10\.0\.0\.4"):
+        built(registry_of(transport(), connectors=True), side, host="10.0.0.4")
 
 
 @pytest.mark.parametrize("side", ["scheduler", "worker"])
