@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 import kvplug
 from kvplug import Config, Registry
-from kvplug.assembly import connector as assembled, peers as assembled_peers
+from kvplug.assembly import links as assembled, peers as assembled_peers
 from kvplug.assembly.doctor.diagnosis import Diagnosis, DoctorServer, diagnose
 from kvplug.assembly.doctor.facts import engine_with, read_facts
 from kvplug.assembly.examination import answering
