@@ -75,14 +75,14 @@ def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
     ("arguments", "topic", "said"),
     [
         ("", "role", "set it to producer, consumer or both"),
-        ("role=both host=10.0.0.4", "secret", "set KVPLUG_SECRET or secret_file"),
+        ("role=both host=10.0.0.4", "secret", "`kvplug config secret FILE` makes one"),
         ("role=both stores=fs", "options.fs.path", "must be given"),
         ("role=both stores=fd", "stores", "no store named 'fd'"),
         ("role=both lookup_buffer=simple", "lookup_buffer", "'lookup' uses no lookup buffer; 'simple' does"),
         ("role=both transport=pynccl", "transport", "'pynccl' is named here and cannot be used"),
         ("role=both communicator=pynccl", "communicator", "no communicator can be had"),
         ("role=bath", "config", "role: 'bath' was given"),
-        ("role=both port=65535 port_offset=1", "config", "rank 0 would listen at 65536"),
+        ("role=both host=10.0.0.4 port=65535 port_offset=1", "config", "rank 0 would listen at 65536"),
     ],
 )
 def test_what_would_not_work_is_a_problem(site: Any, arguments: str, topic: str, said: str) -> None:
@@ -148,7 +148,7 @@ def test_an_address_that_others_do_not_reach_is_not_announced_where_they_look(si
         _, steps = explained(site, "role=both", "peers=redis://198.51.100.7:6379/0", *given)
         return [step["text"] for of in steps.values() for step in of if step["verdict"] == "problem"]
 
-    assert any("127.0.0.1:29555 would be announced" in text for text in problems())
+    assert any("unix:@kvplug-0 would be announced" in text for text in problems())
     assert not problems("role=consumer")
     assert not problems("stores=fs", "options.fs.path=/var/kv"), "it announces nothing"
     assert not problems("peers=redis://127.0.0.1:6379/0")

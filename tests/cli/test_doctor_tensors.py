@@ -362,7 +362,7 @@ SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, .
     "a secret at one end": (
         {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
         {},
-        ("problem secret: KVPLUG_SECRET or secret_file: the same at both",),
+        ("problem secret: -> secret_file: what `kvplug config secret FILE` prints",),
     ),
     "one engine_id": (
         {"config": {"engine_id": "twin"}},

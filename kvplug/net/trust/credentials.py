@@ -100,9 +100,10 @@ class Secret:
 class Credentials:
     """What this process proves itself with. Without any: that it runs as the same user on the same host.
 
-    >>> Credentials().mode_at(UnixAddress("kvplug"))
+    >>> from kvplug.transport import parse_address
+    >>> Credentials().mode_at(parse_address("unix:@kvplug"))
     <Mode.SAME_USER: 2>
-    >>> Credentials().mode_at(TcpAddress("127.0.0.1", 7000))
+    >>> Credentials().mode_at(parse_address("127.0.0.1:7000"))
     Traceback (most recent call last):
         ...
     kvplug.errors.InsecureAddressError: bad configuration: 127.0.0.1:7000 is an address of TCP, ...
