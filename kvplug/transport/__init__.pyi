@@ -95,16 +95,14 @@ from kvplug.net.trust.channel import (
 )
 from kvplug.net.trust.connection import (
     Connection as Connection,
+    decline as decline,
     dial as dial,
     dial_until as dial_until,
+    raise_if_declined as raise_if_declined,
 )
 from kvplug.net.trust.credentials import (
     Credentials as Credentials,
     Secret as Secret,
-)
-from kvplug.net.trust.decline import (
-    decline as decline,
-    raise_if_declined as raise_if_declined,
 )
 from kvplug.net.trust.identity import (
     PeerIdentity as PeerIdentity,

@@ -13,8 +13,7 @@ from typing import Final
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
-from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.decline import raise_if_declined
+from kvplug.net.trust.connection import Connection, raise_if_declined
 
 _SIZE_OF_ONE: Final = array.array("i").itemsize
 

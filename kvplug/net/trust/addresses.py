@@ -1,14 +1,33 @@
-"""What the host of an address stands for, and where it can be reached from."""
+"""Addresses of this host: what they stand for, who reaches them, and how a listener's socket is bound to one.
+
+The file of a Unix socket outlives a process that was killed. A server takes such a file over; one whose
+server is alive it leaves alone. Servers of one folder do that one after the other, with a lock on the folder,
+which leaves no file of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import glob
 import ipaddress
+import os
 import secrets
 import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
-from kvplug.config.addresses import TcpAddress
-from kvplug.errors import PeerGoneError
+from kvplug.config.addresses import Address, TcpAddress, UnixAddress
+from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, TransportError
 from kvplug.net.trust.identity import boot_id, namespace
+
+_LOCK_S: Final = 5.0
+"""How long another server of the folder may take to bind."""
+_PROBE_S: Final = 1.0
+_LISTEN: Final = "0A"  # in /proc/net/tcp
 
 
 def local_domain() -> str:
@@ -65,3 +84,162 @@ def _is_loopback(number: str) -> bool:
     address = ipaddress.ip_address(number.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+# -- binding ----------------------------------------------------------------------------------------
+
+
+def listening_socket(address: Address, backlog: int) -> tuple[socket.socket, Address, Callable[[], None]]:
+    """A socket that listens, the address that others dial, and what removes its file.
+
+    Raises:
+        ConfigError, AddressInUseError, TransportError: as :meth:`kvplug.net.trust.listener.Listener.open`.
+    """
+    sockaddr: Any
+    if isinstance(address, TcpAddress):
+        try:
+            family, sockaddr = resolve(address)[0]
+        except PeerGoneError as e:
+            raise ConfigError(f"cannot listen at {address}: {e}") from e
+    else:
+        # A generated name cannot be guessed, and names its process.
+        address = UnixAddress(address.name or f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}")
+        family, sockaddr = socket.AF_UNIX, address.sockaddr
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if isinstance(address, UnixAddress) and address.is_path:
+                return sock, address, _bind_path(sock, address.name, backlog)
+            if isinstance(address, TcpAddress):
+                # Only lets a port be used again whose old connections linger; two listeners still collide.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(sockaddr)
+            sock.listen(backlog)
+            return sock, _contact(sock) if isinstance(address, TcpAddress) else address, lambda: None
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as e:
+        raise _cannot_bind(address, e) from e
+
+
+def _cannot_bind(address: Address, e: OSError) -> Exception:
+    if e.errno == errno.EADDRINUSE:
+        owner = _owner_of(address)
+        by = f" by {owner}" if owner else ""
+        return AddressInUseError(f"{address} is in use{by}; stop it or choose another address")
+    if e.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"cannot listen at {address}: this host has no such address")
+    if e.errno in (errno.ENOENT, errno.ENOTDIR) and isinstance(address, UnixAddress):
+        return ConfigError(f"cannot listen at {address}: there is no such folder")
+    return TransportError(f"cannot listen at {address}: {e.strerror or e}")
+
+
+def _contact(sock: socket.socket) -> TcpAddress:
+    host, port, *more = sock.getsockname()
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        host = _own_address(sock.family)
+    elif len(more) == 2 and more[1] and "%" not in host:
+        # By the interface's name, which other hosts' interfaces to that link have more often than its number.
+        host = f"{host}%{socket.if_indextoname(more[1])}"
+    return TcpAddress(host, port)
+
+
+def _own_address(family: int) -> str:
+    """An address other hosts can dial, for a listener on every interface: that of the default route."""
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it only makes the kernel choose a source.
+        probe.connect(("192.0.2.1", 9) if family == socket.AF_INET else ("2001:db8::1", 9))
+        return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+# -- Unix sockets in the file system ---------------------------------------------------------------------
+
+
+def _bind_path(sock: socket.socket, path: str, backlog: int) -> Callable[[], None]:
+    """Bind the socket to ``path``, for this user only, and listen. Takes over the file of a dead server.
+
+    Returns what removes the file, unless another server has taken it over; it never raises.
+    """
+    os.fchmod(sock.fileno(), 0o600)  # the mode of the file that bind makes
+    folder = os.path.dirname(path)
+    with _locked(folder):
+        try:
+            sock.bind(path)
+        except OSError as e:
+            if e.errno != errno.EADDRINUSE or not _is_stale(path):
+                raise
+            os.unlink(path)
+            sock.bind(path)
+        sock.listen(backlog)  # with the lock: one that is bound and does not listen looks like a dead one
+        ours = os.lstat(path)
+
+    def remove() -> None:
+        with contextlib.suppress(OSError), _locked(folder):
+            if os.path.samestat(os.lstat(path), ours):
+                os.unlink(path)
+
+    return remove
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Hold the lock of a folder. Raises OSError: it cannot be opened, or another process keeps the lock."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        limit = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise OSError(errno.EBUSY, f"another process keeps the folder {folder} locked") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_stale(path: str) -> bool:
+    """Whether the file is a socket without a server."""
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(path)
+        except OSError as e:
+            return isinstance(e, ConnectionRefusedError)
+    return False
+
+
+# -- which process listens, for messages -----------------------------------------------------------------
+
+
+def _owner_of(address: Address) -> str:
+    """ "pid 12 (name)" of the process that listens at ``address``, or ``""`` where /proc does not say."""
+    wanted = {f"socket:[{inode}]" for inode in _inodes(address)}
+    for link in glob.iglob("/proc/[0-9]*/fd/*") if wanted else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, or another user's
+            if os.readlink(link) in wanted:
+                pid = link.split("/")[2]
+                with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as f:
+                    return f"pid {pid} ({f.read().strip()})"
+    return ""
+
+
+def _inodes(address: Address) -> Iterator[str]:
+    """Of the sockets that listen there, as the kernel's tables of sockets show them."""
+    for table in ("unix",) if isinstance(address, UnixAddress) else ("tcp", "tcp6"):
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/self/net/{table}", encoding="utf-8", errors="replace") as f,
+        ):
+            for fields in map(str.split, f):
+                if isinstance(address, TcpAddress):
+                    if fields[3] == _LISTEN and fields[1].endswith(f":{address.port:04X}"):
+                        yield fields[9]
+                elif fields[-1] == (address.name if address.is_path else f"@{address.name}"):
+                    yield fields[6]

@@ -23,8 +23,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
-from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.decline import decline, shortage_in
+from kvplug.net.trust.connection import Connection, decline, shortage_in
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header

@@ -22,9 +22,11 @@ from kvplug.errors import (
     PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
+    WireError,
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.addresses import resolve
 from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
@@ -37,11 +39,17 @@ from kvplug.net.trust.identity import (
 )
 from kvplug.net.trust.relay import plain_end
 from kvplug.net.trust.tls import binding_of, refusal_of, wrap_dialled
+from kvplug.net.wire import values
+from kvplug.net.wire.frames import HEADER_SIZE, MAGIC, FrameKind, decode_header, encode_header
 
 DIAL_TIMEOUT_S = 10.0
 """The default timeout of ``dial``."""
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.01, 0.25
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+
+_KIND_AT = 6
+_MAX_REASON = 1000  # characters
+_MAX_PAYLOAD = 8192
 
 
 @attrs.define(eq=False)
@@ -298,3 +306,55 @@ def _seconds(deadline: Deadline) -> float | None:
     """For ``settimeout``, where 0 would mean "do not block at all"."""
     remaining = deadline.remaining()
     return None if remaining is None else max(0.001, remaining)
+
+
+# -- instead of what the peer waits for -------------------------------------------------------------
+
+
+def decline(sock: socket.socket, shortage: ResourceExhaustedError) -> None:
+    """Say what this process lacks. Never waits; the peer sees the end of the connection otherwise."""
+    said = values.encode([shortage.resource, str(shortage)[:_MAX_REASON]])
+    with contextlib.suppress(OSError):
+        sock.send(encode_header(FrameKind.LACK, len(said)) + said, socket.MSG_DONTWAIT)
+
+
+def shortage_in(payload: bytes | bytearray, who: str) -> ResourceExhaustedError:
+    """What the payload of such a frame says.
+
+    Raises:
+        WireError: it says nothing of that kind.
+    """
+    match values.decode(payload):
+        case [str(resource), str(reason)]:
+            text = f"{who} has no resources for it now: {peer_text(reason)}"
+            return ResourceExhaustedError(text, resource=peer_text(resource))
+    raise WireError(f"{who} declined a connection and did not say what it lacks")
+
+
+def raise_if_declined(connection: Connection, data: bytes, deadline: Deadline) -> None:
+    """Where a message of another kind may be such a frame. ``data`` are its first bytes; the rest is read.
+
+    Raises:
+        ResourceExhaustedError: it is; the peer's process lacks that resource.
+        PeerGoneError, WireError: it is, and is not whole.
+    """
+    if data[: len(MAGIC)] != MAGIC or data[_KIND_AT : _KIND_AT + 1] != bytes([FrameKind.LACK]):
+        return
+    who = connection.describe
+    data = _up_to(connection, data, HEADER_SIZE, deadline)
+    header = decode_header(data[:HEADER_SIZE], max_length=_MAX_PAYLOAD)
+    data = _up_to(connection, data, HEADER_SIZE + header.length, deadline)
+    raise shortage_in(data[HEADER_SIZE:], who)
+
+
+def _up_to(connection: Connection, data: bytes, nbytes: int, deadline: Deadline) -> bytes:
+    left = deadline.remaining()
+    connection.sock.settimeout(None if left is None else max(0.001, left))
+    try:
+        while len(data) < nbytes and (chunk := connection.sock.recv(nbytes - len(data))):
+            data += chunk
+    except OSError as e:
+        raise PeerGoneError(f"{connection.describe} hung up while it said what it lacks") from e
+    if len(data) < nbytes:
+        raise PeerGoneError(f"{connection.describe} hung up while it said what it lacks")
+    return data

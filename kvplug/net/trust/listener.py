@@ -24,7 +24,7 @@ from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.binding import listening_socket
+from kvplug.net.trust.addresses import listening_socket
 from kvplug.net.trust.challenge import Exchange, Mode, Refusal, RefusedError, admit
 from kvplug.net.trust.connection import Connection, tune
 from kvplug.net.trust.credentials import Credentials

@@ -19,8 +19,7 @@ from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.liveness import Heartbeat, Watch, watch
-from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.decline import raise_if_declined
+from kvplug.net.trust.connection import Connection, raise_if_declined
 from kvplug.net.wire.frames import HEADER_SIZE
 
 
