@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from kvplug.errors import (
@@ -136,33 +136,30 @@ class StoreRecorder:
 
     def record(self, op: Literal["lookup", "get", "put"], page_nbytes: int, submit: Callable[[], _J]) -> _J:
         """Make the request, and count its results when its job is done."""
-        started, watch = time.perf_counter(), None if op == "lookup" else self._watch
+        started = time.perf_counter()
+        watch = None if op == "lookup" else self._watch
         shared = 0.0 if watch is None else watch.begins(started)
-
-        def measure(results: Sequence[Any]) -> float:
-            now = time.perf_counter()
+        try:
+            job = submit()
+        except BaseException:
             if watch is not None and op != "lookup":
-                watch.ends(op, shared, now, page_nbytes, results)
-            return now - started
+                watch.ends(op, shared, time.perf_counter(), page_nbytes, ())
+            raise
 
         def count(ended: Job[Any]) -> None:
-            results = ended.results() or ()
-            seconds = measure(results)
+            now, results = time.perf_counter(), ended.results() or ()
+            if watch is not None and op != "lookup":
+                watch.ends(op, shared, now, page_nbytes, results)
             # most pages of a request have the same result
             for result, number in Counter(results).items():
                 reason = result
                 if op == "lookup":
                     reason = None if result is Presence.HELD else "absent"
                 if reason is None:
-                    self._stats.record(op, page_nbytes, seconds, count=number)
+                    self._stats.record(op, page_nbytes, now - started, count=number)
                 else:
                     self._stats.fail(op, reason, count=number)
 
-        try:
-            job = submit()
-        except BaseException:
-            measure(())
-            raise
         job.add_done_callback(count)
         return job
 

@@ -102,8 +102,9 @@ class PageCopy:
         form, count = memory.format, len(memory)
         self._memory, self._seal, self._generations = memory, seal, generations
         self._all_layers = range(form.num_layers)
-        self._rows: list[_Used | None] = [None] * count
-        self._headers: list[bytes | memoryview] = [b""] * count
+        self._count = count
+        self._rows: list[_Used | None] = []
+        self._headers: list[bytes | memoryview] = []
         self._each = form.num_layers * len(form.parts) if seal.checksums else 0
         """Checksums of a page."""
         self._library: _Library | None = None
@@ -115,9 +116,11 @@ class PageCopy:
         if compiled is not None and places is not None and parts is not None:
             self._library, self._saves = compiled, places.is_whole
             self._prepare(compiled, parts, places)
+        if not self._saves:  # Python reads these
+            self._rows, self._headers = [None] * count, [b""] * count
 
     def _prepare(self, compiled: _Library, parts: Any, places: PagePlaces) -> None:
-        form, count = self._memory.format, len(self._rows)
+        form, count = self._memory.format, self._count
         self._addresses = array("q", bytes(8 * count))
         self._checksums = array("Q", bytes(8 * count * self._each))
         self._locked_layers = -(-_LOCK_FREE_BYTES // form.layer_nbytes)
@@ -168,16 +171,13 @@ class PageCopy:
         """
         form, count = self._memory.format, len(rows)
         layers = self._all_layers if layers is None else layers
-        if not 0 <= first <= first + count <= len(self._rows):
-            raise LayoutError(f"pages {first} to {first + count} of {len(self._rows)}")
-        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= form.num_layers:
-            raise LayoutError(f"{layers} of {form.num_layers} layers")
+        self._check(range(first, first + count), layers)
         if rows.nbytes != len(layers) * form.layer_nbytes:
             raise LayoutError(
                 f"rows of {rows.nbytes} bytes for {len(layers)} layers of {form.layer_nbytes} bytes"
             )
         pages = slice(first, first + count)
-        if self._library is None or not self._saves:
+        if not self._saves:
             self._rows[pages] = [_Used(first, rows, layers)] * count
             if headers:
                 self._headers[pages] = headers
@@ -288,6 +288,12 @@ class PageCopy:
         begin, end = layers.start - used.layers.start, layers.stop - used.layers.start
         return used.rows[index : index + len(pages)].columns(begin * step, end * step)
 
+    def _check(self, pages: range, layers: range) -> None:
+        if not 0 <= pages.start <= pages.stop <= self._count or pages.step != 1:
+            raise LayoutError(f"{pages} of {self._count} pages")
+        if not 0 <= layers.start <= layers.stop <= self._all_layers.stop or layers.step != 1:
+            raise LayoutError(f"{layers} of {self._all_layers.stop} layers")
+
     def _move(self, compiled: _Library, what: int, pages: range, layers: range) -> bytes | None:
         """Do that with these layers of these pages.
 
@@ -296,10 +302,7 @@ class PageCopy:
 
         Returns: for each page its ``enum fault`` of pages.c; ``None``: they are all right.
         """
-        if not (0 <= pages.start <= pages.stop <= len(self._rows) and pages.step == 1):
-            raise LayoutError(f"{pages} of {len(self._rows)} pages")
-        if not (0 <= layers.start <= layers.stop <= len(self._all_layers) and layers.step == 1):
-            raise LayoutError(f"{layers} of {len(self._all_layers)} layers")
+        self._check(pages, layers)
         faults = ctypes.create_string_buffer(len(pages))
         is_small = len(pages) == 1 and len(layers) < self._locked_layers
         is_faulty = (compiled.move_locked if is_small else compiled.move)(
