@@ -87,7 +87,7 @@ class Connection:
             uid = unix_peer_uid(self.sock)
         except OSError:
             return False
-        return uid is not None and same_user(uid)
+        return same_user(uid)
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once closed."""
@@ -274,7 +274,7 @@ def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket
 
 def _check_listener(sock: socket.socket, where: str) -> None:
     uid = unix_peer_uid(sock)
-    if uid is None or not same_user(uid):
+    if not same_user(uid):
         raise AuthenticationError(
             f"refused to talk to {where}: it belongs to another user of this host (uid {uid}); run both ends"
             " as one user or with a secret"

@@ -6,7 +6,6 @@ import functools
 import os
 import socket
 import struct
-import sys
 
 import attrs
 import msgspec
@@ -164,8 +163,6 @@ def decode_identity(message: bytes) -> PeerIdentity:
 
 
 def _start_time(pid: int) -> int:
-    if not sys.platform.startswith("linux"):
-        return 0
     with open(f"/proc/{pid}/stat", "rb") as f:
         line = f.read()
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
@@ -205,11 +202,8 @@ def _boot_id() -> str:
         return f.read().strip()
 
 
-def unix_peer_uid(sock: socket.socket) -> int | None:
-    """Effective uid of the process that connected, or that called ``listen``; ``None``: the kernel does not
-    say."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
+def unix_peer_uid(sock: socket.socket) -> int:
+    """Effective uid of the process that connected, or that called ``listen``, at a Unix socket."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(uid)
 

@@ -12,7 +12,6 @@ import select
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 
@@ -233,8 +232,6 @@ class _Direction:
 
 
 def _undelivered(sock: socket.socket) -> int:
-    if not sys.platform.startswith("linux"):
-        return 0
     try:
         if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
             return 0  # reset by the peer: what was not delivered never is

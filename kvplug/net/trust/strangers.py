@@ -56,7 +56,7 @@ def check_same_user(sock: socket.socket) -> None:
     """Raises RefusedError: the kernel does not say that the other end of a Unix socket is the same user."""
     try:
         uid = unix_peer_uid(sock)
-        if uid is not None and same_user(uid):
+        if same_user(uid):
             return
     except ResourceExhaustedError as e:
         raise RefusedError.for_lack(e) from e
