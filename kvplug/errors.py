@@ -10,7 +10,15 @@ import builtins
 
 
 class KvplugError(Exception):
-    """Base of every error raised by kvplug and by well-behaved plugins."""
+    """Base of every error raised by kvplug and by well-behaved plugins.
+
+    ``code`` is the cause in a word or two, where errors of a class have several, and ``change`` the line or
+    command that mends it; else they are empty.
+    """
+
+    def __init__(self, *args: object, code: str = "", change: str = "") -> None:
+        super().__init__(*args)
+        self.code, self.change = code, change
 
 
 # -- configuration -----------------------------------------------------------------------------
@@ -157,6 +165,22 @@ class AuthenticationError(KvplugError, PermissionError):
     """The peer did not prove its identity (wrong secret, wrong user, wrong certificate)."""
 
 
+class Reason(str):
+    """One reason of a refused handshake: a sentence, and its parts."""
+
+    field: str
+    """The field of the handshake; ``transport NAME`` for one transport of those that were considered."""
+    what: str
+    """The two values, or what is wrong."""
+    change: str
+    """What to change; empty where the reason before says it."""
+
+    def __new__(cls, field: str, what: str, change: str = "") -> Reason:
+        reason = super().__new__(cls, f"{field}: {what}" + (f"; {change}" if change else ""))
+        reason.field, reason.what, reason.change = field, what, change
+        return reason
+
+
 class HandshakeError(KvplugError):
     """The two ends cannot work together. ``reasons`` holds every reason, with both values."""
 
@@ -165,7 +189,7 @@ class HandshakeError(KvplugError):
 
     def __init__(self, *reasons: str, peer: str = "") -> None:
         self.reasons: tuple[str, ...] = reasons
-        """Every reason, one sentence each, with both values."""
+        """Every reason, one sentence each, with both values; a :class:`Reason` where this end found it."""
         self.peer = peer
         """The other end, for messages; empty where it is not known."""
         with_whom = f" with {peer}" if peer else ""

@@ -353,6 +353,15 @@ def labels_of(config: Config, *, connector: str, side: str, rank: int) -> dict[s
     }
 
 
+def tls_of(config: Config) -> TlsFiles | None:
+    """The config's TLS files; ``None``: it names none."""
+    if config.tls_cert and config.tls_key and config.tls_ca:
+        return TlsFiles(
+            cert=config.tls_cert, key=config.tls_key, ca=config.tls_ca, check_host=config.tls_check_host
+        )
+    return None
+
+
 def credentials_of(config: Config) -> Credentials:
     """The secret from the config's file or the environment, and its TLS files.
 
@@ -361,12 +370,7 @@ def credentials_of(config: Config) -> Credentials:
         InsecureAddressError: host or an element of peers is an address of TCP, and there is neither a secret
             nor TLS.
     """
-    tls = None
-    if config.tls_cert and config.tls_key and config.tls_ca:
-        tls = TlsFiles(
-            cert=config.tls_cert, key=config.tls_key, ca=config.tls_ca, check_host=config.tls_check_host
-        )
-    credentials = Credentials.load(secret_file=config.secret_file, tls=tls)
+    credentials = Credentials.load(secret_file=config.secret_file, tls=tls_of(config))
     check_addresses(credentials, config.host, config.peer_addresses)
     return credentials
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from kvplug.errors import HandshakeError
+from kvplug.errors import HandshakeError, Reason
 from kvplug.negotiation.hello import BOTH, CONSUMER, PRODUCER, EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import AUTO, Selection, select
@@ -53,20 +53,22 @@ class Agreement:
     """What differs and is converted, one sentence each."""
 
 
-_SAME_MODEL = "start both ends with the same model"
+_SAME_MODEL = "start both ends with the same model (--model of the engine)"
 _CHANGES = {
-    "dtype": "set the KV cache's dtype to the same at both ends; no connector converts dtypes yet",
+    "dtype": "set the KV cache's dtype (--kv-cache-dtype of the engine) to the same at both ends; no"
+    " connector converts dtypes yet",
     "quantisation": "quantise the KV cache in the same way, with the same scales, at both ends",
     "rope": "give both ends the same model and the same rope settings",
     "window": "give both ends the same model and the same sliding window",
-    "weights": "load the same weights at both ends, or set weights to the same text at both where they are"
-    " the same and kvplug cannot read them",
+    "weights": "load the same weights at both ends, or set weights to the same text at both, such as 'NAME"
+    " at REVISION', where they are the same and kvplug cannot read them",
 }
 """What to change when a field of the model differs; otherwise ``_SAME_MODEL``."""
 _BLOCK_CHANGES = {
     "block_format": "blocks are in an attention kernel's own order, which nothing converts: use the same"
     " engine, attention backend and kind of processor at both ends, else also the same version",
-    "block_size": "blocks in a kernel's own order are moved whole: set the same block size at both ends",
+    "block_size": "blocks in a kernel's own order are moved whole: set the same block size (--block-size)"
+    " at both ends",
     "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
 }
 """What to change when blocks are in a kernel's own order and a field of theirs differs."""
@@ -106,8 +108,8 @@ def agree(local: Hello, remote: Hello) -> Agreement:
     )
 
 
-def _differs(field: str, ours: object, theirs: object, change: str) -> str:
-    return f"{field}: ours {_shown(ours)}, theirs {_shown(theirs)}; {change}"
+def _differs(field: str, ours: object, theirs: object, change: str) -> Reason:
+    return Reason(field, f"ours {_shown(ours)}, theirs {_shown(theirs)}", change)
 
 
 def _shown(value: object) -> str:
@@ -118,7 +120,8 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
     """One reason for each field that must match, or differ, and does not."""
     if local.wire[0] != remote.wire[0]:
         ours, theirs = (f"{major}.{minor}" for major, minor in (local.wire, remote.wire))
-        yield f"wire: ours {ours}, theirs {theirs}; upgrade kvplug where it is older"
+        change = "upgrade kvplug where it is older (pip install --upgrade kvplug)"
+        yield Reason("wire", f"ours {ours}, theirs {theirs}", change)
     if local.purpose and remote.purpose and local.purpose != remote.purpose:
         yield _differs("purpose", local.purpose, remote.purpose, "use the same connector at both ends")
     if local.engine is None or remote.engine is None:
@@ -132,7 +135,8 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
     role = local.engine.role
     if kv_crosses and role == remote.engine.role and role != BOTH:
         other = CONSUMER if role == PRODUCER else PRODUCER
-        yield f"role: both sides are {role}s; set the role of one to {other!r}, or to {BOTH!r}"
+        change = f"set the role of one to {other!r}, or to {BOTH!r}"
+        yield Reason("role", f"both sides are {role}s", change)
     for name in (field.name for field in attrs.fields(ModelInfo) if field.name != "name"):
         mine, yours = getattr(local.engine.model, name), getattr(remote.engine.model, name)
         if mine != yours or (name == "weights" and not mine):  # two unknown ones may differ
@@ -151,9 +155,10 @@ def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: boo
 
     own_order = bool(local.block_format or remote.block_format)
     if pair := both("layers"):
-        yield _differs("layers", *pair, "split the layers into the same pipeline stages at both ends")
+        change = "split the layers into the same pipeline stages (--pipeline-parallel-size) at both ends"
+        yield _differs("layers", *pair, change)
     elif pair := both("cache_layers"):
-        change = "use the same draft model at both ends, or none: its layers are in the cache as well"
+        change = "use the same draft model (--speculative-config) at both ends, or none"
         yield _differs("cache_layers", *pair, change)
     sizes = local.tensor_parallel_size, remote.tensor_parallel_size
     if local.splits_heads and remote.splits_heads and not own_order:
@@ -161,14 +166,14 @@ def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: boo
             yield _differs("tensor_parallel_size", *sizes, "make one a multiple of the other")
     else:
         if sizes[0] != sizes[1]:
-            change = "split the heads over the same number of workers" + (
+            change = "split the heads over the same number of workers (--tensor-parallel-size)" + (
                 ": blocks in a kernel's own order cannot be divided"
                 if own_order
                 else ", or use a connector that converts the split, such as 'p2p'"
             )
             yield _differs("tensor_parallel_size", *sizes, change)
         if pair := both("tensor_parallel_rank"):
-            change = "connect each worker to the one that holds the same heads"
+            change = "connect each worker to the one that holds the same heads: worker r to worker r"
             yield _differs("tensor_parallel_rank", *pair, change)
     if ("K" in local.layout) != ("K" in remote.layout):
         change = "one has keys and values and the other one latent per token, which nothing converts"
@@ -204,7 +209,7 @@ def _checksum(local: Hello, remote: Hello) -> str | None:
         f"{it.integrity[:200]!r} (can use {', '.join(it.checksums) or 'none'})" for it in (local, remote)
     )
     change = f"set integrity to {AUTO!r} at both ends, or to the same hash, or to {OFF!r} at both"
-    raise HandshakeError(f"integrity: ours {ours}, theirs {theirs}; {change}")
+    raise HandshakeError(Reason("integrity", f"ours {ours}, theirs {theirs}", change))
 
 
 def _device(side: Hello) -> str:

@@ -75,10 +75,13 @@ def exchange(
     *,
     announced: str = "",
     default_timeout_s: float = 30.0,
+    received: object = None,
 ) -> Agreement:
     """Shake hands over an authenticated channel, which stays open in success and in failure.
 
-    ``announced``: the engine that a directory announced at the address, as :func:`identity_of` names it.
+    Args:
+        announced: the engine that a directory announced at the address, as :func:`identity_of` names it.
+        received: the peer's Hello, where it was received already.
 
     Raises:
         HandshakeError: what :func:`~kvplug.negotiation.agreement.agree` found, or what is wrong with the
@@ -91,7 +94,8 @@ def exchange(
     if fault := _too_large(hello):
         raise HandshakeError(f"hello: ours cannot be sent: {fault}", peer=peer)
     channel.send({"hello": hello}, timeout=deadline.remaining())
-    received = channel.recv(timeout=deadline.remaining())
+    if received is None:
+        received = channel.recv(timeout=deadline.remaining())
     remote: Hello | None = None
     try:
         remote = hello_in(received)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvplug.errors import HandshakeError
+from kvplug.errors import HandshakeError, Reason
 from kvplug.transport.capabilities import Capabilities, Requirements
 from kvplug.transport.spec import Probe
 
@@ -90,7 +90,7 @@ def select(
 
     Raises:
         HandshakeError: two different names are requested, the requested one cannot work, or none can.
-            Its reasons are a headline and one sentence for each candidate.
+            Its reasons are what is wrong, and one sentence for each candidate.
     """
     ours = {offer.name: offer for offer in local}
     theirs = {offer.name: offer for offer in remote}
@@ -108,19 +108,19 @@ def select(
         if viable
         else "install one that can at both ends"
     )
-    headline = ""
+    wrong = ""
     if len(named) > 1:
-        headline = (
-            f"ours {requested[0]!r}, theirs {requested[1]!r}; name the same one at both ends,"
-            f" or leave one of them at {AUTO!r}"
-        )
+        wrong = f"ours {requested[0]!r}, theirs {requested[1]!r}"
+        could_be = f"name the same one at both ends, or leave one of them at {AUTO!r}"
     elif named and named[0] not in viable:
-        headline = f"{named[0]!r} is named {by_whom} and cannot be used; {could_be}"
+        wrong = f"{named[0]!r} is named {by_whom} and cannot be used"
     elif not viable:
-        headline = f"none can move {required.device} tensors between the two ends; {could_be}"
-    if headline:
-        lines = [f"transport {it.name}: {'; '.join(it.obstacles) or 'could be used'}" for it in considered]
-        raise HandshakeError(f"transport: {headline}", *lines)
+        wrong = f"none can move {required.device} tensors between the two ends"
+    if wrong:
+        others = (
+            Reason(f"transport {it.name}", "; ".join(it.obstacles) or "could be used") for it in considered
+        )
+        raise HandshakeError(Reason("transport", wrong, could_be), *others)
 
     def takes(it: _Considered) -> str:
         return f"{it.seconds * 1e3:.3g} ms for {nbytes / (1 << 20):.3g} MiB"
@@ -148,13 +148,13 @@ def _consider(
         where = "at either end" if ours is theirs else "here" if ours is None else "at the peer"
         return _Considered(name, (f"not installed {where}",))
     obstacles = []
-    for offer, where in ((ours, "here"), (theirs, "at the peer")):
+    for offer, where in ((ours, "here"), (theirs, "at the peer"))[: 1 if ours is theirs else 2]:
         if not offer.probe.viable:
             obstacles.append(f"cannot work {where}: {offer.probe.reason or 'its probe gives no reason'}")
     if ours.protocol != theirs.protocol:
         obstacles.append(
             f"speaks protocol {ours.protocol} here and {theirs.protocol} at the peer;"
-            " install the same version of it at both ends"
+            " install the same version at both ends"
         )
     lacks_here = ours.capabilities.missing(required)
     lacks_there = theirs.capabilities.missing(required)

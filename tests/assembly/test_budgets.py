@@ -10,7 +10,7 @@ import pytest
 
 from kvplug import Config, ConfigError, Registry, check_config
 from kvplug.assembly import budgets, resolve
-from kvplug.assembly.explanation import explain
+from kvplug.assembly.doctor.explanation import explain
 from kvplug.engine import ConnectorSpec
 from kvplug.transport import StoreSpec, TransportSpec, hookimpl, option
 
@@ -81,7 +81,7 @@ def test_what_can_never_fit_is_refused_at_start(
     (fault,) = caught.value.faults
     assert fault.startswith(f"{key}: ") and said in fault
     problems = [each for each in explain(config(**given), registry) if each.topic == key]
-    assert [(each.verdict, said in each.text) for each in problems] == [("problem", True)]
+    assert [(each.verdict, said in each.what) for each in problems] == [("problem", True)]
 
 
 def test_what_does_not_fit_now_is_warned_of_once_and_a_problem(

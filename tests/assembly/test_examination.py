@@ -9,12 +9,12 @@ import pytest
 
 from kvplug import Config
 from kvplug.assembly.doctor.facts import facts_from_peer
-from kvplug.assembly.doctor.rate import rate_finding
 from kvplug.assembly.examination.answering import report_of
-from kvplug.assembly.examination.finding import findings_of_peer, refusals
-from kvplug.assembly.examination.host import HostFacts, connector_options
-from kvplug.assembly.examination.limits import findings_of_two
-from kvplug.assembly.examination.measuring import Measured
+from kvplug.assembly.examination.finding import from_peer, from_reasons
+from kvplug.assembly.examination.host import HostFacts, connector_options, of_two_hosts
+from kvplug.assembly.examination.measuring import Measured, rate_finding
+from kvplug.assembly.registry import PluginInfo, PluginStatus
+from kvplug.errors import Reason
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ def test_words_of_a_peer_are_made_fit_for_a_terminal(said: Any) -> None:
     assert "".join((facts.host, *facts.interfaces, *facts.interfaces.values())).isprintable()
     assert len(facts.host) <= 200
     wrong = {"topic": said, "verdict": "problem", "what": "a\nb\x1b[1m", "why": said, "change": said}
-    (finding,) = findings_of_peer([said, wrong, {"verdict": "fatal"}])
+    (finding,) = from_peer([said, wrong, {"verdict": "fatal"}])
     assert "".join((finding.topic, finding.what, *finding.why, finding.change)).isprintable()
     assert finding.at == "peer"
-    assert len(findings_of_peer([wrong] * 1000)) == 64
+    assert len(from_peer([wrong] * 1000)) == 64
     long = {"verdict": "note", "what": "a" * 10**6, "why": ["b" * 10**6] * 1000, "change": "c" * 10**6}
-    assert len(str(findings_of_peer([long]))) < 10_000
+    assert len(str(from_peer([long]))) < 10_000
     assert facts_from_peer({"num_layers": said, "nothing": 1, "block_size": 16}) == {"block_size": 16}
 
 
@@ -41,7 +41,7 @@ def test_hosts_apart_in_time_and_version_are_named() -> None:
     there = attrs.evolve(
         here, boot_id="b", host="b", time_ms=10**12 + 60_000, versions={"kvplug": "1.1", "torch": "3"}
     )
-    found = {each.topic: each for each in findings_of_two(here, there)}
+    found = {each.topic: each for each in of_two_hosts(here, there)}
     assert (found["clocks"].verdict, found["clocks"].what) == (
         "problem",
         "the two hosts' clocks are 60 s apart",
@@ -49,7 +49,7 @@ def test_hosts_apart_in_time_and_version_are_named() -> None:
     assert found["versions"].what == "kvplug: 1.0 here, 1.1 at the peer"
     assert found["versions"].change.startswith("pip install --upgrade kvplug    (at the end with the lower")
     soon = attrs.evolve(there, time_ms=10**12 + 2000, versions=here.versions)
-    assert {each.verdict for each in findings_of_two(here, soon)} == {"ok"}
+    assert {each.verdict for each in of_two_hosts(here, soon)} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,15 @@ def test_a_rate_is_judged_by_the_claim_the_host_and_its_load(
 
 def test_a_refusal_becomes_what_why_and_the_line_to_change() -> None:
     reasons = (
-        "dtype: ours 'a', theirs 'b'; set the KV cache's dtype to the same at both ends; no more",
-        "transport: none can move cpu tensors between the two ends; install one",
-        "transport shm: cannot work here",
+        Reason("dtype", "ours 'a', theirs 'b'", "set the dtype to the same at both ends; no more"),
+        Reason("transport", "none can move cpu tensors between the two ends", "install one"),
+        Reason("transport shm", "cannot work here"),
         "the peer gave no reason",
     )
-    dtype, transport, other = refusals(reasons, "pid 5")
+    dtype, transport, other = from_reasons(reasons, "pid 5")
     assert (dtype.topic, dtype.what) == ("dtype", "refused with pid 5: ours 'a', theirs 'b'")
-    assert dtype.why == ("set the KV cache's dtype to the same at both ends; no more",)
-    assert dtype.change.startswith("--kv-cache-dtype")
-    assert transport.why == ("shm: cannot work here",)
+    assert dtype.change == "set the dtype to the same at both ends; no more"
+    assert (transport.why, transport.change) == (("shm: cannot work here",), "install one")
     assert (other.topic, other.what) == ("handshake", "refused with pid 5: the peer gave no reason")
 
 
@@ -110,7 +109,10 @@ def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_told()
 
 
 def test_of_a_plugin_that_did_not_load_its_name_is_told_and_not_its_error() -> None:
-    missing = "broken: shm (kvplug-shm 0.1.0): OSError: secrets/t0p: redis://me:t0p@host"
+    reason = "OSError: secrets/t0p: redis://me:t0p@host"
+    missing = PluginInfo(
+        name="shm", distribution="kvplug-shm", version="0.1.0", status=PluginStatus.BROKEN, reason=reason
+    )
     report = report_of(Config(), (missing,), {})
     (told,) = (each for each in report["findings"] if each["topic"] == "plugins")
     assert told["why"] == ["broken: shm (kvplug-shm 0.1.0)"]

@@ -32,17 +32,17 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
     )
     assert code == 0
     assert not [step for topic in steps.values() for step in topic if step["verdict"] == "problem"]
-    assert "listens at unix:@explained-0: only processes of this host" in steps["host"][0]["text"]
-    assert [step["text"].partition(" from ")[0] for step in steps["stores"]] == ["host", "fs"]
-    assert "not_worth_it in metrics" in steps["options.lookup.load_policy"][0]["text"]
-    assert "restarts and peers can load KV where the engine finds" in steps["weights"][0]["text"]
+    assert "listens at unix:@explained-0: only processes of this host" in steps["host"][0]["what"]
+    assert [step["what"].partition(" from ")[0] for step in steps["stores"]] == ["host", "fs"]
+    assert "not_worth_it in metrics" in steps["options.lookup.load_policy"][0]["what"]
+    assert "restarts and peers can load KV where the engine finds" in steps["weights"][0]["what"]
     (transport,) = steps["transport"]
-    assert "go by shm: the cheapest that can" in transport["text"]
-    assert any(detail.startswith("cpu: could be used, but claims") for detail in transport["details"])
-    assert any("pynccl: cannot work here" in detail for detail in transport["details"])
-    assert not any("at the peer" in detail for detail in transport["details"])
-    assert "the scheduler sends steps by shm" in steps["queue"][0]["text"]
-    assert "the workers add up by cpu" in steps["communicator"][0]["text"]
+    assert "go by shm: the cheapest that can" in transport["what"]
+    assert any(detail.startswith("cpu: could be used, but claims") for detail in transport["why"])
+    assert any("pynccl: cannot work here" in detail for detail in transport["why"])
+    assert not any("at the peer" in detail for detail in transport["why"])
+    assert "the scheduler sends steps by shm" in steps["queue"][0]["what"]
+    assert "the workers add up by cpu" in steps["communicator"][0]["what"]
     assert not folder.exists()
 
 
@@ -52,7 +52,7 @@ def test_a_connector_that_uses_a_lookup_buffer_says_which_and_no_store(site: Any
     assert code == 0, steps
     assert "stores" not in steps
     holds = "holds up to 64 MiB in each worker" if role == "producer" else "is the peer's"
-    assert f" {holds}: KV entries" in steps["lookup_buffer"][0]["text"]
+    assert f" {holds}: KV entries" in steps["lookup_buffer"][0]["what"]
 
 
 def test_a_connector_that_hashes_nothing_on_a_device_is_said_not_to_notice_corruption(site: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_connector_that_hashes_nothing_on_a_device_is_said_not_to_notice_corru
     _, on_cpu = explained(site, *given)
     _, on_gpu = explained(site, *given, "device=cuda")
     assert on_cpu["integrity"][0]["verdict"] == "ok"
-    assert (on_gpu["integrity"][0]["verdict"], "not noticed" in on_gpu["integrity"][0]["text"]) == (
+    assert (on_gpu["integrity"][0]["verdict"], "not noticed" in on_gpu["integrity"][0]["what"]) == (
         "note",
         True,
     )
@@ -88,7 +88,7 @@ def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
 def test_what_would_not_work_is_a_problem(site: Any, arguments: str, topic: str, said: str) -> None:
     code, steps = explained(site, *arguments.split())
     assert code == 1
-    assert any(step["verdict"] == "problem" and said in step["text"] for step in steps[topic]), steps
+    assert any(step["verdict"] == "problem" and said in step["what"] for step in steps[topic]), steps
 
 
 WRONG = """
@@ -138,7 +138,7 @@ def test_every_wrong_address_is_said_by_check_by_explain_and_at_start(site: Any,
     assert (checked.returncode, code) == (1, 1)
     for key, text in FAULTS:
         assert any(f"{key}: " in line and text in line for line in checked.stderr.splitlines()), key
-        assert any(step["verdict"] == "problem" and text in step["text"] for step in steps[key]), key
+        assert any(step["verdict"] == "problem" and text in step["what"] for step in steps[key]), key
         assert any(fault.startswith(f"{key}: ") and text in fault for fault in caught.value.faults), key
     assert len(caught.value.faults) == len(FAULTS)
 
@@ -146,7 +146,7 @@ def test_every_wrong_address_is_said_by_check_by_explain_and_at_start(site: Any,
 def test_an_address_that_others_do_not_reach_is_not_announced_where_they_look(site: Any) -> None:
     def problems(*given: str) -> list[str]:
         _, steps = explained(site, "role=both", "peers=redis://198.51.100.7:6379/0", *given)
-        return [step["text"] for of in steps.values() for step in of if step["verdict"] == "problem"]
+        return [step["what"] for of in steps.values() for step in of if step["verdict"] == "problem"]
 
     assert any("unix:@kvplug-0 would be announced" in text for text in problems())
     assert not problems("role=consumer")
@@ -159,7 +159,7 @@ def test_between_hosts_only_what_reaches_them_is_taken(site: Any) -> None:
         site, "role=both", "host=10.0.0.4", "peers=10.0.0.5:29555", KVPLUG_SECRET="s" * 32
     )
     assert code == 0
-    here, there = (step["text"] for step in steps["transport"])
+    here, there = (step["what"] for step in steps["transport"])
     assert "on this host go by shm" in here
     assert "on another host go by cpu" in there
-    assert steps["peers"][0]["text"].startswith("KV of the engine at 10.0.0.5:29555 is loaded")
+    assert steps["peers"][0]["what"].startswith("KV of the engine at 10.0.0.5:29555 is loaded")

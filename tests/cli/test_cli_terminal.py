@@ -12,7 +12,7 @@ import click
 import pytest
 
 from kvplug.assembly.doctor.diagnosis import Diagnosis
-from kvplug.assembly.doctor.fields import Field
+from kvplug.assembly.doctor.facts import Field
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.stores import StoreStats
 from kvplug.cli.main import program

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import kvplug
 from kvplug import Config, Registry
 from kvplug.assembly import links as assembled, peers as assembled_peers
 from kvplug.assembly.doctor.diagnosis import Diagnosis, DoctorServer, diagnose
+from kvplug.assembly.doctor.explanation import explain
 from kvplug.assembly.doctor.facts import engine_with, read_facts
 from kvplug.assembly.examination import answering
 from kvplug.assembly.links import ControlLink, LinkSettings
@@ -256,6 +258,21 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
         {"peer": "198.51.100.7:29555", "unshare": _NEW_NET, "env": {"KVPLUG_SECRET": SECRET}},
         "problem peer: -> docker run --network=host",
     ),
+    "a directory that does not answer": (
+        {"config": {"peers": ["redis://127.0.0.1:1/0"]}},
+        "problem peers: the directory 'redis' does not answer",
+    ),
+    "a peer's address at which nothing listens": (
+        {"config": {"role": "consumer", "peers": ["127.0.0.1:1"]}, "env": {"KVPLUG_SECRET": SECRET}},
+        "problem peer: 127.0.0.1:1: no process listens there",
+    ),
+    "pages that do not divide blocks": (
+        {
+            "config": {"options": {"lookup": {"page_tokens": 17}}},
+            "facts": ["block_size=16", "block_format=own"],
+        },
+        "problem options.lookup.page_tokens: a page has 17 tokens, and a block 16",
+    ),
     "a store that is not installed": (
         {"config": {"stores": ["host", "hosts"]}},
         "problem stores: no store named 'hosts'",
@@ -379,16 +396,21 @@ SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, .
             "problem options.lookup.page_tokens: 64 here, 32 at the peer",
         ),
     ),
+    "pages of another size than the default": (
+        {"config": {"options": {"lookup": {"page_tokens": 32}}}},
+        {},
+        ("problem options.lookup.page_tokens: 16 (the default) here, 32 at the peer",),
+    ),
     "what is noted and no alarm": (
         {
             "version": "9.9",
-            "config": {"options": {"lookup": {"page_tokens": 32}}},
+            "config": {"options": {"lookup": {"max_unsaved": "32 MiB"}}},
             "env": {"KVPLUG_DISABLE_PLUGINS": "shm"},
         },
         {},
         (
             "note versions: kvplug: 0.1.0 here, 9.9 at the peer",
-            "note options.lookup.page_tokens: its default here, 32 at the peer",
+            "note options.lookup.max_unsaved: its default here, 32 MiB at the peer",
             "note plugins: what they offer is missing",
         ),
     ),
@@ -419,6 +441,60 @@ def test_a_fault_of_the_peer_is_named(fork_server: ForkServer, fault: str) -> No
         assert_named(findings, finding)
     is_wrong = any(each["verdict"] == "problem" for each in findings)
     assert is_wrong == expected[0].startswith("problem"), "a note is no alarm"
+
+
+def test_an_address_is_a_problem_if_another_program_holds_it_and_a_note_if_an_engine_does(
+    fork_server: ForkServer,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        port = foreign.getsockname()[1]
+        threading.Thread(target=_hang_up_once, args=(foreign,), daemon=True).start()
+        held = {"host": "127.0.0.1", "port": port}
+        found = doctor(fork_server, config=held, env={"KVPLUG_SECRET": SECRET})
+    assert_named(found, "problem host: cannot start while another program listens there")
+    host = f"unix:@kvplug-doctor-held-{os.getpid()}"
+    with an_engine(fork_server, listen=f"{host}-0"):
+        found = doctor(fork_server, config={"host": host})
+    assert_named(found, "note host: if that is the engine of this config")
+    assert not [each for each in found if each["verdict"] == "problem"]
+
+
+@pytest.mark.parametrize(
+    ("days", "finding"),
+    [
+        (-1, "problem tls_cert: nothing is loaded"),
+        (20, "note tls_cert: it expires in 19 days"),
+        (90, "ok tls_cert: is valid from"),
+    ],
+)
+def test_a_certificate_is_named_with_its_dates(
+    tmp_path: Path, days: int, finding: str, fork_server: ForkServer
+) -> None:
+    trustme = pytest.importorskip("trustme", reason="makes certificates")
+    authority = trustme.CA()
+    ends = datetime.now(UTC) + timedelta(days=days)
+    issued = authority.issue_cert("127.0.0.1", not_after=ends)
+    files = {key: str(tmp_path / key) for key in ("tls_ca", "tls_key", "tls_cert")}
+    authority.cert_pem.write_to_path(files["tls_ca"])
+    issued.private_key_pem.write_to_path(files["tls_key"])
+    issued.cert_chain_pems[0].write_to_path(files["tls_cert"])
+    found = explain(Config.from_dict({**BASE, "host": "127.0.0.1", **files}), _registry())
+    verdict, _, rest = finding.partition(" ")
+    topic, _, said = rest.partition(": ")
+    (named,) = (each for each in found if each.topic == topic)
+    assert named.verdict == verdict and said in " ".join((named.what, *named.why))
+    assert f"to {ends:%Y-%m-%d}" in named.what and files["tls_cert"] in named.what
+    assert bool(named.change) == (verdict != "ok")
+
+
+def test_a_fact_that_was_not_stated_is_unknown() -> None:
+    config = Config.from_dict({**BASE, "host": f"unix:@kvplug-unknown-{os.getpid()}"})
+    with DoctorServer(config, _registry(), facts={"num_layers": 32, "dtype": "float16"}) as served:
+        found = diagnose(config, _registry(), peer=served.contact, facts={"num_layers": 32})
+    shown = {each.name: (each.ours, each.theirs, each.outcome) for each in found.fields}
+    assert shown["model.num_layers"] == ("32", "32", "agreed")
+    assert shown["dtype"] == ("unknown", "float16", "not compared")
+    assert shown["model.head_size"] == shown["role"] == ("unknown", "unknown", "not compared")
 
 
 def test_the_budget_of_a_store_is_compared_with_a_prompt(fork_server: ForkServer) -> None:
@@ -454,7 +530,7 @@ def test_a_stopped_a_dead_and_a_foreign_peer_are_told_apart(fork_server: ForkSer
         threading.Thread(target=_hang_up_once, args=(foreign,), daemon=True).start()
         given: Any = {"peer": f"127.0.0.1:{foreign.getsockname()[1]}", "env": {"KVPLUG_SECRET": SECRET}}
         found = doctor(fork_server, **given)
-        assert_named(found, "problem peer: a program listens there that is no kvplug")
+        assert_named(found, "problem peer: it closed the connection at once: it is another program")
         threading.Thread(
             target=_hang_up_once, args=(foreign, b"-ERR unknown command\r\n" * 9), daemon=True
         ).start()
@@ -658,7 +734,7 @@ def test_whatever_a_peer_answers_is_a_finding(case: str, capsys: pytest.CaptureF
         peer.start()
         found = diagnose(config, _registry(), peer=listener.contact, timeout_s=10)
         peer.join(10)
-    assert _problems(found), "it is no good run"
+    assert _problems(found), "it is not a good run"
     _show(found)
     assert capsys.readouterr().out.replace("\n", "").isprintable()
 
@@ -713,7 +789,7 @@ def test_a_doctor_that_serves_ends_by_a_signal_and_is_done() -> None:
     assert found.peer_host is not None
 
 
-def test_the_program_fits_a_terminal_and_says_by_its_code_what_it_found(good: str) -> None:
+def test_the_program_fits_a_terminal_and_says_by_its_code_what_it_found(good: str, tmp_path: Path) -> None:
     run = functools.partial(CliRunner().invoke, command)
     fine = run(["--peer", good, "role=both", "sinks=log", *(f"--fact={fact}" for fact in FACTS)])
     assert (fine.exit_code, fine.stderr) == (0, ""), fine.output
@@ -725,5 +801,15 @@ def test_the_program_fits_a_terminal_and_says_by_its_code_what_it_found(good: st
         bad.stdout
     ).keys()
     assert run(["role=bath"]).exit_code == 1
-    for wrong in (["--fact", "layers=4"], ["--serve", "--peer", good], ["--timeout", "0"], ["--nothing"]):
+    Path(tmp_path / "kvplug.toml").write_text('role = "both"')
+    quiet = run([str(tmp_path / "kvplug.toml"), "--quiet"])
+    assert (quiet.exit_code, "others are ok" in quiet.stdout) == (0, True), quiet.output
+    assert not [line for line in quiet.stdout.splitlines() if line.startswith("ok ")]
+    for wrong in (
+        ["--fact", "layers=4"],
+        ["--serve", "--peer", good],
+        ["--timeout", "0"],
+        ["--nothing"],
+        ["a.toml", "b.toml"],
+    ):
         assert run(wrong).exit_code == 2, wrong

@@ -3,240 +3,220 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
-from kvplug.assembly.doctor.facts import MODEL_FACTS, engine_with, facts_from_peer
-from kvplug.assembly.doctor.fields import Field, fields_of
-from kvplug.assembly.doctor.rate import not_measured, rate_finding
-from kvplug.assembly.doctor.unreachable import unreachable
+from kvplug.assembly.doctor.facts import MODEL_FACTS, Field, engine_with, facts_from_peer, fields_of
 from kvplug.assembly.examination.finding import (
     Finding,
-    field_of,
-    findings_of_peer,
-    line_for,
-    refusals,
+    from_peer,
+    from_reasons,
+    line_for_resource,
+    note,
+    ok,
+    problem,
 )
-from kvplug.assembly.examination.host import HostFacts, connector_options, facts_of, texts
-from kvplug.assembly.examination.limits import findings_of_two
-from kvplug.assembly.examination.measuring import Measured, lacks_tensors, measure
+from kvplug.assembly.examination.host import (
+    HostFacts,
+    connector_options,
+    facts_of,
+    of_two_hosts,
+    secret_source,
+    texts,
+)
+from kvplug.assembly.examination.measuring import (
+    Measured,
+    lacks_tensors,
+    measure,
+    not_measured,
+    rate_finding,
+)
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
+from kvplug.assembly.registry import PluginStatus
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.config import Config
-from kvplug.errors import HandshakeError, KvplugError
+from kvplug.engine.layout.pages import PAGE_TOKENS
+from kvplug.errors import (
+    AuthenticationError,
+    ConfigError,
+    HandshakeError,
+    InsecureAddressError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.negotiation.agreement import Agreement, agree
 from kvplug.negotiation.exchange import exchange, hello_in
-from kvplug.negotiation.hello import BOTH, DOCTOR, Hello
+from kvplug.negotiation.hello import BOTH, DOCTOR, EngineFacts, Hello
 from kvplug.negotiation.model import UNKNOWN_WEIGHTS
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import dial
 
 _ANSWER_S: Final = 5.0
-_SILENT: Final = {
+_NO_REPORT: Final = {
     "off": ("doctor is 'off' in its configuration", 'doctor = "measure"    (at the peer)'),
-    "busy": ("it answers as many doctors as it may", "kvplug doctor    (again, when the others are done)"),
+    "busy": (
+        "it serves as many doctors as it may",
+        "kvplug doctor    (again, when the others are done)",
+    ),
     "": ("its kvplug may be older", "pip install --upgrade kvplug    (there)"),
 }
-"""What a peer says in place of its report, and what to change."""
-_MAKES_PAGES: Final = frozenset({"page_tokens"})
-"""Options by which connectors divide KV into pages: they must be equal at both ends."""
+"""The word that a peer sends in place of its report: what it means, and what to change."""
+_PAGE_TOKENS: Final = "page_tokens"
+"""The option by which connectors divide KV into pages: it must be equal at both ends."""
+_CONVERTED: Final = {
+    "block_size": "--block-size of the engine: the same at both ends",
+    "layout": "the engine's attention backend: the same at both ends",
+}
+"""What to change so that a field need not be converted."""
 
 
-@attrs.define(kw_only=True)
 class PeerExamination:
-    """What was found out about one peer."""
-
-    contact: str
-    """Its address."""
-    findings: list[Finding] = attrs.field(factory=list)
-    fields: tuple[Field, ...] = ()
-    host: HostFacts | None = None
-    measured: list[Measured] = attrs.field(factory=list)
-
-
-class _Replayed:
-    """The channel of a handshake whose first value was received already."""
-
-    def __init__(self, channel: Channel, first: object) -> None:
-        self._channel = channel
-        self._first: list[object] = [first]
-        self.peer = channel.peer
-
-    def send(self, value: Any, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self._channel.send(value, timeout=timeout)
-
-    def recv(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        return self._first.pop() if self._first else self._channel.recv(timeout=timeout)
-
-
-def examine_peer(
-    resolved: ResolvedConfig,
-    contact: str,
-    device: str,
-    facts: Mapping[str, Any],
-    deadline: Deadline,
-    *,
-    own: bool = False,
-) -> PeerExamination:
-    """Dial, shake hands, ask, measure, and hang up, by the deadline. What goes wrong is a finding.
-
-    Args:
-        device: type of the device of the tensors that an engine with this config moves.
-        facts: of this side's engine; the others are taken to be the peer's.
-        own: the peer is a listener of this process, which has no host of its own.
-    """
-    found = PeerExamination(contact=contact)
-    settings = LinkSettings(resolved=resolved)
-    try:
-        channel = Channel(dial(contact, settings.credentials, CONTROL, deadline.remaining()))
-    except KvplugError as e:
-        found.findings.append(unreachable(e, found.contact, resolved.config))
-        return found
-    with contextlib.closing(channel):
-        try:
-            _Talk(found, resolved, settings, channel, device, facts, deadline).run(own)
-        except KvplugError as e:
-            found.findings.append(unreachable(e, found.contact, resolved.config))
-    return found
-
-
-class _Talk:
-    """One conversation with a peer that has proved itself."""
+    """One conversation with a peer: dial, shake hands, ask, measure, and hang up. What goes wrong is a
+    finding."""
 
     def __init__(
         self,
-        found: PeerExamination,
         resolved: ResolvedConfig,
-        settings: LinkSettings,
-        channel: Channel,
+        contact: str,
         device: str,
         facts: Mapping[str, Any],
         deadline: Deadline,
+        *,
+        own: bool = False,
+        measures: bool = True,
     ) -> None:
-        self._found = found
+        """
+        Args:
+            device: type of the device of the tensors that an engine with this config moves.
+            facts: of this side's engine; the others are taken to be the peer's.
+            own: the peer's host and options are not looked at, as those of a listener of this process.
+            measures: the pipe is opened and measured.
+        """
+        self.contact = contact
+        """Its address."""
+        self.findings: list[Finding] = []
+        self.fields: tuple[Field, ...] = ()
+        self.host: HostFacts | None = None
+        self.measured: list[Measured] = []
         self._resolved = resolved
-        self._settings = settings
-        self._channel = channel
         self._device = device
         weights = resolved.config.weights
         self._facts = {"weights": weights, **facts} if weights else facts
         self._deadline = deadline
+        self._own = own
+        self._measures = measures
+        try:
+            with contextlib.closing(_dialled(contact, resolved, deadline)) as channel:
+                self._examine(channel)
+        except KvplugError as e:
+            self.findings.append(unreachable(e, self.contact, resolved.config))
 
-    def _add(self, *findings: Finding) -> None:
-        self._found.findings.extend(findings)
-
-    def run(self, own: bool) -> None:
-        received = self._channel.recv(timeout=self._deadline.remaining())
+    def _examine(self, channel: Channel) -> None:
+        received = channel.recv(timeout=self._deadline.remaining())
         try:
             remote = hello_in(received)
         except HandshakeError as e:
-            self._add(*refusals(e.reasons, "the peer"))
+            self.findings += from_reasons(e.reasons, "the peer")
             return
-        local = self._hello(remote)
-        agreement, reasons = self._shake_hands(local, received)
-        report = self._report()
-        stated = set(self._facts)
-        if remote.engine is None and (theirs := facts_from_peer(report.get("facts"))):
-            local, remote, reasons = self._compare_facts(local, remote, theirs, reasons)
-            stated &= theirs.keys()
-        if not own:
-            self._found.fields = fields_of(local, remote, reasons, stated)
-        self._add(*self._of_agreement(agreement, remote, reasons, stated))
-        if not own:
-            self._of_host(report)
-        if agreement is not None and "host" in report:
-            self._measure(agreement, local)
-        with contextlib.suppress(KvplugError):
-            self._channel.send({"doctor": "bye"}, timeout=0.1)
-
-    def _hello(self, remote: Hello) -> Hello:
-        config = self._resolved.config
         engine = None
         if remote.engine is not None:
-            engine = engine_with(self._facts, str(config.role or BOTH), remote.engine)
-        return make_hello(self._resolved, engine, True, self._device, DOCTOR)
+            role = str(self._resolved.config.role or BOTH)
+            engine = engine_with(self._facts, role, remote.engine)
+            self.findings += of_pages(self._resolved.config, engine.block_size, engine.block_format)
+        local = make_hello(self._resolved, engine, True, self._device, DOCTOR)
+        agreement, reasons = self._shake_hands(channel, local, received)
+        report = self._report(channel)
+        ours, theirs = self._facts.keys(), None
+        if remote.engine is None and (stated := facts_from_peer(report.get("facts"))):
+            theirs = stated.keys()
+            reasons = (*reasons, *_differing(local, remote, self._facts, stated))
+            local = attrs.evolve(local, engine=engine_with(self._facts, BOTH))
+            remote = attrs.evolve(remote, engine=engine_with(stated, BOTH))
+        if not self._own:
+            self.fields = fields_of(local, remote, reasons, ours, theirs)
+        self.findings += self._of_agreement(agreement, remote, reasons, ours & (theirs or ours))
+        if not self._own:
+            self._of_host(report, remote.engine if theirs is None else None)
+        if self._measures and agreement is not None and "host" in report:
+            self._measure(channel, agreement, local)
+        with contextlib.suppress(KvplugError):
+            channel.send({"doctor": "bye"}, timeout=0.1)
 
-    def _shake_hands(self, local: Hello, received: object) -> tuple[Agreement | None, tuple[str, ...]]:
+    def _shake_hands(
+        self, channel: Channel, local: Hello, received: object
+    ) -> tuple[Agreement | None, tuple[str, ...]]:
         try:
-            return exchange(_Replayed(self._channel, received), local, self._deadline.remaining()), ()
+            return exchange(channel, local, self._deadline.remaining(), received=received), ()
         except HandshakeError as e:
             return None, e.reasons
 
-    def _compare_facts(
-        self, local: Hello, remote: Hello, theirs: Mapping[str, Any], reasons: tuple[str, ...]
-    ) -> tuple[Hello, Hello, tuple[str, ...]]:
-        """Two doctors without engines: what engines with these facts would say."""
-        both = self._facts.keys() & theirs.keys()
-        mine = engine_with({key: self._facts[key] for key in both}, BOTH)
-        yours = engine_with({key: theirs[key] for key in both}, BOTH)
-        local, remote = attrs.evolve(local, engine=mine), attrs.evolve(remote, engine=yours)
-        try:
-            agree(local, remote)
-        except HandshakeError as e:
-            reasons = tuple(dict.fromkeys((*reasons, *e.reasons)))
-        return local, remote, reasons
-
     def _of_agreement(
-        self, agreement: Agreement | None, remote: Hello, reasons: tuple[str, ...], stated: set[str]
+        self,
+        agreement: Agreement | None,
+        remote: Hello,
+        reasons: tuple[str, ...],
+        stated: Collection[str],
     ) -> Iterator[Finding]:
         who = f"{remote.identity}, engine {remote.engine_id[:12]}" if remote.engine else str(remote.identity)
         if reasons:
-            yield from refusals(reasons, who)
-            if not any(reason.startswith("transport") for reason in reasons):
-                return
-            yield from (
-                Finding(topic="plugins", verdict="note", what=failure) for failure in self._settings.missing
-            )
+            yield from self._refusals(reasons, who)
             return
         if agreement is None:
             return
-        yield Finding(topic="handshake", verdict="ok", what=f"agreed with {who}")
+        yield ok("handshake", f"agreed with {who}")
         if remote.engine is not None and remote.engine.model.weights.startswith(UNKNOWN_WEIGHTS):
-            yield Finding(
-                topic="weights",
-                verdict="problem",
-                what="the peer does not know its model's weights: no other engine can load its KV, nor can it"
+            yield problem(
+                "weights",
+                "the peer does not know its model's weights: no other engine can load its KV, nor can it"
                 " itself after a restart",
-                change=line_for("model.weights"),
+                change='weights = "NAME at REVISION"    (at both ends, if their weights are the same)',
             )
-        if remote.engine is not None and not stated & MODEL_FACTS - {"weights"}:
-            yield Finding(
-                topic="model",
-                verdict="note",
-                what="the model of this side's engine was not given, and was taken to be the peer's",
-                why=("so whether the two engines have the same model is not known",),
+        if remote.engine is not None and not MODEL_FACTS & {*stated} - {"weights"}:
+            yield note(
+                "model",
+                "the model of this side's engine was not stated, and was taken to be the peer's",
+                "so whether the two engines have the same model is unknown",
                 change="--fact num_layers=N --fact num_kv_heads=N --fact head_size=N --fact dtype=NAME",
             )
-        for text in agreement.converts:
-            field = field_of(text)
-            yield Finding(
-                topic=field,
-                verdict="note",
-                what=f"{text}: it is converted",
-                why=("each page is rearranged when it is copied, which takes longer",),
-                change=line_for(field),
-            )
+        for field in self.fields:
+            if field.outcome == "converted":
+                yield note(
+                    field.name,
+                    f"ours {field.ours}, theirs {field.theirs}: it is converted",
+                    "each page is rearranged when it is copied, which takes longer",
+                    change=_CONVERTED.get(field.name, "device: the same kind at both ends"),
+                )
         for device, selection in agreement.transports.items():
             chosen, *others = selection.candidates
-            yield Finding(
-                topic="transport",
-                verdict="ok",
-                what=f"{device} tensors go by {chosen}",
-                why=tuple(str(other) for other in others),
-            )
+            yield ok("transport", f"{device} tensors go by {chosen}", *map(str, others))
+
+    def _refusals(self, reasons: tuple[str, ...], who: str) -> Iterator[Finding]:
+        """Where no transport can be used, a plugin that is not loaded may have the one that could."""
+        failed = self._resolved.registry.failed
+        blocked = any(each.status is PluginStatus.BLOCKED for each in failed)
+        for each in from_reasons(reasons, who):
+            if each.topic != "transport" or not failed:
+                yield each
+                continue
+            more = "take it out of KVPLUG_DISABLE_PLUGINS" if blocked else "`kvplug list` says what is broken"
+            yield attrs.evolve(each, change=f"{each.change}; or {more}")
+            yield from (note("plugins", f"{plugin.label}: {plugin.reason}", change=more) for plugin in failed)
 
     # -- the peer's answers --------------------------------------------------------------------
 
-    def _report(self) -> Mapping[str, Any]:
-        within = self._within()
+    def _report(self, channel: Channel) -> Mapping[str, Any]:
         try:
-            self._channel.send({"doctor": "report"}, timeout=within)
-            answered = self._channel.recv(timeout=within)
+            channel.send({"doctor": "report"}, timeout=self._within())
+            answered = channel.recv(timeout=self._within())
         except KvplugError:
             return {}
         report = answered.get("report") if isinstance(answered, dict) else None
@@ -246,74 +226,183 @@ class _Talk:
         left = self._deadline.remaining()
         return _ANSWER_S if left is None else min(left, _ANSWER_S)
 
-    def _of_host(self, report: Mapping[str, Any]) -> None:
+    def _of_host(self, report: Mapping[str, Any], engine: EngineFacts | None) -> None:
         if "host" not in report:
-            says, change = _SILENT.get(peer_text(report.get("doctor")), _SILENT[""])
-            why = "its limits are not known, and no pipe is measured"
-            what = f"the peer tells nothing of its host: {says}"
-            self._add(Finding(topic="peer", verdict="note", what=what, why=(why,), change=change))
+            reason, change = _NO_REPORT.get(peer_text(report.get("doctor")), _NO_REPORT[""])
+            what = f"the peer does not report its host: {reason}"
+            why = "its limits are unknown, and no pipe is measured"
+            self.findings.append(note("peer", what, why, change=change))
             return
-        self._found.host = theirs = HostFacts.from_plain(report["host"])
-        self._add(*findings_of_peer(report.get("findings")))
-        self._add(*findings_of_two(facts_of(self._resolved.config), theirs))
-        self._add(*_of_connectors(self._resolved.config, report))
+        config = self._resolved.config
+        self.host = HostFacts.from_plain(report["host"])
+        self.findings += from_peer(report.get("findings"))
+        self.findings += of_two_hosts(facts_of(config), self.host)
+        self.findings += _of_connectors(config, report, engine)
 
-    def _measure(self, agreement: Agreement, local: Hello) -> None:
+    def _measure(self, channel: Channel, agreement: Agreement, local: Hello) -> None:
         device = self._device if self._device in agreement.transports else "cpu"
         selection = agreement.transports.get(device)
         if selection is None:
             return
-        offers = [
-            offer
-            for side in (local, agreement.remote)
-            for offer in side.transports
-            if offer.name == selection.chosen
-        ]
-        claimed = min(offer.capabilities.cost.gb_per_s for offer in offers)
+        offers = (*local.transports, *agreement.remote.transports)
+        claimed = min(offer.capabilities.cost.gb_per_s for offer in offers if offer.name == selection.chosen)
         try:
-            why = lacks_tensors(device) or self._ask_to_measure(device)
-            if not why:
-                link = ControlLink(self._settings, self._channel, agreement, accepted=False)
-                measured = measure(link, device, claimed, self._deadline)
-                self._found.measured.append(measured)
-                self._add(rate_finding(measured, agreement.cross_host))
+            why = lacks_tensors(device) or self._ask_to_measure(channel, device)
+            if why:
+                self.findings.append(ok("rate", f"{selection.chosen}: not measured, since {why}"))
                 return
+            settings = LinkSettings(resolved=self._resolved)
+            link = ControlLink(settings, channel, agreement, accepted=False)
+            measured = measure(link, device, claimed, self._deadline)
         except Exception as e:
-            self._add(not_measured(selection.chosen, e, claimed))
-            return
-        self._add(Finding(topic="rate", verdict="ok", what=f"{selection.chosen}: not measured, since {why}"))
+            self.findings.append(not_measured(selection.chosen, e, claimed))
+        else:
+            self.measured.append(measured)
+            self.findings.append(rate_finding(measured, agreement.cross_host))
 
-    def _ask_to_measure(self, device: str) -> str:
+    def _ask_to_measure(self, channel: Channel, device: str) -> str:
         """Why the peer does not measure; empty: it does."""
-        self._channel.send({"doctor": "measure", "device": device}, timeout=self._within())
-        answered = self._channel.recv(timeout=self._deadline.remaining())
+        channel.send({"doctor": "measure", "device": device}, timeout=self._within())
+        answered = channel.recv(timeout=self._deadline.remaining())
         if isinstance(answered, dict) and answered.get("measuring") is True:
             return ""
         return peer_text(answered.get("why")) if isinstance(answered, dict) else "the peer answers otherwise"
 
 
-def _of_connectors(config: Config, report: Mapping[str, Any]) -> Iterator[Finding]:
-    """Where the two engines' connectors, or the options that they were given, differ."""
+def _dialled(contact: str, resolved: ResolvedConfig, deadline: Deadline) -> Channel:
+    return Channel(dial(contact, resolved.credentials, CONTROL, deadline.remaining()))
+
+
+def _differing(
+    local: Hello, remote: Hello, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Why two engines with these facts, which do not run, would refuse each other. What only one end states
+    is not compared."""
+    both = ours.keys() & theirs.keys()
+    mine, yours = (engine_with({key: facts[key] for key in both}, BOTH) for facts in (ours, theirs))
+    try:
+        agree(attrs.evolve(local, engine=mine), attrs.evolve(remote, engine=yours))
+    except HandshakeError as e:
+        return e.reasons
+    return ()
+
+
+def of_pages(config: Config, block_size: int, block_format: str) -> Iterator[Finding]:
+    """Whether the pages of the config are whole blocks, where the inside of a block cannot be divided."""
+    tokens, key = (
+        connector_options(config).get(_PAGE_TOKENS, ""),
+        f"options.{config.connector}.{_PAGE_TOKENS}",
+    )
+    if block_format and tokens.isdecimal() and int(tokens) % block_size:
+        yield problem(
+            key,
+            f"a page has {tokens} tokens, and a block {block_size}, inside of the order {block_format!r}",
+            "the engine does not start: a page must be a multiple of a block there",
+            change=f"{key} = {-(-int(tokens) // block_size) * block_size}",
+        )
+
+
+def _of_connectors(
+    config: Config, report: Mapping[str, Any], engine: EngineFacts | None
+) -> Iterator[Finding]:
+    """Where the two engines' connectors, or the options that they were given, differ. ``engine``: the peer's,
+    where one runs there."""
     name = peer_text(report.get("connector"), 80)
     if name != config.connector:
-        yield Finding(
-            topic="connector",
-            verdict="problem",
-            what=f"{config.connector} here, {name} at the peer",
-            why=("one connector does not know what another one sends",),
+        yield problem(
+            "connector",
+            f"{config.connector} here, {name} at the peer",
+            "one connector does not know what another one sends",
             change=f"connector = {config.connector!r}    (at both ends)",
         )
         return
     ours, theirs = connector_options(config), texts(report.get("options"))
     for key in sorted(ours.keys() | theirs.keys()):
-        mine, yours = (side.get(key, "its default") for side in (ours, theirs))
-        if mine != yours:
-            # Engines refuse each other then; what a default comes to is known to the engine alone.
-            is_refused = key in _MAKES_PAGES and key in ours and key in theirs
-            yield Finding(
-                topic=f"options.{name}.{key}",
-                verdict="problem" if is_refused else "note",
-                what=f"{mine} here, {yours} at the peer",
-                why=("pages are found by both only if what makes them is equal; see the option's help",),
-                change=f"options.{name}.{key} = {mine}    (at both ends, if it makes pages)",
+        default = "its default"
+        if key == _PAGE_TOKENS and engine is not None:
+            granule = engine.block_size if engine.block_format else 1
+            default = f"{math.ceil(PAGE_TOKENS / granule) * granule} (the default)"
+        mine, yours = (side.get(key, default) for side in (ours, theirs))
+        if mine.partition(" (")[0] == yours.partition(" (")[0]:
+            continue
+        # Engines refuse each other then, if both values are known; a default is known to the engine alone.
+        make = problem if key == _PAGE_TOKENS and "its default" not in (mine, yours) else note
+        yield make(
+            f"options.{name}.{key}",
+            f"{mine} here, {yours} at the peer",
+            "pages are found by both only if what makes them is equal; see the option's help",
+            change=f"options.{name}.{key} = {mine.partition(' (')[0]}    (at both ends, if it makes pages)",
+        )
+
+
+def unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
+    """What an error of dialling, or of the conversation that followed, means for an operator."""
+    if isinstance(error, HandshakeError):
+        return from_reasons(error.reasons, "the peer")[0]
+    why = [str(error)]
+    topic, what, change = _unreachable(error, contact)
+    if topic == "secret" and not isinstance(error, InsecureAddressError):
+        source = secret_source(config)
+        why.append(f"this end's secret is that of {source}" if source else "this end has no secret")
+    if error.code == "no route":
+        why.append("a container without the host's network has interfaces of its own; see `interfaces`")
+    if isinstance(error, PeerGoneError) and contact.startswith(("unix:@", "127.", "localhost:", "[::1]")):
+        why.append(
+            "abstract Unix sockets and loopback addresses reach only processes in one network namespace:"
+            " containers need --network=host, a socket in a shared folder (unix:/path), or an address and a"
+            " secret"
+        )
+    return problem(topic, f"{contact}: {what}", *why, change=change)
+
+
+def _unreachable(error: KvplugError, contact: str) -> tuple[str, str, str]:
+    """The topic, what is wrong, and what to change."""
+    host = contact.rpartition(":")[0]
+    address = f'--peer, peers: the address in the engine\'s log ("serving pages at"), not {contact}'
+    match error, error.code:
+        case InsecureAddressError(), _:
+            what = "it is an address of TCP, and there is neither a secret nor TLS"
+            change = "KVPLUG_SECRET or secret_file: the same at both ends (`kvplug config secret` makes one)"
+            return "secret", what, change
+        case AuthenticationError(), "certificate name":
+            change = f"tls_cert: one with {host} as subjectAltName (there); or tls_check_host = false (here)"
+            return "tls", "the certificate there names other hosts than the one that is dialled", change
+        case AuthenticationError(), "certificate":
+            change = "tls_ca, tls_cert: signed by one authority at both ends, and not expired"
+            return "tls", "one end does not accept the certificate of the other one", change
+        case AuthenticationError(), "tls":
+            change = "tls_cert, tls_key, tls_ca: at both ends, with one authority; or at neither"
+            return "tls", "one end uses TLS, and the other does not", change
+        case AuthenticationError(), "foreign":
+            return "peer", "another program listens there", address
+        case AuthenticationError(), _:
+            change = (
+                "KVPLUG_SECRET or secret_file: the same at both ends; or one user at both ends, on one host"
             )
+            return "secret", "one end has not proved itself to the other", change
+        case ResourceExhaustedError(resource=resource), _:
+            return resource, "a resource has run out", line_for_resource(resource)
+        case TimeoutError(), _:
+            what = "it does not answer: it is stopped, overloaded, or a firewall drops what is sent"
+            return "peer", what, f"kill -CONT PID at the peer, or a rule of the firewall for {contact}"
+        case PeerGoneError(), "hung up":
+            what = (
+                "it closed the connection at once: it is another program, or is ending, or uses TLS when this"
+                " end does not"
+            )
+            change = "--peer: the address in the engine's log; tls_cert, tls_key and tls_ca at both ends"
+            return "peer", what, change
+        case PeerGoneError(), "no route":
+            change = f"docker run --network=host    (or a route to {host})"
+            return "peer", "this network namespace has no route to it", change
+        case PeerGoneError(), "unknown host":
+            return "peer", "its name is not known here", address
+        case PeerGoneError(), _:
+            return "peer", "no process listens there", address
+        case ConfigError(), _:
+            return "tls", "this end cannot connect with its configuration", "tls_cert, tls_key, tls_ca"
+        case WireError(), _:
+            what = "it is not an address of kvplug, or the program there uses another protocol"
+            return "peer", what, "--peer HOST:PORT, unix:@NAME or unix:/PATH"
+        case _:
+            return "peer", "the examination did not finish", ""

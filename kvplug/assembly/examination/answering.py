@@ -1,17 +1,17 @@
-"""A doctor comes to a listener: it is told about this host, whatever came of the handshake, and may measure.
+"""The listener's answers to a doctor: a report of its host, and a measurement.
 
-It reaches neither the connector nor the store behind the listener, and holds nothing of theirs. The messages
-after the handshake, of which the doctor sends the first::
+A doctor reaches neither the connector nor the store behind the listener. The messages after the handshake,
+and the answers to them::
 
     {"doctor": "report"}                    {"report": {"host": ..., "findings": ..., "facts": ...}}
                                             {"report": {"doctor": "off"}}, or "busy"
     {"doctor": "measure", "device": "cpu"}  {"measuring": true}, then a pipe is opened
                                             {"measuring": false, "why": ...}
     {"doctor": "bye"}
-    {"doctor": anything else}               {"unknown": true}: a newer doctor may go on
+    {"doctor": anything else}               {"unknown": true}: a newer doctor can continue
 
-What doctors can take from an engine is bounded: 8 examinations at one time, each for at most 30 seconds, with
-at most 16 questions and one measurement.
+The load that doctors put on an engine is bounded: 8 examinations at one time, each for at most 30 seconds,
+with at most 16 questions and one measurement.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvplug.assembly.examination.finding import Finding
-from kvplug.assembly.examination.host import connector_options, facts_of
-from kvplug.assembly.examination.limits import findings_of_host
+import attrs
+
+from kvplug.assembly.examination.finding import note
+from kvplug.assembly.examination.host import connector_options, facts_of, of_host
 from kvplug.assembly.examination.measuring import try_measuring
 from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.registry import PluginInfo
 from kvplug.config import Config
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.deadline import Deadline
@@ -38,7 +40,7 @@ _MOST_AT_ONCE: Final = 8
 _MOST_S: Final = 30.0
 _MOST_QUESTIONS: Final = 16
 _BUSY_S: Final = 1.0
-"""How long a doctor that finds no place may take to ask."""
+"""How long a doctor that is refused, since there are too many, may take to send its question."""
 
 _places = threading.BoundedSemaphore(_MOST_AT_ONCE)
 
@@ -51,18 +53,17 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def report_of(config: Config, missing: tuple[str, ...], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a doctor is told. ``missing``: plugins that are broken or blocked; ``facts``: of the engine."""
+def report_of(config: Config, missing: tuple[PluginInfo, ...], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The report for a doctor. ``missing``: plugins that are broken or blocked; ``facts``: of the engine."""
     host = facts_of(config)
-    findings = list(findings_of_host(host, config))
+    findings = list(of_host(host, config))
     if missing:
         what = f"not all are loaded there ({len(missing)} are not), and what they offer is missing"
-        # What a plugin raised may hold anything, of the environment too: it stays on this host.
-        why = tuple(each.partition("): ")[0] + ")" for each in missing)
+        # Without the reasons: a plugin's error may hold anything, also of the environment.
         change = "kvplug list    (there; it says why each of them is not loaded)"
-        findings.append(Finding(topic="plugins", verdict="note", what=what, why=why, change=change))
+        findings.append(note("plugins", what, *(each.label for each in missing), change=change))
     return {
-        "host": host.to_plain(),
+        "host": attrs.asdict(host),
         "findings": [each.to_plain() for each in findings],
         "facts": dict(facts),
         "connector": config.connector,
@@ -72,26 +73,25 @@ def report_of(config: Config, missing: tuple[str, ...], facts: Mapping[str, Any]
 
 
 def answer(settings: LinkSettings, channel: Channel, link: ControlLink | None) -> None:
-    """Answer a doctor until it says goodbye, at most for the config's ``timeout_s``, or 30 s if less.
+    """Answer a doctor until it ends the examination, at most for the config's ``timeout_s`` or 30 s,
+    whichever is less.
 
     ``link``: ``None`` where the handshake was refused.
     """
     deadline = Deadline.after(min(settings.config.timeout_s, _MOST_S))
     places = _places
     is_served = places.acquire(blocking=False)
-    _log.info("a doctor comes from %s%s", channel.peer, "" if is_served else ", and too many are here")
+    _log.info("a doctor connects from %s%s", channel.peer, "" if is_served else "; too many are connected")
     try:
         if is_served:
             _answer_questions(settings, channel, link, deadline)
         else:
-            channel.recv(
-                timeout=_BUSY_S
-            )  # an answer that was not asked for might be lost when this end closes
+            channel.recv(timeout=_BUSY_S)  # an answer before the question might be lost when this end closes
             channel.send({"report": {"doctor": "busy"}}, timeout=_BUSY_S)
     except (PeerGoneError, TimeoutError) as e:
         _log.debug("the doctor from %s is gone: %s", channel.peer, e)
     except KvplugError as e:
-        _log.info("the doctor from %s is not answered any more: %s", channel.peer, e)
+        _log.info("the examination by the doctor from %s ends: %s", channel.peer, e)
     except Exception:
         _log.exception("answering the doctor from %s failed: a fault of kvplug or a plugin", channel.peer)
     finally:
@@ -112,7 +112,7 @@ def _answer_questions(
         if what == "report" and config.doctor == "off":
             answered = {"report": {"doctor": "off"}}
         elif what == "report":
-            answered = {"report": report_of(config, settings.missing, settings.engine_facts)}
+            answered = {"report": report_of(config, settings.resolved.registry.failed, settings.engine_facts)}
         elif what == "measure":
             why = _why_not_measured(config, link, asked.get("device"), is_measured)
             if not why and link is not None:

@@ -1,34 +1,35 @@
-"""A finding of ``kvplug doctor``: what was found, why it matters, and the line to change."""
+"""What ``kvplug explain`` and ``kvplug doctor`` found: what it is, why it matters, and what to change."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 import attrs
 
+from kvplug.config.messages import Fault
+from kvplug.errors import Reason
 from kvplug.net.peer_text import peer_text
 
 Verdict = Literal["ok", "note", "problem"]
 
-_MAX_FROM_PEER: Final = 64
+_MAX_FINDINGS: Final = 64
 _MAX_REASONS: Final = 16
-_MAX_SAID: Final = 400
-"""Findings, reasons of one, and characters of a text, that are taken from a peer."""
-_REFUSED: Final = re.compile(r"(?P<field>[\w. ]+): (?P<what>ours .+?, theirs .+?); (?P<change>.+)", re.S)
+_MAX_CHARACTERS: Final = 400
+"""Bounds of what is taken from a peer: findings, reasons of one finding, characters of a text."""
 
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     topic: str
-    """The key of the config, or the part of kvplug or of the host, that it is about."""
+    """The key of the config, or the part of kvplug or of the host, that was checked."""
     verdict: Verdict
-    """``"problem"``: nothing is built or moves, or far too slowly, until it is changed."""
+    """``"problem"``: an engine does not start, or loads nothing, or far too slowly, until it is changed."""
     what: str
     why: tuple[str, ...] = ()
+    """The consequences, and what else was considered."""
     change: str = ""
     """A line of the config, an option of an engine, or a command; empty where nothing must be changed."""
     at: Literal["here", "peer"] = "here"
@@ -38,88 +39,69 @@ class Finding:
         return {**attrs.asdict(self), "why": list(self.why)}
 
 
-def findings_of_peer(plain: object) -> tuple[Finding, ...]:
-    """The findings that a peer has sent, made fit for a terminal; what is none is left out."""
+def ok(topic: str, what: str, *why: str) -> Finding:
+    return Finding(topic=topic, verdict="ok", what=what, why=why)
+
+
+def note(topic: str, what: str, *why: str, change: str = "") -> Finding:
+    return Finding(topic=topic, verdict="note", what=what, why=why, change=change)
+
+
+def problem(topic: str, what: str, *why: str, change: str = "") -> Finding:
+    return Finding(topic=topic, verdict="problem", what=what, why=why, change=change)
+
+
+def from_fault(text: str) -> Finding:
+    """The problem that a fault of a config is."""
+    fault = Fault.of(text)
+    return problem(fault.key or "config", fault.removeprefix(f"{fault.key}: "), change=fault.line)
+
+
+def from_reasons(reasons: tuple[str, ...], peer: str) -> tuple[Finding, ...]:
+    """The problems that the reasons of a refused handshake are. A transport that was considered belongs to
+    the reason before it, which says that none can be used."""
+    found: list[Finding] = []
+    for reason in reasons:
+        if not isinstance(reason, Reason):  # from the peer
+            change = "pip install --upgrade kvplug    (the same version at both ends)"
+            found.append(problem("handshake", f"refused with {peer}: {reason}", change=change))
+        elif found and not reason.change:
+            why = (*found[-1].why, reason.removeprefix("transport "))
+            found[-1] = attrs.evolve(found[-1], why=why)
+        else:
+            what = f"refused with {peer}: {reason.what}"
+            found.append(problem(reason.field, what, change=reason.change))
+    return tuple(found)
+
+
+def from_peer(plain: object) -> tuple[Finding, ...]:
+    """The findings in a peer's report, as text that a terminal can show; malformed ones are left out."""
     found = []
-    for each in plain[:_MAX_FROM_PEER] if isinstance(plain, list) else ():
+    for each in plain[:_MAX_FINDINGS] if isinstance(plain, list) else ():
         if isinstance(each, Mapping) and peer_text(each.get("verdict")) in get_args(Verdict):
             why = each.get("why")
             found.append(
                 Finding(
                     topic=peer_text(each.get("topic"), 40),
                     verdict=each["verdict"],
-                    what=peer_text(each.get("what"), _MAX_SAID),
-                    why=tuple(peer_text(reason, _MAX_SAID) for reason in why[:_MAX_REASONS])
-                    if isinstance(why, list)
-                    else (),
-                    change=peer_text(each.get("change"), _MAX_SAID),
+                    what=peer_text(each.get("what"), _MAX_CHARACTERS),
+                    why=tuple(
+                        peer_text(reason, _MAX_CHARACTERS)
+                        for reason in (why[:_MAX_REASONS] if isinstance(why, list) else ())
+                    ),
+                    change=peer_text(each.get("change"), _MAX_CHARACTERS),
                     at="peer",
                 )
             )
     return tuple(found)
 
 
-_LINES: Final[Mapping[str, str]] = {
-    "wire": "pip install --upgrade kvplug    (at the end with the lower number)",
-    "hello": "pip install --upgrade kvplug    (the same version at both ends)",
-    "agreement": "pip install --upgrade kvplug    (the same version at both ends)",
-    "role": 'role = "both"    (or "producer" at one end and "consumer" at the other)',
-    "engine_id": "engine_id: leave it out, or give each engine one of its own",
-    "integrity": 'integrity = "auto"    (at both ends)',
-    "transport": 'transport = "auto"    (at both ends)',
-    "dtype": "--kv-cache-dtype of the engine: the same at both ends",
-    "block_size": "--block-size of the engine: the same at both ends",
-    "block_format": "the engine's attention backend: the same at both ends",
-    "layers": "--pipeline-parallel-size of the engine: the same at both ends",
-    "cache_layers": "--speculative-config of the engine: the same at both ends",
-    "tensor_parallel_size": "--tensor-parallel-size of the engine: the same at both ends",
-    "tensor_parallel_rank": "peers: the address of worker 0; worker r dials worker r",
-    "model.weights": 'weights = "NAME at REVISION"    (at both ends, if their weights are the same)',
-    "engine": "--peer: the address of an engine, not of a plain pipe or store",
-}
-"""The line to change for a field of the handshake."""
-_MODEL_LINE: Final = "--model of the engine: the same at both ends"
-
-
-def field_of(reason: str) -> str:
-    """The field of the handshake that a reason of a refusal is about."""
-    return reason.partition(":")[0].partition(" ")[0]
-
-
-def line_for(field: str) -> str:
-    """The line to change for a field of the handshake; empty where no single line is known."""
-    return _LINES.get(field, _MODEL_LINE if field.startswith("model.") else "")
-
-
-def line_for_transport(text: str, otherwise: str = _LINES["transport"]) -> str:
-    """The line to change for what is wrong with the transports of two ends."""
-    if "speaks protocol" in text:
-        return "pip install --upgrade NAME    (the transport's package, the same version at both ends)"
-    if "none can move" in text or "blocked:" in text:
-        return "pip install NAME    (of a package with a pipe; or take it out of KVPLUG_DISABLE_PLUGINS)"
-    return otherwise
-
-
-def refusals(reasons: tuple[str, ...], peer: str) -> tuple[Finding, ...]:
-    """Findings from the reasons of a refused handshake; reasons of candidates belong to the one before."""
-    found: list[Finding] = []
-    for reason in reasons:
-        field = field_of(reason)
-        if found and reason.startswith("transport ") and found[-1].topic == "transport":
-            why = (*found[-1].why, reason.removeprefix("transport "))
-            line = line_for_transport("; ".join((found[-1].what, *why)))
-            found[-1] = attrs.evolve(found[-1], why=why, change=line)
-            continue
-        parts = _REFUSED.fullmatch(reason)
-        what = parts["what"] if parts else reason.partition(": ")[2] or reason
-        advice = (parts["change"],) if parts else ()
-        found.append(
-            Finding(
-                topic=field if parts or ": " in reason else "handshake",
-                verdict="problem",
-                what=f"refused with {peer}: {what}",
-                why=advice,
-                change=line_for(field) or "".join(advice),
-            )
-        )
-    return tuple(found)
+def line_for_resource(resource: str) -> str:
+    """The command that raises the limit of a resource that has run out."""
+    lines = {
+        "descriptors": "ulimit -n 65536",
+        "threads": "ulimit -u unlimited    (or a higher pids.max of the container)",
+        "memory": "ulimit -v unlimited    (or more memory for the container)",
+        "space": "ulimit -f unlimited, or room on the file system",
+    }
+    return lines.get(resource, "ulimit -a    (shows the limits of a shell)")

@@ -1,7 +1,7 @@
-"""The rate of an agreed pipe, measured in at most a second with at most 64 MiB.
+"""The rate of an agreed pipe, measured in at most a second with at most 64 MiB, and judged.
 
-The end that dialled asks over the channel for one message after the other and takes the time from the request
-until the message is whole. The other end sends them, and believes no size beyond its own limits.
+The end that dialled requests one message after the other over the channel, and takes the time from the
+request until the message is whole. The other end sends them, and refuses sizes beyond its own limits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
+from kvplug.assembly.examination.finding import Finding, note, ok, problem
 from kvplug.assembly.links import ControlLink
-from kvplug.errors import UnsupportedError, WireError
+from kvplug.errors import TimeoutError, UnsupportedError, WireError
+from kvplug.metrics.rate import host_load
 from kvplug.net.deadline import Deadline
 from kvplug.net.fork import free_locks_after_fork
 
@@ -29,6 +31,9 @@ _FIRST_BYTES: Final = 1 << 20
 """Of the first message, which is not counted: pages are touched and buffers made during it."""
 _MOST_S: Final = 1.0
 _CLOSE_S: Final = 1.0
+_SLOW: Final = 10.0
+"""Claimed rate over measured one. Claims are for the usual case on common hardware, so half of it is fine."""
+_FAR_TOO_SLOW: Final = 50.0
 
 _one_at_a_time = threading.Lock()
 free_locks_after_fork(sys.modules[__name__])
@@ -98,16 +103,19 @@ def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: D
     """
     into = _bytes_on(device, MESSAGE_BYTES)
     pipe = link.open_pipe(LABEL, device=device, timeout=deadline.remaining())
+
+    def one(nbytes: int) -> float:
+        began = time.perf_counter()
+        link.channel.send({"send": nbytes}, timeout=deadline.remaining())
+        pipe.recv_tensor(into[:nbytes], timeout=deadline.remaining())
+        if into.is_cuda:
+            import torch
+
+            torch.cuda.synchronize(into.device)
+        return nbytes / (time.perf_counter() - began) / 1e9
+
     try:
-        best, total, until = 0.0, 0, time.monotonic() + _MOST_S
-
-        def one(nbytes: int) -> float:
-            began = time.perf_counter()
-            link.channel.send({"send": nbytes}, timeout=deadline.remaining())
-            pipe.recv_tensor(into[:nbytes], timeout=deadline.remaining())
-            _wait_for(into)
-            return nbytes / (time.perf_counter() - began) / 1e9
-
+        total, until = 0, time.monotonic() + _MOST_S
         best = one(_FIRST_BYTES)
         while time.monotonic() < until and total < MOST_BYTES:
             best = max(best, one(MESSAGE_BYTES))
@@ -125,13 +133,6 @@ def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: D
         pipe.abort()
 
 
-def _wait_for(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        import torch
-
-        torch.cuda.synchronize(tensor.device)
-
-
 def try_measuring(link: ControlLink, device: str, deadline: Deadline) -> str:
     """Serve one measurement, unless another one is under way. Returns why not; empty: it was served."""
     turn = _one_at_a_time
@@ -145,3 +146,41 @@ def try_measuring(link: ControlLink, device: str, deadline: Deadline) -> str:
         return ""
     finally:
         turn.release()
+
+
+def not_measured(transport: str, error: Exception, claimed: float) -> Finding:
+    """The pipe that was agreed on did not open, or broke."""
+    is_late = isinstance(error, TimeoutError)
+    what = "no message came in time" if is_late else "the pipe that was agreed on cannot be opened or used"
+    return problem(
+        "rate",
+        f"{transport}: {what}; {claimed:g} GB/s are claimed",
+        f"{type(error).__name__}: {error}",
+        change='transport = "cpu"    (at both ends, to find out whether another one works)',
+    )
+
+
+def rate_finding(measured: Measured, cross_host: bool, load: float | None = None) -> Finding:
+    """Whether a pipe is as fast as claimed.
+
+    Args:
+        load: processes that want to run, for each CPU; default: of this host.
+    """
+    load = host_load() if load is None else load
+    # Each hand-over between the two ends waits for a turn, and there are several in a message.
+    allowed = (1 + load) ** 2 if load > 1 else 1.0
+    factor = measured.claimed_gb_per_s / measured.gb_per_s
+    what = (
+        f"{measured.transport}: {measured.gb_per_s:.3g} GB/s measured with {measured.num_bytes >> 20} MiB of"
+        f" {measured.device} tensors, {measured.claimed_gb_per_s:g} GB/s claimed"
+    )
+    if load > 1:
+        what += f"; this host is busy, with {load:.1f} processes for each CPU"
+    if factor < _SLOW * allowed:
+        return ok("rate", what)
+    if cross_host:
+        why = "the network between the hosts, or the way that was taken through it, carries no more"
+        return note("rate", what, why, change="host: an address of the fastest network; see `interfaces`")
+    make = problem if factor >= _FAR_TOO_SLOW * allowed else note
+    why = "a wrapper of the pipe, memory, or CPUs that the processes may use are slow"
+    return make("rate", what, why, change="kvplug bench    (measures every transport here for longer)")

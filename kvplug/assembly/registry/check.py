@@ -9,7 +9,7 @@ from kvplug.assembly.making import made
 from kvplug.assembly.registry.registry import Registry
 from kvplug.config import Config, Role, check_options
 from kvplug.config.config import directory_of
-from kvplug.config.messages import did_you_mean, listed, shown
+from kvplug.config.messages import Fault, did_you_mean, listed, shown
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
@@ -51,7 +51,7 @@ def name_faults(
             try:
                 spec = registry.get(kind, name)
             except PluginError as e:
-                faults.append(f"{key}: {e}")
+                faults.append(Fault(f"{key}: {e}", key=key, line=e.change))
                 continue
             if (before := seen.setdefault(id(spec), name)) != name:
                 faults.append(f"{key}: {before!r} and {name!r} are the same {kind}; name it once")
@@ -66,7 +66,7 @@ def name_faults(
         try:
             faults += _directory_faults(registry, registry.get(Kind.DIRECTORY, directory), peer, options)
         except PluginError as e:
-            faults.append(f"peers: {e}")
+            faults.append(Fault(f"peers: {e}", key="peers", line=e.change))
     faults += _missing_stores(registry, names)
     faults += _unused_buffer(registry, names)
     if fault := missing_cpus(names.get("thread_cpus", "all")):

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, overload
 import attrs
 import pluggy
 
-from kvplug.assembly.registry.advice import how_to_install, misspelt_groups
+from kvplug.assembly.registry.advice import PACKAGES, how_to_install, misspelt_groups
 from kvplug.assembly.registry.discovery import DiscoveredPlugin, check_api, discover, normalised
 from kvplug.config.messages import did_you_mean, nearest, shown
 from kvplug.errors import (
@@ -93,6 +93,11 @@ class PluginInfo:
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}".strip() or self.name
 
+    @property
+    def label(self) -> str:
+        """Its status, name and package."""
+        return f"{self.status}: {self.name} ({self})"
+
 
 class Registry:
     """Resolves names to specs. ``Registry()`` is empty; :meth:`from_env` loads the installed plugins.
@@ -155,13 +160,14 @@ class Registry:
         every = sorted(self._owned.items(), key=lambda item: item[0])
         return tuple(owners[0][1] for (of, _), owners in every if of is kind and len(owners) == 1)
 
+    @property
+    def failed(self) -> tuple[PluginInfo, ...]:
+        """The plugins that are broken or blocked: an unknown name may be one of theirs."""
+        return tuple(plugin for plugin in self._plugins if plugin.status is not PluginStatus.OK)
+
     def failures(self) -> tuple[str, ...]:
-        """One line for each plugin that is broken or blocked: an unknown name may be one of theirs."""
-        return tuple(
-            f"{plugin.status}: {plugin.name} ({plugin}): {plugin.reason}"
-            for plugin in self._plugins
-            if plugin.status is not PluginStatus.OK
-        )
+        """One line for each of them."""
+        return tuple(f"{plugin.label}: {plugin.reason}" for plugin in self.failed)
 
     def transports(self, kind: Kind) -> tuple[TransportSpec, ...]:
         """:meth:`specs` of a kind of transport."""
@@ -280,9 +286,22 @@ class Registry:
         lines = [f"no {word} named {name!r}{hint}"]
         lines.append(f"known: {', '.join(known)}" if known else f"no plugin that is loaded offers a {word}")
         text = "\n  ".join([*lines, *advice(self, name, kind, is_near=bool(hint))])
+        change = self._change_for(kind, name)
         if kind is Kind.CONNECTOR:
-            return UnknownConnectorError(text)
-        return UnknownTransportError(text) if kind in TRANSPORTS else UnknownNameError(text)
+            return UnknownConnectorError(text, change=change)
+        return (UnknownTransportError if kind in TRANSPORTS else UnknownNameError)(text, change=change)
+
+    def _change_for(self, kind: Kind, name: str) -> str:
+        """The command that makes this name known."""
+        package = PACKAGES.get(kind, {}).get(name.rpartition(":")[2])
+        owner = next((each for each in self._plugins if each.distribution == package), None)
+        if package is None or (owner is not None and owner.status is PluginStatus.OK):
+            return f"{kind}: a name that `kvplug list --kind {kind}` shows"
+        if owner is None:
+            return f"pip install {package}"
+        if owner.status is PluginStatus.BLOCKED:
+            return f"the plugin {owner.name}: take it out of KVPLUG_DISABLE_PLUGINS"
+        return f"pip install --upgrade {package}    (`kvplug list` says why it does not load)"
 
 
 def advice(

@@ -64,7 +64,7 @@ def resolve(address: TcpAddress) -> list[tuple[socket.AddressFamily, tuple[str, 
             address.host, address.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
         )
     except (OSError, UnicodeError) as e:
-        raise PeerGoneError(f"the host of {address} is not known: {e}") from e
+        raise PeerGoneError(f"the host of {address} is not known: {e}", code="unknown host") from e
     ends = dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found)
     return sorted(ends, key=lambda end: end[0] != socket.AF_INET)  # type: ignore[arg-type]
 

@@ -214,7 +214,7 @@ def _check_reply(message: bytes, purpose: str, where: str) -> bytes:
     """What a reply that is no refusal holds. Raises as :func:`introduce`."""
     magic, version, refusal, reserved, body = _REPLY.unpack(message)
     if magic != MAGIC or (reserved and version == VERSION):
-        raise AuthenticationError(f"what answers at {where} is not a kvplug listener")
+        raise AuthenticationError(f"what answers at {where} is not a kvplug listener", code="foreign")
     detail = peer_text(body.rstrip(b"\0").decode("ascii", "replace")) if refusal else ""
     if version != VERSION:
         why = "it speaks another version of the challenge; install the same kvplug on both ends"
@@ -228,4 +228,5 @@ def _check_reply(message: bytes, purpose: str, where: str) -> bytes:
         why = f"for a reason this version does not know ({reason}); install the same kvplug"
     else:
         return bytes(body)
-    raise AuthenticationError(f"{where} refused us: {why}")
+    code = "tls" if detail in ("needs TLS", "has no TLS") else ""
+    raise AuthenticationError(f"{where} refused us: {why}", code=code)

@@ -226,9 +226,10 @@ def _in_words(where: str) -> Iterator[None]:
         if isinstance(e, EOFError | ConnectionError):
             raise PeerGoneError(
                 f"{where} hung up before the proof was complete: it is shutting down, overloaded,"
-                " or no kvplug listener"
+                " or no kvplug listener",
+                code="hung up",
             ) from e
-        raise PeerGoneError(f"{where} cannot be reached: {e.strerror or e}") from e
+        raise PeerGoneError(f"{where} cannot be reached: {e.strerror or e}", code="no route") from e
 
 
 def _connect(address: Address, deadline: Deadline) -> socket.socket:

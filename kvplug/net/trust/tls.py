@@ -10,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import socket
 import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import attrs
 
@@ -19,6 +22,11 @@ from kvplug.errors import AuthenticationError, ConfigError, PeerGoneError, Resou
 from kvplug.net.exhaustion import raise_if_exhausted
 
 logger = logging.getLogger(__name__)
+
+_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_EXPLICIT, _UTC_TIME = 0xA0, 0x17  # tags of DER
+_OTHER_NAME = (62, 64)
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 
 
 @attrs.frozen(kw_only=True)
@@ -147,10 +155,11 @@ def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str, where: str) ->
         wrapped.do_handshake()
     except ssl.SSLCertVerificationError as e:
         wrapped.close()
-        why = e.verify_message.rstrip(".")
+        why, is_name = e.verify_message.rstrip("."), e.verify_code in _OTHER_NAME
         raise AuthenticationError(
             f"the certificate of {where} is not accepted: {why}; check tls_ca here and tls_cert there"
-            + ("" if "match" not in why.lower() else ", which must name that host")
+            + (", which must name that host" if is_name else ""),
+            code="certificate name" if is_name else "certificate",
         ) from e
     except ssl.SSLError as e:
         wrapped.close()
@@ -165,16 +174,19 @@ def refusal_of(error: ssl.SSLError, where: str) -> AuthenticationError | PeerGon
     """What an error of the TLS library means for the dialling end."""
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return PeerGoneError(
-            f"{where} hung up during the TLS handshake: it is shutting down, overloaded, or uses no TLS"
+            f"{where} hung up during the TLS handshake: it is shutting down, overloaded, or uses no TLS",
+            code="hung up",
         )
     reason = reason_of(error)
     if "alert" in reason:
         return AuthenticationError(
-            f"{where} refused our certificate ({reason}); check tls_cert here and tls_ca there"
+            f"{where} refused our certificate ({reason}); check tls_cert here and tls_ca there",
+            code="certificate",
         )
     return AuthenticationError(
         f"what answers at {where} does not speak TLS 1.3 as this end does ({reason}); set tls_cert, tls_key"
-        " and tls_ca on both ends, or on neither"
+        " and tls_ca on both ends, or on neither",
+        code="tls",
     )
 
 
@@ -182,3 +194,37 @@ def reason_of(error: Exception) -> str:
     """The TLS library's own words for an error, in lower case."""
     reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
     return str(reason).replace("_", " ").lower()
+
+
+def validity_of(path: str) -> list[tuple[float, float]]:
+    """When each certificate in a PEM file begins and ends to be valid, in seconds since 1970 (RFC 5280, 4.1).
+
+    The ``ssl`` module shows these times only of the certificates of authorities, and of accepted peers.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return [_validity(ssl.PEM_cert_to_DER_cert(each)) for each in _CERTIFICATE.findall(file.read())]
+
+
+def _validity(der: bytes) -> tuple[float, float]:
+    ((_, certificate),) = _elements(der)
+    _, to_be_signed = next(_elements(certificate))
+    fields = [content for tag, content in _elements(to_be_signed) if tag != _EXPLICIT]  # without the version
+    begins, ends = (_seconds(tag, content.decode()) for tag, content in _elements(fields[3]))
+    return begins, ends
+
+
+def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
+    """The tag and the content of each element of a value in DER."""
+    at = 0
+    while at < len(der):
+        tag, size, at = der[at], der[at + 1], at + 2
+        if size & 0x80:  # the number of bytes that the size has
+            size, at = int.from_bytes(der[at : at + (size & 0x7F)], "big"), at + (size & 0x7F)
+        yield tag, der[at : at + size]
+        at += size
+
+
+def _seconds(tag: int, text: str) -> float:
+    if tag == _UTC_TIME:  # two digits of the year
+        text = ("19" if text >= "50" else "20") + text
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

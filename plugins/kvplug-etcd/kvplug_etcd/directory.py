@@ -56,7 +56,7 @@ class EtcdDirectory(Directory):
             try:
                 self._gateway.call("kv/put", deadline, key=key, value=value, lease=self._lease)
             except EtcdError as e:
-                if e.code == _NOT_FOUND:
+                if e.grpc_code == _NOT_FOUND:
                     self._lease, self._kept = "", {}
                 raise
             self._kept[name] = entry

@@ -27,7 +27,7 @@ class EtcdError(KvplugError):
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
-        self.code = code
+        self.grpc_code = code
 
 
 class Gateway:
@@ -68,7 +68,7 @@ class Gateway:
         try:
             return self._post(path, body, deadline)
         except EtcdError as e:
-            if self._user is None or e.code != _UNAUTHENTICATED:
+            if self._user is None or e.grpc_code != _UNAUTHENTICATED:
                 raise
             self._authenticate(deadline)  # the token's time was over
             return self._post(path, body, deadline)

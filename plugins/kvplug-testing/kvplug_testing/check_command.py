@@ -20,6 +20,9 @@ def check(name: str) -> None:
     """
     from kvplug_testing.contract.plugin import check_plugin
 
+    if name.endswith((".toml", ".json")):
+        hint = f"`kvplug config check {name}` checks a configuration"
+        raise click.UsageError(f"NAME is the name of a plugin, and {name} that of a file; {hint}")
     try:
         unchecked = check_plugin(name)
     except AssertionError as e:

@@ -1,0 +1,341 @@
+"""The decisions that a config leads to on this host, with reasons. Nothing is opened, made or started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Final
+
+from kvplug.assembly.budgets import budgets_of, shortage_of
+from kvplug.assembly.examination.finding import Finding, from_fault, note, ok, problem
+from kvplug.assembly.members import unreachable_contact
+from kvplug.assembly.registry import Registry
+from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults
+from kvplug.assembly.resolve import (
+    ResolvedConfig,
+    TransportKind,
+    checksums_of,
+    credentials_of,
+    device_of_links,
+    must_authenticate,
+    tls_of,
+)
+from kvplug.config import Config, Role
+from kvplug.config.config import directory_of
+from kvplug.config.messages import Fault
+from kvplug.config.units import bytes_in_words
+from kvplug.errors import ConfigError, HandshakeError, PluginError, Reason, WireError
+from kvplug.negotiation.select import AUTO, select
+from kvplug.net.memory.room import free_memory, machine_memory
+from kvplug.net.trust.addresses import is_loopback
+from kvplug.net.trust.tls import validity_of
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.spec import ConnectorSpec, Kind
+
+_USUAL_FILE: Final = "kvplug.toml"
+_DAY_S: Final = 86400
+_EXPIRES_SOON_S: Final = 30 * _DAY_S
+
+
+def explain(config: Config, registry: Registry) -> tuple[Finding, ...]:
+    """Every decision, in the order in which an engine takes them."""
+    return tuple(_decisions(config, ResolvedConfig(config, registry)))
+
+
+def faults_of_file(error: ConfigError) -> tuple[Finding, ...]:
+    """The problems of a config that cannot be read."""
+    source = error.source
+    whole = f"{source or 'the configuration'}    (or another file: --config, KVPLUG_CONFIG)"
+    found = []
+    for fault in map(Fault.of, error.faults):
+        is_of_a_file = source and not fault.place.startswith(("KVPLUG_", "command line"))
+        why = [f"in {source}"] if is_of_a_file else []
+        found.append(problem("config", str(fault), *why, change=fault.line or whole))
+    return tuple(found)
+
+
+def _decisions(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
+    yield from _sources(config)
+    yield _plugins(resolved.registry)
+    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
+    faults = name_faults(resolved.registry, names, config.options)
+    yield from map(from_fault, faults)
+    yield _role(config)
+    connector: ConnectorSpec | None = None
+    with contextlib.suppress(PluginError):  # a fault of its name
+        connector = resolved.registry.get(Kind.CONNECTOR, config.connector)
+        owner = _owner(resolved.registry, Kind.CONNECTOR, connector.name)
+        yield ok("connector", f"{connector.name}{owner}: {connector.summary or 'it has no summary'}")
+    yield from _address(config)
+    if connector is not None and connector.uses_lookup_buffer:
+        yield from _lookup_buffer(config, resolved)
+    if resolved.uses_stores and (config.role is not Role.CONSUMER or config.stores):
+        yield from _stores(config, resolved)
+    yield from _memory(config, resolved)
+    yield from _peers(config, resolved)
+    yield _weights(config)
+    if connector is not None and not faults:
+        yield from _load_policy(connector, resolved)
+    if not faults:
+        yield from _transports(config, resolved, connector)
+        yield from _between_workers(resolved)
+    yield _integrity(config, connector)
+    if not config.sinks:
+        change = 'sinks = ["log"]    (or names that `kvplug list --kind sink` shows)'
+        yield note("sinks", "none: metrics are counted, and not sent anywhere", change=change)
+    for name in config.sinks:
+        yield ok("sinks", f"metrics go to {name} every ten seconds")
+    yield ok(
+        "timeout_s",
+        f"a call ends within {config.timeout_s:g} s, a peer may take {config.connect_timeout_s:g} s to start,"
+        f" and one on another host that is silent for {config.heartbeat_timeout_s:g} s counts as dead",
+    )
+
+
+def _sources(config: Config) -> Iterator[Finding]:
+    """Where the config was read; nothing of one that a program made from its own values."""
+    given = {source.partition(": ")[0] for source in config.sources.values()}
+    variables = sorted(each for each in given if each.startswith("KVPLUG_"))
+    if given - {*variables, "command line", config.source or "command line"}:
+        return
+    text = f"read from {config.source}" if config.source else "no file was read"
+    text += f", and from {', '.join(variables)}" if variables else ""
+    text += ", and from the command line" if "command line" in given else ""
+    if config.source or not os.path.isfile(_USUAL_FILE):
+        yield ok("config", text)
+        return
+    why = f"{_USUAL_FILE} in this folder is not read unless it is named: --config or KVPLUG_CONFIG"
+    change = f"--config {_USUAL_FILE}    (or export KVPLUG_CONFIG={_USUAL_FILE})"
+    yield note("config", text, why, change=change)
+
+
+def _plugins(registry: Registry) -> Finding:
+    failed = registry.failed
+    text = f"{len(registry.plugins) - len(failed)} are loaded"
+    if not failed:
+        return ok("plugins", text)
+    why = (f"{each.name} ({each}) is {each.status.value}: {each.reason}" for each in failed)
+    change = "pip install --upgrade NAME    (or take NAME out of KVPLUG_DISABLE_PLUGINS)"
+    return note("plugins", f"{text}, {len(failed)} not; what they offer is missing", *why, change=change)
+
+
+def _owner(registry: Registry, kind: Kind, name: str) -> str:
+    return "".join(f" from {plugin}" for plugin in registry.owners(kind, name)[:1])
+
+
+def _role(config: Config) -> Finding:
+    meaning = {
+        Role.PRODUCER: "saves the KV that the engine computes, and lets peers load it",
+        Role.CONSUMER: "loads KV that peers, or stores, have; saves nothing",
+        Role.BOTH: "saves the KV that the engine computes, and loads what it, peers or stores have",
+    }
+    if config.role is None:
+        what = "nothing was given; set it to producer, consumer or both (KVPLUG_ROLE; vLLM's kv_role)"
+        return problem("role", what, change='role = "both"    (or "producer", "consumer")')
+    return ok("role", f"{config.role}: {meaning[config.role]}")
+
+
+def _is_one_host(config: Config) -> bool:
+    return config.host.startswith("unix:") or is_loopback(config.host)
+
+
+def _address(config: Config) -> Iterator[Finding]:
+    verb = "dials" if config.role is Role.CONSUMER and not config.peers else "listens at"
+    one_host = _is_one_host(config)
+    reach = "only processes of this host reach it" if one_host else "other hosts reach it"
+    yield ok("host", f"worker 0 {verb} {config.control_address()}: {reach}")
+    certificates = list(_certificates(config))
+    yield from certificates
+    if any(each.topic == "tls" for each in certificates):
+        return
+    try:
+        credentials = credentials_of(config)
+    except ConfigError as e:
+        change = (
+            "secret_file = PATH    (on both ends; `kvplug config secret PATH` makes one; or KVPLUG_SECRET)"
+        )
+        if config.secret_file:
+            change = "secret_file = PATH    (of a readable file with 16 bytes or more)"
+        yield from (problem("secret", fault, change=change) for fault in e.faults)
+        return
+    tls = "connections over TCP use TLS 1.3"
+    if credentials.secret is not None:
+        text = "both ends prove that they know the secret"
+    elif config.host.startswith("unix:"):
+        text = "there is no secret, and none is needed on one host: only processes of this user are accepted"
+    else:
+        text = "there is no secret: each end shows a certificate of the deployment's authority"
+    yield ok("secret", f"{text}; {tls}" if credentials.tls is not None else text)
+    if config.secret_file and (mode := os.stat(config.secret_file).st_mode) & (stat.S_IRWXO | stat.S_IWGRP):
+        what = f"secret_file {config.secret_file} is open to other users (mode {mode & 0o777:o})"
+        yield note("secret_file", what, change="chmod 600 PATH    (of the file)")
+    if config.secret_file and os.environ.get("KVPLUG_SECRET", "").strip():
+        what = "KVPLUG_SECRET is set too, and not used: secret_file goes before it"
+        yield note("secret", what, change="unset KVPLUG_SECRET")
+
+
+def _certificates(config: Config) -> Iterator[Finding]:
+    """Whether the TLS files can be used, and until when."""
+    files = tls_of(config)
+    if files is None:
+        return
+    try:
+        files.for_listener()
+    except ConfigError as e:
+        change = "tls_cert, tls_key, tls_ca: PEM files; tls_key is the key of tls_cert"
+        yield from (problem("tls", fault, change=change) for fault in e.faults)
+        return
+    now = time.time()
+    for key, path in (("tls_cert", files.cert), ("tls_ca", files.ca)):
+        periods = validity_of(path)
+        # A file of authorities may have an old one beside the new one; the others begin with their own.
+        begins, ends = max(periods, key=itemgetter(1)) if key == "tls_ca" else periods[0]
+        what = f"{path} is valid from {_date(begins)} to {_date(ends)}"
+        change = f"{key} = PATH    (of a new certificate; it is read again when the file changes)"
+        if not begins <= now < ends:
+            why = "no connection over TLS is accepted: nothing is loaded"
+            yield problem(key, f"{what}; today is {_date(now)}", why, change=change)
+        elif ends - now < _EXPIRES_SOON_S:
+            yield note(key, f"{what}; it expires in {int((ends - now) // _DAY_S)} days", change=change)
+        else:
+            yield ok(key, what)
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds))
+
+
+def _lookup_buffer(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
+    with contextlib.suppress(PluginError):  # a fault of its name
+        spec = resolved.chosen(Kind.LOOKUP_BUFFER)[0]
+        size = bytes_in_words(config.buffer_size)
+        holds = f"holds up to {size} in each worker" if config.role is not Role.CONSUMER else "is the peer's"
+        owner = _owner(resolved.registry, Kind.LOOKUP_BUFFER, spec.name)
+        yield ok("lookup_buffer", f"{spec.name}{owner} {holds}: {spec.summary}")
+
+
+def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
+    for at, name in enumerate(config.stores):
+        try:
+            spec = resolved.registry.get(Kind.STORE, name)
+        except PluginError:
+            continue  # a fault of its name
+        probe, owner = spec.run_probe(), _owner(resolved.registry, Kind.STORE, name)
+        if not probe.viable:
+            what = f"{name}{owner} cannot work here: {probe.reason or 'its probe gives no reason'}"
+            yield problem("stores", what, change="stores: names that `kvplug list --kind store` shows as ok")
+            continue
+        place = "saved into first" if not at else f"copied from the one before into tier {at + 1}"
+        lives = "outlives the engine" if spec.persistent else "ends with its process"
+        reach = "other hosts can use it" if spec.cross_host else "processes of this host can use it"
+        yield ok("stores", f"{name}{owner}: pages are {place}; {lives}; {reach}")
+
+
+def _memory(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
+    budgets = budgets_of(config, resolved.registry, frozenset((*CHOSEN, *NAMED)))
+    if (shortage := shortage_of(budgets)) is not None:
+        change = f'{shortage.key} = "SIZE"    (or a higher limit of memory)'
+        yield problem(shortage.key, shortage.text, change=change)
+    elif budgets:
+        free, limit = bytes_in_words(free_memory()), bytes_in_words(machine_memory())
+        total = bytes_in_words(sum(budgets.values()))
+        yield ok("memory", f"up to {total} may be taken ({', '.join(budgets)}); {free} of {limit} are free")
+
+
+def _peers(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
+    with contextlib.suppress(PluginError, WireError):  # faults of other keys
+        first = resolved.registry.get(Kind.STORE, config.stores[0]) if config.stores else None
+        announces = first is not None and first.client is not None and config.role is not Role.CONSUMER
+        if announces and config.directory is not None:
+            if fault := unreachable_contact(config.directory, config.control_address()):
+                yield from_fault(fault)
+    for peer in config.peers:
+        directory = directory_of(peer)
+        if directory is None:
+            yield ok(
+                "peers", f"KV of the engine at {peer} is loaded: worker r dials the address of its worker r"
+            )
+        else:
+            yield ok(
+                "peers",
+                f"this engine announces itself in {peer} five times per {config.peers_lease_s:g} s, and loads"
+                " from the engines that do so as well",
+            )
+    if not config.peers and config.role is Role.CONSUMER:
+        yield ok("peers", f"none named: KV of the engine at {config.host} is loaded")
+
+
+def _weights(config: Config) -> Finding:
+    if config.weights:
+        text = (
+            f"stated as {config.weights!r}: restarts, and engines that state the same, load each other's KV;"
+            " no others do"
+        )
+    else:
+        text = (
+            "not stated: restarts and peers can load KV where the engine finds a fingerprint of its weights"
+            " (in safetensors files). Where it finds none, it warns, and its KV is its own until it ends"
+        )
+    return ok("weights", text)
+
+
+def _load_policy(connector: ConnectorSpec, resolved: ResolvedConfig) -> Iterator[Finding]:
+    """When a connector with that option computes what it could load."""
+    if getattr(resolved.options_of(connector), "load_policy", "") == "auto":
+        text = "auto: KV that takes much longer to load than to compute is computed (not_worth_it in metrics)"
+        yield ok(f"options.{connector.name}.load_policy", text)
+
+
+def _transports(
+    config: Config, resolved: ResolvedConfig, connector: ConnectorSpec | None
+) -> Iterator[Finding]:
+    device = "cpu" if connector is None else device_of_links(config, connector)
+    offers = resolved.offers()
+    for cross_host in (False,) if _is_one_host(config) else (False, True):
+        where = "another host" if cross_host else "this host"
+        required = Requirements(device=device, cross_host=cross_host, authenticated=must_authenticate(config))
+        try:
+            found = select(offers, offers, required, (resolved.requested_transport, AUTO))
+        except HandshakeError as e:
+            head, *others = (each for each in e.reasons if isinstance(each, Reason))
+            what = f"with a peer like this one on {where}: {head.what}"
+            why = (each.removeprefix("transport ") for each in others)
+            yield problem("transport", what, *why, change=f'transport = "auto"    ({head.change})')
+        else:
+            chosen, *rest = found.candidates
+            what = f"{device} tensors to a peer like this one on {where} go by {chosen}"
+            yield ok("transport", what, *map(str, rest))
+
+
+def _between_workers(resolved: ResolvedConfig) -> Iterator[Finding]:
+    """What an engine uses that runs one model in several workers (tensor parallelism)."""
+    where = "in an engine with several workers"
+    uses: tuple[tuple[TransportKind, str, str], ...] = (
+        (Kind.QUEUE, "cpu", "the scheduler sends steps by"),
+        (Kind.COMMUNICATOR, resolved.config.device, "the workers add up by"),
+    )
+    for kind, device, purpose in uses:
+        key = kind.value
+        try:
+            spec, _ = resolved.chosen(kind, device)
+        except PluginError as e:
+            make = note if getattr(resolved.config, key) == AUTO else problem
+            change = f"{key}: a name that `kvplug list --kind {key}` shows as ok"
+            yield make(key, f"{where}, {e}", change=change)
+        else:
+            yield ok(key, f"{where}, {purpose} {spec.name}")
+
+
+def _integrity(config: Config, connector: ConnectorSpec | None) -> Finding:
+    offered = checksums_of(config)
+    if connector is not None and not connector.hashes_on_devices and not config.device.startswith("cpu"):
+        what = f"{connector.name} does not hash KV on {config.device}: corruption on its way is not noticed"
+        return note("integrity", what, change="connector: another one, if corruption must be noticed")
+    if not offered:
+        what = "off: corrupted KV is not noticed, and gives wrong answers"
+        return note("integrity", what, change='integrity = "auto"')
+    return ok("integrity", f"KV is verified with {' or '.join(offered)}")
