@@ -14,6 +14,8 @@ import attrs
 import click
 from click.shell_completion import CompletionItem
 
+from kvplug.assembly.doctor.explanation import of_certificates
+from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHOSEN, name_faults, options_of
 from kvplug.assembly.resolve import check_addresses
@@ -131,11 +133,14 @@ def check(path: str) -> None:
     if draft.values.get("role") is None and not any(fault.startswith("role:") for fault in draft.faults):
         notes.append("role is not set here; KVPLUG_ROLE must set it (producer, consumer or both)")
     try:
-        _check_trust(draft)
+        certificates = _check_trust(draft)
     except InsecureAddressError as e:
         notes += e.faults
     except ConfigError as e:
         faults += e.faults
+    else:
+        faults += (f"{each.topic}: {each.what}" for each in certificates if each.verdict == "problem")
+        notes += (f"{each.topic}: {each.what}" for each in certificates if each.verdict == "note")
     if faults:
         click.echo(printable(f"kvplug: {ConfigError(*faults, source=path)}"), err=True)
     else:
@@ -164,7 +169,8 @@ def secret(path: str) -> None:
     click.echo(f"secret_file = {json.dumps(os.path.abspath(path), ensure_ascii=False)}")
 
 
-def _check_trust(draft: Draft) -> None:
+def _check_trust(draft: Draft) -> tuple[Finding, ...]:
+    """What is found of the certificates. Raises ConfigError: the secret or a file cannot be used."""
     from kvplug.net.trust.credentials import Credentials
     from kvplug.net.trust.tls import TlsFiles
 
@@ -174,6 +180,7 @@ def _check_trust(draft: Draft) -> None:
     credentials = Credentials.load(secret_file=values.get("secret_file"), tls=tls)
     peers = (each for each in values.get("peers", ()) if directory_of(each) is None)
     check_addresses(credentials, values.get("host", DEFAULT_HOST), peers)
+    return () if tls is None else tuple(of_certificates(tls))
 
 
 def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:

@@ -35,6 +35,7 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.assembly.stores import serve_store
+from kvplug.cli.config import check as config_check
 from kvplug.cli.doctor import _show, doctor as command
 from kvplug.errors import KvplugError, PeerGoneError
 from kvplug.negotiation.agreement import agree
@@ -485,6 +486,12 @@ def test_a_certificate_is_named_with_its_dates(
     assert named.verdict == verdict and said in " ".join((named.what, *named.why))
     assert f"to {ends:%Y-%m-%d}" in named.what and files["tls_cert"] in named.what
     assert bool(named.change) == (verdict != "ok")
+    (tmp_path / "kvplug.toml").write_text(
+        "".join(f"{key} = '{path}'\n" for key, path in {**files, "host": "127.0.0.1", "role": "both"}.items())
+    )
+    checked = CliRunner().invoke(config_check, [str(tmp_path / "kvplug.toml")])
+    assert checked.exit_code == (verdict == "problem")
+    assert (f"to {ends:%Y-%m-%d}" in checked.stderr) == (verdict != "ok")
 
 
 def test_a_fact_that_was_not_stated_is_unknown() -> None:

@@ -32,7 +32,7 @@ from kvplug.errors import ConfigError, HandshakeError, PluginError, Reason, Wire
 from kvplug.negotiation.select import AUTO, select
 from kvplug.net.memory.room import free_memory, machine_memory
 from kvplug.net.trust.addresses import is_loopback
-from kvplug.net.trust.tls import validity_of
+from kvplug.net.trust.tls import TlsFiles, validity_of
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import ConnectorSpec, Kind
 
@@ -188,10 +188,16 @@ def _certificates(config: Config) -> Iterator[Finding]:
     except ConfigError as e:
         change = "tls_cert, tls_key, tls_ca: PEM files; tls_key is the key of tls_cert"
         yield from (problem("tls", fault, change=change) for fault in e.faults)
-        return
+    else:
+        yield from of_certificates(files)
+
+
+def of_certificates(files: TlsFiles) -> Iterator[Finding]:
+    """Until when the certificates in files that can be used are valid."""
     now = time.time()
     for key, path in (("tls_cert", files.cert), ("tls_ca", files.ca)):
-        periods = validity_of(path)
+        if not (periods := validity_of(path)):
+            continue
         # A file of authorities may have an old one beside the new one; the others begin with their own.
         begins, ends = max(periods, key=itemgetter(1)) if key == "tls_ca" else periods[0]
         what = f"{path} is valid from {_date(begins)} to {_date(ends)}"
