@@ -460,6 +460,17 @@ def test_an_address_is_a_problem_if_another_program_holds_it_and_a_note_if_an_en
     assert not [each for each in found if each["verdict"] == "problem"]
 
 
+def test_an_engine_in_peers_is_tried_without_being_measured(fork_server: ForkServer) -> None:
+    host = f"unix:@kvplug-doctor-peers-{os.getpid()}"
+    with an_engine(fork_server, listen=f"{host}-0", config={"options": {"lookup": {"page_tokens": 32}}}):
+        given = {"role": "consumer", "peers": [f"{host}-0"]}
+        wrong = doctor(fork_server, config=given)
+        fine = doctor(fork_server, config={**given, "options": {"lookup": {"page_tokens": 32}}})
+    assert_named(wrong, "problem options.lookup.page_tokens: 16 (the default) here, 32 at the peer")
+    assert not [each for each in fine if each["verdict"] == "problem"]
+    assert any(f"{host}-0 answers, and agrees" in each["what"] for each in fine)
+
+
 @pytest.mark.parametrize(
     ("days", "finding"),
     [

@@ -230,15 +230,15 @@ def _suggested(facts: HostFacts) -> str:
 def _of_peers(
     resolved: ResolvedConfig, device: str, facts: Mapping[str, Any], deadline: Deadline
 ) -> Iterator[Finding]:
-    """Whether each engine that the config names answers, and agrees."""
+    """Whether each engine that the config names, and would load from, answers and agrees."""
     config = resolved.config
-    peers = config.peer_addresses
+    peers = () if config.role is Role.PRODUCER else config.peer_addresses
     if not config.peers and config.role is Role.CONSUMER:
         peers = (config.control_address(),)
     for peer in peers:
         left = deadline.remaining()
         within = Deadline.after(_PEER_S if left is None else min(_PEER_S, left))
-        examined = PeerExamination(resolved, peer, device, facts, within, own=True, measures=False)
+        examined = PeerExamination(resolved, peer, device, facts, within, measures=False)
         wrong = [each for each in examined.findings if each.verdict == "problem"]
         more = f"`kvplug doctor --peer {examined.contact}` examines it"
         yield from wrong or [ok("peers", f"{examined.contact} answers, and agrees; {more}")]

@@ -133,7 +133,12 @@ class PeerExamination:
             engine = engine_with(self._facts, role, remote.engine)
             self.findings += of_pages(self._resolved.config, engine.block_size, engine.block_format)
         local = make_hello(self._resolved, engine, True, self._device, DOCTOR)
-        agreement, reasons = self._shake_hands(channel, local, received)
+        agreement: Agreement | None = None
+        reasons: tuple[str, ...] = ()
+        try:
+            agreement = exchange(channel, local, self._deadline.remaining(), received=received)
+        except HandshakeError as e:
+            reasons = e.reasons
         report = self._report(channel)
         ours, theirs = self._facts.keys(), None
         if remote.engine is None and (stated := facts_from_peer(report.get("facts"))):
@@ -150,14 +155,6 @@ class PeerExamination:
             self._measure(channel, agreement, local)
         with contextlib.suppress(KvplugError):
             channel.send({"doctor": "bye"}, timeout=0.1)
-
-    def _shake_hands(
-        self, channel: Channel, local: Hello, received: object
-    ) -> tuple[Agreement | None, tuple[str, ...]]:
-        try:
-            return exchange(channel, local, self._deadline.remaining(), received=received), ()
-        except HandshakeError as e:
-            return None, e.reasons
 
     def _of_agreement(
         self,
