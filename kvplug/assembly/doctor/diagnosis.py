@@ -105,10 +105,9 @@ def diagnose(
     if unknown := sorted(facts.keys() - set(FACTS)):
         raise ConfigError(*(f"{key}: not a fact of an engine" for key in unknown), source="the facts")
     resolved = ResolvedConfig(config, registry)
-    host = facts_of(config)
-    found = Diagnosis(host=host)
+    found = Diagnosis()
     found.collect("config", lambda: explain(config, registry))
-    found.collect("host", lambda: _of_host(host, config))
+    found.collect("host", lambda: _of_host(found, config))
     found.collect("device", lambda: _of_device(config))
     if peer is None and "block_size" in facts:
         found.findings += of_pages(config, facts["block_size"], facts.get("block_format", ""))
@@ -119,7 +118,7 @@ def diagnose(
     deadline = Deadline.after(timeout_s)
     device = _device(resolved)
     if peer is None:
-        found.collect("host", lambda: _of_address(config, host))
+        found.collect("host", lambda: _of_address(config, found.host or HostFacts()))
     if is_usable:
         budget = token_bytes(facts)
         found.collect("stores", lambda: of_stores(resolved, deadline, write=write, token_bytes=budget))
@@ -152,8 +151,9 @@ def _device(resolved: ResolvedConfig) -> str:
     return device_of_links(resolved.config, spec)
 
 
-def _of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
+def _of_host(found: Diagnosis, config: Config) -> Iterator[Finding]:
     """This host's limits, and what it has."""
+    facts = found.host = facts_of(config)
     yield from of_host(facts, config)
     tls = "on" if facts.tls else "off"
     yield ok("secret", f"source of the secret: {facts.secret or 'none'}; TLS is {tls}")
