@@ -359,7 +359,7 @@ def _unreachable(error: KvplugError, contact: str) -> tuple[str, str, str]:
     match error, error.code:
         case InsecureAddressError(), _:
             what = "it is an address of TCP, and there is neither a secret nor TLS"
-            change = "KVPLUG_SECRET or secret_file: the same at both ends (`kvplug config secret` makes one)"
+            change = "secret_file: what `kvplug config secret FILE` prints    (the same file at both ends)"
             return "secret", what, change
         case AuthenticationError(), "certificate name":
             change = f"tls_cert: one with {host} as subjectAltName (there); or tls_check_host = false (here)"
