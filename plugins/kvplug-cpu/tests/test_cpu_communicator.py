@@ -87,7 +87,10 @@ def listening() -> set[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="Linux says in /proc where one listens")
-def test_gloo_listens_at_the_configured_interface_and_nowhere_else(groups: Any) -> None:
+def test_gloo_listens_at_the_configured_interface_and_nowhere_else(
+    groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPLUG_SECRET", "the secret of all ranks")
     assert listening() == set()
     config = Config.from_dict({"communicator": "cpu", "host": "127.0.0.2"})
     made = at_all(groups(3), lambda group: build_communicator(config, group))
