@@ -117,9 +117,10 @@ class ShmReader(ShmEnd):
             UnsupportedError: the next message is a value. And what :meth:`dequeue` raises.
         """
         with self._use_guard:
-            message = self._next(True, timeout, cancel, indefinite)
+            # The only view of the memory that is left: within the block this end may be closed.
+            view = self._next(True, timeout, cancel, indefinite).body.toreadonly()
             try:
-                with message.body.toreadonly() as view:
+                with view:
                     yield view
             finally:
                 if not self.closed:
