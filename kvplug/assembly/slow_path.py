@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 import attrs
 
@@ -53,17 +54,31 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
     "put": ("saving to", "saves nothing to it"),
 }
 
+_rates: Final[WeakValueDictionary[tuple[str, str, str, Cost | None], Rate]] = WeakValueDictionary()
+"""By peer, transport, device and claim: of the pipes that are there, and what is remembered."""
 _rates_lock = threading.Lock()
 free_locks_after_fork(sys.modules[__name__])
 
 
 @functools.lru_cache(_MOST_PEERS)
+def _remember(rate: Rate) -> None:
+    """Keep what was measured of a path beyond its pipes: programs open pipes to one peer again and again.
+
+    Nothing stays of a peer to which little was sent."""
+
+
 def _rate_of(peer: str, transport: str, device: str, claim: Cost | None) -> Rate:
-    """The rate of a path, which outlives its pipes: programs open pipes to one peer again and again."""
-    return Rate(claim)
+    key = (peer, transport, device, claim)
+    with _rates_lock:  # of two pipes that open at the same time
+        if (rate := _rates.get(key)) is None:
+            rate = _rates[key] = Rate(claim, on_known=_remember)
+        elif rate.is_known:  # those used last are remembered
+            _remember(rate)
+    return rate
 
 
-os.register_at_fork(after_in_child=_rate_of.cache_clear)
+os.register_at_fork(after_in_child=_rates.clear)
+os.register_at_fork(after_in_child=_remember.cache_clear)
 
 
 @attrs.frozen(kw_only=True)
@@ -94,8 +109,7 @@ class SlowPathAlarm:
         if expected is not None and claim is not None:
             claim = attrs.evolve(claim, gb_per_s=expected) if expected else None
         remote = self.agreement.remote
-        with _rates_lock:  # of two pipes that open at the same time
-            rate = _rate_of(remote.engine_id or str(remote.identity), self.transport, self.device, claim)
+        rate = _rate_of(remote.engine_id or str(remote.identity), self.transport, self.device, claim)
         measured = report.measured_gb_per_s
         if measured is not None and claim is not None and measured * CLAIM_FACTOR < claim.gb_per_s:
             at_once = SlowRate(gb_per_s=measured, expected_gb_per_s=claim.gb_per_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -69,9 +70,9 @@ def take(pipe: Pipe) -> None:
 
 
 @contextmanager
-def taken(ours: Config) -> Iterator[Any]:
+def taken(ours: Config, theirs: Config | None = None) -> Iterator[Any]:
     """A pipe whose other end takes everything."""
-    pipe, other = pair(ours)
+    pipe, other = pair(ours, theirs)
     taking = Call(lambda: take(other))
     yield pipe
     pipe.close()
@@ -89,7 +90,8 @@ def send(pipe: Pipe, count: int) -> None:
 
 
 def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) -> None:
-    with taken(config(rule=SLOW)) as pipe:
+    peer = config()
+    with taken(config(rule=SLOW), peer) as pipe:
         send(pipe, 40)
         snapshot = pipe.recorder.stats.snapshot()
     (text,) = warned()
@@ -103,6 +105,11 @@ def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) ->
     ):
         assert re.search(part, text), text
     assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {})
+    del pipe
+    gc.collect()
+    with taken(config(rule=SLOW), peer) as pipe:
+        send(pipe, 16)
+    assert len(warned()) == 1, "the same peer, by another pipe"
     with taken(config(rule=SLOW, slow_path="off")) as pipe:
         send(pipe, 25)
     assert len(warned()) == 1, "switched off, nothing is said"
