@@ -127,7 +127,8 @@ class StoreRecorder:
 
     def __init__(self, stats: TransferStats, watch: StoreWatch | None) -> None:
         """``watch``: measures; ``None``: what the store gives and takes is compared with nothing."""
-        self._stats = stats
+        self.stats = stats
+        """The figures of this store, and of others that share them."""
         self._watch = watch
 
     def refuses(self, op: StoreOp) -> bool:
@@ -156,9 +157,9 @@ class StoreRecorder:
                 if op == "lookup":
                     reason = None if result is Presence.HELD else "absent"
                 if reason is None:
-                    self._stats.record(op, page_nbytes, now - started, count=number)
+                    self.stats.record(op, page_nbytes, now - started, count=number)
                 else:
-                    self._stats.fail(op, reason, count=number)
+                    self.stats.fail(op, reason, count=number)
 
         job.add_done_callback(count)
         return job

@@ -52,7 +52,7 @@ def test_a_store_whose_network_becomes_slow_is_told_and_counted_once(
         count = 1 if slow_path == "off" else 4
         found = [PAGES.got(store, *NAMES) for _ in range(count)]
         counted: Any = store
-        snapshot = counted._stats.snapshot()
+        snapshot = counted.recorder.stats.snapshot()
     server.kill()
     said = [each.getMessage() for each in caplog.records if each.name == "kvplug.assembly.slow_path"]
     if slow_path == "off":
