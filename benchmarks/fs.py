@@ -33,7 +33,9 @@ from typing import Any
 import xxhash
 
 import kvplug
-from kvplug.transport import PageBuffers, PageRequest, Series, Store, foreign_key, opaque_format
+from kvplug.transport import PageBuffers, PageRequest, Series, Store
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import foreign_key
 from kvplug_fs.folder import Folder
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

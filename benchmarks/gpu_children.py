@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import kvplug
 import kvplug.engine
 import kvplug.transport
+from kvplug.transport.store.keys import foreign_key
 from kvplug_bench.content import check, content, stamp
 from kvplug_bench.device import TimedDevice, open_device
 from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, Rendezvous
@@ -221,7 +222,7 @@ def staged(parent: peers.Parent, device: str, layers: int, tokens: int, times: i
             identities = [name + b" %d" % index for index in range(count)]
             views = kvplug.engine.page_views(caches, layout)
             memory = kvplug.transport.PageBlocks(form, views, ids, 0, count)
-            keys = [kvplug.transport.foreign_key(b"benchmark", identity) for identity in identities]
+            keys = [foreign_key(b"benchmark", identity) for identity in identities]
             return kvplug.transport.PageRequest(
                 series=series, keys=keys, identities=identities, memory=memory
             )

@@ -31,7 +31,9 @@ import xxhash
 from fs import machine, quartiles, seconds, size
 
 import kvplug
-from kvplug.transport import PageBuffers, PageRequest, Series, Store, foreign_key, opaque_format
+from kvplug.transport import PageBuffers, PageRequest, Series, Store
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import foreign_key
 
 ROUTES = {"mapped": {}, "over shm": {"transport": "shm"}, "over cpu": {"transport": "cpu"}}
 PROGRAM = (sys.executable, "-c", "from kvplug.cli.main import main; main()")

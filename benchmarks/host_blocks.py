@@ -47,8 +47,9 @@ from kvplug.engine import (
     page_format_of,
     page_views,
 )
-from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store, foreign_key
+from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store
 from kvplug.transport.store.copy import library
+from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.save import Saver, Tier

@@ -30,7 +30,9 @@ import xxhash
 from fs import cells, in_turns, machine, size
 from host import opened
 
-from kvplug.transport import PageBuffers, PageRequest, Series, foreign_key, opaque_format
+from kvplug.transport import PageBuffers, PageRequest, Series
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import foreign_key
 
 LANES = 4
 SEGMENT = 1 << 30

@@ -31,7 +31,9 @@ import numpy
 from fs import cells, in_turns, machine, size
 from host import opened
 
-from kvplug.transport import PageBuffers, PageRequest, Series, foreign_key, opaque_format
+from kvplug.transport import PageBuffers, PageRequest, Series
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import foreign_key
 from kvplug_nixl.library import nixl
 
 TRANSFERS = 4

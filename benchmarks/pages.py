@@ -32,16 +32,9 @@ from typing import Any
 
 import kvplug
 from kvplug.engine import Request, RequestEnd
-from kvplug.transport import (
-    ChainMemo,
-    PageBuffers,
-    PageRequest,
-    Series,
-    chain_root,
-    chains_of,
-    opaque_format,
-    token_identities,
-)
+from kvplug.transport import ChainMemo, PageBuffers, PageRequest, Series, chain_root, chains_of
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import token_identities
 from kvplug.transport.token_ids import pack_tokens
 from kvplug_testing.engine import FakeEngine, request_of
 

@@ -17,19 +17,14 @@ from kvplug.assembly.connector import (
     required_layout as required_layout,
 )
 from kvplug.assembly.pipes import (
-    PipeServer as PipeServer,
-    build_pipe_endpoint as build_pipe_endpoint,
     connect_pipe as connect_pipe,
     listen_pipe as listen_pipe,
 )
 from kvplug.assembly.registry import (
-    PluginInfo as PluginInfo,
     Registry as Registry,
 )
 from kvplug.assembly.stores import (
-    StoreServer as StoreServer,
     build_store as build_store,
-    serve_store as serve_store,
 )
 from kvplug.cli.duration import (
     Duration as Duration,

@@ -10,7 +10,8 @@ from typing import Any
 
 import kvplug
 from kvplug.engine import Request, TransferStats
-from kvplug.transport import Deadline, PageBuffers, PageRequest, foreign_key
+from kvplug.transport import Deadline, PageBuffers, PageRequest
+from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.matching import Matcher
 from kvplug_lookup.connector.peers import PeerStore
 from kvplug_lookup.connector.replica import Replica

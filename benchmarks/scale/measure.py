@@ -31,10 +31,10 @@ from kvplug.transport import (
     PageRequest,
     Series,
     Store,
-    foreign_key,
-    opaque_format,
     page_event_to_plain,
 )
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.publisher import encode_batch
 from kvplug_testing import peers
 from scale.children import CHILDREN, PAGE_TOKENS

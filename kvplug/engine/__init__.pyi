@@ -14,7 +14,6 @@ from kvplug.engine.connector.values import (
     BlocksStored as BlocksStored,
     CacheEvent as CacheEvent,
     CacheGroup as CacheGroup,
-    CopyBlocks as CopyBlocks,
     KVCacheConfig as KVCacheConfig,
     Parallelism as Parallelism,
     Plain as Plain,
@@ -32,7 +31,6 @@ from kvplug.engine.context import (
     ConnectorContext as ConnectorContext,
     PeerLink as PeerLink,
     Peers as Peers,
-    PeerServer as PeerServer,
 )
 from kvplug.engine.layout import (
     KVLayout as KVLayout,
@@ -45,55 +43,35 @@ from kvplug.engine.layout import (
 )
 from kvplug.engine.members import (
     Engine as Engine,
-    Members as Members,
 )
 from kvplug.engine.page_cache import (
     FlatPage as FlatPage,
-    PageCache as PageCache,
 )
 from kvplug.errors import (
     EntryGoneError as EntryGoneError,
     LayoutError as LayoutError,
     LentError as LentError,
     StalledError as StalledError,
-    UnknownConnectorError as UnknownConnectorError,
-)
-from kvplug.metrics.prometheus import (
-    prometheus_sinks as prometheus_sinks,
 )
 from kvplug.metrics.reasons import (
     reason_of as reason_of,
 )
 from kvplug.metrics.sinks import (
     HookSink as HookSink,
-    LogSink as LogSink,
     Sink as Sink,
 )
 from kvplug.metrics.stats import (
     TransferStats as TransferStats,
-)
-from kvplug.negotiation.agreement import (
-    Agreement as Agreement,
-    agree as agree,
 )
 from kvplug.negotiation.checkpoint import (
     adapter_fingerprint as adapter_fingerprint,
     checkpoint_files as checkpoint_files,
     checkpoint_fingerprint as checkpoint_fingerprint,
 )
-from kvplug.negotiation.hello import (
-    EngineFacts as EngineFacts,
-    Hello as Hello,
-)
 from kvplug.negotiation.model import (
     ModelInfo as ModelInfo,
     positions_of as positions_of,
     unknown_weights as unknown_weights,
-)
-from kvplug.negotiation.select import (
-    Candidate as Candidate,
-    Offer as Offer,
-    Selection as Selection,
 )
 from kvplug.transport.spec import (
     CommandSpec as CommandSpec,

@@ -17,9 +17,13 @@ from kvplug.assembly.resolve import (
 )
 from kvplug.assembly.stores import (
     PURPOSE as PURPOSE,
+    StoreServer as StoreServer,
 )
 from kvplug.cli.completion import (
     plugins as plugins,
+)
+from kvplug.config import (
+    describe_options as describe_options,
 )
 from kvplug.config.addresses import (
     parse_contact as parse_contact,
@@ -32,6 +36,10 @@ from kvplug.config.options import (
 )
 from kvplug.door import (
     Door as Door,
+)
+from kvplug.errors import (
+    CancelledError as CancelledError,
+    UnknownTransportError as UnknownTransportError,
 )
 from kvplug.metrics.rate import (
     host_load as host_load,
@@ -48,6 +56,9 @@ from kvplug.net.trust.challenge import (
     OPENING_SIZE as OPENING_SIZE,
     PROOF_SIZE as PROOF_SIZE,
     REPLY_SIZE as REPLY_SIZE,
+)
+from kvplug.net.trust.credentials import (
+    Secret as Secret,
 )
 from kvplug.net.trust.identity import (
     IDENTITY_SIZE as IDENTITY_SIZE,
@@ -75,6 +86,17 @@ from kvplug.transport.spec import (
 )
 from kvplug.transport.store.events import (
     SERIES_BYTES as SERIES_BYTES,
+)
+from kvplug.transport.store.executor import (
+    ExecutedStore as ExecutedStore,
+)
+from kvplug.transport.store.format import (
+    Part as Part,
+    opaque_format as opaque_format,
+)
+from kvplug.transport.store.keys import (
+    foreign_key as foreign_key,
+    token_identities as token_identities,
 )
 from kvplug.transport.store.staging.memory import (
     PinnedMemory as PinnedMemory,

@@ -1,9 +1,7 @@
 # What this door shows, and from where: for type checkers, and read by kvplug.door.
 
 from kvplug.config import (
-    OptionRow as OptionRow,
     check_options as check_options,
-    describe_options as describe_options,
     option as option,
 )
 from kvplug.config.addresses import (
@@ -15,14 +13,9 @@ from kvplug.config.addresses import (
 )
 from kvplug.errors import (
     AddressInUseError as AddressInUseError,
-    AmbiguousNameError as AmbiguousNameError,
     BusyError as BusyError,
-    CancelledError as CancelledError,
     InsecureAddressError as InsecureAddressError,
-    PluginLoadError as PluginLoadError,
     TensorMismatchError as TensorMismatchError,
-    UnknownNameError as UnknownNameError,
-    UnknownTransportError as UnknownTransportError,
     WireError as WireError,
 )
 from kvplug.net.affinity import (
@@ -30,7 +23,6 @@ from kvplug.net.affinity import (
 )
 from kvplug.net.checksum import (
     digest as digest,
-    verify as verify,
 )
 from kvplug.net.deadline import (
     DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
@@ -97,12 +89,10 @@ from kvplug.net.trust.connection import (
     Connection as Connection,
     decline as decline,
     dial as dial,
-    dial_until as dial_until,
     raise_if_declined as raise_if_declined,
 )
 from kvplug.net.trust.credentials import (
     Credentials as Credentials,
-    Secret as Secret,
 )
 from kvplug.net.trust.identity import (
     PeerIdentity as PeerIdentity,
@@ -124,15 +114,12 @@ from kvplug.transport.block_views import (
 from kvplug.transport.capabilities import (
     Capabilities as Capabilities,
     Cost as Cost,
-    Requirements as Requirements,
 )
 from kvplug.transport.communicator import (
-    All2AllManager as All2AllManager,
     CommunicatorContext as CommunicatorContext,
     DeviceCommunicator as DeviceCommunicator,
     RecvOp as RecvOp,
     SendOp as SendOp,
-    TokenSplit as TokenSplit,
 )
 from kvplug.transport.directory import (
     Directory as Directory,
@@ -172,7 +159,6 @@ from kvplug.transport.group.mesh import (
     Mesh as Mesh,
 )
 from kvplug.transport.hookspecs import (
-    PLUGIN_API as PLUGIN_API,
     hookimpl as hookimpl,
 )
 from kvplug.transport.lookup import (
@@ -233,13 +219,8 @@ from kvplug.transport.store.events import (
     page_event_from_plain as page_event_from_plain,
     page_event_to_plain as page_event_to_plain,
 )
-from kvplug.transport.store.executor import (
-    ExecutedStore as ExecutedStore,
-)
 from kvplug.transport.store.format import (
     PageFormat as PageFormat,
-    Part as Part,
-    opaque_format as opaque_format,
 )
 from kvplug.transport.store.header import (
     PageSeal as PageSeal,
@@ -254,9 +235,7 @@ from kvplug.transport.store.keys import (
     Series as Series,
     chain_root as chain_root,
     chains_of as chains_of,
-    foreign_key as foreign_key,
     next_chain as next_chain,
-    token_identities as token_identities,
     token_identity as token_identity,
 )
 from kvplug.transport.store.memory import (

@@ -111,7 +111,7 @@ def _lines_of(path: str, value: Any, public: Mapping[type, str]) -> Iterator[tup
         yield path, "function", _signature(value)
     elif isinstance(value, VALUES):
         yield path, "constant", repr(value)
-    elif isinstance(value, pluggy.HookimplMarker) or path.endswith(".PLUGIN_API"):
+    elif isinstance(value, pluggy.HookimplMarker):
         yield path, "constant", ""
     else:
         yield path, "constant", type(value).__name__ if isinstance(value, enum.Enum) else ""

@@ -23,26 +23,10 @@ from kvplug import (
     listen_pipe,
 )
 from kvplug.assembly import builtin
-from kvplug.engine import (
-    ConnectorSpec,
-    KVCacheConfig,
-    KVLayout,
-    ModelInfo,
-    UnknownConnectorError,
-)
+from kvplug.engine import ConnectorSpec, KVCacheConfig, KVLayout, ModelInfo
 from kvplug.engine.connector.values import CacheGroup
-from kvplug.errors import InsecureAddressError
-from kvplug.transport import (
-    Capabilities,
-    Cost,
-    Kind,
-    Pipe,
-    PipeEndpoint,
-    Probe,
-    TransportSpec,
-    UnknownTransportError,
-    hookimpl,
-)
+from kvplug.errors import InsecureAddressError, UnknownConnectorError, UnknownTransportError
+from kvplug.transport import Capabilities, Cost, Kind, Pipe, PipeEndpoint, Probe, TransportSpec, hookimpl
 from kvplug_testing.memory.options import MemoryPipeOptions
 from kvplug_testing.memory.pipe import MemoryEndpoint
 from kvplug_testing.waits import until

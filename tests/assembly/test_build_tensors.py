@@ -17,7 +17,7 @@ from kvplug import (
     build_lookup,
     build_queue,
 )
-from kvplug.transport import UnknownTransportError
+from kvplug.errors import UnknownTransportError
 from kvplug_testing.memory.communicator import MemoryCommunicator  # no two threads may parse it
 from kvplug_testing.sources import module_at
 from kvplug_testing.waits import Call

@@ -14,10 +14,11 @@ from kvplug import Config, ConfigError, TimeoutError, check_config
 from kvplug.assembly.members import Announcement, DirectoryMembers, fingerprint_of
 from kvplug.assembly.resolve import EPOCH
 from kvplug.engine import Engine, ModelInfo
+from kvplug.errors import UnknownNameError
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.credentials import Credentials, Secret
-from kvplug.transport import Directory, UnknownNameError
+from kvplug.transport import Directory
 from kvplug_testing import waits
 
 MODEL = ModelInfo(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", weights="w")

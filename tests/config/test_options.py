@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug import ConfigError
-from kvplug.config import parse_bytes
+from kvplug.config import OptionRow, check_options, describe_options, parse_bytes
 from kvplug.config.units import format_bytes
-from kvplug.transport import OptionRow, check_options, describe_options, option
+from kvplug.transport import option
 
 
 class Colour(enum.Enum):

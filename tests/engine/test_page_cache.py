@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from kvplug import Config, ConfigError, build_page_cache
-from kvplug.engine import FlatPage, PageCache
-from kvplug.transport import BlockingStore, ExecutedStore, MissReason, PageSeal, Presence, PutReason
+from kvplug.engine import FlatPage
+from kvplug.engine.page_cache import PageCache
+from kvplug.transport import BlockingStore, MissReason, PageSeal, Presence, PutReason
+from kvplug.transport.store.executor import ExecutedStore
 from kvplug_testing.memory.store import PagePlace
 
 pytestmark = pytest.mark.timeout(30)

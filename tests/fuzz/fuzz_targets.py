@@ -26,10 +26,10 @@ from kvplug.transport import (
     PagesStored,
     QueueHandle,
     Series,
-    opaque_format,
     page_event_from_plain,
     page_event_to_plain,
 )
+from kvplug.transport.store.format import opaque_format
 
 Targets = Mapping[str, tuple[Target, Sequence[bytes]]]
 _SERIES = Series(opaque_format(64), b"rank 0", PageSeal().id)

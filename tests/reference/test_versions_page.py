@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvplug.net.trust import challenge
 from kvplug.net.wire import frames
-from kvplug.transport import PLUGIN_API
+from kvplug.transport.hookspecs import PLUGIN_API
 from kvplug.transport.store import format as page_format, header
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,7 @@ import attrs
 import pytest
 
 from kvplug import Registry
-from kvplug.engine import Offer
-from kvplug.negotiation.select import select
+from kvplug.negotiation.select import Offer, select
 from kvplug.transport import Kind, Probe
 from kvplug.transport.capabilities import Requirements
 

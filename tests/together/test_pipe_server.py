@@ -20,7 +20,6 @@ from kvplug import (
     HandshakeError,
     KvplugError,
     PeerGoneError,
-    PipeServer,
     TimeoutError,
     TransportError,
     connect_pipe,
@@ -29,7 +28,7 @@ from kvplug import (
 from kvplug.assembly import links as links_of_peers
 from kvplug.assembly.links import ControlLink
 from kvplug.assembly.peers import ControlPeers
-from kvplug.assembly.pipes import _link_settings, _resolve
+from kvplug.assembly.pipes import PipeServer, _link_settings, _resolve
 from kvplug.transport import Pipe
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, raises, until

@@ -10,7 +10,8 @@ import pytest
 
 from kvplug import PluginError
 from kvplug.engine import CommandSpec, ConnectorSpec
-from kvplug.transport import Kind, PluginLoadError, TransportSpec
+from kvplug.errors import PluginLoadError
+from kvplug.transport import Kind, TransportSpec
 
 KINDS = "allowed is pipe, queue, lookup_buffer or communicator"
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug import ConfigError
-from kvplug.transport import TensorMismatchError, TokenSplit
+from kvplug.transport import TensorMismatchError
+from kvplug.transport.communicator import TokenSplit
 from kvplug.transport.communicator.experts import width_of
 
 

@@ -101,7 +101,7 @@ class SchedulerConnector(abc.ABC):
 
         The default exports every figure of TransferStats. ``registry`` is a
         ``prometheus_client.CollectorRegistry``; ``None`` is the global one. ``counter`` is the engine's
-        own class of counters, where it wraps Prometheus; see :func:`kvplug.engine.prometheus_sinks`.
+        own class of counters, where it wraps Prometheus.
         """
         from kvplug.metrics.prometheus import prometheus_sinks
 

@@ -13,14 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvplug import ConfigError, PeerGoneError, Registry
-from kvplug.transport import (
-    AmbiguousNameError,
-    Capabilities,
-    Probe,
-    TransportSpec,
-    UnknownTransportError,
-    hookimpl,
-)
+from kvplug.errors import AmbiguousNameError, UnknownTransportError
+from kvplug.transport import Capabilities, Probe, TransportSpec, hookimpl
 from kvplug_bench import rounds
 from kvplug_bench.candidate import MEMCPY, Candidate, baseline
 from kvplug_bench.choice import transports

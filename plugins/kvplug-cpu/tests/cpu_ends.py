@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from kvplug.transport import Connection, Credentials, Deadline, PipeContext, Secret, dial
+from kvplug.net.trust.credentials import Secret
+from kvplug.transport import Connection, Credentials, Deadline, PipeContext, dial
 from kvplug_cpu.contact import CpuContact
 from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.join import CONTROL, PURPOSE, Join

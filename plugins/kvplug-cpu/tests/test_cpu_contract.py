@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from kvplug.transport import Credentials, PipeContext, PipeEndpoint, Secret
+from kvplug.net.trust.credentials import Secret
+from kvplug.transport import Credentials, PipeContext, PipeEndpoint
 from kvplug_testing import PipeContract
 
 

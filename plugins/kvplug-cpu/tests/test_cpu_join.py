@@ -9,7 +9,8 @@ import pytest
 
 from cpu_ends import make_endpoint
 from kvplug import ConfigError, TransportError
-from kvplug.transport import Credentials, InsecureAddressError, Secret, WireError
+from kvplug.net.trust.credentials import Secret
+from kvplug.transport import Credentials, InsecureAddressError, WireError
 from kvplug_cpu.contact import CpuContact
 from kvplug_testing.resources import Resources
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from folders import open_store
-from kvplug.transport import ExecutedStore, PageSeal
+from kvplug.transport import PageSeal
+from kvplug.transport.store.executor import ExecutedStore
 
 
 @pytest.fixture

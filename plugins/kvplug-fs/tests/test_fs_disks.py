@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from folders import aside_in, key_of, open_store, page_of, page_path, read, used_in, write
-from kvplug.transport import ExecutedStore, MissReason, PageSeal, Presence, PutReason
+from kvplug.transport import MissReason, PageSeal, Presence, PutReason
+from kvplug.transport.store.executor import ExecutedStore
 from kvplug_fs.folder import cost_of
 from kvplug_testing import peers
 from kvplug_testing.contract.store.calls import ended, got, kept, put

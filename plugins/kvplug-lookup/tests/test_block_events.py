@@ -8,7 +8,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from kvplug.transport import PageEvent, PageEventLog, PageRemoval, Series, opaque_format
+from kvplug.transport import PageEvent, PageEventLog, PageRemoval, Series
+from kvplug.transport.store.format import opaque_format
 from kvplug_lookup.connector import block_events
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_testing.engine import request_of

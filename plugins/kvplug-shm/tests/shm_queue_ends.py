@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvplug import KvplugError
-from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, Secret, dial
+from kvplug.net.trust.credentials import Secret
+from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, dial
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport import Credentials, QueueEndpoint, Secret
+from kvplug.net.trust.credentials import Secret
+from kvplug.transport import Credentials, QueueEndpoint
 from kvplug_testing import MessageQueueContract
 
 SECRET = Credentials(Secret("a secret that these tests share"))

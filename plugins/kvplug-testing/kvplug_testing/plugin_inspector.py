@@ -90,7 +90,7 @@ class _Inspector:
 
     def look_at(self, spec: Any) -> None:
         """Check what an operator sees of it: its summary, options, probe and claims."""
-        from kvplug.transport import describe_options
+        from kvplug.kit import describe_options
 
         of = _of(spec)
         if not spec.summary.strip():

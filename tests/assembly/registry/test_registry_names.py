@@ -13,15 +13,8 @@ from kvplug import ConfigError, Registry
 from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import name_faults, options_of
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.transport import (
-    AmbiguousNameError,
-    Kind,
-    PluginLoadError,
-    TransportSpec,
-    UnknownNameError,
-    UnknownTransportError,
-    hookimpl,
-)
+from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError, UnknownTransportError
+from kvplug.transport import Kind, TransportSpec, hookimpl
 
 
 def transport(name: str, kind: str = "pipe", **more: Any) -> TransportSpec:

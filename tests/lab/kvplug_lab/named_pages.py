@@ -11,17 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug.transport import (
-    BlockingStore,
-    MissReason,
-    PageBuffers,
-    PageRequest,
-    PutReason,
-    Series,
-    Store,
-    foreign_key,
-    opaque_format,
-)
+from kvplug.transport import BlockingStore, MissReason, PageBuffers, PageRequest, PutReason, Series, Store
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import foreign_key
 
 _PATIENCE_S = 30.0
 

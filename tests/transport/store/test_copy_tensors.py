@@ -22,12 +22,11 @@ from kvplug.transport import (
     PageMemory,
     PageRows,
     PageSeal,
-    Part,
     RowGenerations,
     Series,
 )
 from kvplug.transport.store.copy import library
-from kvplug.transport.store.format import pieces_format
+from kvplug.transport.store.format import Part, pieces_format
 from kvplug.transport.store.memory import PagePieces
 
 LAYERS, BLOCKS, HEADS, SIZE = 3, 8, 2, 4

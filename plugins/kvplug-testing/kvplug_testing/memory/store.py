@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from kvplug import CapacityError
-from kvplug.kit import SERIES_BYTES
+from kvplug.kit import SERIES_BYTES, ExecutedStore
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BlockingStore,
-    ExecutedStore,
     Job,
     PageEvent,
     PageEventLog,

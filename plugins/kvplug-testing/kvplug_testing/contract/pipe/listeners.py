@@ -18,7 +18,8 @@ from typing import Any, Final
 import pytest
 
 from kvplug import AuthenticationError, PeerGoneError, TimeoutError
-from kvplug.transport import Credentials, Pipe, PipeListener, Secret, WireError
+from kvplug.kit import Secret
+from kvplug.transport import Credentials, Pipe, PipeListener, WireError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

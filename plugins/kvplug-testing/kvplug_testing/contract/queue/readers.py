@@ -14,7 +14,8 @@ from typing import Any, Final
 import pytest
 
 from kvplug import PeerGoneError, TimeoutError
-from kvplug.transport import CancelledError, MessageQueue
+from kvplug.kit import CancelledError
+from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

@@ -10,8 +10,8 @@ from functools import partial
 import attrs
 import pytest
 
-from kvplug.kit import DTYPES
-from kvplug.transport import MissReason, PageFormat, PageSeal, Part, Store
+from kvplug.kit import DTYPES, Part
+from kvplug.transport import MissReason, PageFormat, PageSeal, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.calls import ended, got, got_or_missed, held, kept, missed

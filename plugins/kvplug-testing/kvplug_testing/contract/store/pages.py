@@ -10,6 +10,7 @@ from typing import Self
 
 import attrs
 
+from kvplug.kit import Part, foreign_key, opaque_format, token_identities
 from kvplug.transport import (
     MissReason,
     PageBuffers,
@@ -18,13 +19,9 @@ from kvplug.transport import (
     PageRequest,
     PageRows,
     PageSeal,
-    Part,
     Series,
     chain_root,
     chains_of,
-    foreign_key,
-    opaque_format,
-    token_identities,
 )
 from kvplug_testing import waits
 

@@ -17,12 +17,19 @@ from unittest import mock
 import attrs
 import pytest
 
-from kvplug import Config, StoreServer, UnsupportedError
-from kvplug.kit import PURPOSE, ControlPeers, LinkSettings, ResolvedConfig, option_fields
+from kvplug import Config, UnsupportedError
+from kvplug.kit import (
+    PURPOSE,
+    ControlPeers,
+    ExecutedStore,
+    LinkSettings,
+    ResolvedConfig,
+    StoreServer,
+    option_fields,
+)
 from kvplug.transport import (
     BlockingStore,
     Credentials,
-    ExecutedStore,
     Kind,
     PageFormat,
     PageSeal,
