@@ -204,7 +204,7 @@ def test_an_answer_that_is_none_is_refused(writer: Any, answer: bytes) -> None:
 
 def test_a_message_larger_than_all_memory_is_refused_before_any_is_taken(queue: Any, memory_of: Any) -> None:
     """The pages of the ring that the writer has not used take no memory, however many it states."""
-    writer, (reader,) = queue(2, attached=1, options={"max_message_bytes": 1 << 45})
+    writer, (reader,) = queue(2, attached=1, options={"max_message_bytes": 1 << 44})
     writer.enqueue("value")
     ring = memory_of(writer, 1)
     with ring.get(0).head as view:
