@@ -125,10 +125,8 @@ from kvplug.transport.directory import (
     Directory as Directory,
     DirectoryContext as DirectoryContext,
 )
-from kvplug.transport.duplex.contact import (
-    Contact as Contact,
-)
 from kvplug.transport.duplex.endpoint import (
+    Contact as Contact,
     ContactEndpoint as ContactEndpoint,
     DuplexEndpoint as DuplexEndpoint,
 )
@@ -138,10 +136,6 @@ from kvplug.transport.duplex.join import (
     JoinStream as JoinStream,
     watch_peer as watch_peer,
 )
-from kvplug.transport.duplex.lifecycle import (
-    DescriptorGuard as DescriptorGuard,
-    Lifecycle as Lifecycle,
-)
 from kvplug.transport.duplex.partial import (
     INTERRUPTED as INTERRUPTED,
     MessageLimit as MessageLimit,
@@ -149,10 +143,10 @@ from kvplug.transport.duplex.partial import (
     mismatch as mismatch,
 )
 from kvplug.transport.duplex.pipe import (
+    DescriptorGuard as DescriptorGuard,
     DuplexPipe as DuplexPipe,
+    Lifecycle as Lifecycle,
     PipeSettings as PipeSettings,
-)
-from kvplug.transport.duplex.window import (
     SendWindow as SendWindow,
 )
 from kvplug.transport.group.mesh import (

@@ -1,21 +1,23 @@
-"""The life cycle of a pipe: the checks of every call, and what happens when the pipe ends."""
+"""A pipe between two processes: the checks of its calls, the window of its sender, and how it ends."""
 
 from __future__ import annotations
 
 import abc
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit, hold_at_exit
 from kvplug.transport.block_views import BlockViews
-from kvplug.transport.duplex.lifecycle import Lifecycle
 from kvplug.transport.duplex.partial import MessageLimit
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
 from kvplug.transport.pipe.blocks import nbytes_of_blocks
@@ -24,6 +26,259 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+
+class Lifecycle:
+    """Whether a pipe, for example, has ended, and why. The first reason is kept, but closing here replaces
+    it.
+
+    A forked child finds it closed.
+
+    >>> pipe = Lifecycle("the pipe to pid 7")
+    >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
+    (True, False)
+    >>> pipe.error()
+    PeerGoneError('the pipe to pid 7: it was killed')
+    """
+
+    CLOSED_BY_PEER = "the peer closed it"
+    """The reason of :meth:`lose_peer` where the peer has said so, and all that it sent was received."""
+
+    def __init__(self, what: str) -> None:
+        """``what`` names it in errors: "the pipe to pid 7"."""
+        self._what = what
+        self._lock = threading.Lock()
+        self._error: type[KvplugError] = KvplugError
+        self._reason = ""
+        self._closed = ""
+        close_after_fork(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here, or this is a forked child."""
+        return bool(self._closed)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ended in any way."""
+        return bool(self._closed or self._reason)
+
+    @property
+    def peer_lost(self) -> bool:
+        """Whether the peer ended it."""
+        return self._error is PeerGoneError
+
+    @property
+    def broken(self) -> bool:
+        """Whether the stream's position is lost: even messages that have arrived cannot be received."""
+        return self._error is TransportError
+
+    @property
+    def state(self) -> str:
+        """One of open, closed (here) and ended, for a ``repr``."""
+        return "closed" if self.closed else "ended" if self.ended else "open"
+
+    def close(self, reason: str) -> bool:
+        """It was closed here; False if it already was."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = reason
+            return True
+
+    def lose_peer(self, reason: str) -> bool:
+        """The peer is gone; False if it had ended before.
+
+        That it has said so counts more than that its connection ended, which may be seen first.
+        """
+        if reason == self.CLOSED_BY_PEER and self.peer_lost:
+            self._reason = reason
+        return self._end(PeerGoneError, reason)
+
+    def fail(self, reason: str) -> bool:
+        """The stream cannot be trusted any more; False if it had ended before."""
+        return self._end(TransportError, reason)
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = self._closed or "belongs to the process that this one was forked from"
+
+    def error(self) -> KvplugError:
+        """A fresh exception that says how it ended."""
+        if self._closed:
+            return ClosedError(f"{self._what} {self._closed}")
+        if self._reason:
+            error = self._error(f"{self._what}: {self._reason}")
+            if isinstance(error, PeerGoneError):
+                error.closed = self._reason == self.CLOSED_BY_PEER
+            return error
+        return PeerGoneError(f"{self._what}: the connection ended")
+
+    def _end(self, error: type[KvplugError], reason: str) -> bool:
+        with self._lock:
+            if self._reason:
+                return False
+            self._error, self._reason = error, reason
+            return True
+
+
+class DescriptorGuard:
+    """Counts the threads that use descriptors, and closes them when the last has left after the end.
+
+    A descriptor that is closed under a blocked call may be reused for another file, and the call continues
+    with that file. So ending a pipe shuts its sockets down, which wakes every thread, and the last thread to
+    leave closes them.
+
+    ``with guard:`` around a call that uses them; it raises what ``refusal`` makes once they are retired. In a
+    forked child they are closed at once.
+    """
+
+    def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
+        """``close`` must be idempotent: a forked child calls it also for what its parent had closed. A number
+        that is closed twice may be another file's by then.
+        """
+        self._close = close
+        self._refusal = refusal
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._over = False
+        self._closed = False
+        close_after_fork(self)
+
+    @property
+    def retired(self) -> bool:
+        """Whether no thread enters any more."""
+        return self._over
+
+    def enter(self) -> bool:
+        """Whether the descriptors may be used; if so, call :meth:`leave` afterwards."""
+        with self._lock:
+            if self._over:
+                return False
+            self._inside += 1
+            return True
+
+    def leave(self) -> None:
+        """The thread uses them no more."""
+        with self._lock:
+            self._inside -= 1
+        if self._over:
+            self._maybe_close()
+
+    def retire(self) -> None:
+        """No thread enters any more; close them when the last one has left. Idempotent."""
+        with self._lock:
+            self._over = True
+        self._maybe_close()
+
+    def _after_fork_in_child(self) -> None:
+        """Close them now, even if threads of the parent were inside."""
+        self._over = self._closed = True
+        self._close()
+
+    def __enter__(self) -> None:
+        if not self.enter():
+            raise self._refusal()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def _maybe_close(self) -> None:
+        with self._lock:
+            if not self._over or self._inside or self._closed:
+                return
+            self._closed = True
+        self._close()
+
+
+class SendWindow:
+    """Counts what was sent and is not yet taken, in bytes, and makes senders wait while that is too much.
+
+    An outbox has one, and uses its lock for what it queues as well. The lock is re-entrant: a signal's
+    handler may abort the pipe while its own thread is in here.
+    """
+
+    SMALLEST_COST: ClassVar[int] = 256
+    """The cost of an empty message, so that the number of messages in flight is bounded too."""
+
+    def __init__(self, *, limit: int, peer: str, lifecycle: Lifecycle) -> None:
+        """``limit`` is the option ``max_in_flight_bytes``."""
+        self.limit = limit
+        """Bytes that may be unsent."""
+        self.lock = threading.RLock()
+        """Guards the window, and the transport's own queue beside it."""
+        self.room = threading.Condition(self.lock)
+        """Notified when there may be room, and at the end."""
+        self.in_flight = 0
+        """Bytes that were sent and not yet taken, each message at its cost."""
+        self.ended = False
+        """Nothing is sent any more. Set by :meth:`end`."""
+        self._peer = peer
+        self._lifecycle = lifecycle
+
+    @property
+    def held(self) -> int:
+        """Bytes that count against the limit."""
+        return self.in_flight
+
+    def cost(self, nbytes: int) -> int:
+        """The cost of a message of ``nbytes`` bytes."""
+        return max(self.SMALLEST_COST, nbytes)
+
+    def wait_for_room(self, nbytes: int, deadline: Deadline) -> None:
+        """Return when a message of ``nbytes`` may be added. Call it with the lock, which is released
+        meanwhile.
+
+        One message larger than the limit passes alone.
+
+        Raises:
+            TimeoutError: there was no room in time.
+            KvplugError: the pipe has ended, and how.
+        """
+        cost = self.cost(nbytes)
+        while True:
+            if self._lifecycle.ended or self.ended:
+                raise self._lifecycle.error()
+            held = self.held
+            if not held or held + cost <= self.limit:
+                return
+            if not self._wait(cost, deadline) and deadline.expired:
+                raise TimeoutError(
+                    f"{self._peer} has not taken the {held} bytes that are queued for it;"
+                    f" there was no room for {nbytes} more (max_in_flight_bytes is"
+                    f" {self.limit}), and nothing was queued"
+                )
+
+    def add(self, cost: int) -> None:
+        """A message was queued. With the lock."""
+        self.in_flight += cost
+
+    def settle(self, cost: int) -> None:
+        """A message was taken, or is not sent after all. With the lock."""
+        self.in_flight -= cost
+        self.room.notify_all()
+
+    def drain(self, deadline: Deadline) -> bool:
+        """Refuse senders that wait for room, then wait until nothing is in flight.
+
+        The pipe was closed before. Returns False at the deadline, and when sending has ended otherwise.
+        """
+        with self.lock:
+            self.room.notify_all()
+            while self.in_flight and not self.ended:
+                if not self.room.wait(deadline.remaining()) and deadline.expired:
+                    return False
+            return not self.ended
+
+    def end(self) -> None:
+        """Nothing is sent any more; threads that wait are woken. With the lock."""
+        self.ended = True
+        self.room.notify_all()
+
+    def _wait(self, cost: int, deadline: Deadline) -> bool:
+        """Whether something changed before the deadline."""
+        return self.room.wait(deadline.remaining())
 
 
 @attrs.frozen(kw_only=True)

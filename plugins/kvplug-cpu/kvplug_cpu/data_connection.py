@@ -1,5 +1,12 @@
 """One data connection of a pipe: a blocking stream socket, with non-blocking calls where needed.
 
+    connection 0:  header (16 bytes) | meta | tensor bytes, or the first part of them
+    connection k:                             the k-th part of a split tensor
+
+The header's length counts everything after it, on all connections. A tensor is split over all of them when
+the header's flag says so; both ends compute the parts from its size and the number of connections. GOODBYE is
+the last thing on connection 0 of a pipe that was closed politely.
+
 Whole buffers are handed to the kernel in blocking calls, one thread per connection and direction. Measured
 against non-blocking sockets with ``poll`` this is a third to a half faster: the kernel lets sender and
 receiver alternate on one core while the bytes are still in its cache. Python drops the interpreter lock
@@ -17,6 +24,9 @@ from collections.abc import Sequence
 
 from kvplug.transport import Deadline
 
+SPLIT = 1
+"""Flag: the tensor's bytes are spread over all data connections."""
+_PAGE = 4096
 _NOT_NOW = socket.MSG_DONTWAIT
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _SIOCOUTQ = 0x5411
@@ -156,3 +166,9 @@ class DataConnection:
         timeval = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self._receive_limited = True
+
+
+def parts(nbytes: int, count: int) -> list[tuple[int, int]]:
+    """(start, stop) of each connection's part of a split tensor: whole pages, as even as possible."""
+    share = -(-nbytes // (count * _PAGE)) * _PAGE
+    return [(min(k * share, nbytes), min((k + 1) * share, nbytes)) for k in range(count)]

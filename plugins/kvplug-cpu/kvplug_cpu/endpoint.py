@@ -1,9 +1,10 @@
-"""The factory of the pipe "cpu": where to listen, and how to connect."""
+"""The factory of the pipe "cpu": its contact, where to listen, and how to connect."""
 
 from __future__ import annotations
 
 from kvplug import ConfigError
 from kvplug.transport import (
+    Contact,
     ContactEndpoint,
     Deadline,
     Listener,
@@ -14,10 +15,20 @@ from kvplug.transport import (
     unix_address,
 )
 from kvplug_cpu import join
-from kvplug_cpu.contact import CpuContact
-from kvplug_cpu.listener import CpuListener
 from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import CpuPipeSettings
+
+
+class CpuContact(Contact):
+    """``cpu1 <domain> <address> [<address> ...]``."""
+
+    NAME = "cpu"
+    TRANSPORT = "cpu"
+    MAX_ADDRESSES = 4
+    UNREACHABLE = (
+        "the peer listens on an abstract Unix socket of another host or network namespace; set its"
+        " option socket to 'tcp' and its host to an address that can be reached from here"
+    )
 
 
 class CpuEndpoint(ContactEndpoint):
@@ -53,7 +64,7 @@ class CpuEndpoint(ContactEndpoint):
         return ["unix:"] if kind == "unix" else [tcp]
 
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:
-        return CpuListener(
+        return join.CpuListener(
             listeners, contact, max_connections=self._options.connections, settings=self._settings
         )
 

@@ -24,9 +24,8 @@ from kvplug.transport import (
     PartialMessage,
     WireError,
 )
-from kvplug_cpu.data_connection import DataConnection
+from kvplug_cpu.data_connection import SPLIT, DataConnection, parts
 from kvplug_cpu.memory import fresh
-from kvplug_cpu.message import SPLIT, parts
 
 if TYPE_CHECKING:
     from torch import Tensor

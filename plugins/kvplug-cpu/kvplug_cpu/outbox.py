@@ -10,7 +10,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from kvplug.net.wire.messages import NONE, tensor_prefix
+from kvplug.net.wire.tensors import memory_of
 from kvplug.transport import (
     INTERRUPTED,
     BackgroundThread,
@@ -20,36 +23,33 @@ from kvplug.transport import (
     SendWindow,
     Transfer,
 )
-from kvplug_cpu.data_connection import DataConnection
-from kvplug_cpu.message import Content, parts
+from kvplug_cpu.data_connection import SPLIT, DataConnection, parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BATCH_BYTES = 256 * 1024
 _BATCH_VIEWS = 64
 
 
 class _Message:
-    __slots__ = ("content", "cost", "shares_left", "transfer")
+    __slots__ = ("cost", "shares_left", "transfer")
 
-    def __init__(self, content: Content, shares: int, cost: int) -> None:
-        self.content: Content | None = content
+    def __init__(self, nbytes: int, shares: int, cost: int) -> None:
         self.cost = cost
         self.shares_left = shares
-        self.transfer = Transfer(len(content.memory))
+        self.transfer = Transfer(nbytes)
 
 
 class _Share:
-    """The part of one message that goes over one data connection."""
+    """The part of one message that goes over one data connection. Its views keep the tensor alive."""
 
     __slots__ = ("message", "nbytes", "views")
 
-    def __init__(self, message: _Message, view: memoryview) -> None:
+    def __init__(self, message: _Message, views: list[memoryview]) -> None:
         self.message = message
-        self.nbytes = len(view)
-        self.views = [view] if len(view) else []
-
-    def announce(self, prefix: bytes) -> None:
-        self.views.insert(0, memoryview(prefix))
-        self.nbytes += len(prefix)
+        self.views = [view for view in views if len(view)]
+        self.nbytes = sum(map(len, self.views))
 
     def advance(self, sent: int) -> None:
         self.nbytes -= sent
@@ -80,12 +80,14 @@ class Outbox:
         *,
         peer: str,
         limit: int,
+        split_bytes: int,
         lifecycle: Lifecycle,
         descriptors: DescriptorGuard,
         lost: Callable[[str], None],
         fail: Callable[[str], None],
         stop: Callable[[], None],
     ) -> None:
+        self._split_bytes = split_bytes
         self._lifecycle = lifecycle
         self._descriptors = descriptors
         self._lost = lost
@@ -95,15 +97,20 @@ class Outbox:
         self._lock = self._window.lock
         self._queues = [_Queue(each, self._lock) for each in connections]
 
-    def send(self, content: Content, deadline: Deadline) -> Transfer:
+    def send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
-        bounds = [(0, len(content.memory))]
-        if content.split:
-            bounds = parts(len(content.memory), len(self._queues))
-        nbytes = len(content.memory)
-        message = _Message(content, len(bounds), self._window.cost(nbytes))
-        shares = [_Share(message, content.memory[a:b]) for a, b in bounds]
-        shares[0].announce(content.prefix)
+        memory, nbytes, prefix = memoryview(b""), 0, NONE
+        bounds = [(0, 0)]
+        if tensor is not None:
+            memory = memory_of(tensor)
+            nbytes = len(memory)
+            split = nbytes >= self._split_bytes
+            prefix = tensor_prefix(tensor.dtype, tensor.shape, nbytes, SPLIT if split else 0)
+            bounds = parts(nbytes, len(self._queues)) if split else [(0, nbytes)]
+        message = _Message(nbytes, len(bounds), self._window.cost(nbytes))
+        views = [[memory[start:stop]] for start, stop in bounds]
+        views[0].insert(0, memoryview(prefix))
+        shares = [_Share(message, each) for each in views]
         with self._lock:
             self._window.wait_for_room(nbytes, deadline)
             self._window.add(message.cost)
@@ -130,7 +137,7 @@ class Outbox:
                         self._wake(queue)
                 done, ended = message.shares_left == 0, self._window.ended
                 if done:
-                    self._settle(message)
+                    self._window.settle(message.cost)
         except BaseException as e:
             # For example, no thread could be started. A part of the message may be sent, and the rest will
             # not be.
@@ -160,7 +167,6 @@ class Outbox:
                 message.transfer.fail(self._lifecycle.error())
             except BaseException as e:  # Ctrl-C, or of a callback; the other transfers must fail, too
                 interrupted = e
-            message.content = None
         if interrupted is not None:
             raise interrupted
 
@@ -228,14 +234,10 @@ class Outbox:
                 queue.shares.popleft()
                 share.message.shares_left -= 1
                 if not share.message.shares_left:
-                    self._settle(share.message)
+                    self._window.settle(share.message.cost)
                     finished.append(share.message)
         for message in finished:
             message.transfer.finish()
-
-    def _settle(self, message: _Message) -> None:
-        message.content = None
-        self._window.settle(message.cost)
 
     def _broken(self, error: OSError) -> None:
         """A connection refused bytes: the peer is gone, or closed. What it sent before can still be read."""

@@ -21,7 +21,6 @@ from kvplug.transport import (
 )
 from kvplug_cpu.data_connection import DataConnection
 from kvplug_cpu.inbox import Inbox
-from kvplug_cpu.message import Content
 from kvplug_cpu.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -61,11 +60,11 @@ class CpuPipe(DuplexPipe):
         self._control = control
         self._data = [DataConnection(each.sock, buffer_bytes=settings.socket_buffer_bytes) for each in data]
         self._descriptors = DescriptorGuard(self._close_sockets, self._lifecycle.error)
-        self._split_bytes = settings.split_bytes
         self._outbox = Outbox(
             self._data,
             peer=self._peer,
             limit=settings.max_in_flight_bytes,
+            split_bytes=settings.split_bytes,
             lifecycle=self._lifecycle,
             descriptors=self._descriptors,
             lost=self._sending_lost,
@@ -92,7 +91,7 @@ class CpuPipe(DuplexPipe):
 
     def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
         with self._descriptors:
-            return self._outbox.send(Content.of(tensor, self._split_bytes), deadline)
+            return self._outbox.send(tensor, deadline)
 
     def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         with self._descriptors:

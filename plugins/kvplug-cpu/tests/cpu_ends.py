@@ -6,11 +6,12 @@ import socket
 from typing import Any
 
 from kvplug.net.trust.credentials import Secret
+from kvplug.net.wire.messages import tensor_prefix
+from kvplug.net.wire.tensors import memory_of
 from kvplug.transport import Connection, Credentials, Deadline, PipeContext, dial
-from kvplug_cpu.contact import CpuContact
-from kvplug_cpu.endpoint import CpuEndpoint
+from kvplug_cpu.data_connection import SPLIT, parts
+from kvplug_cpu.endpoint import CpuContact, CpuEndpoint
 from kvplug_cpu.join import CONTROL, PURPOSE, Join
-from kvplug_cpu.message import Content, parts
 from kvplug_cpu.options import CpuOptions
 from kvplug_testing.resources import Resources
 
@@ -58,7 +59,9 @@ class PeerByHand:
 
 def streams_of(tensor: Any, split_bytes: int) -> list[bytes]:
     """What a pipe sends on each of two connections for a message."""
-    content = Content.of(tensor, split_bytes)
-    bounds = parts(len(content.memory), 2) if content.split else [(0, len(content.memory))]
-    first, *others = (bytes(content.memory[a:b]) for a, b in bounds)
-    return [content.prefix + first, *others]
+    memory = memory_of(tensor)
+    split = len(memory) >= split_bytes
+    bounds = parts(len(memory), 2) if split else [(0, len(memory))]
+    prefix = tensor_prefix(tensor.dtype, tensor.shape, len(memory), SPLIT if split else 0)
+    first, *others = (bytes(memory[a:b]) for a, b in bounds)
+    return [prefix + first, *others]

@@ -11,7 +11,7 @@ from cpu_ends import make_endpoint
 from kvplug import ConfigError, TransportError
 from kvplug.net.trust.credentials import Secret
 from kvplug.transport import Credentials, InsecureAddressError, WireError
-from kvplug_cpu.contact import CpuContact
+from kvplug_cpu.endpoint import CpuContact
 from kvplug_testing.resources import Resources
 
 
