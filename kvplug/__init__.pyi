@@ -49,10 +49,8 @@ from kvplug.errors import (
 )
 from kvplug.transport.group.group import (
     StatelessGroup as StatelessGroup,
-)
-from kvplug.transport.group.pipes import (
-    connect_ranks as connect_ranks,
-)
-from kvplug.transport.group.process_groups import (
     group_from_process_group as group_from_process_group,
+)
+from kvplug.transport.group.mesh import (
+    connect_ranks as connect_ranks,
 )

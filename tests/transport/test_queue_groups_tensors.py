@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 
 from kvplug import CapacityError  # noqa: E402
 from kvplug.transport import Credentials, QueueContext, WireError  # noqa: E402
-from kvplug.transport.group.process_groups import _TorchRanks  # noqa: E402
+from kvplug.transport.group.group import _TorchRanks  # noqa: E402
 from kvplug_testing import peers  # noqa: E402
 from kvplug_testing.sources import module_at  # noqa: E402
 

@@ -14,7 +14,7 @@ from kvplug.errors import TensorMismatchError, WireError
 from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, this_process
 from kvplug.transport.communicator.calls import Call, check_same
 from kvplug.transport.group.group import StatelessGroup
-from kvplug.transport.group.pipes import connect_ranks
+from kvplug.transport.group.mesh import connect_ranks
 from kvplug.transport.queue.endpoint import _agreed
 
 ODD = "no room\n\x1b[2J\x1b]0;root\x07\N{RIGHT-TO-LEFT OVERRIDE}" + "x" * 100_000

@@ -1,4 +1,4 @@
-"""The control plane of a communicator, beside its library: a pipe between each two ranks.
+"""Pipes between the ranks of a group, and the control plane of a communicator over them.
 
 A library of collectives (gloo, NCCL) does not report which rank is missing, and a rank cannot inform it that
 it has given up. The pipes do both: each reports when its peer's process has ended, and carries calls to be
@@ -20,6 +20,7 @@ import attrs
 
 from kvplug.errors import (
     ClosedError,
+    ConfigError,
     KvplugError,
     PeerGoneError,
     ResourceExhaustedError,
@@ -28,14 +29,18 @@ from kvplug.errors import (
     TransportError,
     WireError,
 )
-from kvplug.net.deadline import Deadline
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of
 from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import decode, encode
+from kvplug.transport.group.group import STORE_TIMEOUT_S
 from kvplug.transport.pipe import Pipe
 
 if TYPE_CHECKING:
     import torch
+
+    from kvplug.transport.group.group import StatelessGroup
+    from kvplug.transport.pipe import PipeEndpoint
 
 _STEP_S = 0.05
 """A rank that waits for another checks this often whether a third one is gone."""
@@ -50,6 +55,69 @@ _DRAIN_S = 0.5
 _KINDS: dict[str, type[KvplugError]] = {
     kind.__name__: kind for kind in (TimeoutError, PeerGoneError, TransportError)
 }
+
+
+def connect_ranks(
+    group: StatelessGroup,
+    endpoint: PipeEndpoint,
+    peers: Iterable[int] | None = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+) -> dict[int, Pipe]:
+    """One pipe to each of ``peers`` (default: all other ranks), by rank.
+
+    Two ranks get a pipe if both name each other. The lower one listens. Every rank connects its pairs in the
+    same order, lowest rank first, so that ranks cannot deadlock.
+
+    Raises:
+        TimeoutError: a peer did not come in time; names it.
+        PeerGoneError: a peer is gone; names it.
+        TransportError: a peer could not listen, and why.
+        WireError: a peer sent something else than where it listens.
+        ConfigError: ``peers`` names a rank that the group does not have, or this one.
+        Whatever the endpoint raises. Pipes made so far are aborted.
+    """
+    deadline = Deadline.after(timeout, STORE_TIMEOUT_S)
+    chosen = set(range(group.world_size)) - {group.rank} if peers is None else set(peers)
+    if not chosen <= set(range(group.world_size)) - {group.rank}:
+        raise ConfigError(
+            f"peers of rank {group.rank} must be other ranks of the group, got {sorted(chosen)}"
+        )
+    pipes: dict[int, Pipe] = {}
+    try:
+        for peer in sorted(chosen, key=lambda p: (min(p, group.rank), max(p, group.rank))):
+            connect = _listen_for if group.rank < peer else _dial
+            try:
+                pipes[peer] = connect(group, endpoint, peer, deadline)
+            except (TimeoutError, PeerGoneError) as e:  # a listener does not know which peer is missing
+                raise type(e)(f"no pipe to rank {peer}: {e}") from e
+    except BaseException:
+        for pipe in pipes.values():
+            pipe.abort()
+        raise
+    return pipes
+
+
+def _listen_for(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
+    try:
+        listener = endpoint.listen()
+    except Exception as e:
+        group.send(("failed", f"rank {group.rank} cannot listen: {e}"), peer)
+        raise
+    try:
+        # One listener for each peer: only that peer has its contact.
+        group.send(("contact", listener.contact), peer)
+        return listener.accept(deadline.remaining())
+    finally:
+        listener.close()
+
+
+def _dial(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
+    match group.recv(peer, deadline.remaining()):
+        case ("contact", str(contact)):
+            return endpoint.connect(contact, deadline.remaining())
+        case ("failed", str(why)):
+            raise TransportError(peer_text(why))
+    raise WireError(f"rank {peer} did not say where it listens; same kvplug?")
 
 
 @attrs.define

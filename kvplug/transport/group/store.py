@@ -21,7 +21,6 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
-from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 
@@ -72,13 +71,8 @@ class Store:
         self._keys: dict[str, bytes] = {}
         self._given: dict[tuple[str, int, int], _Given] = {}
         """By name of the call, its number among those of that name, and the rank that gave it."""
-        self._nbytes = 0
-        close_after_fork(self)
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 0
         """Bytes that count against the bound."""
-        return self._nbytes
 
     @property
     def num_entries(self) -> int:
@@ -234,12 +228,12 @@ class Store:
         Raises:
             CapacityError: it would be too much; it is not counted.
         """
-        if nbytes > 0 and self._nbytes + nbytes > MAX_BYTES:
+        if nbytes > 0 and self.nbytes + nbytes > MAX_BYTES:
             raise CapacityError(
-                f"the group's store holds {self._nbytes} bytes and has no room for {nbytes} more; delete keys"
+                f"the group's store holds {self.nbytes} bytes and has no room for {nbytes} more; delete keys"
                 " that are not needed, and use transports for large data"
             )
-        self._nbytes += nbytes
+        self.nbytes += nbytes
 
     # -- waiting and ending --------------------------------------------------------------------
 
@@ -276,9 +270,6 @@ class Store:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-
-    def _after_fork_in_child(self) -> None:
-        self._closed = True
 
 
 def _all_int(*lists: Iterable[object]) -> bool:

@@ -32,8 +32,8 @@ from kvplug.net.trust.connection import dial
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire.frames import FrameKind, encode_header
-from kvplug.transport.group.client import PURPOSE
 from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.group.remote import PURPOSE
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 

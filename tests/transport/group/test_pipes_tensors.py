@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from kvplug.errors import KvplugError, TimeoutError, TransportError  # noqa: E402 - after the skip
 from kvplug.transport import Credentials, PipeContext  # noqa: E402
 from kvplug.transport.group.group import StatelessGroup  # noqa: E402
-from kvplug.transport.group.pipes import connect_ranks  # noqa: E402
+from kvplug.transport.group.mesh import connect_ranks  # noqa: E402
 from kvplug_testing.groups import local_groups  # noqa: E402
 from kvplug_testing.memory.options import MemoryPipeOptions  # noqa: E402
 from kvplug_testing.memory.pipe import MemoryEndpoint  # noqa: E402
