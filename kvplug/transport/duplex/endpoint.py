@@ -1,6 +1,6 @@
 """The two verbs of a transport whose pipes begin with a proven connection, and the contact they exchange.
 
-    <name><version> <domain> <address> [<address> ...]
+    <transport><version> <domain> <address> [<address> ...]
 
 An abstract Unix socket is reachable in one network namespace of one host, which ``domain`` names. A Unix
 socket with a path is reachable where the folder is, which only the attempt shows.
@@ -32,16 +32,14 @@ class Contact:
     A transport subclasses it and says what its contacts look like; ``str`` writes one.
 
     >>> class MyContact(Contact):
-    ...     NAME = TRANSPORT = "mine"
+    ...     TRANSPORT = "mine"
     >>> MyContact.parse("mine1 - 127.0.0.1:7000").reachable()
     ('127.0.0.1:7000',)
     """
 
-    NAME: ClassVar[str]
-    """The first word of a contact, by which a contact of another transport is recognised."""
-    VERSION: ClassVar[int] = 1
     TRANSPORT: ClassVar[str]
-    """The transport's name, for errors."""
+    """The transport's name, the first word of a contact: one of another transport is recognised by it."""
+    VERSION: ClassVar[int] = 1
     MAX_ADDRESSES: ClassVar[int] = 1
     ONLY_UNIX: ClassVar[bool] = False
     """Every address is a Unix socket: both ends must be on one host, for an abstract socket in one domain."""
@@ -66,12 +64,18 @@ class Contact:
             WireError: it is not one of this transport's; the message does not repeat the text.
         """
         tag, *fields = text.split(" ")
-        if tag != cls._tag() or not 2 <= len(fields) <= 1 + cls.MAX_ADDRESSES or not all(fields):
-            raise cls._wrong()
-        domain, *addresses = fields
-        if cls.ONLY_UNIX and not all(each.startswith("unix:") for each in addresses):
-            raise cls._wrong()
-        return cls(domain, tuple(addresses))
+        addresses = tuple(fields[1:])
+        if (
+            tag != cls._tag()
+            or not 1 <= len(addresses) <= cls.MAX_ADDRESSES
+            or not all(fields)
+            or (cls.ONLY_UNIX and not all(each.startswith("unix:") for each in addresses))
+        ):
+            raise WireError(
+                f"that is not a contact of the pipe {cls.TRANSPORT!r} (version {cls.VERSION}); pass on what"
+                " listen() gave"
+            )
+        return cls(fields[0], addresses)
 
     def __str__(self) -> str:
         return " ".join((self._tag(), self.domain, *self.addresses))
@@ -97,14 +101,7 @@ class Contact:
 
     @classmethod
     def _tag(cls) -> str:
-        return f"{cls.NAME}{cls.VERSION}"
-
-    @classmethod
-    def _wrong(cls) -> WireError:
-        return WireError(
-            f"that is not a contact of the pipe {cls.TRANSPORT!r} (version {cls.VERSION}); pass on what"
-            " listen() gave"
-        )
+        return f"{cls.TRANSPORT}{cls.VERSION}"
 
 
 class ContactEndpoint(PipeEndpoint, abc.ABC):

@@ -52,11 +52,6 @@ class MessageLimit:
         """The bound in bytes; very large if only the memory of the process or device is one."""
         return sys.maxsize if self._most is None else self._most
 
-    @property
-    def is_lowered(self) -> bool:
-        """Whether there is another bound than the memory of the process or device."""
-        return self._most is not None
-
     def lower(self, nbytes: int) -> None:
         """Accept no larger messages than of ``nbytes`` from now on."""
         self._most = min(self.most, nbytes)

@@ -22,7 +22,6 @@ from kvplug_cpu.pipe import CpuPipeSettings
 class CpuContact(Contact):
     """``cpu1 <domain> <address> [<address> ...]``."""
 
-    NAME = "cpu"
     TRANSPORT = "cpu"
     MAX_ADDRESSES = 4
     UNREACHABLE = (

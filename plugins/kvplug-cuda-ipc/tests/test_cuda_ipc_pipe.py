@@ -227,7 +227,7 @@ def test_after_the_goodbye_only_whole_messages_are_left() -> None:
 
 def test_contacts_of_other_transports_and_of_other_hosts_are_refused(fake_path: str) -> None:
     end = ends.endpoint(fake_path)
-    for text in ("shm1 a unix:@x", "cudaipc1 a tcp:1", "cudaipc1  unix:@x"):
+    for text in ("shm1 a unix:@x", "cuda-ipc1 a tcp:1", "cuda-ipc1  unix:@x"):
         with pytest.raises(WireError, match="not a contact of the pipe 'cuda-ipc'"):
             end.connect(text)
     with pytest.raises(TransportError, match="other namespaces"):

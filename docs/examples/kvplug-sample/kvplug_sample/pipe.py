@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 class SampleContact(Contact):
     """What a listener gives out: name and version, domain and address."""
 
-    NAME = "sample"
     TRANSPORT = "sample"
     ONLY_UNIX = True
     UNREACHABLE = "the peer listens on a Unix socket of another host or network namespace"

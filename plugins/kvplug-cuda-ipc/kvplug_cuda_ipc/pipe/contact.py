@@ -7,9 +7,8 @@ from kvplug_cuda_ipc.probe import domain
 
 
 class CudaIpcContact(Contact):
-    """``cudaipc1 <domain> <address>``."""
+    """``cuda-ipc1 <domain> <address>``."""
 
-    NAME = "cudaipc"
     TRANSPORT = "cuda-ipc"
     ONLY_UNIX = True
     UNREACHABLE = (

@@ -8,7 +8,7 @@ from kvplug.transport import Contact
 class NixlContact(Contact):
     """``nixl1 <domain> <address> [<address>]``."""
 
-    NAME = TRANSPORT = "nixl"
+    TRANSPORT = "nixl"
     MAX_ADDRESSES = 2
     UNREACHABLE = (
         "the peer listens on an abstract Unix socket of another host or network namespace; set its host to an"

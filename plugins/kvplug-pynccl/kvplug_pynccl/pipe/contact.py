@@ -8,7 +8,6 @@ from kvplug.transport import Contact
 class PyncclContact(Contact):
     """``pynccl1 <domain> <address>``."""
 
-    NAME = "pynccl"
     TRANSPORT = "pynccl"
     UNREACHABLE = (
         "the peer listens on an abstract Unix socket of another host or network namespace; set its"

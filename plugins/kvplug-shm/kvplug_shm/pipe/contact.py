@@ -8,7 +8,6 @@ from kvplug.transport import Contact
 class ShmContact(Contact):
     """``shm1 <domain> <address>``."""
 
-    NAME = "shm"
     TRANSPORT = "shm"
     ONLY_UNIX = True
     UNREACHABLE = (
