@@ -32,7 +32,7 @@ from typing import Any
 
 import kvplug
 from kvplug.engine import Request, RequestEnd
-from kvplug.transport import ChainMemo, PageBuffers, PageRequest, Series, chain_root, chains_of
+from kvplug.transport import ChainMemo, PageBuffers, PageRequest, Series
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import token_identities
 from kvplug.transport.token_ids import pack_tokens
@@ -67,9 +67,9 @@ def kept(count: int, num_tokens: int, page_bytes: int) -> dict[str, int]:
     store = kvplug.build_store(kvplug.Config.from_dict(config))
     try:
         series = Series(opaque_format(page_bytes), b"", store.seal.id)
-        root, distinct, whole, headers = chain_root(NAMESPACE), set[bytes](), 0, 0
+        root, distinct, whole, headers = ChainMemo.root(NAMESPACE), set[bytes](), 0, 0
         for number, tokens in enumerate(prompts(count, num_tokens)):
-            chains = chains_of(root, tokens, PAGE_TOKENS)
+            chains = ChainMemo().chains_of(root, tokens, PAGE_TOKENS)
             whole += len(chains) * page_bytes
             first = next((at for at, chain in enumerate(chains) if chain not in distinct), len(chains))
             new = chains[first:]
@@ -166,11 +166,11 @@ def calls(
     if is_new:
         return [
             ("match, pages not seen before", match),
-            ("of it, the hashes of all pages", lambda: chains_of(root, tokens, PAGE_TOKENS)),
+            ("of it, the hashes of all pages", lambda: ChainMemo().chains_of(root, tokens, PAGE_TOKENS)),
         ]
     return [
         ("match, pages seen before", match),
-        ("of it, the chains of all pages", lambda: chains_of(root, tokens, PAGE_TOKENS, memo=memo)),
+        ("of it, the chains of all pages", lambda: memo.chains_of(root, tokens, PAGE_TOKENS)),
         ("of that, packing the token ids", lambda: pack_tokens(tokens)),
         ("one hash (SHA-256) over all token ids", lambda: hashlib.sha256(packed).digest()),
         ("a bare loop of a hash (SHA-256) a page", lambda: bare_loop(wide)),

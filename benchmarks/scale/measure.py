@@ -24,15 +24,7 @@ from kvplug.assembly.members import Announcement
 from kvplug.engine import BlocksStored
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE
-from kvplug.transport import (
-    PageBuffers,
-    PageEventLog,
-    PageRemoval,
-    PageRequest,
-    Series,
-    Store,
-    page_event_to_plain,
-)
+from kvplug.transport import PageBuffers, PageEvent, PageEventLog, PageRemoval, PageRequest, Series, Store
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.publisher import encode_batch
@@ -198,9 +190,7 @@ def wire() -> PerEvent:
             log.stored(bytes(16), keys),
             log.removed(bytes(16), keys, PageRemoval.EVICTED),
         ]
-        return sum(HEADER_SIZE + len(values.encode(page_event_to_plain(each))) for each in events) / len(
-            events
-        )
+        return sum(HEADER_SIZE + len(values.encode(each.to_plain())) for each in events) / len(events)
 
     return _per_event(nbytes(FEW), nbytes(MANY))
 
@@ -243,7 +233,6 @@ def index_bytes() -> float:
 
 
 def indexing(parent: peers.Parent, count: int) -> float:
-    from kvplug.transport import page_event_from_plain
     from kvplug_lookup.connector.page_index import PageIndex
     from scale.children import taken
 
@@ -251,8 +240,8 @@ def indexing(parent: peers.Parent, count: int) -> float:
     before = taken()[2]
     for _ in range(0, count, 16):
         event = log.stored(series.id, [secrets.token_bytes(32) for _ in range(16)])
-        message = values.decode(values.encode(page_event_to_plain(event)))
-        index.apply(page_event_from_plain(message), series)
+        message = values.decode(values.encode(event.to_plain()))
+        index.apply(PageEvent.from_plain(message), series)
     assert len(index) == count
     return (taken()[2] - before) / count
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
@@ -176,8 +176,3 @@ def parse_contact(text: str) -> Address:
         return parse_server(text)
     except ConfigError as e:
         raise WireError(e.faults[0]) from e
-
-
-def contact_form(_: Any, __: Any, value: Any) -> None:
-    """The validator of an option that takes the address of a listener. Raises ConfigError: it is not one."""
-    parse_server(value if isinstance(value, str) else "")

@@ -7,7 +7,6 @@ from kvplug.config import (
 from kvplug.config.addresses import (
     TcpAddress as TcpAddress,
     UnixAddress as UnixAddress,
-    contact_form as contact_form,
     parse_address as parse_address,
     parse_server as parse_server,
 )
@@ -131,7 +130,6 @@ from kvplug.transport.duplex.endpoint import (
     DuplexEndpoint as DuplexEndpoint,
 )
 from kvplug.transport.duplex.join import (
-    BEATS_PER_TIMEOUT as BEATS_PER_TIMEOUT,
     HeartbeatTerms as HeartbeatTerms,
     JoinStream as JoinStream,
     watch_peer as watch_peer,
@@ -210,8 +208,6 @@ from kvplug.transport.store.events import (
     PagesRemoved as PagesRemoved,
     PagesSnapshot as PagesSnapshot,
     PagesStored as PagesStored,
-    page_event_from_plain as page_event_from_plain,
-    page_event_to_plain as page_event_to_plain,
 )
 from kvplug.transport.store.format import (
     PageFormat as PageFormat,
@@ -227,10 +223,6 @@ from kvplug.transport.store.job import (
 from kvplug.transport.store.keys import (
     ChainMemo as ChainMemo,
     Series as Series,
-    chain_root as chain_root,
-    chains_of as chains_of,
-    next_chain as next_chain,
-    token_identity as token_identity,
 )
 from kvplug.transport.store.memory import (
     PageBuffers as PageBuffers,

@@ -19,6 +19,7 @@ from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
 from kvplug.transport import (
     HeartbeatTerms,
+    PageEvent,
     PageFormat,
     PageRemoval,
     PageSeal,
@@ -26,8 +27,6 @@ from kvplug.transport import (
     PagesStored,
     QueueHandle,
     Series,
-    page_event_from_plain,
-    page_event_to_plain,
 )
 from kvplug.transport.store.format import opaque_format
 
@@ -92,9 +91,9 @@ CORE: Targets = {
     "handles": (plain(QueueHandle.from_plain), [encode(_HANDLE.as_plain())]),
     "page-formats": (plain(PageFormat.from_plain), [encode(opaque_format(64).to_plain())]),
     "page-events": (
-        plain(page_event_from_plain),
+        plain(PageEvent.from_plain),
         [
-            encode(page_event_to_plain(kind(epoch="e", seq=1, series=_SERIES.id, keys=(bytes(32),), **more)))
+            encode(kind(epoch="e", seq=1, series=_SERIES.id, keys=(bytes(32),), **more).to_plain())
             for kind, more in ((PagesStored, {}), (PagesRemoved, {"reason": PageRemoval.EVICTED}))
         ],
     ),

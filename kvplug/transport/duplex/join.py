@@ -11,7 +11,7 @@ import builtins
 import os
 import socket
 from collections.abc import Callable
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 import attrs
 
@@ -94,8 +94,6 @@ def _seconds(deadline: Deadline) -> float | None:
     return None if left is None else max(0.001, left)
 
 
-BEATS_PER_TIMEOUT: Final = 5
-"""How many heartbeats an end sends in the silence that would count as its death."""
 _MAX_MS: Final = 2**32 - 1
 """What fits the field of a join message."""
 
@@ -108,6 +106,9 @@ class HeartbeatTerms:
     >>> ours.agreed(theirs).silence_s()
     4.0
     """
+
+    BEATS_PER_TIMEOUT: ClassVar[int] = 5
+    """How many heartbeats an end sends in the silence that would count as its death."""
 
     sees_death: bool
     """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""
@@ -138,7 +139,7 @@ class HeartbeatTerms:
     def interval_s(self, timeout_s: float, *, at_least_s: float) -> float | None:
         """Seconds between two heartbeats of one end; ``None``: it sends none. For :func:`watch_peer`."""
         silence_s = self.silence_s(timeout_s)
-        return None if silence_s is None else max(at_least_s, silence_s / BEATS_PER_TIMEOUT)
+        return None if silence_s is None else max(at_least_s, silence_s / self.BEATS_PER_TIMEOUT)
 
 
 def watch_peer(

@@ -50,11 +50,54 @@ def _shown(keys: Sequence[bytes]) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class _OfPages:
+class PageEvent:
+    """One of :class:`PagesSnapshot`, :class:`PagesStored`, :class:`PagesDeclared`, :class:`PagesRemoved` and
+    :class:`PagesCleared`."""
+
     epoch: str
     """The store's epoch; changes when it restarts."""
     seq: int
     """Number of the event in its epoch: one more than that of the event before."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """For a channel: a dict; ``event`` is "snapshot", "stored", "declared", "removed" or "cleared"."""
+        plain = {"event": _NAMES[type(self)], **{name: getattr(self, name) for name in _FIELDS[type(self)]}}
+        if isinstance(self, _OfPages):
+            plain["keys"] = b"".join(self.keys)
+        if isinstance(self, PagesRemoved):
+            plain["reason"] = self.reason.value
+        return plain
+
+    @staticmethod
+    def from_plain(plain: Any) -> PageEvent:
+        """The event that :meth:`to_plain` described. Fields of a newer version are passed over.
+
+        Raises:
+            WireError: it is none; names the field.
+        """
+        name = plain.get("event") if isinstance(plain, Mapping) else None
+        kind = _EVENTS.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise WireError(f"no store event is called {name!r:.40}")
+        fields = dict(plain)
+        if issubclass(kind, _OfPages):
+            series, joined = plain.get("series"), plain.get("keys")
+            if type(series) is not bytes or type(joined) is not bytes:
+                raise WireError("store event: series and keys must be bytes")
+            if len(series) != SERIES_BYTES or len(joined) % KEY_BYTES:
+                raise WireError(f"store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
+            fields["keys"] = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+        if kind is PagesRemoved and type(reason := plain.get("reason")) is str and reason not in _REASONS:
+            fields["reason"] = PageRemoval.OTHER
+        event = from_plain(fields, kind, "store event")
+        numbers = event.seq, getattr(event, "count", 0), getattr(event, "for_s", 0.0)
+        if not all(0 <= number < 1 << 63 for number in numbers):
+            raise WireError(f"store event: a number is out of bounds: {numbers}")
+        return event
+
+
+@attrs.frozen(kw_only=True)
+class _OfPages(PageEvent):
     series: bytes
     """Id of the series of all these pages."""
     keys: tuple[bytes, ...] = attrs.field(repr=_shown)
@@ -83,29 +126,28 @@ class PagesRemoved(_OfPages):
 
 
 @attrs.frozen(kw_only=True)
-class PagesCleared:
+class PagesCleared(PageEvent):
     """No page is held from now on, and none that was declared comes."""
-
-    epoch: str
-    """The store's epoch; changes when it restarts."""
-    seq: int
-    """Number of the event in its epoch."""
 
 
 @attrs.frozen(kw_only=True)
-class PagesSnapshot:
+class PagesSnapshot(PageEvent):
     """Empty the index: the next ``count`` events are all that the store holds and expects as of ``seq``."""
 
-    epoch: str
-    """The store's epoch; changes when it restarts."""
-    seq: int
-    """Number of the event in its epoch."""
     count: int
     """How many events follow that belong to the snapshot."""
 
 
-PageEvent = PagesSnapshot | PagesStored | PagesDeclared | PagesRemoved | PagesCleared
-"""One of these five."""
+_EVENTS: Final[dict[str, type[PageEvent]]] = {
+    "snapshot": PagesSnapshot,
+    "stored": PagesStored,
+    "declared": PagesDeclared,
+    "removed": PagesRemoved,
+    "cleared": PagesCleared,
+}
+_NAMES: Final = {kind: name for name, kind in _EVENTS.items()}
+_FIELDS: Final = {kind: [field.name for field in attrs.fields(kind)] for kind in _NAMES}
+_REASONS: Final = frozenset(PageRemoval)
 
 
 # -- the store's side --------------------------------------------------------------------------
@@ -239,56 +281,3 @@ class PageFollower:
         else:
             self._epoch = None
         return False
-
-
-# -- plain form --------------------------------------------------------------------------------
-
-_EVENTS: Final[dict[str, type[PageEvent]]] = {
-    "snapshot": PagesSnapshot,
-    "stored": PagesStored,
-    "declared": PagesDeclared,
-    "removed": PagesRemoved,
-    "cleared": PagesCleared,
-}
-_NAMES: Final = {kind: name for name, kind in _EVENTS.items()}
-_FIELDS: Final = {kind: [field.name for field in attrs.fields(kind)] for kind in _NAMES}
-
-
-def page_event_to_plain(event: PageEvent) -> dict[str, Any]:
-    """For a channel: a dict with ``event`` one of "snapshot", "stored", "declared", "removed", "cleared"."""
-    plain = {"event": _NAMES[type(event)], **{name: getattr(event, name) for name in _FIELDS[type(event)]}}
-    if isinstance(event, _OfPages):
-        plain["keys"] = b"".join(event.keys)
-    if isinstance(event, PagesRemoved):
-        plain["reason"] = event.reason.value
-    return plain
-
-
-def page_event_from_plain(plain: Any) -> PageEvent:
-    """The event that :func:`page_event_to_plain` described. Fields of a newer version are passed over.
-
-    Raises:
-        WireError: it is none; names the field.
-    """
-    name = plain.get("event") if isinstance(plain, Mapping) else None
-    kind = _EVENTS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise WireError(f"no store event is called {name!r:.40}")
-    fields = dict(plain)
-    if issubclass(kind, _OfPages):
-        series, joined = plain.get("series"), plain.get("keys")
-        if type(series) is not bytes or type(joined) is not bytes:
-            raise WireError("store event: series and keys must be bytes")
-        if len(series) != SERIES_BYTES or len(joined) % KEY_BYTES:
-            raise WireError(f"store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
-        fields["keys"] = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
-    if kind is PagesRemoved and type(reason := plain.get("reason")) is str and reason not in _REASONS:
-        fields["reason"] = PageRemoval.OTHER
-    event = from_plain(fields, kind, "store event")
-    numbers = event.seq, getattr(event, "count", 0), getattr(event, "for_s", 0.0)
-    if not all(0 <= number < 1 << 63 for number in numbers):
-        raise WireError(f"store event: a number is out of bounds: {numbers}")
-    return event
-
-
-_REASONS: Final = frozenset(PageRemoval)

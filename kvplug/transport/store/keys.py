@@ -38,26 +38,8 @@ _MASK: Final = b"kvplug mask"
 _FOREIGN: Final = b"kvplug foreign"
 
 
-def chain_root(namespace: bytes, extra: bytes = b"") -> bytes:
-    """The chain before the first page.
-
-    Args:
-        namespace: What determines the KV besides tokens and ``extra``: the model, its weights, static scales.
-        extra: What the engine adds for this request: adapter, media, cache salt. Opaque.
-    """
-    hashed = _hash(len(namespace).to_bytes(8, "little"), person=_ROOT)
-    hashed.update(namespace)
-    hashed.update(extra)
-    return hashed.digest()
-
-
-def next_chain(parent: bytes, packed_tokens: bytes) -> bytes:
-    """The chain of a page with these tokens (int32, little-endian) after the page with chain ``parent``."""
-    return _hash(parent + packed_tokens, person=_PAGE).digest()
-
-
 class ChainMemo:
-    """Chains that were computed lately: pages that are seen again cost no hash.
+    """Computes chains, and remembers those that it computed lately: pages that are seen again cost no hash.
 
     It remembers runs of up to 16 pages. A run is told from others by the chain before it and all its tokens,
     so nothing can be confused. Not locked.
@@ -77,7 +59,52 @@ class ChainMemo:
         """Pages."""
         return sum(map(len, self._young.values())) + sum(map(len, self._old.values()))
 
-    def extend(self, chains: list[bytes], parent: bytes, packed_tokens: bytes, step: int) -> None:
+    @staticmethod
+    def root(namespace: bytes, extra: bytes = b"") -> bytes:
+        """The chain before the first page.
+
+        Args:
+            namespace: What determines the KV besides tokens and ``extra``: the model, its weights,
+                static scales.
+            extra: What the engine adds for this request: adapter, media, cache salt. Opaque.
+        """
+        hashed = _hash(len(namespace).to_bytes(8, "little"), person=_ROOT)
+        hashed.update(namespace)
+        hashed.update(extra)
+        return hashed.digest()
+
+    @staticmethod
+    def next_chain(parent: bytes, packed_tokens: bytes) -> bytes:
+        """The chain of a page of these tokens (int32, little-endian); ``parent`` is the one before it."""
+        return _hash(parent + packed_tokens, person=_PAGE).digest()
+
+    def chains_of(
+        self,
+        root: bytes,
+        token_ids: Iterable[int],
+        page_tokens: int,
+        known: Sequence[bytes] = (),
+    ) -> list[bytes]:
+        """The chains of all whole pages of a sequence of tokens.
+
+        >>> memo, root = ChainMemo(), ChainMemo.root(b"model")
+        >>> short, long = memo.chains_of(root, range(4), 2), memo.chains_of(root, range(7), 2)
+        >>> len(short), len(long), short == long[:2]
+        (2, 3, True)
+
+        Args:
+            root: as :meth:`root` makes it.
+            token_ids: integers of 32 bits, or a buffer of them (an array, a numpy array).
+            known: chains of the sequence's first pages, which are not computed again.
+        """
+        packed = pack_tokens(token_ids)
+        step = page_tokens * TOKEN_BYTES
+        found = list(known)
+        parent = found[-1] if found else root
+        self._extend(found, parent, packed[len(found) * step :], step)
+        return found
+
+    def _extend(self, chains: list[bytes], parent: bytes, packed_tokens: bytes, step: int) -> None:
         """Append the chains of all whole pages of ``step`` bytes; before the first is ``parent``."""
         whole = len(packed_tokens) // step * step
         for begin in range(0, whole, _RUN * step):
@@ -108,40 +135,12 @@ def _hashes(run: bytes, step: int) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def chains_of(
-    root: bytes,
-    token_ids: Iterable[int],
-    page_tokens: int,
-    known: Sequence[bytes] = (),
-    memo: ChainMemo | None = None,
-) -> list[bytes]:
-    """The chains of all whole pages of a sequence of tokens.
-
-    >>> root = chain_root(b"model")
-    >>> short, long = chains_of(root, range(4), 2), chains_of(root, range(7), 2)
-    >>> len(short), len(long), short == long[:2]
-    (2, 3, True)
-
-    Args:
-        root: as :func:`chain_root` makes it.
-        token_ids: integers of 32 bits, or a buffer of them (an array, a numpy array).
-        known: chains of the sequence's first pages, which are not computed again.
-        memo: has chains of other sequences, and gets those of this one.
-    """
-    packed = pack_tokens(token_ids)
-    step = page_tokens * TOKEN_BYTES
-    found = list(known)
-    parent = found[-1] if found else root
-    (ChainMemo() if memo is None else memo).extend(found, parent, packed[len(found) * step :], step)
-    return found
-
-
 @attrs.frozen
 class Series:
     """The pages of one format and one shard of the heads and layers.
 
     >>> from kvplug.transport.store.format import opaque_format
-    >>> series, chain = Series(opaque_format(64), b"rank 0 of 2"), chain_root(b"model")
+    >>> series, chain = Series(opaque_format(64), b"rank 0 of 2"), ChainMemo.root(b"model")
     >>> series.chain_of(series.key_of(chain)) == chain
     True
     """
@@ -190,14 +189,6 @@ def foreign_key(namespace: bytes, key: bytes) -> bytes:
 
 
 # -- identities --------------------------------------------------------------------------------
-
-
-def token_identity(parent: bytes, token_ids: Iterable[int]) -> bytes:
-    """The identity of a page of tokens: the chain of the page before it, then its token ids.
-
-    A reader compares the identity in a page's header with the one that it expects, byte for byte.
-    """
-    return parent + pack_tokens(token_ids)
 
 
 def token_identities(

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.transport import contact_form, option, parse_server
+from kvplug.transport import option, parse_server
 
 
 def _path(_: Any, __: Any, value: str) -> None:
@@ -18,7 +18,7 @@ def _path(_: Any, __: Any, value: str) -> None:
 
 def _contact(_: Any, __: Any, value: str) -> None:
     if value:
-        contact_form(_, __, value)
+        parse_server(value)
 
 
 @attrs.frozen(kw_only=True)

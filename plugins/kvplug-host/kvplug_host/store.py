@@ -28,7 +28,6 @@ from kvplug.transport import (
     Usage,
     close_after_fork,
     hold_at_exit,
-    token_identity,
 )
 from kvplug_host.jobs.clock import Clock
 from kvplug_host.jobs.get import SlotGet
@@ -185,9 +184,9 @@ class HostStore(Store):
 
     def allocate(self, series: Series, count: int) -> PageBuffers | None:
         self._check_open()
-        # How long a page's identity is, is known when it is put: as a rule a parent and token ids.
+        # How long a page's identity is, is known when it is put: as a rule a chain and token ids of 4 bytes.
         tokens = series.format.page_tokens
-        identity = token_identity(bytes(32), range(tokens)) if tokens else bytes(128)
+        identity = bytes(32 + 4 * tokens if tokens else 128)
         header_bytes = self.seal.header_length(series.format, identity)
         return self.pages.allocate(series.format, count, header_bytes)
 

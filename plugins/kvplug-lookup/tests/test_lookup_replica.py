@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError, TimeoutError
-from kvplug.transport import (
-    Deadline,
-    PageEvent,
-    PageEventLog,
-    PageRemoval,
-    Presence,
-    Series,
-    page_event_to_plain,
-)
+from kvplug.transport import Deadline, PageEvent, PageEventLog, PageRemoval, Presence, Series
 from kvplug_lookup.connector import replica as replicas
 from kvplug_lookup.connector.keys import hello_of
 from kvplug_lookup.connector.replica import Replica
@@ -100,7 +92,7 @@ class Followed:
         return self.log.stored(self.series.id, self.keys(*chains))
 
     def say(self, *events: PageEvent) -> None:
-        self.links[-1].answer(*map(page_event_to_plain, events))
+        self.links[-1].answer(*map(PageEvent.to_plain, events))
 
     def snapshot(self, *chains: bytes) -> None:
         self.say(*self.log.snapshot({self.series.id: self.keys(*chains)} if chains else {}))

@@ -7,23 +7,23 @@ from array import array
 from hypothesis import given, strategies as st
 
 from kvplug.transport.store.format import opaque_format
-from kvplug.transport.store.keys import KEY_BYTES, ChainMemo, Series, chain_root, chains_of
+from kvplug.transport.store.keys import KEY_BYTES, ChainMemo, Series
 
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=24)
-ROOT = chain_root(b"model", b"salt")
+ROOT = ChainMemo.root(b"model", b"salt")
 
 
 @given(tokens=TOKENS, more=TOKENS, page=st.integers(1, 5))
 def test_equal_prefixes_have_equal_chains_and_others_do_not(tokens, more, page) -> None:
-    ours, longer = chains_of(ROOT, tokens, page), chains_of(ROOT, tokens + more, page)
+    ours, longer = ChainMemo().chains_of(ROOT, tokens, page), ChainMemo().chains_of(ROOT, tokens + more, page)
     assert len(ours) == len(tokens) // page
     assert longer[: len(ours)] == ours
-    assert chains_of(ROOT, tokens + more, page, known=ours) == longer
-    assert chains_of(ROOT, array("i", tokens), page) == ours
+    assert ChainMemo().chains_of(ROOT, tokens + more, page, known=ours) == longer
+    assert ChainMemo().chains_of(ROOT, array("i", tokens), page) == ours
     for at in range(len(ours)):
         changed = list(tokens)
         changed[at * page] ^= 1
-        other = chains_of(ROOT, changed, page)
+        other = ChainMemo().chains_of(ROOT, changed, page)
         assert other[:at] == ours[:at]
         assert not set(other[at:]) & set(ours)
 
@@ -36,24 +36,27 @@ def test_equal_prefixes_have_equal_chains_and_others_do_not(tokens, more, page) 
 def test_what_is_remembered_of_chains_is_what_their_hashes_are_and_is_bounded(prompts, page, most) -> None:
     memo = ChainMemo(max_pages=most)
     for number, tokens in enumerate(prompts):
-        root = chain_root(b"model", b"%d" % (number % 2))
-        known = chains_of(root, tokens[:4], page)
+        root = ChainMemo.root(b"model", b"%d" % (number % 2))
+        known = ChainMemo().chains_of(root, tokens[:4], page)
         for given_chains in ((), known):
-            assert chains_of(root, tokens, page, given_chains, memo) == chains_of(root, tokens, page)
+            assert memo.chains_of(root, tokens, page, given_chains) == ChainMemo().chains_of(
+                root, tokens, page
+            )
         assert len(memo) <= max(1, most // 2) + 2 * 16
 
 
 def test_what_else_determines_the_kv_is_in_the_chain() -> None:
     roots = {
-        chain_root(*each) for each in ((b"model", b"salt"), (b"models", b"alt"), (b"model",), (b"", b"model"))
+        ChainMemo.root(*each)
+        for each in ((b"model", b"salt"), (b"models", b"alt"), (b"model",), (b"", b"model"))
     }
     assert len(roots) == 4
-    chains = {chains_of(root, range(4), 4)[0] for root in roots}
+    chains = {ChainMemo().chains_of(root, range(4), 4)[0] for root in roots}
     assert len(chains) == 4
 
 
 def test_the_keys_of_a_chain_differ_by_format_shard_and_seal_and_give_the_chain_back() -> None:
-    chain = chains_of(ROOT, range(4), 4)[0]
+    chain = ChainMemo().chains_of(ROOT, range(4), 4)[0]
     series = [
         Series(opaque_format(8), b"0 of 2"),
         Series(opaque_format(16), b"0 of 2"),

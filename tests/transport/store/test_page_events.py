@@ -19,8 +19,6 @@ from kvplug.transport.store.events import (
     PagesRemoved,
     PagesSnapshot,
     PagesStored,
-    page_event_from_plain,
-    page_event_to_plain,
 )
 
 SERIES = bytes(range(16))
@@ -69,25 +67,25 @@ EVENTS: list[PageEvent] = [
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_an_event_survives_its_plain_form(event: PageEvent) -> None:
-    assert page_event_from_plain(page_event_to_plain(event)) == event
-    assert page_event_from_plain({**page_event_to_plain(event), "of a newer version": 1}) == event
+    assert PageEvent.from_plain(event.to_plain()) == event
+    assert PageEvent.from_plain({**event.to_plain(), "of a newer version": 1}) == event
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 @pytest.mark.parametrize("wrong", [None, -1, True, "x", b"1234567", [], {}])
 def test_an_event_with_a_field_missing_or_of_another_kind_is_refused(event: PageEvent, wrong: Any) -> None:
-    plain = page_event_to_plain(event)
+    plain = event.to_plain()
     for name in plain:
         with pytest.raises(WireError):
-            page_event_from_plain({key: value for key, value in plain.items() if key != name})
+            PageEvent.from_plain({key: value for key, value in plain.items() if key != name})
         if isinstance(wrong, str) and name in ("epoch", "reason"):
             continue
         with pytest.raises(WireError):
-            page_event_from_plain({**plain, name: wrong})
+            PageEvent.from_plain({**plain, name: wrong})
 
 
 def test_a_reason_of_a_newer_version_is_another_reason() -> None:
-    event = page_event_from_plain({**page_event_to_plain(EVENTS[4]), "reason": "melted"})
+    event = PageEvent.from_plain({**EVENTS[4].to_plain(), "reason": "melted"})
     assert isinstance(event, PagesRemoved) and event.reason is PageRemoval.OTHER
 
 

@@ -22,12 +22,12 @@ import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import (
-    BEATS_PER_TIMEOUT,
     BackgroundThread,
     Blocks,
     Channel,
     Deadline,
     DuplexPipe,
+    HeartbeatTerms,
     MessageLimit,
     NamedExhaustion,
     PipeSettings,
@@ -237,7 +237,7 @@ class CudaIpcPipe(DuplexPipe):
 
     def _read_frames(self) -> None:
         silence_s = self._silence_s
-        interval_s = _POLL_S if silence_s is None else silence_s / BEATS_PER_TIMEOUT
+        interval_s = _POLL_S if silence_s is None else silence_s / HeartbeatTerms.BEATS_PER_TIMEOUT
         heard = next_beat = time.monotonic()
         kind: FrameKind | None = None
         while kind is not FrameKind.UNMAPPED:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from kvplug.transport import PageEvent, PagesSnapshot, page_event_from_plain
+from kvplug.transport import PageEvent, PagesSnapshot
 from kvplug_host.client.requests import Requests
 from kvplug_host.protocol import Op
 
@@ -26,7 +26,7 @@ class Subscriptions:
         number = requests.new_number()
 
         def answer(message: Any) -> None:
-            event = page_event_from_plain(message.get("event"))
+            event = PageEvent.from_plain(message.get("event"))
             current = self._listeners.get(number)
             if current is not None:
                 current(event)

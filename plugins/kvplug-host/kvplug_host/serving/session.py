@@ -22,7 +22,6 @@ from kvplug.transport import (
     Series,
     StoreLink,
     WireError,
-    page_event_to_plain,
 )
 from kvplug_host import protocol
 from kvplug_host.jobs.clock import Alarm
@@ -243,7 +242,7 @@ class Session:
             raise WireError("a message of a store: too many subscriptions")
 
         def listener(event: PageEvent) -> None:
-            self._send({"id": number, "event": page_event_to_plain(event)})
+            self._send({"id": number, "event": event.to_plain()})
 
         self._subscriptions[number] = self._pages.subscribe(listener)
 

@@ -11,7 +11,7 @@ import attrs
 from kvplug import ConfigError
 from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism, page_format_of, page_tokens_of
 from kvplug.net.wire import from_plain, to_plain
-from kvplug.transport import ChainMemo, PageFormat, Series, WireError, chain_root, chains_of
+from kvplug.transport import ChainMemo, PageFormat, Series, WireError
 from kvplug_lookup.connector.groups import Groups
 
 _VERSION = 1
@@ -88,7 +88,7 @@ class PromptChains:
     """The chains of one request's pages, computed once each, as its tokens become known."""
 
     def __init__(self, namespace: bytes, extra: bytes, page_tokens: int, memo: ChainMemo) -> None:
-        self.root = chain_root(namespace, extra)
+        self.root = ChainMemo.root(namespace, extra)
         self._memo = memo
         self._page_tokens = page_tokens
         self._chains: list[bytes] = []
@@ -100,9 +100,7 @@ class PromptChains:
             end, tokens = wanted * self._page_tokens, token_ids
             if len(token_ids) - end >= self._page_tokens:  # else there is not one page more in it
                 tokens = token_ids[:end]
-            self._chains = chains_of(
-                self.root, tokens, self._page_tokens, known=self._chains, memo=self._memo
-            )
+            self._chains = self._memo.chains_of(self.root, tokens, self._page_tokens, self._chains)
         return self._chains
 
     def parent_of(self, page: int) -> bytes:

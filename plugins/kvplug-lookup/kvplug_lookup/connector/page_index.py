@@ -39,25 +39,18 @@ class PageIndex:
     def apply(self, event: PageEvent, series: Series) -> None:
         """Follow an event of the store. Pages of other series are passed over."""
         self.is_cleared = isinstance(event, PagesCleared)
-        match event:
-            case PagesSnapshot() | PagesCleared():
-                self.held.clear()
-                self._coming.clear()
-                return
-        if event.series != series.id:
-            return
-        chains = series.keys_of(event.keys)  # the chains, since masking twice gives them back
-        match event:
-            case PagesStored():
-                self.held.update(chains)
-                for chain in chains:
-                    self._coming.pop(chain, None)
-            case PagesDeclared():
+        if isinstance(event, PagesSnapshot | PagesCleared):
+            self.held.clear()
+            self._coming.clear()
+        elif isinstance(event, PagesStored | PagesDeclared | PagesRemoved) and event.series == series.id:
+            chains = series.keys_of(event.keys)  # the chains, since masking twice gives them back
+            if isinstance(event, PagesDeclared):
                 self.expect(chains, event.for_s)
-            case PagesRemoved():
-                self.held.difference_update(chains)
-                for chain in chains:
-                    self._coming.pop(chain, None)
+                return
+            change = self.held.update if isinstance(event, PagesStored) else self.held.difference_update
+            change(chains)
+            for chain in chains:
+                self._coming.pop(chain, None)
 
     def expect(self, chains: Iterable[bytes], for_s: float) -> None:
         """These pages are coming, unless they are held: they are waited for, at most ``for_s`` seconds."""

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvplug.engine import BlockIds
-from kvplug.transport import next_chain
+from kvplug.transport import ChainMemo
 
 _TOKEN_BYTES = 4
 
@@ -40,7 +40,7 @@ class PagePlan:
         step, parent, found = page_tokens * _TOKEN_BYTES, self.parent, []
         for at in range(0, len(self.packed_tokens), step):
             tokens = self.packed_tokens[at : at + step]
-            chain = next_chain(parent, tokens)
+            chain = ChainMemo.next_chain(parent, tokens)
             found.append((parent, tokens, chain))
             parent = chain
         return found

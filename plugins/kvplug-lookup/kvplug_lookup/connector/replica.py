@@ -46,7 +46,6 @@ from kvplug.transport import (
     WireError,
     close_after_fork,
     exhaustion_of,
-    page_event_from_plain,
 )
 from kvplug_lookup.connector.keys import StoreHello
 from kvplug_lookup.connector.page_index import PageIndex
@@ -355,7 +354,7 @@ class Replica:
                 self._note_pong(message["pong"])
                 self._ping()
                 continue
-            event = page_event_from_plain(message)
+            event = PageEvent.from_plain(message)
             with self._lock:
                 if not follower.accept(event):
                     _log.warning("events of %s have a gap: starting over", self._name)

@@ -20,12 +20,12 @@ import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.transport import (
-    BEATS_PER_TIMEOUT,
     BackgroundThread,
     Blocks,
     Channel,
     Deadline,
     DuplexPipe,
+    HeartbeatTerms,
     MessageLimit,
     NamedExhaustion,
     PathReport,
@@ -213,7 +213,7 @@ class NixlPipe(DuplexPipe):
 
     def _read_frames(self) -> None:
         silence_s = self._silence_s
-        interval_s = _POLL_S if silence_s is None else silence_s / BEATS_PER_TIMEOUT
+        interval_s = _POLL_S if silence_s is None else silence_s / HeartbeatTerms.BEATS_PER_TIMEOUT
         heard = next_beat = time.monotonic()
         help_s, longest = _HELP_S
         while True:

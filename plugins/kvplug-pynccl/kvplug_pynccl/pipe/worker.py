@@ -19,14 +19,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from kvplug import TransportError, UnsupportedError
-from kvplug.transport import (
-    BEATS_PER_TIMEOUT,
-    BackgroundThread,
-    Deadline,
-    Lifecycle,
-    WireError,
-    watch_peer,
-)
+from kvplug.transport import BackgroundThread, Deadline, HeartbeatTerms, Lifecycle, WireError, watch_peer
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
@@ -211,7 +204,7 @@ class PipeWorker:
             elif asked - last_received >= self._silence_s:
                 self._lose(f"silent for {asked - last_received:.1f} s")
             elif now >= next_beat:
-                next_beat = now + self._silence_s / BEATS_PER_TIMEOUT
+                next_beat = now + self._silence_s / HeartbeatTerms.BEATS_PER_TIMEOUT
                 control.send(Frame(FrameType.HEARTBEAT).pack())
 
     def _handle(self, frame: Frame) -> None:

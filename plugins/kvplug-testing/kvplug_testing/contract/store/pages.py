@@ -12,6 +12,7 @@ import attrs
 
 from kvplug.kit import Part, foreign_key, opaque_format, token_identities
 from kvplug.transport import (
+    ChainMemo,
     MissReason,
     PageBuffers,
     PageFormat,
@@ -20,8 +21,6 @@ from kvplug.transport import (
     PageRows,
     PageSeal,
     Series,
-    chain_root,
-    chains_of,
 )
 from kvplug_testing import waits
 
@@ -132,9 +131,9 @@ def batch(
     series = Series(form, shard, seal.id)
     namespace = uuid.uuid4().bytes if namespace is None else namespace
     if form.page_tokens:
-        root, length = chain_root(namespace), form.page_tokens
+        root, length = ChainMemo.root(namespace), form.page_tokens
         token_ids = range(count * length)
-        chains = chains_of(root, token_ids, length)
+        chains = ChainMemo().chains_of(root, token_ids, length)
         keys = series.keys_of(chains)
         identities = token_identities(root, chains, token_ids, length)
     else:
