@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvplug.engine import KVLayout, page_views
+from kvplug.engine import KVLayout
 from kvplug_bench.content import SMALLEST, content
 from kvplug_bench.links import Rendezvous
 from kvplug_bench.stopwatch import BURSTS, Stopwatch
@@ -62,7 +62,7 @@ class Cache:
 
     def messages(self, layers: Sequence[Any], *, by_layer: bool) -> list[Any]:
         """The views of each message."""
-        views = page_views(layers, self.layout)
+        views = self.layout.page_views(layers)
         return list(views) if by_layer else [views]
 
 

@@ -157,7 +157,7 @@ def paged(parent: peers.Parent, device: str, layers: int, tokens: int, times: in
             cache.zero_()
         calls["scatter"]()
         for cache, given, copy in zip(caches, flat, copies):
-            kvplug.engine.gather(cache, layout, ids, 0, tokens, out_key=copy[0], out_value=copy[1])
+            layout.gather(cache, ids, 0, tokens, out_key=copy[0], out_value=copy[1])
             check(copy.view(-1), given.view(-1))
         found |= {f"{what}, {order}": took for what, took in timed(calls, where.synchronize, times).items()}
     return found
@@ -179,11 +179,11 @@ def _paged_calls(
 
     def gather() -> None:
         for cache, out in zip(caches, flat):
-            kvplug.engine.gather(cache, layout, ids, 0, tokens, out_key=out[0], out_value=out[1])
+            layout.gather(cache, ids, 0, tokens, out_key=out[0], out_value=out[1])
 
     def scatter() -> None:
         for cache, given in zip(caches, flat):
-            kvplug.engine.scatter(cache, layout, ids, 0, given[0], given[1])
+            layout.scatter(cache, ids, 0, given[0], given[1])
 
     def copy() -> None:
         for out, given in zip(copies, flat):
@@ -204,7 +204,7 @@ def staged(parent: peers.Parent, device: str, layers: int, tokens: int, times: i
     torch.set_num_threads(1)
     finish = torch.get_device_module(torch.device(device)).synchronize
     layout = kvplug.engine.KVLayout("BHTKD", {"T": BLOCK_TOKENS, "H": HEADS, "D": HEAD_SIZE})
-    form = kvplug.engine.page_format_of(layout, "float16", layers, BLOCK_TOKENS)
+    form = layout.page_format("float16", layers, BLOCK_TOKENS)
     count = tokens // BLOCK_TOKENS
     shape = (SPARE * count, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
     whole = [torch.rand(shape).half().to(device) for _ in range(layers)]
@@ -220,7 +220,7 @@ def staged(parent: peers.Parent, device: str, layers: int, tokens: int, times: i
 
         def request(caches: Sequence[torch.Tensor], name: bytes) -> kvplug.transport.PageRequest:
             identities = [name + b" %d" % index for index in range(count)]
-            views = kvplug.engine.page_views(caches, layout)
+            views = layout.page_views(caches)
             memory = kvplug.transport.PageBlocks(form, views, ids, 0, count)
             keys = [foreign_key(b"benchmark", identity) for identity in identities]
             return kvplug.transport.PageRequest(

@@ -39,14 +39,7 @@ import torch
 from fs import machine, quartiles, seconds
 from host import opened, served
 
-from kvplug.engine import (
-    CacheGroup,
-    KVCacheConfig,
-    KVLayout,
-    TransferStats,
-    page_format_of,
-    page_views,
-)
+from kvplug.engine import CacheGroup, KVCacheConfig, KVLayout, TransferStats
 from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store
 from kvplug.transport.store.copy import library
 from kvplug.transport.store.keys import foreign_key
@@ -138,7 +131,7 @@ class Sequence:
         layout = KVLayout(axes, {"T": BLOCK_TOKENS, "H": model.heads, "D": model.size})
         group = CacheGroup(layer_names=tuple(map(str, range(model.layers))), layout=layout)
         self.groups = Groups(KVCacheConfig(groups=(group,), num_blocks=2 * self.count))
-        self.form = page_format_of(layout, str(model.dtype).removeprefix("torch."), model.layers, PAGE_TOKENS)
+        self.form = layout.page_format(str(model.dtype).removeprefix("torch."), model.layers, PAGE_TOKENS)
         blocks = 2 * self.count
         shape = {"K": 2, "B": blocks, "T": BLOCK_TOKENS, "H": model.heads, "D": model.size}
         generator = torch.Generator().manual_seed(1)
@@ -146,8 +139,8 @@ class Sequence:
         def cache() -> list[torch.Tensor]:
             return [torch.rand([shape[axis] for axis in axes]).to(model.dtype) for _ in range(model.layers)]
 
-        self.source = page_views([cache_as_engines_have_it(one, axes) for one in cache()], layout)
-        self.target = page_views([cache_as_engines_have_it(one, axes) for one in cache()], layout)
+        self.source = layout.page_views([cache_as_engines_have_it(one, axes) for one in cache()])
+        self.target = layout.page_views([cache_as_engines_have_it(one, axes) for one in cache()])
         self.blocks = torch.randperm(blocks, generator=generator)[: self.count].tolist()
         self.nbytes = self.count * self.form.nbytes
 

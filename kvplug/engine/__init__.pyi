@@ -34,12 +34,6 @@ from kvplug.engine.context import (
 )
 from kvplug.engine.layout import (
     KVLayout as KVLayout,
-    gather as gather,
-    page_format_of as page_format_of,
-    page_tokens_of as page_tokens_of,
-    page_views as page_views,
-    scatter as scatter,
-    views as views,
 )
 from kvplug.engine.members import (
     Engine as Engine,

@@ -61,7 +61,7 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
     views are used for many requests.
 
     Each is a tensor [blocks, ...] of any strides; :class:`PageBlocks` needs [blocks, tokens in a block, ...].
-    :func:`kvplug.engine.page_views` makes them of an engine's caches.
+    :meth:`kvplug.engine.KVLayout.page_views` makes them of an engine's caches.
 
     Raises:
         LayoutError: a layer is a single tensor.

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvplug.engine.layout import KVLayout, dimensions, gather, scatter  # noqa: E402
+from kvplug.engine.layout import KVLayout, dimensions  # noqa: E402
 from kvplug.errors import LayoutError  # noqa: E402  (torch decides first whether there is anything to test)
 
 SIZES = {"L": 2, "K": 2, "B": 6, "T": 3, "H": 2, "D": 4}
@@ -75,7 +75,7 @@ def check_gather(axes: str) -> None:
     cache = counted(layout)
     layer = 1 if "L" in axes else None
     for start, end in RANGES[:4] if "L" in axes else RANGES:
-        key, value = gather(cache, layout, TABLE, start, end, layer=layer)
+        key, value = layout.gather(cache, TABLE, start, end, layer=layer)
         assert key.tolist() == reference(cache, layout, TABLE, start, end, layer, 0)
         if layout.has_values:
             assert value is not None
@@ -98,7 +98,7 @@ def check_scatter(axes: str) -> None:
                 for k, tokens in enumerate((key, value) if value is not None else (key,)):
                     at = where(layout, L=layer or 0, K=k, B=TABLE[token // 3], T=token % 3, H=head, D=d)
                     expected[at] = tokens[number, head, d]
-        scatter(cache, layout, TABLE, start, key, value, layer=layer)
+        layout.scatter(cache, TABLE, start, key, value, layer=layer)
         assert torch.equal(cache, expected)
 
 
@@ -117,8 +117,8 @@ def test_what_is_scattered_is_gathered_again_from_any_layout(data: st.DataObject
     key = torch.randn(shape)
     value = torch.randn(shape) if layout.has_values else None
     cache = torch.zeros(layout.shape)
-    scatter(cache, layout, table, start, key, value, layer=layer)
-    got_key, got_value = gather(cache, layout, table, start, end, layer=layer)
+    layout.scatter(cache, table, start, key, value, layer=layer)
+    got_key, got_value = layout.gather(cache, table, start, end, layer=layer)
     assert torch.equal(got_key, key)
     assert got_value is value is None or torch.equal(got_value, value)
 
@@ -137,8 +137,8 @@ def test_the_bits_of_every_dtype_pass_unchanged(dtype: str, axes: str) -> None:
     high = 2 if dtype == "bool" else 256
     source = torch.randint(0, high, (num_bytes,), dtype=torch.uint8).view(kind).reshape(layout.shape)
     target = torch.zeros(num_bytes, dtype=torch.uint8).view(kind).reshape(layout.shape)
-    scatter(target, layout, TABLE, 1, *gather(source, layout, TABLE, 1, 11))
-    pairs = zip(gather(source, layout, TABLE, 1, 11), gather(target, layout, TABLE, 1, 11), strict=True)
+    layout.scatter(target, TABLE, 1, *layout.gather(source, TABLE, 1, 11))
+    pairs = zip(layout.gather(source, TABLE, 1, 11), layout.gather(target, TABLE, 1, 11), strict=True)
     for mine, theirs in pairs:
         assert mine.dtype == kind
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -155,10 +155,10 @@ def test_one_layer_of_a_cross_layer_cache_is_a_cache_of_its_own() -> None:
         view = cache[:, layer]
         one.check(view)
         assert not view.is_contiguous()
-        expected = gather(cache, whole, TABLE, 1, 8, layer=layer)
-        got = gather(view, one, TABLE, 1, 8)
+        expected = whole.gather(cache, TABLE, 1, 8, layer=layer)
+        got = one.gather(view, TABLE, 1, 8)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
-        scatter(view, one, TABLE, 1, expected[0] * 0 - 1, expected[1] * 0 - 2)
+        one.scatter(view, TABLE, 1, expected[0] * 0 - 1, expected[1] * 0 - 2)
     assert (cache == -1).sum() == (cache == -2).sum() == 2 * 7 * 2 * 4
 
 
@@ -186,10 +186,10 @@ def test_blocks_that_cannot_be_meant_are_refused_and_nothing_is_copied(
     cache = torch.zeros(layout.shape)
     key, value = torch.ones(12, 2, 4), torch.ones(12, 2, 4)
     with pytest.raises(LayoutError, match=said):
-        gather(cache, layout, table, start, end)
+        layout.gather(cache, table, start, end)
     if end >= start:
         with pytest.raises(LayoutError, match=said):
-            scatter(cache, layout, table, start, key[: end - start], value[: end - start])
+            layout.scatter(cache, table, start, key[: end - start], value[: end - start])
     assert not cache.any()
 
 
@@ -201,18 +201,18 @@ def test_blocks_in_a_kernels_own_order_are_moved_whole(axes: str) -> None:
     sizes = {"B": 6, "T": 4, "H": 2, "D": 3}
     layout = KVLayout(axes, sizes, block_format="a kernel")
     source, target = torch.rand(layout.shape), torch.zeros(layout.shape)
-    key, value = gather(source, layout, (5, 0, 3), 4, 12)
-    scatter(target, layout, (2, 1, 4), 4, key, value)
+    key, value = layout.gather(source, (5, 0, 3), 4, 12)
+    layout.scatter(target, (2, 1, 4), 4, key, value)
     at = axes.replace("KD", "D").index("B")
     for ours, theirs in ((0, 1), (3, 4)):
         assert torch.equal(source.select(at, ours), target.select(at, theirs))
     for start, end in ((0, 3), (1, 4), (4, 9)):
         with pytest.raises(LayoutError, match=f"tokens {start} to {end} are no whole blocks of 4"):
-            gather(source, layout, (5, 0, 3), start, end)
+            layout.gather(source, (5, 0, 3), start, end)
     with pytest.raises(
         LayoutError, match=r"tokens 4 to 7 are no whole blocks of 4, .* own order \(a kernel\)"
     ):
-        scatter(target, layout, (2, 1, 4), 4, key[:3], None if value is None else value[:3])
+        layout.scatter(target, (2, 1, 4), 4, key[:3], None if value is None else value[:3])
 
 
 @pytest.mark.gpu
@@ -222,14 +222,14 @@ def test_on_a_gpu_blocks_are_moved_as_on_a_cpu_and_the_host_does_not_wait(axes: 
         pytest.skip("there is no GPU here")
     layout = layout_of(axes, B=40, T=16, H=3, D=8)
     cache, table = counted(layout), [5, 1, 37, 0, 3, 6]
-    expected = gather(cache, layout, table, 7, 90)
+    expected = layout.gather(cache, table, 7, 90)
     on_gpu, target = cache.cuda(), torch.zeros_like(cache, device="cuda")
-    scatter(target, layout, table, 7, *gather(on_gpu, layout, table, 7, 90))  # loads the kernels
+    layout.scatter(target, table, 7, *layout.gather(on_gpu, table, 7, 90))  # loads the kernels
     busy = torch.ones(8192, 8192, device="cuda")
     for _ in range(100):  # seconds of work
         busy = busy @ busy
-    got = gather(on_gpu, layout, table, 7, 90)
-    scatter(target, layout, table, 7, *got)
+    got = layout.gather(on_gpu, table, 7, 90)
+    layout.scatter(target, table, 7, *got)
     assert not torch.cuda.current_stream().query()
     assert all(map(torch.equal, expected, (each.cpu() for each in got)))
-    assert all(map(torch.equal, expected, gather(target.cpu(), layout, table, 7, 90)))
+    assert all(map(torch.equal, expected, layout.gather(target.cpu(), table, 7, 90)))

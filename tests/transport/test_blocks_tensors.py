@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug.engine import KVLayout, LayoutError, page_views
+from kvplug.engine import KVLayout, LayoutError
 from kvplug.net.wire.tensors import dtype_of
 from kvplug.transport import Blocks, BlockViews
 
@@ -115,7 +115,7 @@ def test_blocks_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
 def test_where_blocks_lie_has_as_few_runs_as_the_layout_allows(axes: str, said: Any) -> None:
     layout = KVLayout(axes, {"B": 9, "T": 4, "H": 3, "D": 8})
     caches = [filled(layout.shape, torch.float16, seed) for seed in range(3)]
-    memory = Blocks(page_views(caches, layout), [1]).memory
+    memory = Blocks(layout.page_views(caches), [1]).memory
     assert memory is not None
     assert (memory.num_parts, memory.run_bytes, memory.counts, memory.strides) == said
     assert list(memory.bases) == [cache.data_ptr() for cache in caches]

@@ -39,7 +39,7 @@ from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.registry import PluginStatus
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.config import Config
-from kvplug.engine.layout.pages import PAGE_TOKENS
+from kvplug.engine.layout import PAGE_TOKENS
 from kvplug.errors import (
     AuthenticationError,
     ConfigError,

@@ -140,7 +140,7 @@ class Pipe(abc.ABC):
     ) -> Transfer:
         """Queue the blocks ``block_ids`` of all layers as one message.
 
-        ``views`` is best made once for each cache, by :func:`kvplug.engine.page_views` or as
+        ``views`` is best made once for each cache, by :meth:`kvplug.engine.KVLayout.page_views` or as
         :class:`BlockViews`. Plain tensors are layers with one part each, and are checked in each call. The
         message is the tensor that :class:`Blocks` describes, and may be received as one. Written here for
         every pipe: it is gathered first. A transport that can gather into its own memory does that instead.

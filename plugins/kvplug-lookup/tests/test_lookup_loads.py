@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvplug import ClosedError
-from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats, page_views
+from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats
 from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers
 from kvplug.transport.store.staging.store import StagedStore
 from kvplug_lookup.connector.groups import Groups
@@ -57,7 +57,7 @@ def load_of(engine: FakeEngine) -> Load:
     group = CacheGroup(layer_names=engine.layer_names, layout=engine.layout)
     return Load(
         plan,
-        page_views(tuple(engine.kv_caches.values()), engine.layout),
+        engine.layout.page_views(tuple(engine.kv_caches.values())),
         rank=0,
         groups=Groups(KVCacheConfig(groups=(group,), num_blocks=64)),
         chains=[bytes(32), b"1" * 32],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvplug.engine import KVCacheConfig, LayoutError, views
+from kvplug.engine import KVCacheConfig, LayoutError
 from kvplug.transport import BlockViews, digest
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class CacheViews:
             layers = []
             for name in group.layer_names:
                 group.layout.check(tensors[name])
-                layers.append([part for part in views(tensors[name], group.layout) if part is not None])
+                layers.append([part for part in group.layout.views(tensors[name]) if part is not None])
             self._groups.append(layers)
         self._made: dict[tuple[int, int, int, int], tuple[BlockViews, tuple[int, int]]] = {}
         self.device = self._groups[0][0][0].device

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
-from kvplug.engine import KVLayout, page_views
+from kvplug.engine import KVLayout
 from kvplug_shm.pipe.geometry import LINE, lines
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import Call
@@ -80,7 +80,7 @@ def test_blocks_of_any_layout_go_through_any_ring(
     def cache(axes: str, salt: int) -> Any:
         layout = KVLayout(axes, {"B": 9, **sizes})
         flat = [bytes_of(math.prod(layout.shape), salt + layer) for layer in range(3)]
-        return page_views([each.view(layout.shape) for each in flat], layout)
+        return layout.page_views([each.view(layout.shape) for each in flat])
 
     source, target, before = cache(layouts[0], 0), cache(layouts[1], 10), cache(layouts[1], 10)
     sent, others = taken[::-1], [each for each in range(9) if each not in taken]

@@ -22,8 +22,6 @@ from kvplug.engine import (
     SchedulerConnector,
     SchedulerOutput,
     WorkerConnector,
-    gather,
-    scatter,
 )
 
 if TYPE_CHECKING:
@@ -247,7 +245,7 @@ class TableWorker(WorkerConnector):
                 if self.table.bad_tokens.intersection(range(start, start + size)):
                     self.invalid.add(blocks[start // size])
                 else:
-                    scatter(self.caches[name], self.layout, blocks, start, key[part], value[part])
+                    self.layout.scatter(self.caches[name], blocks, start, key[part], value[part])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if not self._metadata["in_background"]:
@@ -262,7 +260,7 @@ class TableWorker(WorkerConnector):
             entry = self.table.entries.setdefault((request.extra, prompt), [])
             assert len(entry) in (layer, len(self.caches))
             if len(entry) == layer:
-                entry.append(gather(kv_layer, self.layout, blocks, 0, len(prompt)))
+                entry.append(self.layout.gather(kv_layer, blocks, 0, len(prompt)))
 
     def wait_for_save(self) -> None:
         pass

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvplug import ConfigError
-from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism, page_format_of, page_tokens_of
+from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism
 from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport import ChainMemo, PageFormat, Series, WireError
 from kvplug_lookup.connector.groups import Groups
@@ -71,12 +71,12 @@ def shard_of(
     """
     groups = Groups(cache)
     try:
-        tokens = page_tokens_of(groups.layout, page_tokens)
+        tokens = groups.layout.page_tokens(page_tokens)
         groups.check_page(tokens)
     except LayoutError as e:
         raise ConfigError(f"options.lookup.page_tokens: {e}") from e
     return Shard(
-        page_format_of(groups.layout, model.dtype, len(groups.layer_names), tokens),
+        groups.layout.page_format(model.dtype, len(groups.layer_names), tokens),
         parallelism.first_layer,
         model.num_layers if parallelism.end_layer is None else parallelism.end_layer,
         parallelism.tensor_rank,

@@ -8,16 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug import ClosedError
-from kvplug.engine import (
-    ConnectorContext,
-    LayoutError,
-    PeerLink,
-    Plain,
-    Role,
-    StalledError,
-    WorkerConnector,
-    page_views,
-)
+from kvplug.engine import ConnectorContext, LayoutError, PeerLink, Plain, Role, StalledError, WorkerConnector
 from kvplug.net.wire import to_plain
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
@@ -205,7 +196,7 @@ class LookupWorker(WorkerConnector):
                 stated = self._context.model.dtype
                 raise LayoutError(f"the cache of {name} is of {dtype}, and the model's facts say {stated}")
         self._caches = tuple(kv_caches[name] for name in self._layer_names)
-        self._views = page_views(self._caches, self._layout)
+        self._views = self._layout.page_views(self._caches)
         blocks = PageBlocks(self._shard.format, self._views, (), 0, 0)
         for tier in self._tiers.values():
             tier.store.register_memory(blocks)

@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvplug import HandshakeError, IntegrityError, KvplugError
-from kvplug.engine import (
-    ConnectorContext,
-    KVLayout,
-    LayoutError,
-    PeerLink,
-    Plain,
-    WorkerConnector,
-    gather,
-    reason_of,
-    scatter,
-)
+from kvplug.engine import ConnectorContext, KVLayout, LayoutError, PeerLink, Plain, WorkerConnector, reason_of
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
@@ -166,7 +156,7 @@ class SimpleWorker(WorkerConnector):
         try:
             if entries.holds(tokens, extra):
                 return
-            layers = [gather(cache, self._layout, save["blocks"], 0, len(tokens)) for cache in self._caches]
+            layers = [self._layout.gather(cache, save["blocks"], 0, len(tokens)) for cache in self._caches]
             entries.add(tokens, extra, layers)
         except KvplugError as e:
             _log.warning("the prompt of request %s is not saved: %s", save["request"], e)
@@ -205,5 +195,5 @@ class Blocks(EntrySink):
         if digest_of(self.checksum, (key, value)) != (self.digests[index] if self.checksum else b""):
             raise IntegrityError(f"layer {index} of an entry is not what was inserted: it is not used")
         parts = [part if part is None else part[self.start : self.end] for part in (key, value)]
-        scatter(self.caches[index], self.layout, self.block_ids, self.start, *parts)
+        self.layout.scatter(self.caches[index], self.block_ids, self.start, *parts)
         self.nbytes += sum(part.nbytes for part in parts if part is not None)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 from kvplug import CapacityError, KvplugError, TimeoutError, UnsupportedError
-from kvplug.engine import KVLayout, page_views
+from kvplug.engine import KVLayout
 from kvplug.kit import MAX_DIMS
 from kvplug.transport import BlockViews, Pipe, TensorMismatchError
 from kvplug_testing import waits
@@ -286,8 +286,8 @@ def layers_of(
 ) -> BlockViews:
     """Views of a cache in one of the layouts that engines have."""
     layout = KVLayout(axes, {"B": num_blocks, "T": 4, "H": 3, "D": 8})
-    return page_views(
-        [tensor_of(dtype, layout.shape, seed=seed + layer) for layer in range(num_layers)], layout
+    return layout.page_views(
+        [tensor_of(dtype, layout.shape, seed=seed + layer) for layer in range(num_layers)]
     )
 
 

@@ -1,0 +1,489 @@
+"""Layouts of a paged KV cache in memory, and token-granular copies out of it and into it.
+
+A layout is a string of axis letters, outermost in memory first, and a size for each:
+
+    L  layers                     only where one tensor holds several
+    K  the pair (key, value)      always 2
+    B  blocks
+    T  tokens in a block
+    H  key/value heads
+    D  head size
+
+Every cache has B, T and D; one of keys and values per head has K and H too, and latent attention (MLA)
+has neither: one vector per token, and no values. The letters may come in any order. NHD is ``KBTHD``,
+HND is ``KBHTD``.
+
+**Packed or separate.** Where K stands directly before D, keys and values are *packed*: the two letters
+are one dimension of the tensor, of 2 * head_size, the keys first. ``BHTKD`` is a tensor of four
+dimensions, [blocks, heads, tokens, 2 * head_size]. Anywhere else K is a dimension of its own.
+
+A layout comes from the engine's statement and from strides, never from a shape: with 16 heads and 16 tokens
+in a block, NHD and HND have the same shape.
+
+**The inside of a block.** Some attention kernels keep keys in an order of their own, transposed or in tiles,
+under a shape that looks like any other. An engine that cannot vouch for the order inside its blocks names
+their ``block_format``: they are then moved whole, and only between caches of the same format.
+
+**Copies.** Each copy is at most three operations for keys and three for values: a first block that is entered
+in the middle, all whole blocks at once, a last block that is left early. The cache is looked at through
+``as_strided`` as [block, token, head, element], which costs nothing and is the same for every layout.
+
+**Pages.** A page has the same format whatever the cache's layout is, as long as the axes say where everything
+lies: keys, then values, each [tokens, heads, head size]; one latent where there are no values. Engines with
+different layouts and block sizes share pages. Blocks in a kernel's own order make pages that only the same
+kernel can read.
+
+The arithmetic does not need torch; ``Tensor`` is ``torch.Tensor``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvplug.errors import LayoutError
+from kvplug.transport.block_views import BlockViews, block_table, check_distinct
+from kvplug.transport.store.cache_blocks import copy_tokens, ids_on
+from kvplug.transport.store.format import PageFormat, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LETTERS = "LKBTHD"
+"""Every axis there is."""
+
+
+PAGE_TOKENS = 16
+"""Tokens in a page, where nothing else is asked for."""
+
+
+@functools.lru_cache(maxsize=256)
+def dimensions(axes: str) -> tuple[str, ...]:
+    """The dimensions of a tensor with these axes: one letter each, or ``"KD"`` where they are packed.
+
+    Raises:
+        LayoutError: not an axis string.
+    """
+    unknown = sorted(set(axes) - set(LETTERS))
+    if unknown or not axes:
+        raise LayoutError(f"{axes!r} is no axis string: its letters are some of {LETTERS}, not {unknown}")
+    if len(set(axes)) != len(axes):
+        raise LayoutError(f"{axes!r} is no axis string: a letter comes twice")
+    before, packed, after = axes.partition("KD")
+    return (*before, *((packed,) if packed else ()), *after)
+
+
+def _ordered(sizes: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The sizes as a value that can be hashed, equal whatever order they were given in."""
+    return tuple(sorted(dict(sizes).items(), key=lambda pair: LETTERS.find(pair[0])))
+
+
+@attrs.frozen
+class KVLayout:
+    """How one tensor of a paged KV cache lies in memory.
+
+    ``KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})``. The number of blocks (``B``) may be left out, and
+    is then whatever a tensor has; ``K`` is 2 and need not be said.
+
+    >>> layout = KVLayout("BHTKD", {"B": 1000, "T": 16, "H": 3, "D": 64})
+    >>> layout.shape
+    (1000, 3, 16, 128)
+    >>> layout.block_size, layout.is_packed
+    (16, True)
+
+    Raises:
+        LayoutError: not the axes of a KV cache, or a size that is missing, too much, or not positive.
+    """
+
+    axes: str
+    """One letter for each axis of the tensor, outermost first: B blocks, T tokens in a block, K keys and
+    values (2), H heads, D head size."""
+    _sizes: tuple[tuple[str, int], ...] = attrs.field(converter=_ordered)
+    """Size of each axis by its letter: a mapping, or pairs."""
+    block_format: str = attrs.field(default="", kw_only=True)
+    """Name of an attention kernel's own order inside a block; the axes then give its size, not its order.
+
+    Such blocks are moved whole, into a cache of the same layout, format included. Empty: the axes say all.
+    """
+
+    def __attrs_post_init__(self) -> None:
+        dimensions(self.axes)
+        missing = [letter for letter in "BTD" if letter not in self.axes]
+        if missing:
+            raise LayoutError(f"a KV cache has the axes B, T and D; {self.axes!r} lacks {', '.join(missing)}")
+        if ("K" in self.axes) != ("H" in self.axes):
+            raise LayoutError(
+                f"a KV cache has both K and H (keys and values per head) or neither (latent attention);"
+                f" {self.axes!r} has only one of them"
+            )
+        sizes = dict(self._sizes)
+        if "K" in self.axes:
+            sizes.setdefault("K", 2)
+        for letter, size in sizes.items():
+            if letter not in set(self.axes):
+                raise LayoutError(f"a size is given for {letter!r}, which is no axis of {self.axes!r}")
+            if not _is_size(size):
+                raise LayoutError(f"the size of axis {letter} must be a positive integer, got {size!r}")
+        if sizes.get("K", 2) != 2:
+            raise LayoutError(f"axis K is a key and a value: its size is 2, not {sizes['K']}")
+        unsaid = [letter for letter in self.axes if letter not in sizes and letter != "B"]
+        if unsaid:
+            raise LayoutError(f"layout {self.axes!r} needs the sizes of {', '.join(unsaid)} too")
+        object.__setattr__(self, "_sizes", _ordered(sizes))
+
+    # -- asking --------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis letter to size; ``B`` only where it is known."""
+        return dict(self._sizes)
+
+    @property
+    def num_blocks(self) -> int | None:
+        """``None`` where the layout leaves it open."""
+        return self.sizes.get("B")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.sizes["T"]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """1 for latent attention."""
+        return self.sizes.get("H", 1)
+
+    @property
+    def head_size(self) -> int:
+        """Numbers in one head of one token."""
+        return self.sizes["D"]
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers in one tensor; ``None`` where each layer has its own."""
+        return self.sizes.get("L")
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are values beside the keys: not for latent attention."""
+        return "K" in self.axes
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether keys and values share one dimension of the tensor."""
+        return "KD" in self.axes
+
+    @property
+    def granule(self) -> int:
+        """Tokens that can be moved alone: one, or a block where its inside is a kernel's own."""
+        return self.block_size if self.block_format else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor.
+
+        Raises:
+            LayoutError: the number of blocks is left open.
+        """
+        if self.num_blocks is None:
+            raise LayoutError(f"layout {self.axes!r} leaves the number of blocks open: it has no shape")
+        return tuple(_size_of(dimension, self.sizes) for dimension in dimensions(self.axes))
+
+    # -- checking ------------------------------------------------------------------------------
+
+    def check_range(self, start: int, end: int) -> None:
+        """Return if tokens ``start`` to ``end`` (exclusive) of a sequence can be moved without the others.
+
+        Raises:
+            LayoutError: they begin or end inside a block that only its kernel can read.
+        """
+        if start % self.granule or end % self.granule:
+            raise LayoutError(
+                f"tokens {start} to {end} are no whole blocks of {self.block_size}, and the inside of a block"
+                f" is in the kernel's own order ({self.block_format})"
+            )
+
+    def check(self, tensor: Tensor) -> None:
+        """Return if the tensor lies in memory as this layout says.
+
+        Shape and strides are both compared: the dimensions must be in the order of memory, outermost
+        first, and no two elements may share memory. Gaps (a view of a larger tensor) are fine.
+
+        Raises:
+            LayoutError: names the axis, what was expected and what is there.
+        """
+        names = dimensions(self.axes)
+        self.check_shape(tuple(tensor.shape))
+        strides = tuple(tensor.stride())
+        named = [
+            (name, size, stride)
+            for name, size, stride in zip(names, tensor.shape, strides, strict=True)
+            if size > 1  # the stride of a dimension of one element says nothing
+        ]
+        for name, size, stride in named:
+            if stride == 0:
+                raise LayoutError(f"axis {name}: its {size} elements share memory (an expanded tensor)")
+        in_memory = sorted(named, key=lambda dim: -dim[2])
+        for (expected, *_), (found, *_) in zip(named, in_memory, strict=True):
+            if expected != found:
+                order = "".join(name for name, *_ in in_memory)
+                raise LayoutError(
+                    f"axis {expected}: layout {self.axes!r} expects it next in memory, and the strides"
+                    f" {strides} put {found} there (memory order {order}); give the layout of the memory,"
+                    f" and a tensor permuted to it"
+                )
+        room = 0  # elements from the first to the last of the dimensions inside
+        for name, size, stride in reversed(named):
+            if stride <= room:
+                raise LayoutError(
+                    f"axis {name}: layout {self.axes!r} expects a stride of more than {room} elements, got"
+                    f" {stride}: elements would share memory"
+                )
+            room += (size - 1) * stride
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Return if a tensor of this shape can be one of this layout. :meth:`check` looks at strides too.
+
+        Raises:
+            LayoutError: names the axis, what was expected and what is there.
+        """
+        names, sizes = dimensions(self.axes), dict(self._sizes)
+        if len(shape) != len(names):
+            raise LayoutError(
+                f"layout {self.axes!r} expects {len(names)} dimensions ({', '.join(names)}), got"
+                f" {len(shape)}: {list(shape)}"
+            )
+        for name, found in zip(names, shape, strict=True):
+            if name == "B" and "B" not in sizes:
+                continue
+            expected = _size_of(name, sizes)
+            if found != expected:
+                raise LayoutError(
+                    f"axis {name}: layout {self.axes!r} expects {expected}, got {found} (shape {list(shape)})"
+                )
+
+    # -- copying -------------------------------------------------------------------------------
+
+    def views(self, cache: Tensor, *, layer: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of one layer as views of the cache, each [blocks, tokens, heads, head size].
+
+        Values are ``None`` and there is one head where the layout is latent. ``layer`` is the index on the
+        axis L, and is needed exactly where the layout has one.
+
+        Raises:
+            LayoutError: the cache's shape is not the layout's, or there is no such layer.
+        """
+        self.check_shape(tuple(cache.shape))
+        sizes = self.sizes
+        strides: dict[str, int] = {}
+        for name, stride in zip(dimensions(self.axes), cache.stride(), strict=True):
+            if name == "KD":
+                strides["K"], strides["D"] = stride * sizes["D"], stride
+            else:
+                strides[name] = stride
+        offset = cache.storage_offset() + self._layer_offset(layer, strides)
+        num_blocks = cache.shape[dimensions(self.axes).index("B")]
+        shape = (num_blocks, sizes["T"], sizes.get("H", 1), sizes["D"])
+        stride4 = (strides["B"], strides["T"], strides.get("H", strides["D"]), strides["D"])
+        key = cache.as_strided(shape, stride4, offset)
+        value = cache.as_strided(shape, stride4, offset + strides["K"]) if "K" in strides else None
+        return key, value
+
+    def _layer_offset(self, layer: int | None, strides: dict[str, int]) -> int:
+        num_layers = self.num_layers
+        if num_layers is None:
+            if layer is not None:
+                raise LayoutError(f"axis L: layout {self.axes!r} has none, and layer {layer} was asked for")
+            return 0
+        if layer is None:
+            raise LayoutError(f"axis L: layout {self.axes!r} holds {num_layers} layers; say which one")
+        if not 0 <= layer < num_layers:
+            raise LayoutError(f"axis L: layout {self.axes!r} holds {num_layers} layers, and none is {layer}")
+        return layer * strides["L"]
+
+    def gather(
+        self,
+        cache: Tensor,
+        block_ids: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        out_key: Tensor | None = None,
+        out_value: Tensor | None = None,
+        layer: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Copy the KV of tokens ``start`` to ``end`` (exclusive) of one sequence out of the cache.
+
+        Args:
+            block_ids: the sequence's block table; its i-th block holds tokens i * block_size and on.
+            out_key, out_value: memory to copy into, shape [end - start, heads, head size], of the cache's
+                dtype and device; need not be contiguous. Allocated where not given.
+            layer: where the layout has an axis L.
+
+        Returns:
+            ``(key, value)``, each [tokens, heads, head size]; latent attention has one head, and ``None``.
+
+        Raises:
+            LayoutError: the cache is not of this layout; a block id is out of range or comes twice; there
+                are too few blocks; an ``out`` does not fit; part of a block is asked for that can only be
+                moved whole (``block_format``). Nothing was copied.
+        """
+        self.check_range(start, end)
+        key_view, value_view = self.views(cache, layer=layer)
+        index = _block_index(block_ids, self.block_size, key_view.shape[0], start, end)
+        if value_view is None and out_value is not None:
+            raise LayoutError(f"layout {self.axes!r} has no values, and memory for them was given")
+        key = _memory("out_key", out_key, key_view, end - start)
+        value = None if value_view is None else _memory("out_value", out_value, value_view, end - start)
+        _copy(index, start, ((key_view, key), (value_view, value)), into_cache=False)
+        return key, value
+
+    def scatter(
+        self,
+        cache: Tensor,
+        block_ids: Sequence[int],
+        start: int,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        layer: int | None = None,
+    ) -> None:
+        """Copy the KV of a sequence's tokens, from token ``start`` on, into the cache.
+
+        Args:
+            key, value: [tokens, heads, head size], of the cache's dtype and device; need not be contiguous.
+                ``value`` is ``None`` exactly for latent attention.
+
+        Raises:
+            LayoutError: as for :meth:`gather`. Nothing was copied.
+        """
+        key_view, value_view = self.views(cache, layer=layer)
+        if (value is None) != (value_view is None):
+            given = "none were given" if value is None else "some were given"
+            raise LayoutError(
+                f"layout {self.axes!r} has {'no ' if value_view is None else ''}values; {given}"
+            )
+        num_tokens = key.shape[0] if key.dim() else 0
+        self.check_range(start, start + num_tokens)
+        index = _block_index(block_ids, self.block_size, key_view.shape[0], start, start + num_tokens)
+        _memory("key", key, key_view, num_tokens)
+        if value is not None and value_view is not None:
+            _memory("value", value, value_view, num_tokens)
+        _copy(index, start, ((key_view, key), (value_view, value)), into_cache=True)
+
+    # -- pages ---------------------------------------------------------------------------------
+
+    def page_tokens(self, wanted: int | None = None) -> int:
+        """Tokens in a page of a cache with this self.
+
+        Args:
+            wanted: What the operator asks for; ``None``: 16, or the least number of whole blocks with as many
+                tokens where a block cannot be divided.
+
+        Raises:
+            LayoutError: ``wanted`` tokens cannot be moved without the rest of a block.
+        """
+        granule = self.granule
+        if wanted is None:
+            return math.ceil(PAGE_TOKENS / granule) * granule
+        if wanted < 1 or wanted % granule:
+            raise LayoutError(
+                f"pages of {wanted} tokens: the inside of a block of {granule} is in the kernel's own order"
+                f" ({self.block_format}), so a page is a multiple of {granule} tokens"
+            )
+        return wanted
+
+    def page_format(self, dtype: str, num_layers: int, page_tokens: int) -> PageFormat:
+        """The format of pages of ``page_tokens`` tokens of a cache whose layers have this self.
+
+        ``dtype``: torch's name, without ``torch.``.
+        """
+        own_order = bool(self.block_format)
+        shape = (page_tokens, self.num_kv_heads, self.head_size)
+        names = ("key", "value") if self.has_values else ("latent",)
+        return PageFormat(
+            page_tokens=page_tokens,
+            num_layers=num_layers,
+            parts=tuple(
+                Part(
+                    name=name,
+                    dtype=dtype,
+                    shape=shape,
+                    token_axis=None if own_order else 0,
+                    head_axis=1 if self.has_values and not own_order else None,
+                )
+                for name in names
+            ),
+            # Such blocks keep their order only in a cache of the same layout and block size.
+            block_format=f"{self.block_format}, {self.axes}, {self.block_size}" if own_order else "",
+        )
+
+    def page_views(self, caches: Sequence[Tensor]) -> BlockViews:
+        """For each layer the views of its parts, for :class:`kvplug.transport.PageBlocks` and for
+        :meth:`kvplug.transport.Pipe.send_blocks`.
+
+        ``caches``: one tensor for each layer, in the order of the layers.
+        """
+        return BlockViews([[part for part in self.views(cache) if part is not None] for cache in caches])
+
+
+def _is_size(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 1
+
+
+def _size_of(dimension: str, sizes: Mapping[str, int]) -> int:
+    return 2 * sizes["D"] if dimension == "KD" else sizes[dimension]
+
+
+def _block_index(
+    block_ids: Sequence[int], block_size: int, num_blocks: int, start: int, end: int
+) -> array[int] | None:
+    """The ids of the blocks that hold the range, checked; ``None`` for no token."""
+    if not 0 <= start <= end:
+        raise LayoutError(f"tokens {start} to {end} are no range")
+    if end > len(block_ids) * block_size:
+        raise LayoutError(
+            f"tokens {start} to {end} do not fit {len(block_ids)} blocks of {block_size}, which hold"
+            f" {len(block_ids) * block_size}"
+        )
+    if start == end:
+        return None
+    index = block_table(block_ids[start // block_size : -(-end // block_size)], num_blocks)
+    check_distinct(index)
+    return index
+
+
+def _copy(
+    index: array[int] | None,
+    start: int,
+    parts: Sequence[tuple[Tensor | None, Tensor | None]],
+    *,
+    into_cache: bool,
+) -> None:
+    """Copy each part between its view of the cache and its tokens, where there are any."""
+    if index is None:
+        return
+    for view, tokens in parts:
+        if view is not None and tokens is not None:
+            ids = ids_on(index, view.device)
+            copy_tokens(view, index, ids, start, tokens, into_cache=into_cache)
+
+
+def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> Tensor:
+    """The tensor of the tokens' keys or values: the given one, checked, or a new one."""
+    wanted = (num_tokens, view.shape[2], view.shape[3])
+    if given is None:
+        return view.new_empty(wanted)
+    if tuple(given.shape) != wanted:
+        raise LayoutError(f"{name}: expected the shape {list(wanted)}, got {list(given.shape)}")
+    if given.dtype != view.dtype or given.device != view.device:
+        raise LayoutError(
+            f"{name}: expected {view.dtype} on {view.device}, as the cache has, got {given.dtype} on"
+            f" {given.device}"
+        )
+    return given
