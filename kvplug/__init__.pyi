@@ -17,6 +17,7 @@ from kvplug.assembly.connector import (
     required_layout as required_layout,
 )
 from kvplug.assembly.pipes import (
+    build_pipe_endpoint as build_pipe_endpoint,
     connect_pipe as connect_pipe,
     listen_pipe as listen_pipe,
 )

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from kvplug import Config, ConfigError, PluginError, StatelessGroup, connect_ranks
-from kvplug.assembly.pipes import build_pipe_endpoint
+from kvplug import Config, ConfigError, PluginError, StatelessGroup, build_pipe_endpoint, connect_ranks
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 
