@@ -38,7 +38,8 @@ def from_plain(plain: object, kind: type[T], name: str, error: type[KvplugError]
     try:
         found = msgspec.convert(plain, kind, builtin_types=(bytes,))
         return attrs.evolve(found) if _has_hooks(kind) else found  # type: ignore[misc]
-    except (ValueError, TypeError, RecursionError) as e:
+    # Only newer releases of msgspec have a ValidationError that is a ValueError.
+    except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as e:
         fault, _, path = str(e).partition(" - at `$")
         raise error(f"{name}{path.rstrip('`')}: {peer_text(fault)}") from e
 

@@ -135,6 +135,7 @@ def test_a_disabled_plugin_is_not_even_imported(site: Any) -> None:
 def failed(site: Any, **environment: str) -> list[str]:
     """The error of loading the plugins, line by line."""
     code = f"""
+    from kvplug.errors import PluginLoadError
     try:
         Registry.from_env({environment!r})
         answer = ""
