@@ -86,9 +86,7 @@ from kvplug.net.trust.channel import (
 )
 from kvplug.net.trust.connection import (
     Connection as Connection,
-    decline as decline,
     dial as dial,
-    raise_if_declined as raise_if_declined,
 )
 from kvplug.net.trust.credentials import (
     Credentials as Credentials,

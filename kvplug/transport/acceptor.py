@@ -23,7 +23,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.connection import Connection, decline
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.pipe import Pipe, PipeListener
 
@@ -45,7 +45,7 @@ def hang_up(connection: Connection) -> None:
 
 def decline_connection(connection: Connection, shortage: ResourceExhaustedError) -> None:
     """Tell the peer what this process lacks. Never waits."""
-    decline(connection.sock, shortage)
+    connection.decline(shortage)
 
 
 class Acceptor(Generic[T]):

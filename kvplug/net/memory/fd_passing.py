@@ -13,7 +13,7 @@ from typing import Final
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
-from kvplug.net.trust.connection import Connection, raise_if_declined
+from kvplug.net.trust.connection import Connection
 
 _SIZE_OF_ONE: Final = array.array("i").itemsize
 
@@ -64,7 +64,7 @@ def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline
             if not chunk:
                 raise PeerGoneError(f"{connection.describe} hung up while memory was handed over")
             data += chunk
-            raise_if_declined(connection, bytes(data), deadline)
+            connection.raise_if_declined(bytes(data), deadline)
         sock.settimeout(None)
         return bytes(data), fds
     except BaseException as e:

@@ -93,6 +93,26 @@ class Connection:
         """The socket's descriptor; -1 once closed."""
         return self.sock.fileno()
 
+    def raise_if_declined(self, data: bytes, deadline: Deadline) -> None:
+        """Return unless ``data``, the first bytes of a message, begin a :meth:`decline`; its rest is read.
+
+        Raises:
+            ResourceExhaustedError: they do; the peer's process lacks that resource.
+            PeerGoneError, WireError: they do, and it is not whole.
+        """
+        if data[: len(MAGIC)] != MAGIC or data[_KIND_AT : _KIND_AT + 1] != bytes([FrameKind.LACK]):
+            return
+        who = self.describe
+        data = _up_to(self, data, HEADER_SIZE, deadline)
+        header = decode_header(data[:HEADER_SIZE], max_length=_MAX_PAYLOAD)
+        data = _up_to(self, data, HEADER_SIZE + header.length, deadline)
+        raise shortage_in(data[HEADER_SIZE:], who)
+
+    def decline(self, shortage: ResourceExhaustedError) -> None:
+        """Send the peer what this process lacks. Never waits; the peer sees the end of the connection
+        otherwise."""
+        decline(self.sock, shortage)
+
     def close(self) -> None:
         """Idempotent."""
         self.sock.close()
@@ -330,22 +350,6 @@ def shortage_in(payload: bytes | bytearray, who: str) -> ResourceExhaustedError:
             text = f"{who} has no resources for it now: {peer_text(reason)}"
             return ResourceExhaustedError(text, resource=peer_text(resource))
     raise WireError(f"{who} declined a connection and did not say what it lacks")
-
-
-def raise_if_declined(connection: Connection, data: bytes, deadline: Deadline) -> None:
-    """Where a message of another kind may be such a frame. ``data`` are its first bytes; the rest is read.
-
-    Raises:
-        ResourceExhaustedError: it is; the peer's process lacks that resource.
-        PeerGoneError, WireError: it is, and is not whole.
-    """
-    if data[: len(MAGIC)] != MAGIC or data[_KIND_AT : _KIND_AT + 1] != bytes([FrameKind.LACK]):
-        return
-    who = connection.describe
-    data = _up_to(connection, data, HEADER_SIZE, deadline)
-    header = decode_header(data[:HEADER_SIZE], max_length=_MAX_PAYLOAD)
-    data = _up_to(connection, data, HEADER_SIZE + header.length, deadline)
-    raise shortage_in(data[HEADER_SIZE:], who)
 
 
 def _up_to(connection: Connection, data: bytes, nbytes: int, deadline: Deadline) -> bytes:

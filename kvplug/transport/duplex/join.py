@@ -19,7 +19,7 @@ from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.liveness import Heartbeat, Watch, watch
-from kvplug.net.trust.connection import Connection, raise_if_declined
+from kvplug.net.trust.connection import Connection
 from kvplug.net.wire.frames import HEADER_SIZE
 
 
@@ -53,7 +53,7 @@ class JoinStream:
             data = self._connection.sock.recv(HEADER_SIZE, socket.MSG_DONTWAIT)
         except OSError:
             return
-        raise_if_declined(self._connection, data, Deadline.after(0))
+        self._connection.raise_if_declined(data, Deadline.after(0))
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytes:
         """Exactly so many bytes.
@@ -65,7 +65,7 @@ class JoinStream:
         data = b""
         while len(data) < nbytes:
             data += self.receive_some(nbytes - len(data), deadline)
-            raise_if_declined(self._connection, data, deadline)
+            self._connection.raise_if_declined(data, deadline)
         self._connection.sock.settimeout(None)
         return data
 

@@ -23,7 +23,6 @@ from kvplug.transport import (
     HeartbeatTerms,
     NamedExhaustion,
     WireError,
-    decline,
     exhaustion_of,
     peer_text,
 )
@@ -132,7 +131,7 @@ class _Join:
                     self._give_up(e)
                     raise
         except ResourceExhaustedError as e:
-            decline(given.sock, e)
+            given.decline(e)
             raise
         finally:
             given.close()

@@ -24,7 +24,6 @@ from kvplug.transport import (
     HeartbeatTerms,
     NamedExhaustion,
     WireError,
-    decline,
     digest,
     exhaustion_of,
     peer_text,
@@ -135,7 +134,7 @@ def make_pipe(
             join = _Join(given, settings, options, deadline, sees_death=sees_death)
             return join.run(only_loopback=only_loopback, accepted=accepted)
     except ResourceExhaustedError as e:
-        decline(given.sock, e)
+        given.decline(e)
         raise
     finally:
         given.close()

@@ -27,7 +27,6 @@ from kvplug.transport import (
     WireError,
     exhaustion_of,
     peer_text,
-    raise_if_declined,
 )
 from kvplug_pynccl.device import Stream
 from kvplug_pynccl.interface import check_reach
@@ -241,7 +240,7 @@ class _PipeBuilder:
         if len(self._early) == 2 * size or not self._is_readable():
             return
         self._early += self._stream.receive_some(2 * size - len(self._early), self._deadline)
-        raise_if_declined(self._connection, self._early, self._deadline)
+        self._connection.raise_if_declined(self._early, self._deadline)
         if len(self._early) >= size:  # it has started before this end, or has failed
             Join.unpack(self._early[:size], self._connection, Step.ID, Step.READY)
         if len(self._early) == 2 * size:  # it has started before this end, and has failed since
