@@ -265,7 +265,7 @@ class Config:
     )
     port: int = option(
         DEFAULT_PORT,
-        help="First port, where host is no Unix socket: rank r listens at port + port_offset + r.",
+        help="First port, if host is an address of TCP: rank r listens at port + port_offset + r.",
         at_least=1,
         at_most=LAST_PORT,
     )

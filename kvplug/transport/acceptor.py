@@ -70,9 +70,9 @@ class Acceptor(Generic[T]):
         """Owns the listeners from here on, also if it raises.
 
         Args:
-            make: Makes an object of a connection, which owns the connection from then on; or serves it to its
-                end, and returns ``None``. If it raises, the connection is closed, and the peer is told of a
-                resource that ran out.
+            make: Returns an object that owns the connection from then on; or serves the connection to its end
+                and returns ``None``. If it raises, the connection is closed; if a resource ran out, the peer
+                gets that as the reason.
             what: What is made, for messages: "a pipe".
             name: What the threads' names begin with.
             discard: Ends an object that was not accepted before :meth:`close`.

@@ -53,4 +53,4 @@ def _has_hooks(kind: type[attrs.AttrsInstance]) -> bool:
 def _as_dict(value: object) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    raise NotImplementedError
+    raise TypeError(f"{type(value).__name__} is not a value of a record")

@@ -205,7 +205,7 @@ class DeviceCommunicator(GroupRank):
     ) -> Tensor | None:
         """At rank ``dst`` of the group what ``all_gather`` gives; ``None`` at all others.
 
-        Raises ConfigError too: ``dst`` is no rank of the group.
+        Also raises ConfigError if the group has no rank ``dst``.
         """
 
         def check() -> str:

@@ -344,7 +344,7 @@ def group_from_process_group(
         TransportError: rank 0 cannot listen, and why: at the other ranks. Or a collective of the process
             group failed.
         WireError: rank 0 sent something else than its contact.
-        UnsupportedError: it is no process group, or has no CPU tensors.
+        UnsupportedError: it is not a process group of torch, or cannot move CPU tensors.
         As ``StatelessGroup.create``.
     """
     ranks = process_group if isinstance(process_group, StatelessGroup) else _TorchRanks(process_group)

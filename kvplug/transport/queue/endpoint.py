@@ -113,7 +113,7 @@ class QueueEndpoint(abc.ABC):
                 collective of a torch process group failed.
             TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
             ClosedError, BusyError: as the law of a kvplug group says.
-            ConfigError: ``writer_rank`` is no rank of the group.
+            ConfigError: the group has no rank ``writer_rank``.
             UnsupportedError: it is neither kind of group, or a torch process group without CPU tensors.
             ResourceExhaustedError: this process has no free descriptor, thread or memory for its end.
         """

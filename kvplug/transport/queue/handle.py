@@ -45,7 +45,7 @@ class QueueHandle:
         """The inverse of :meth:`as_plain`.
 
         Raises:
-            WireError: it is no handle; names the field.
+            WireError: a field of the handle is missing or wrong; names it.
         """
         return from_plain(plain, cls, "queue handle")
 

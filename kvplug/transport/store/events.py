@@ -73,7 +73,7 @@ class PageEvent:
         """The event that :meth:`to_plain` described. Fields of a newer version are passed over.
 
         Raises:
-            WireError: it is none; names the field.
+            WireError: a field of the event is missing or wrong; names it.
         """
         name = plain.get("event") if isinstance(plain, Mapping) else None
         kind = _EVENTS.get(name) if isinstance(name, str) else None

@@ -131,7 +131,7 @@ class PageFormat:
         """The format that :meth:`to_plain` described. Keys of a newer version are passed over.
 
         Raises:
-            LayoutError: it is none; names the field.
+            LayoutError: a field of the format is missing or wrong; names it.
         """
         return from_plain(plain, cls, "format of pages", LayoutError)
 

@@ -34,9 +34,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.xdist_group("timing")
 @pytest.mark.parametrize("slow_path", ["warn", "refuse", "off"])
 def test_a_store_whose_network_becomes_slow_is_told_and_counted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_path: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slow_path: str,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
     server, read = RedisServer(tmp_path), RedisStore.read
+    request.addfinalizer(server.kill)
 
     def slowly(*args: Any) -> int | None:
         time.sleep(1.2)
@@ -53,7 +58,6 @@ def test_a_store_whose_network_becomes_slow_is_told_and_counted_once(
         found = [PAGES.got(store, *NAMES) for _ in range(count)]
         counted: Any = store
         snapshot = counted.recorder.stats.snapshot()
-    server.kill()
     said = [each.getMessage() for each in caplog.records if each.name == "kvplug.assembly.slow_path"]
     if slow_path == "off":
         assert not said and "slow_gets" not in snapshot and found == [[None] * 2] * count
