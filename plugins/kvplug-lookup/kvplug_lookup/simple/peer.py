@@ -164,7 +164,9 @@ class PeerMatcher:
                 if isinstance(self._error, HandshakeError | AuthenticationError):
                     raise self._error
                 if deadline.expired:
-                    raise TimeoutError(f"no connection to all workers of the peer engine: {self._error}")
+                    address = self._context.peers.address_of(0, self._peer)
+                    why = self._error or f"{address} has not answered yet"
+                    raise TimeoutError(f"no connection to all workers of the peer engine: {why}")
                 self._changed.wait(deadline.remaining())
 
     def close(self) -> None:
