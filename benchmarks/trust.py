@@ -76,7 +76,7 @@ def strangers(port: int, per_second: int) -> Iterator[None]:
 
 
 def measure_strangers() -> list[dict[str, Any]] | str:
-    from kvplug.net.trust.connection import dial
+    from kvplug.net.trust.connection import Connection
     from kvplug.net.trust.credentials import Credentials, Secret
     from kvplug.net.trust.listener import Listener
 
@@ -88,7 +88,7 @@ def measure_strangers() -> list[dict[str, Any]] | str:
         with Listener.open("127.0.0.1:0", ours, "benchmark") as listener:
 
             def once(listener: Listener = listener) -> None:
-                dial(listener.contact, ours, "benchmark", 10).close()
+                Connection.dial(listener.contact, ours, "benchmark", 10).close()
                 listener.accept(10).close()
 
             with strangers(int(listener.contact.rpartition(":")[2]), per_second):

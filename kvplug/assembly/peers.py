@@ -17,7 +17,7 @@ from kvplug.net.exhaustion import exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.connection import Connection, dial, dial_until
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import MAX_SERVED, Acceptor
 
@@ -165,9 +165,9 @@ class ControlPeers(Peers):
         address, _, announced = self.address_of(rank, peer).partition("#")
         credentials = self._settings.credentials
         if retry:
-            connection = dial_until(address, credentials, CONTROL, deadline, stop=self._closed)
+            connection = Connection.dial_until(address, credentials, CONTROL, deadline, stop=self._closed)
         else:
-            connection = dial(address, credentials, CONTROL, deadline.remaining())
+            connection = Connection.dial(address, credentials, CONTROL, deadline.remaining())
         channel = Channel(connection)
         with self._lock:
             self._shaking.add(channel)

@@ -32,7 +32,7 @@ from kvplug.net.affinity import choose_cpus
 from kvplug.net.checksum import available
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.identity import this_process
+from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.tls import TlsFiles
 from kvplug.transport.capabilities import Capabilities, Requirements
 from kvplug.transport.pipe import PipeEndpoint
@@ -423,7 +423,7 @@ def make_hello(
         transports=resolved.offers(load=moves_kv),
         requested_transport=resolved.requested_transport,
         device=device,
-        identity=this_process(),
+        identity=PeerIdentity.of_this_process(),
         versions={"kvplug": kvplug.__version__},
     )
 

@@ -86,14 +86,12 @@ from kvplug.net.trust.channel import (
 )
 from kvplug.net.trust.connection import (
     Connection as Connection,
-    dial as dial,
 )
 from kvplug.net.trust.credentials import (
     Credentials as Credentials,
 )
 from kvplug.net.trust.identity import (
     PeerIdentity as PeerIdentity,
-    this_process as this_process,
 )
 from kvplug.net.trust.listener import (
     Listener as Listener,

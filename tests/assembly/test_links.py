@@ -19,7 +19,7 @@ from kvplug.assembly.resolve import EPOCH
 from kvplug.engine import PeerLink
 from kvplug.negotiation.exchange import identity_of
 from kvplug.net.trust.channel import Channel
-from kvplug.transport import Credentials, Deadline, Listener, dial
+from kvplug.transport import Connection, Credentials, Deadline, Listener
 from kvplug_testing import waits
 from kvplug_testing.waits import Call
 
@@ -55,7 +55,7 @@ def no_threads_left() -> Iterator[None]:
 def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
     peers = ControlPeers(settings(), listen="unix:")
     listener = listening(peers)
-    silent = Channel(dial(listener.contact, Credentials(), CONTROL))
+    silent = Channel(Connection.dial(listener.contact, Credentials(), CONTROL))
     time.sleep(0.2)
     begun = time.monotonic()
     peers.close()
@@ -124,7 +124,7 @@ def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up(monkeypatch: pytes
     peers = ControlPeers(settings(), listen="unix:")
     listener = listening(peers)
     for _ in range(2):  # and the listener goes on
-        channel = Channel(dial(listener.contact, Credentials(), CONTROL))
+        channel = Channel(Connection.dial(listener.contact, Credentials(), CONTROL))
         with pytest.raises(KvplugError):
             channel.recv(5)
         channel.close()

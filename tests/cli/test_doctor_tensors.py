@@ -42,7 +42,7 @@ from kvplug.negotiation.agreement import agree
 from kvplug.negotiation.exchange import hello_in
 from kvplug.negotiation.hello import DOCTOR, Hello
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.connection import dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import to_plain
@@ -667,7 +667,7 @@ def test_good_runs_raise_no_alarm_and_leave_the_engine_as_it_was(fork_server: Fo
 def a_doctor_at(contact: str) -> Iterator[ControlLink]:
     """The link of a doctor after the handshake, which asks what the test wants."""
     resolved = ResolvedConfig(Config.from_dict(BASE), _registry())
-    with contextlib.closing(Channel(dial(contact, Credentials(), CONTROL, 10))) as channel:
+    with contextlib.closing(Channel(Connection.dial(contact, Credentials(), CONTROL, 10))) as channel:
         received = channel.recv(10)
         remote = hello_in(received)
         engine = None if remote.engine is None else engine_with({}, "both", remote.engine)

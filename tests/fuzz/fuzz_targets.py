@@ -13,7 +13,7 @@ from kvplug.config.addresses import parse_contact
 from kvplug.negotiation.hello import EngineFacts, Hello, hello_from
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
-from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, encode_identity, this_process
+from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity, encode_identity
 from kvplug.net.wire import decode, decode_out_of_band, encode, to_plain
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
@@ -33,7 +33,7 @@ from kvplug.transport.store.format import opaque_format
 Targets = Mapping[str, tuple[Target, Sequence[bytes]]]
 _SERIES = Series(opaque_format(64), b"rank 0", PageSeal().id)
 _HANDLE = QueueHandle(transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data={"contact": "c"})
-_CONNECTION: Any = SimpleNamespace(describe="a peer", peer=this_process())
+_CONNECTION: Any = SimpleNamespace(describe="a peer", peer=PeerIdentity.of_this_process())
 
 
 def plain(read: Callable[[Any], object]) -> Target:
@@ -51,7 +51,12 @@ def _hello() -> Any:
     facts = EngineFacts(
         role="consumer", model=model, layers=(0, 2), cache_layers=2, layout="KBTHD", block_size=16
     )
-    hello = Hello(purpose="entries", engine=facts, transports=(Offer(name="net"),), identity=this_process())
+    hello = Hello(
+        purpose="entries",
+        engine=facts,
+        transports=(Offer(name="net"),),
+        identity=PeerIdentity.of_this_process(),
+    )
     return to_plain(hello)
 
 
@@ -77,7 +82,7 @@ CORE: Targets = {
         decode_meta,
         [encode_meta(TensorMeta("float32", (2, 3))), encode_meta(TensorMeta("uint1", ()))],
     ),
-    "identities": (fixed(decode_identity, IDENTITY_SIZE), [encode_identity(this_process())]),
+    "identities": (fixed(decode_identity, IDENTITY_SIZE), [encode_identity(PeerIdentity.of_this_process())]),
     "handshakes": (plain(hello_from), [encode(_hello())]),
     "contacts": (
         lambda data: parse_contact(data.decode("utf-8", "surrogateescape")),

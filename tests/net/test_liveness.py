@@ -18,7 +18,7 @@ import pytest
 from kvplug.errors import PeerGoneError
 from kvplug.net import liveness
 from kvplug.net.liveness import Heartbeat, watch
-from kvplug.net.trust.identity import PeerIdentity, this_process
+from kvplug.net.trust.identity import PeerIdentity
 from kvplug_testing import peers
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import until
@@ -257,7 +257,7 @@ def test_a_forked_child_starts_its_own_watcher_and_leaves_the_parents_alone(
 def test_an_identity_opens_the_right_process_and_no_other(sleeper: subprocess.Popen[bytes]) -> None:
     with open(f"/proc/{sleeper.pid}/stat", encoding="ascii") as f:
         start_time = int(f.read().rpartition(")")[2].split()[19])
-    here = this_process()
+    here = PeerIdentity.of_this_process()
     fields = {"boot_id": here.boot_id, "pid_ns": here.pid_ns, "pid": sleeper.pid}
     pidfd = PeerIdentity(start_time=start_time, **fields).open_pidfd()
     assert pidfd is not None
@@ -271,7 +271,7 @@ def test_an_identity_opens_the_right_process_and_no_other(sleeper: subprocess.Po
 
 
 def test_a_process_of_another_host_or_namespace_has_no_pidfd() -> None:
-    here = this_process()
+    here = PeerIdentity.of_this_process()
     for elsewhere in (
         PeerIdentity(boot_id="other", pid_ns=here.pid_ns, pid=here.pid, start_time=here.start_time),
         PeerIdentity(boot_id=here.boot_id, pid_ns="pid:[1]", pid=here.pid, start_time=here.start_time),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError
-from kvplug.net.trust.connection import Connection, dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import PipeAcceptor
@@ -82,7 +82,7 @@ def opened() -> Iterator[Listener]:
 
 
 def came(listener: Listener, said: bytes = b"") -> Connection:
-    connection = dial(listener.contact, Credentials(), PURPOSE, PATIENCE_S)
+    connection = Connection.dial(listener.contact, Credentials(), PURPOSE, PATIENCE_S)
     if said:
         connection.sock.sendall(said)
     return connection

@@ -11,7 +11,7 @@ from kvplug import Config, HandshakeError, KvplugError, Registry, TransportError
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.errors import TensorMismatchError, WireError
-from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, this_process
+from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
 from kvplug.transport.communicator.calls import Call, check_same
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.mesh import connect_ranks
@@ -48,7 +48,7 @@ class Scripted:
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
-        self.peer = this_process("the peer")
+        self.peer = PeerIdentity.of_this_process("the peer")
 
     def send(self, value: Any, timeout: Any = None) -> None:
         pass

@@ -31,7 +31,7 @@ from kvplug.errors import (
     TransportError,
 )
 from kvplug.net.deadline import Deadline
-from kvplug.net.trust.connection import dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.spec import Kind
@@ -209,7 +209,7 @@ def _of_listener(what: str, address: str, credentials: Credentials) -> Finding:
     """Whether an engine with these credentials, perhaps that of this config, holds the address."""
     change = "port_offset = 100    (for a second engine on this host)"
     try:
-        dial(address, credentials, CONTROL, _LISTENER_S).close()
+        Connection.dial(address, credentials, CONTROL, _LISTENER_S).close()
     except KvplugError as e:
         why = "an engine with this config cannot start while another program listens there"
         return problem("host", what, why, str(e), change=f"port: a free one; or {change}")

@@ -58,7 +58,7 @@ from kvplug.negotiation.model import UNKNOWN_WEIGHTS
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.connection import dial
+from kvplug.net.trust.connection import Connection
 
 _ANSWER_S: Final = 5.0
 _NO_REPORT: Final = {
@@ -267,7 +267,7 @@ class PeerExamination:
 
 
 def _dialled(contact: str, resolved: ResolvedConfig, deadline: Deadline) -> Channel:
-    return Channel(dial(contact, resolved.credentials, CONTROL, deadline.remaining()))
+    return Channel(Connection.dial(contact, resolved.credentials, CONTROL, deadline.remaining()))
 
 
 def _differing(

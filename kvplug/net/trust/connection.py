@@ -30,20 +30,14 @@ from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.addresses import resolve
 from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.identity import (
-    PeerIdentity,
-    encode_identity,
-    same_user,
-    this_process,
-    unix_peer_uid,
-)
+from kvplug.net.trust.identity import PeerIdentity, encode_identity, same_user, unix_peer_uid
 from kvplug.net.trust.relay import plain_end
 from kvplug.net.trust.tls import binding_of, refusal_of, wrap_dialled
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, MAGIC, FrameKind, decode_header, encode_header
 
 DIAL_TIMEOUT_S = 10.0
-"""The default timeout of ``dial``."""
+"""The default timeout of :meth:`Connection.dial`."""
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.01, 0.25
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 
@@ -68,6 +62,104 @@ class Connection:
     """Where the listener listens."""
     since: float = attrs.field(factory=time.monotonic, init=False, repr=False)
     """When both ends had proved themselves, by ``time.monotonic``."""
+
+    @classmethod
+    def dial(
+        cls,
+        contact: str,
+        credentials: Credentials,
+        purpose: str,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        *,
+        label: str = "",
+    ) -> Self:
+        """Connect to the listener at ``contact``; both ends prove themselves.
+
+        ``purpose`` must be the listener's word for what it serves. ``label`` names this process to the
+        listener.
+
+        Raises:
+            InsecureAddressError: it is an address of TCP, and there is neither a secret nor TLS; nothing is
+                dialled.
+            PeerGoneError: no process listens there, or it hung up. Not retried (see :meth:`dial_until`).
+            AuthenticationError: one end did not prove itself; the message says what to check.
+            TimeoutError: no answer in time (10 s by default).
+            ConfigError: a TLS file cannot be used.
+            WireError: ``contact`` is not one.
+            ResourceExhaustedError: the process has no free descriptor, or can start no more threads; or the
+                listener's says so.
+        """
+        address, deadline = parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
+        where, mode = str(address), credentials.mode_at(address)
+        with NamedExhaustion(f"connecting to {where}"):
+            sock = _connect(address, deadline)
+            try:
+                with _in_words(where):
+                    sock.settimeout(_seconds(deadline))
+                    if mode is Mode.SAME_USER:
+                        _check_listener(sock, where)  # before it gets a single byte
+                    if credentials.tls is not None and isinstance(address, TcpAddress):
+                        sock = wrap_dialled(sock, credentials.tls, address.host, where)
+                    binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
+                    identity = encode_identity(PeerIdentity.of_this_process(label))
+                    peer = _talk(
+                        sock, introduce(purpose, mode, credentials.key, identity, where, binding), deadline
+                    )
+                    sock.settimeout(None)
+                    if isinstance(sock, ssl.SSLSocket):
+                        sock = plain_end(sock, where)
+            except BaseException:
+                sock.close()
+                raise
+        return cls(sock, peer, purpose, mode, where)
+
+    @classmethod
+    def dial_until(
+        cls,
+        contact: str,
+        credentials: Credentials,
+        purpose: str,
+        deadline: Deadline,
+        *,
+        label: str = "",
+        stop: threading.Event | None = None,
+    ) -> Self:
+        """:meth:`dial`, repeated until a process listens there, at most until ``deadline``.
+
+        Raises:
+            TimeoutError: no listener started there in time; names the address and how long was tried.
+            ResourceExhaustedError: the listener's last answer was that its process lacks a resource. Or this
+                process does, at once.
+            ClosedError: ``stop`` was set; also in the pause between two tries.
+            The rest as :meth:`dial`, at once.
+        """
+        began, pause, address = time.monotonic(), _RETRY_FIRST_S, parse_contact(contact)
+        stop = stop or threading.Event()
+        # The listener's last answer, if it was one. A try without an answer keeps it: the last try may be
+        # short.
+        shortage: ResourceExhaustedError | None = None
+        while not stop.is_set():
+            left = deadline.remaining()
+            limit = DIAL_TIMEOUT_S if left is None else max(0.05, min(left, DIAL_TIMEOUT_S))
+            try:
+                return cls.dial(contact, credentials, purpose, limit, label=label)
+            except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
+                if isinstance(e, ResourceExhaustedError):
+                    if e.__cause__ is not None:
+                        raise  # of this process; the listener's may have what it lacks in a moment
+                    shortage = e
+                elif isinstance(e, PeerGoneError):
+                    shortage = None
+                if deadline.expired:
+                    where = f"at {address} in {time.monotonic() - began:.1f} s (last: {shortage or e})"
+                    if shortage is not None:
+                        text = f"no connection was made {where}"
+                        raise ResourceExhaustedError(text, resource=shortage.resource) from e
+                    raise TimeoutError(f"no listener answered {where}") from e
+            left = deadline.remaining()
+            stop.wait(pause if left is None else min(pause, left))
+            pause = min(pause * 2, _RETRY_MAX_S)
+        raise ClosedError(f"{address} is not waited for any more: this end was closed")
 
     def __str__(self) -> str:
         return self.describe
@@ -122,100 +214,6 @@ class Connection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def dial(
-    contact: str,
-    credentials: Credentials,
-    purpose: str,
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    *,
-    label: str = "",
-) -> Connection:
-    """Connect to the listener at ``contact``; both ends prove themselves.
-
-    ``purpose`` must be the listener's word for what it serves. ``label`` names this process to the listener.
-
-    Raises:
-        InsecureAddressError: it is an address of TCP, and there is neither a secret nor TLS; nothing is
-            dialled.
-        PeerGoneError: no process listens there, or it hung up. Not retried (see :func:`dial_until`).
-        AuthenticationError: one end did not prove itself; the message says what to check.
-        TimeoutError: no answer in time (10 s by default).
-        ConfigError: a TLS file cannot be used.
-        WireError: ``contact`` is not one.
-        ResourceExhaustedError: the process has no free descriptor, or can start no more threads; or the
-            listener's says so.
-    """
-    address, deadline = parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
-    where, mode = str(address), credentials.mode_at(address)
-    with NamedExhaustion(f"connecting to {where}"):
-        sock = _connect(address, deadline)
-        try:
-            with _in_words(where):
-                sock.settimeout(_seconds(deadline))
-                if mode is Mode.SAME_USER:
-                    _check_listener(sock, where)  # before it gets a single byte
-                if credentials.tls is not None and isinstance(address, TcpAddress):
-                    sock = wrap_dialled(sock, credentials.tls, address.host, where)
-                binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
-                identity = encode_identity(this_process(label))
-                peer = _talk(
-                    sock, introduce(purpose, mode, credentials.key, identity, where, binding), deadline
-                )
-                sock.settimeout(None)
-                if isinstance(sock, ssl.SSLSocket):
-                    sock = plain_end(sock, where)
-        except BaseException:
-            sock.close()
-            raise
-    return Connection(sock, peer, purpose, mode, where)
-
-
-def dial_until(
-    contact: str,
-    credentials: Credentials,
-    purpose: str,
-    deadline: Deadline,
-    *,
-    label: str = "",
-    stop: threading.Event | None = None,
-) -> Connection:
-    """:func:`dial`, repeated until a process listens there, at most until ``deadline``.
-
-    Raises:
-        TimeoutError: no listener started there in time; names the address and how long was tried.
-        ResourceExhaustedError: the listener's last answer was that its process lacks a resource. Or this
-            process does, at once.
-        ClosedError: ``stop`` was set; also in the pause between two tries.
-        The rest as :func:`dial`, at once.
-    """
-    began, pause, address = time.monotonic(), _RETRY_FIRST_S, parse_contact(contact)
-    stop = stop or threading.Event()
-    # The listener's last answer, if it was one. A try without an answer keeps it: the last try may be short.
-    shortage: ResourceExhaustedError | None = None
-    while not stop.is_set():
-        left = deadline.remaining()
-        limit = DIAL_TIMEOUT_S if left is None else max(0.05, min(left, DIAL_TIMEOUT_S))
-        try:
-            return dial(contact, credentials, purpose, limit, label=label)
-        except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
-            if isinstance(e, ResourceExhaustedError):
-                if e.__cause__ is not None:
-                    raise  # of this process; the listener's may have what it lacks in a moment
-                shortage = e
-            elif isinstance(e, PeerGoneError):
-                shortage = None
-            if deadline.expired:
-                where = f"at {address} in {time.monotonic() - began:.1f} s (last: {shortage or e})"
-                if shortage is not None:
-                    text = f"no connection was made {where}"
-                    raise ResourceExhaustedError(text, resource=shortage.resource) from e
-                raise TimeoutError(f"no listener answered {where}") from e
-        left = deadline.remaining()
-        stop.wait(pause if left is None else min(pause, left))
-        pause = min(pause * 2, _RETRY_MAX_S)
-    raise ClosedError(f"{address} is not waited for any more: this end was closed")
 
 
 def tune(sock: socket.socket) -> None:

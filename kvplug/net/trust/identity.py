@@ -6,6 +6,7 @@ import functools
 import os
 import socket
 import struct
+from typing import Self
 
 import attrs
 import msgspec
@@ -48,6 +49,29 @@ class PeerIdentity:
     """Host name, for messages."""
     label: str = attrs.field(default="", converter=_short)
     """The name that the process gives itself ("prefill rank 0"), for messages."""
+
+    @classmethod
+    def of_this_process(cls, label: str = "") -> Self:
+        """The calling process. ``label`` names it in messages at the other end.
+
+        Raises:
+            ResourceExhaustedError: it has no free descriptor to find out.
+        """
+        pid = os.getpid()
+        try:
+            start_time = _start_time(pid)
+        except OSError as e:
+            raise_if_exhausted(e, "reading the start time of this process")
+            start_time = 0
+        return cls(
+            boot_id=boot_id(),
+            pid_ns=namespace("pid"),
+            net_ns=namespace("net"),
+            pid=pid,
+            start_time=start_time,
+            host=socket.gethostname(),
+            label=label,
+        )
 
     def __str__(self) -> str:
         name = f"{self.label}, " if self.label else ""
@@ -113,29 +137,6 @@ class PeerIdentity:
             os.close(pidfd)
             raise PeerGoneError(f"{self} has ended; its pid belongs to another process now")
         return pidfd
-
-
-def this_process(label: str = "") -> PeerIdentity:
-    """The calling process. ``label`` names it in messages at the other end.
-
-    Raises:
-        ResourceExhaustedError: it has no free descriptor to find out.
-    """
-    pid = os.getpid()
-    try:
-        start_time = _start_time(pid)
-    except OSError as e:
-        raise_if_exhausted(e, "reading the start time of this process")
-        start_time = 0
-    return PeerIdentity(
-        boot_id=boot_id(),
-        pid_ns=namespace("pid"),
-        net_ns=namespace("net"),
-        pid=pid,
-        start_time=start_time,
-        host=socket.gethostname(),
-        label=label,
-    )
 
 
 def encode_identity(identity: PeerIdentity) -> bytes:

@@ -28,7 +28,7 @@ from kvplug.net.trust.addresses import listening_socket
 from kvplug.net.trust.challenge import Exchange, Mode, Refusal, RefusedError, admit
 from kvplug.net.trust.connection import Connection, tune
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.identity import PeerIdentity, encode_identity, this_process
+from kvplug.net.trust.identity import PeerIdentity, encode_identity
 from kvplug.net.trust.relay import plain_end
 from kvplug.net.trust.strangers import (
     THIS_HOST,
@@ -136,7 +136,13 @@ class Listener:
             mode = credentials.mode_at(address, "host")
 
             def challenge(binding: bytes) -> Exchange:
-                return admit(purpose, mode, credentials.key, encode_identity(this_process(label)), binding)
+                return admit(
+                    purpose,
+                    mode,
+                    credentials.key,
+                    encode_identity(PeerIdentity.of_this_process(label)),
+                    binding,
+                )
 
             sock, address, remove_file = listening_socket(address, backlog)
             try:
@@ -160,7 +166,7 @@ class Listener:
 
     @property
     def contact(self) -> str:
-        """The address it listens at, with the port: what to hand to ``dial``."""
+        """The address it listens at, with the port: the argument of :meth:`Connection.dial`."""
         return self._contact
 
     @property

@@ -19,7 +19,7 @@ from kvplug.errors import PeerGoneError, TimeoutError, TransportError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.trust.addresses import local_domain, unix_address
-from kvplug.net.trust.connection import Connection, dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import PipeAcceptor
 from kvplug.transport.pipe import Pipe, PipeContext, PipeEndpoint, PipeListener
@@ -143,7 +143,7 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
         """A proven connection to one of a contact's addresses. Raises as :meth:`PipeEndpoint.connect`."""
         if deadline.expired:
             raise TimeoutError("no time was left to open the connection of a pipe")
-        return dial(address, self._context.credentials, self.PURPOSE, deadline.remaining())
+        return Connection.dial(address, self._context.credentials, self.PURPOSE, deadline.remaining())
 
     def _addresses(self) -> Sequence[str]:
         """The addresses to listen at, for :meth:`kvplug.transport.Listener.open`; peers try the first one

@@ -19,9 +19,9 @@ from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.connection import Connection, dial, dial_until
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.identity import this_process
+from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import Acceptor, hang_up
 from kvplug.transport.group.store import ERRORS, OK, Store
@@ -57,7 +57,7 @@ class StoreServer:
         self._acceptor: Acceptor[None] | None = None
         try:
             with NamedExhaustion("serving a group"):
-                self.store.add_self(this_process(label))
+                self.store.add_self(PeerIdentity.of_this_process(label))
                 if listener is not None:
                     self._acceptor = Acceptor(
                         [listener],
@@ -169,7 +169,7 @@ class RemoteStore:
         self._idle: list[Channel] = []
         self._channels: set[Channel] = set()
         self._closed = False
-        connection = dial_until(contact, credentials, PURPOSE, deadline, label=label)
+        connection = Connection.dial_until(contact, credentials, PURPOSE, deadline, label=label)
         self._membership = Channel(connection, timeout_s=timeout_s)
         try:
             self._greet(self._membership, ("join", rank, world_size), deadline)
@@ -225,7 +225,9 @@ class RemoteStore:
                 self._idle.append(channel)
 
     def _open(self, deadline: Deadline) -> Channel:
-        connection = dial(self._contact, self._credentials, PURPOSE, deadline.remaining(), label=self._label)
+        connection = Connection.dial(
+            self._contact, self._credentials, PURPOSE, deadline.remaining(), label=self._label
+        )
         channel = Channel(connection, timeout_s=self._timeout_s)
         with self._lock:
             if self._closed:

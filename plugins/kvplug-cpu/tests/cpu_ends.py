@@ -8,7 +8,7 @@ from typing import Any
 from kvplug.net.trust.credentials import Secret
 from kvplug.net.wire.messages import tensor_prefix
 from kvplug.net.wire.tensors import memory_of
-from kvplug.transport import Connection, Credentials, Deadline, PipeContext, dial
+from kvplug.transport import Connection, Credentials, Deadline, PipeContext
 from kvplug_cpu.data_connection import SPLIT, parts
 from kvplug_cpu.endpoint import CpuContact, CpuEndpoint
 from kvplug_cpu.join import CONTROL, PURPOSE, Join
@@ -34,7 +34,7 @@ def num_sockets() -> int:
 
 def guest(contact: str) -> Connection:
     """A connection to a listener that has proved itself, and does not join."""
-    return dial(CpuContact.parse(contact).addresses[0], SECRET, PURPOSE, 5)
+    return Connection.dial(CpuContact.parse(contact).addresses[0], SECRET, PURPOSE, 5)
 
 
 class PeerByHand:

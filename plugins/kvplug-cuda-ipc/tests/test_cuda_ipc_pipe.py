@@ -16,12 +16,12 @@ from kvplug import ClosedError, PeerGoneError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.transport import (
     Channel,
+    Connection,
     Credentials,
     Deadline,
     HeartbeatTerms,
     Lifecycle,
     WireError,
-    dial,
 )
 from kvplug_cuda_ipc.device import CudaDevice
 from kvplug_cuda_ipc.memory import GRANULARITY, Mapping, Ring, Staging
@@ -67,7 +67,9 @@ class TestPipeOverTheFake(PipesOverAFake):
                 liar.channel.send(value)
 
     def join(self, contact: str, nonsense: Any) -> Any:
-        connection = dial(CudaIpcContact.parse(contact).reachable()[0], Credentials(), join.PURPOSE)
+        connection = Connection.dial(
+            CudaIpcContact.parse(contact).reachable()[0], Credentials(), join.PURPOSE
+        )
         if isinstance(nonsense, bytes):
             connection.sock.sendall(nonsense)
             return connection

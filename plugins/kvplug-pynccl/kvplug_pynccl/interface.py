@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplug import ConfigError, TransportError
-from kvplug.transport import PeerIdentity, is_loopback, raise_if_exhausted, this_process
+from kvplug.transport import PeerIdentity, is_loopback, raise_if_exhausted
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def check_reach(peer: PeerIdentity) -> None:
     Raises:
         TransportError: NCCL is bound to loopback, and the peer is on another host or network namespace.
     """
-    bound, here = os.environ.get(VARIABLE, ""), this_process()
+    bound, here = os.environ.get(VARIABLE, ""), PeerIdentity.of_this_process()
     remote = any(
         ours and theirs and ours != theirs
         for ours, theirs in ((here.boot_id, peer.boot_id), (here.net_ns, peer.net_ns))

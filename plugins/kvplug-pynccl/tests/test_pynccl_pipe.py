@@ -19,7 +19,7 @@ from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, Transp
 from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.transport import Credentials, HeartbeatTerms, PeerIdentity, WireError, dial
+from kvplug.transport import Connection, Credentials, HeartbeatTerms, PeerIdentity, WireError
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.device import CudaDevice
 from kvplug_pynccl.nccl.abi import Result
@@ -66,7 +66,7 @@ class TestPipeOverTheFake(PipesOverAFake):
         liar.control.send(b"".join(lie) if isinstance(lie, list) else lie)
 
     def join(self, contact: str, nonsense: Any) -> Any:
-        connection = dial(PyncclContact.parse(contact).reachable()[0], Credentials(), join.PURPOSE)
+        connection = Connection.dial(PyncclContact.parse(contact).reachable()[0], Credentials(), join.PURPOSE)
         connection.sock.sendall(nonsense)
         return connection
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -13,7 +14,7 @@ import torch
 import pynccl_ends as ends
 from device_pipes import CHILD
 from kvplug import ConfigError, TimeoutError, TransportError, UnsupportedError
-from kvplug.transport import Credentials, dial, this_process
+from kvplug.transport import Connection, Credentials, PeerIdentity
 from kvplug_lab.gpu.fake import GPU_VARIABLE, NCCL
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl import interface
@@ -97,8 +98,8 @@ def test_two_ranks_on_one_gpu_get_an_error_that_says_so(
 def test_a_peer_elsewhere_gets_an_error_that_nccl_listens_on_loopback_only(
     fake_path: str, controls: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    elsewhere = attrs.evolve(this_process(), **{where: "another"})
-    monkeypatch.setattr(interface, "this_process", lambda: elsewhere)
+    elsewhere = attrs.evolve(PeerIdentity.of_this_process(), **{where: "another"})
+    monkeypatch.setattr(interface, "PeerIdentity", SimpleNamespace(of_this_process=lambda: elsewhere))
     end = ends.endpoint(fake_path)
     monkeypatch.setenv(interface.VARIABLE, "=lo")
     with (
@@ -108,7 +109,7 @@ def test_a_peer_elsewhere_gets_an_error_that_nccl_listens_on_loopback_only(
         end.connect(listener.contact)
     assert controls.get("communicators") == 0
     monkeypatch.setenv(interface.VARIABLE, "=eth0")
-    interface.check_reach(this_process())
+    interface.check_reach(PeerIdentity.of_this_process())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,9 @@ def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts
 ) -> None:
     with (
         ends.endpoint(fake_path).listen() as listener,
-        dial(PyncclContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE) as connection,
+        Connection.dial(
+            PyncclContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE
+        ) as connection,
     ):
         connection.sock.sendall(join.Join(step=join.Step.HELLO, version=nccl.version.code).pack())
         until(lambda: controls.get("communicators") == 1)

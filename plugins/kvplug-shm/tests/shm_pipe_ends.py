@@ -17,7 +17,6 @@ from kvplug.transport import (
     HeartbeatTerms,
     PipeContext,
     Segment,
-    dial,
     recv_fds,
     send_fds,
 )
@@ -49,7 +48,7 @@ def endpoint(*, heartbeat_timeout_s: float = 10.0, device: str = "cpu", **option
 
 def guest(contact: str) -> Connection:
     """A connection to a listener that has proved itself, and does not join."""
-    return dial(ShmContact.parse(contact).addresses[0], Credentials(), PURPOSE, PATIENCE_S)
+    return Connection.dial(ShmContact.parse(contact).addresses[0], Credentials(), PURPOSE, PATIENCE_S)
 
 
 def meet(end: ShmEndpoint, listener: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import KvplugError
 from kvplug.net.trust.credentials import Secret
-from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, dial
+from kvplug.transport import Connection, Credentials, Deadline, QueueContext, QueueHandle
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
@@ -88,7 +88,9 @@ def memory_of() -> Iterator[Callable[[Any, int], ShmRingBuffer]]:
     with ExitStack() as stack:
 
         def make(writer: Any, rank: int) -> ShmRingBuffer:
-            connection = dial(writer.export_handle().data["contact"], Credentials(), join.PURPOSE, PATIENCE_S)
+            connection = Connection.dial(
+                writer.export_handle().data["contact"], Credentials(), join.PURPOSE, PATIENCE_S
+            )
             joined = join.join(connection, rank, PATIENCE_S, Deadline.after(PATIENCE_S))
             assert joined.watch is not None
             joined.watch.close()

@@ -16,12 +16,12 @@ import shm_queue_ends as ends
 from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import (
+    Connection,
     Credentials,
     Deadline,
     Listener,
     QueueHandle,
     WireError,
-    dial,
     recv_fds,
     send_fds,
 )
@@ -132,7 +132,7 @@ def goes_on(writer: Any, rank: int = 2) -> None:
 
 def insider(writer: Any) -> Any:
     """Who has proved itself, and says what it likes."""
-    return dial(writer.export_handle().data["contact"], Credentials(), PURPOSE, 10)
+    return Connection.dial(writer.export_handle().data["contact"], Credentials(), PURPOSE, 10)
 
 
 def frame(value: object) -> bytes:

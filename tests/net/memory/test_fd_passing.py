@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
-from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, dial, recv_fds, send_fds
+from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, recv_fds, send_fds
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
@@ -29,7 +29,7 @@ def soon() -> Deadline:
 def pair() -> Iterator[tuple[Connection, Connection]]:
     """Both ends of a proven connection of this process."""
     with Listener.open("unix:", Credentials(), PURPOSE) as listener:
-        ours = dial(listener.contact, Credentials(), PURPOSE, 10)
+        ours = Connection.dial(listener.contact, Credentials(), PURPOSE, 10)
         with ours, listener.accept(10) as theirs:
             yield ours, theirs
 
@@ -135,7 +135,7 @@ def taking(parent: peers.Parent, contact: str) -> Any:
     """Take two descriptors three times, where there is room for none, for one, and for both of them."""
     said = []
     for spare in range(3):
-        with dial(contact, Credentials(), PURPOSE, 10) as connection:
+        with Connection.dial(contact, Credentials(), PURPOSE, 10) as connection:
             before = descriptors()
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             free = [os.dup(0) for _ in range(spare + 1)]

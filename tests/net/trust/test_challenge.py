@@ -19,10 +19,10 @@ from kvplug.net.trust.challenge import (
     introduce,
     prove,
 )
-from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, encode_identity, this_process
+from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, encode_identity
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-IDENTITY = encode_identity(this_process("test"))
+IDENTITY = encode_identity(PeerIdentity.of_this_process("test"))
 
 
 class End:
@@ -57,7 +57,7 @@ def test_two_ends_that_know_the_same_key_prove_it_to_each_other(mode: Mode) -> N
     assert c.feed(verdict[:REPLY_SIZE]) == b""
     assert s.feed(c.feed(verdict[REPLY_SIZE:])) == b""
     assert c.feed(b"") == b""
-    assert c.peer == s.peer == this_process("test")
+    assert c.peer == s.peer == PeerIdentity.of_this_process("test")
     assert c.need == s.need == 0
 
 

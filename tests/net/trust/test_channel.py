@@ -14,7 +14,7 @@ import pytest
 from kvplug.errors import BusyError, ClosedError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.trust.challenge import Mode
 from kvplug.net.trust.channel import MAX_FRAME_BYTES, Channel
-from kvplug.net.trust.connection import Connection, dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.listener import Listener
@@ -42,7 +42,7 @@ def raw() -> Iterator[tuple[Channel, socket.socket]]:
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
     with Listener.open("unix:", Credentials(), "test") as listener:
-        a = Channel(dial(listener.contact, Credentials(), "test", 5), timeout_s=5)
+        a = Channel(Connection.dial(listener.contact, Credentials(), "test", 5), timeout_s=5)
         b = Channel(listener.accept(5), timeout_s=5)
     yield a, b
     a.close()
@@ -169,7 +169,7 @@ def test_a_second_receiver_is_busy_and_senders_take_turns(pair: tuple[Channel, C
 
 def lives(parent: peers.Parent, contact: str) -> None:
     """The process at the other end."""
-    with Channel(dial(contact, SECRET, "test", 10)) as channel:
+    with Channel(Connection.dial(contact, SECRET, "test", 10)) as channel:
         channel.send("here")
         parent.recv(None)
 

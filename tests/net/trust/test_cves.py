@@ -28,7 +28,7 @@ import pytest
 
 from kvplug.errors import PeerGoneError, WireError
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.connection import dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire.frames import FrameKind, encode_header
@@ -118,7 +118,7 @@ def test_cve_2024_11041_and_2025_29783_a_pickle_from_a_proven_peer_is_not_a_valu
     ]
     for payload in payloads:
         with Listener.open("unix:", Credentials(), "test") as listener:
-            attacker = dial(listener.contact, Credentials(), "test", 5)
+            attacker = Connection.dial(listener.contact, Credentials(), "test", 5)
             channel = Channel(listener.accept(5))
         attacker.sock.sendall(payload)
         with pytest.raises(WireError):
@@ -133,12 +133,12 @@ def test_cve_2025_32444_a_pickle_inside_a_value_stays_the_bytes_it_is(two: Any, 
     listener, group, one = two("unix:")
     one.set("k", evil(marker))
     assert group.get("k") == evil(marker)
-    with Channel(dial(listener.contact, SECRET, PURPOSE, 5)) as attacker:
+    with Channel(Connection.dial(listener.contact, SECRET, PURPOSE, 5)) as attacker:
         attacker.send(("ask", evil(marker)))
         with pytest.raises(PeerGoneError):
             attacker.recv(5)
     # A member that writes what is no value under a key: its readers get an error, and nothing runs.
-    with Channel(dial(listener.contact, SECRET, PURPOSE, 5)) as member:
+    with Channel(Connection.dial(listener.contact, SECRET, PURPOSE, 5)) as member:
         for request in (("ask", 1), ("set", "raw", evil(marker))):
             member.send(request)
             assert member.recv(5)[0] == "ok"

@@ -27,7 +27,7 @@ from kvplug.errors import (
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.challenge import RefusedError
-from kvplug.net.trust.connection import Connection, dial, dial_until
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
 from kvplug_testing import peers
@@ -65,7 +65,7 @@ def stranger_at(address: str) -> socket.socket:
 
 def meet(listener: Listener, credentials: Credentials = OPEN, contact: str = "") -> Connection:
     """Dial, and check that both ends hold the same connection."""
-    ours = dial(contact or listener.contact, credentials, "test", 5)
+    ours = Connection.dial(contact or listener.contact, credentials, "test", 5)
     theirs = listener.accept(5)
     ours.sock.sendall(b"ping")
     assert theirs.sock.recv(10) == b"ping"
@@ -77,7 +77,7 @@ def meet(listener: Listener, credentials: Credentials = OPEN, contact: str = "")
 def test_two_ends_meet_and_know_each_other(address: str, credentials: Credentials) -> None:
     with (
         Listener.open(address, credentials, "test", label="server") as listener,
-        dial(listener.contact, credentials, "test", 5, label="client") as ours,
+        Connection.dial(listener.contact, credentials, "test", 5, label="client") as ours,
         listener.accept(5) as theirs,
     ):
         assert ours.peer.pid == theirs.peer.pid == os.getpid()
@@ -112,7 +112,7 @@ def test_a_dialler_that_does_not_fit_is_refused_with_the_reason(case: tuple[Any,
     address, has, brings, purpose, told, counted = case
     with Listener.open(address, has, "test") as listener:
         with pytest.raises(AuthenticationError, match=told):
-            dial(listener.contact, brings, purpose, 5)
+            Connection.dial(listener.contact, brings, purpose, 5)
         until(lambda: sum(listener.refusals.values()) == 1)
         assert listener.refusals == {counted: 1}
         with pytest.raises(TimeoutError, match=f"no process connected to .*{counted}: 1") as caught:
@@ -131,7 +131,7 @@ def test_without_a_secret_or_tls_nothing_is_bound_or_dialled_over_tcp(
     with pytest.raises(InsecureAddressError, match=r"host: .* neither a secret nor TLS: .*config secret"):
         Listener.open(f"{host}:29555", OPEN, "test")
     with pytest.raises(InsecureAddressError, match=r"neither a secret nor TLS: .*config secret"):
-        dial(f"{host}:29555", OPEN, "test", 1)
+        Connection.dial(f"{host}:29555", OPEN, "test", 1)
 
 
 # -- addresses -------------------------------------------------------------------------------------
@@ -168,13 +168,13 @@ def test_a_socket_that_connected_to_itself_is_nobody() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", from_the_same_port)
         with pytest.raises(PeerGoneError, match="no process listens"):
-            dial(f"127.0.0.1:{port}", SECRET, "test", 5)
+            Connection.dial(f"127.0.0.1:{port}", SECRET, "test", 5)
 
 
 def test_dial_until_waits_for_a_late_listener() -> None:
     with Listener.open("unix:", OPEN, "test") as listener:
         address = listener.contact
-    dialling = Call(lambda: dial_until(address, OPEN, "test", Deadline.after(20)))
+    dialling = Call(lambda: Connection.dial_until(address, OPEN, "test", Deadline.after(20)))
     assert dialling.is_blocked(0.3)
     with Listener.open(address, OPEN, "test") as listener:
         listener.accept(10).close()
@@ -195,7 +195,7 @@ def test_dial_until_names_what_the_listener_lacked_until_the_deadline(
     monkeypatch.setattr("kvplug.net.trust.listener.Stranger.proceed", refuse)
     with Listener.open("unix:", OPEN, "test") as listener:
         with pytest.raises(ResourceExhaustedError, match=r"no connection was made .* descriptor") as error:
-            dial_until(listener.contact, OPEN, "test", Deadline.after(0.3))
+            Connection.dial_until(listener.contact, OPEN, "test", Deadline.after(0.3))
         assert error.value.resource == "descriptors"
 
 
@@ -256,13 +256,13 @@ def test_a_dial_to_something_else_does_not_hang() -> None:
 
             serving = Call(serve)
             with pytest.raises(error):
-                dial(f"127.0.0.1:{port}", SECRET, "test", 5)
+                Connection.dial(f"127.0.0.1:{port}", SECRET, "test", 5)
             serving.result()
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(TimeoutError, match="did not answer in time"),
     ):
-        dial(f"127.0.0.1:{silent.getsockname()[1]}", SECRET, "test", 0.2)
+        Connection.dial(f"127.0.0.1:{silent.getsockname()[1]}", SECRET, "test", 0.2)
 
 
 # -- life ------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_a_dial_to_something_else_does_not_hang() -> None:
 
 def test_connections_nobody_accepted_are_closed_with_the_listener() -> None:
     listener = Listener.open("unix:", OPEN, "test")
-    with dial(listener.contact, OPEN, "test", 5) as ours:
+    with Connection.dial(listener.contact, OPEN, "test", 5) as ours:
         listener.close()
         with contextlib.suppress(ConnectionResetError):  # it was closed before it had read our last message
             assert ours.sock.recv(1) == b""
@@ -286,10 +286,10 @@ def test_the_secret_is_neither_logged_nor_shown(caplog: pytest.LogCaptureFixture
                 s.sendall(b"x" * 100)
             for credentials, purpose in ((SECRET, "else"), (OTHER, "test")):
                 with pytest.raises(AuthenticationError) as refused:
-                    dial(listener.contact, credentials, purpose, 5)
+                    Connection.dial(listener.contact, credentials, purpose, 5)
                 shown.append(str(refused.value))
         with pytest.raises(PeerGoneError) as gone:
-            dial(listener.contact, SECRET, "test", 5)
+            Connection.dial(listener.contact, SECRET, "test", 5)
         shown.append(str(gone.value))
     shown += [thread.name for thread in threading.enumerate()]
     assert "secret of these tests" not in caplog.text + "".join(shown)
@@ -307,7 +307,7 @@ def test_nobody_gets_into_a_closed_listener_that_another_process_still_holds_ope
     copies = [os.dup(fd) for fd in sockets() - before]  # as in a child that was forked and has not run yet
     listener.close()
     with pytest.raises(PeerGoneError, match="no process listens"):
-        dial(listener.contact, SECRET, "test", 5)
+        Connection.dial(listener.contact, SECRET, "test", 5)
     for copy in copies:
         os.close(copy)
 
@@ -316,7 +316,7 @@ def test_descriptors_are_not_inherited_by_programs_that_are_started() -> None:
     before = sockets()
     with (
         Listener.open("unix:", OPEN, "test") as listener,
-        dial(listener.contact, OPEN, "test", 5),
+        Connection.dial(listener.contact, OPEN, "test", 5),
         listener.accept(5),
     ):
         made = sockets() - before
@@ -349,7 +349,7 @@ def test_another_user_of_this_host_is_a_stranger(is_honest: bool) -> None:
                 patch = pytest.MonkeyPatch()
                 patch.setattr("kvplug.net.trust.connection._check_listener", lambda sock, where: None)
             with pytest.raises(AuthenticationError) as refused:
-                dial(listener.contact, OPEN, "test", 5)
+                Connection.dial(listener.contact, OPEN, "test", 5)
             return str(refused.value)
 
         assert "another user" in in_forked_child(attempt)
@@ -375,7 +375,7 @@ def test_a_listener_of_another_user_is_not_talked_to() -> None:
     with peers.start(squats) as child:
         child.recv()
         with pytest.raises(AuthenticationError, match=r"refused to talk to .* another user"):
-            dial("unix:@kvplug-squatted", OPEN, "test", 5)
+            Connection.dial("unix:@kvplug-squatted", OPEN, "test", 5)
         assert child.result() == b"", "it got a byte"
 
 
@@ -449,12 +449,12 @@ def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.Mo
     with Listener.open("unix:", OPEN, "test") as listener:
         monkeypatch.setattr("kvplug.net.trust.strangers.unix_peer_uid", lambda sock: None)
         with pytest.raises(AuthenticationError, match="another user"):
-            dial(listener.contact, OPEN, "test", 5)
+            Connection.dial(listener.contact, OPEN, "test", 5)
         refusals_become(listener, other_user=1)
         monkeypatch.undo()
         monkeypatch.setattr("kvplug.net.trust.connection.unix_peer_uid", lambda sock: None)
         with pytest.raises(AuthenticationError, match="refused to talk to"):
-            dial(listener.contact, OPEN, "test", 5)
+            Connection.dial(listener.contact, OPEN, "test", 5)
 
 
 @needs_linux
@@ -465,7 +465,7 @@ def test_a_listener_out_of_descriptors_comes_back_when_there_are_some() -> None:
             for _ in range(30):
                 stack.enter_context(stranger_at(where))
             time.sleep(0.5)
-        with dial_until(where, OPEN, "test", Deadline.after(20)) as ours:
+        with Connection.dial_until(where, OPEN, "test", Deadline.after(20)) as ours:
             ours.sock.sendall(b"ping")
             assert child.result() == b"ping"
 

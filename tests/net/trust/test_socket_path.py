@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvplug.errors import AddressInUseError, PeerGoneError
-from kvplug.net.trust.connection import dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug_testing import peers
@@ -39,7 +39,7 @@ def address_of(path: Path) -> str:
 
 
 def meet(listener: Listener, address: str) -> None:
-    with dial(address, OPEN, "test", 5) as ours, listener.accept(5) as theirs:
+    with Connection.dial(address, OPEN, "test", 5) as ours, listener.accept(5) as theirs:
         ours.sock.sendall(b"ping")
         assert theirs.sock.recv(10) == b"ping"
         assert theirs.peer.pid == ours.peer.pid == os.getpid()
@@ -52,7 +52,7 @@ def test_two_ends_meet_at_a_path_that_only_this_user_can_open(path: Path) -> Non
         meet(listener, listener.contact)
     assert not path.exists()
     with pytest.raises(PeerGoneError, match="No such file"):
-        dial(address_of(path), OPEN, "test", 5)
+        Connection.dial(address_of(path), OPEN, "test", 5)
 
 
 def listening(parent: peers.Parent, address: str) -> None:
@@ -106,8 +106,8 @@ def test_of_many_servers_that_find_a_dead_ones_file_one_takes_it_over(path: Path
 ELSEWHERE = """
 import sys
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.connection import dial
-with dial(sys.argv[1], Credentials(), "test", 10) as connection:
+from kvplug.net.trust.connection import Connection
+with Connection.dial(sys.argv[1], Credentials(), "test", 10) as connection:
     connection.sock.sendall(b"ping")
     print(connection.peer.same_host, connection.peer.visible)
 """

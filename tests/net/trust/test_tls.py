@@ -16,7 +16,7 @@ trustme = pytest.importorskip("trustme")  # the environment with the oldest depe
 
 from kvplug import AuthenticationError, Config, ConfigError, PeerGoneError  # noqa: E402
 from kvplug.assembly.resolve import credentials_of  # noqa: E402
-from kvplug.net.trust.connection import dial  # noqa: E402
+from kvplug.net.trust.connection import Connection  # noqa: E402
 from kvplug.net.trust.credentials import Credentials, Secret  # noqa: E402
 from kvplug.net.trust.listener import Listener  # noqa: E402
 from kvplug.net.trust.tls import ListenerTls, TlsFiles  # noqa: E402
@@ -56,7 +56,7 @@ def both(files: TlsFiles) -> Credentials:
 
 def pair(credentials: Credentials, address: str = "127.0.0.1:0") -> tuple[socket.socket, socket.socket]:
     with Listener.open(address, credentials, "test") as listener:
-        ours = dial(listener.contact, credentials, "test", 10)
+        ours = Connection.dial(listener.contact, credentials, "test", 10)
         return ours.sock, listener.accept(10).sock
 
 
@@ -84,7 +84,7 @@ def test_two_ends_meet_over_tls(address: str, secret: Secret | None, files: TlsF
 
 def test_no_byte_of_the_data_is_on_the_wire_in_clear(both: Credentials) -> None:
     with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.contact) as wire:
-        ours = dial(wire.address, both, "test", 10).sock
+        ours = Connection.dial(wire.address, both, "test", 10).sock
         theirs = listener.accept(10).sock
         ours.sendall(b"the prompt of a user " * 100)
         assert read(theirs, 2100) == b"the prompt of a user " * 100
@@ -102,7 +102,7 @@ def test_a_relay_that_ends_tls_with_a_certificate_of_its_own_cannot_pass_on_the_
     insider = write(tmp_path, ca)
     with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.contact, insider) as wire:
         with pytest.raises((AuthenticationError, PeerGoneError)):
-            dial(wire.address, both, "test", 10)
+            Connection.dial(wire.address, both, "test", 10)
         until(lambda: listener.refusals, what="the refusal of a proof that was passed on")
         assert listener.refusals == {"credentials": 1}
     assert b"KVPT" in wire.seen  # it read the challenge
@@ -114,7 +114,7 @@ def test_a_certificate_need_not_name_the_host_if_the_config_says_so(
     elsewhere = Credentials(SECRET, write(tmp_path, ca, "gpu7.example.org"))
     lenient = TlsFiles(cert=files.cert, key=files.key, ca=files.ca, check_host=False)
     with Listener.open("127.0.0.1:0", elsewhere, "test") as listener:
-        dial(listener.contact, Credentials(SECRET, lenient), "test", 10).close()
+        Connection.dial(listener.contact, Credentials(SECRET, lenient), "test", 10).close()
 
 
 @pytest.mark.parametrize("what", ["no certificate", "TLS 1.2"])
@@ -143,7 +143,7 @@ def refusal_of(listening: Credentials, dialling: Credentials) -> tuple[str, dict
     """What the dialler is told, and what the listener counts."""
     with Listener.open("127.0.0.1:0", listening, "test") as listener:
         with pytest.raises(AuthenticationError) as failed:
-            dial(listener.contact, dialling, "test", 10)
+            Connection.dial(listener.contact, dialling, "test", 10)
         until(lambda: listener.refusals, what="the refusal")
         return str(failed.value), listener.refusals
 
@@ -193,7 +193,7 @@ def test_strangers_at_a_tls_listener_delay_no_honest_client(both: Credentials) -
             sock.sendall(
                 (b"", b"\x16", b"\x16\x03\x01\x02\x00" + b"x" * 40, b"GET / HTTP/1.1\r\n")[number % 4]
             )
-        dial(listener.contact, both, "test", 10).close()
+        Connection.dial(listener.contact, both, "test", 10).close()
         listener.accept(10).close()
         until(lambda: sum(listener.refusals.values()) == 12, what="the end of every stranger")
         assert set(listener.refusals) == {"silent", "credentials"}
@@ -210,15 +210,15 @@ def test_renewed_files_are_used_by_the_next_connection(
     renewed = write(tmp_path, trustme.CA(), trusts=ca)  # not accepted by the other end
     with Listener.open("127.0.0.1:0", Credentials(SECRET, renewed), "test") as listener:
         with pytest.raises(AuthenticationError):
-            dial(listener.contact, Credentials(SECRET, files), "test", 10)
+            Connection.dial(listener.contact, Credentials(SECRET, files), "test", 10)
         write(tmp_path, ca)
-        dial(listener.contact, Credentials(SECRET, files), "test", 10).close()
+        Connection.dial(listener.contact, Credentials(SECRET, files), "test", 10).close()
         listener.accept(10).close()
         # A key without its certificate: the old pair goes on.
         before = Path(renewed.key).read_bytes()
         write(tmp_path / "next", ca)
         os.replace(tmp_path / "next" / "key.pem", renewed.key)
-        dial(listener.contact, Credentials(SECRET, files), "test", 10).close()
+        Connection.dial(listener.contact, Credentials(SECRET, files), "test", 10).close()
         listener.accept(10).close()
         assert "the changed TLS files are not used yet" in caplog.text
         assert Path(renewed.key).read_bytes() != before

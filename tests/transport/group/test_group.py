@@ -24,7 +24,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.connection import dial
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.group import remote
@@ -208,7 +208,9 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
             with contextlib.suppress(OSError):
                 s.sendall(data)
         # Proven, but not of this group: says nothing, or nonsense.
-        mute, odd, liar = (Channel(dial(listener.contact, SECRET, PURPOSE, wait_s)) for _ in range(3))
+        mute, odd, liar = (
+            Channel(Connection.dial(listener.contact, SECRET, PURPOSE, wait_s)) for _ in range(3)
+        )
         odd.send({"no": "greeting"})
         liar.send(("ask", 1))
         with ThreadPoolExecutor(1) as pool:

@@ -8,13 +8,13 @@ from typing import Final
 from kvplug import ConfigError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    Connection,
     Deadline,
     NamedExhaustion,
     QueueEndpoint,
     QueueHandle,
     Timeout,
     WireError,
-    dial,
 )
 from kvplug_relay.reader import Reader
 from kvplug_relay.writer import PURPOSE, Writer
@@ -48,7 +48,7 @@ class RelayEndpoint(QueueEndpoint):
         contact = handle.data.get("contact")
         if type(contact) is not str:
             raise WireError(f"this handle of a queue {NAME!r} has no contact")
-        connection = dial(contact, self.context.credentials, PURPOSE, deadline.remaining())
+        connection = Connection.dial(contact, self.context.credentials, PURPOSE, deadline.remaining())
         try:
             reader = Reader(self.context, handle, rank, connection)
         except BaseException:

@@ -16,7 +16,6 @@ from kvplug.transport import (
     WireError,
     check_memfd,
     close_after_fork,
-    dial,
     raise_if_exhausted,
     recv_fds,
     send_fds,
@@ -50,7 +49,9 @@ class Mapping:
         self.lock = threading.Lock()
         """Held while a segment is asked for and received."""
         self._mapped: set[int] = set()
-        self._connection: Connection | None = dial(contact, credentials, MEMORY_PURPOSE, deadline.remaining())
+        self._connection: Connection | None = Connection.dial(
+            contact, credentials, MEMORY_PURPOSE, deadline.remaining()
+        )
         try:
             if not self._connection.is_same_user:
                 raise WireError("the store's memory belongs to another user")

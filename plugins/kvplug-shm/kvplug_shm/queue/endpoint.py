@@ -13,6 +13,7 @@ from kvplug import TransportError
 from kvplug.net.wire.copying import copy_bytes
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    Connection,
     Deadline,
     NamedExhaustion,
     QueueContext,
@@ -20,7 +21,6 @@ from kvplug.transport import (
     QueueHandle,
     Timeout,
     WireError,
-    dial,
     is_loopback,
     local_domain,
 )
@@ -135,7 +135,7 @@ class ShmQueueEndpoint(QueueEndpoint):
 
     def _local_reader(self, handle: QueueHandle, contact: str, rank: int, deadline: Deadline) -> ShmReader:
         context, options = self.context, self._options
-        connection = dial(contact, context.credentials, PURPOSE, deadline.remaining())
+        connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())
         joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
         source = LocalSource(joined, options.spin_us * 1e-6, native=options.native)
         sizes = joined.ring.sizes

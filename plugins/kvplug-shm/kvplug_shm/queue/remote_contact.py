@@ -25,7 +25,7 @@ class RemoteContact:
     """The contact of the writer's front door, the salt of the keys, and what replaces a missing secret."""
 
     contact: str
-    """For ``dial``."""
+    """For :meth:`kvplug.transport.Connection.dial`."""
     salt: bytes
     token: str = attrs.field(default="", repr=False)
     """In hexadecimal; empty if both ends share a secret."""

@@ -11,7 +11,7 @@ from typing import Final
 import zmq
 
 from kvplug import AuthenticationError, KvplugError, PeerGoneError
-from kvplug.transport import Connection, Credentials, Deadline, Relay, dial
+from kvplug.transport import Connection, Credentials, Deadline, Relay
 from kvplug_shm.queue.remote_contact import PURPOSE, RemoteContact
 from kvplug_shm.queue.remote_frames import MAX_TO_READER
 from kvplug_shm.queue.remote_keys import Keys
@@ -38,8 +38,8 @@ _UCRED: Final = struct.Struct("iII")
 
 
 def dial_writer(contact: RemoteContact, credentials: Credentials, deadline: Deadline) -> Connection:
-    """A proven connection to the front door of the writer. Raises as :func:`kvplug.transport.dial`."""
-    return dial(contact.contact, credentials, PURPOSE, deadline.remaining())
+    """A proven connection to the writer. Raises as :meth:`kvplug.transport.Connection.dial`."""
+    return Connection.dial(contact.contact, credentials, PURPOSE, deadline.remaining())
 
 
 def use_keys(dealer: zmq.Socket[bytes], keys: Keys, rank: int) -> None:

@@ -42,7 +42,7 @@ class FrontDoor:
 
     @property
     def contact(self) -> str:
-        """For ``dial``."""
+        """For :meth:`kvplug.transport.Connection.dial`."""
         return self._listener.contact
 
     @property

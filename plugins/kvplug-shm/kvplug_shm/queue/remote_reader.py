@@ -23,17 +23,7 @@ from kvplug import (
     ResourceExhaustedError,
     TransportError,
 )
-from kvplug.transport import (
-    Deadline,
-    PeerIdentity,
-    QueueContext,
-    Relay,
-    Wait,
-    Watch,
-    WireError,
-    peer_text,
-    this_process,
-)
+from kvplug.transport import Deadline, PeerIdentity, QueueContext, Relay, Wait, Watch, WireError, peer_text
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.reader_link import identity_of, observed
@@ -86,7 +76,7 @@ class RemoteReader(SocketThread):
             self._relay = connect(self._socket, connection)
             joining = {
                 "version": frames.VERSION,
-                "who": attrs.asdict(this_process()),
+                "who": attrs.asdict(PeerIdentity.of_this_process()),
                 "patience_s": float(self._patience_s),
             }
             self._say(frames.plain(QueueFrameKind.JOIN, joining))

@@ -21,7 +21,7 @@ import attrs
 import zmq
 
 from kvplug import ClosedError, PeerGoneError
-from kvplug.transport import Deadline, QueueContext, WireError, this_process
+from kvplug.transport import Deadline, PeerIdentity, QueueContext, WireError
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import Feed
 from kvplug_shm.queue.reader_link import BEATS, ReaderLink, identity_of
@@ -203,7 +203,7 @@ class RemoteWriter(SocketThread):
             link.observe(lambda: self._has_ended(link))
         except PeerGoneError:
             self._has_ended(link)
-        us = attrs.asdict(this_process())
+        us = attrs.asdict(PeerIdentity.of_this_process())
         count = self._feed.published()
         welcome = {"version": frames.VERSION, "who": us, "patience_s": link.patience_s, "published": count}
         self._say(link, [frames.plain(QueueFrameKind.WELCOME, welcome)], now)
