@@ -36,7 +36,7 @@ from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.exchange import exchange
 from kvplug.negotiation.hello import DOCTOR, EngineFacts, Hello
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
@@ -190,7 +190,7 @@ class ControlLink(PeerLink):
                 return self._serve(label, chosen, device, deadline)
             return self._join(label, chosen, device, deadline)
         except Exception as e:
-            if self._accepted and (shortage := exhaustion_of(e, f"opening the pipe {label!r}")):
+            if self._accepted and (shortage := NamedExhaustion.of(e, f"opening the pipe {label!r}")):
                 self.channel.decline(shortage)
             if self._outcome is not None:  # it receives from the channel, which is the caller's after this
                 error = self._outcome.wait() or e
@@ -209,7 +209,7 @@ class ControlLink(PeerLink):
         try:
             listener = self._settings.resolved.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
-            if exhaustion_of(e) is None:
+            if NamedExhaustion.of(e) is None:
                 self._send(_PipeMessage(pipe=label, error=str(e)), deadline)
             raise
         with self._lock:
@@ -238,7 +238,7 @@ class ControlLink(PeerLink):
             bare = endpoint.connect(offer.contact, timeout=deadline.remaining())
             pipe = self._wrapped(bare, transport, device)
         except Exception as e:
-            shortage = exhaustion_of(e)
+            shortage = NamedExhaustion.of(e)
             lacks = shortage.resource if shortage is not None else ""
             with contextlib.suppress(KvplugError):  # the other end waits for a pipe that does not come
                 self._send(_PipeMessage(pipe=label, error=str(e), lacks=lacks), deadline)

@@ -9,7 +9,7 @@ from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.engine.context import ConnectorContext
 from kvplug.errors import KvplugError, PluginError
 from kvplug.metrics.sinks import Sink
-from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.communicator import CommunicatorContext, DeviceCommunicator
 from kvplug.transport.directory import Directory, DirectoryContext
 from kvplug.transport.lookup import LookupContext, LookupEndpoint
@@ -46,7 +46,7 @@ def made(
     except KvplugError:
         raise
     except Exception as e:
-        if exhaustion_of(e) is not None:
+        if NamedExhaustion.of(e) is not None:
             raise
         raise PluginError(f"{spec.called} cannot be made: {type(e).__name__}: {e}") from e
     if not isinstance(found, wanted):

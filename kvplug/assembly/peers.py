@@ -13,9 +13,9 @@ from kvplug.engine.context import Peers, PeerServer
 from kvplug.errors import ClosedError, HandshakeError, KvplugError
 from kvplug.negotiation.hello import DOCTOR
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
-from kvplug.net.threads import end_at_exit
+from kvplug.net.threads import ExitGuard
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
@@ -86,7 +86,7 @@ class LinkServer(PeerServer, Generic[T]):
                 _log.info("a doctor's handshake with %s: %s", channel.peer, e)
                 answer(self._settings, channel, None)
                 return None
-            if shortage := exhaustion_of(e, f"serving {channel.peer}"):
+            if shortage := NamedExhaustion.of(e, f"serving {channel.peer}"):
                 channel.decline(shortage)
             raise
         finally:
@@ -113,7 +113,7 @@ class ControlPeers(Peers):
         self._servers: list[LinkServer[Any]] = []
         self._shaking: set[Channel] = set()
         self._closed = threading.Event()
-        end_at_exit(self)
+        ExitGuard.register(self)
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:

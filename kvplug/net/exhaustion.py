@@ -3,7 +3,7 @@
 The system reports it in many forms: ``OSError`` with one of a dozen numbers, ``MemoryError``, ``RuntimeError:
 can't start new thread``, a sentence of a C++ library. They are recognised here and nowhere else. A public
 call that may need a resource runs inside :class:`NamedExhaustion`; code that catches ``OSError`` because it
-has another meaning for it, such as "the peer is gone", calls :func:`raise_if_exhausted` first.
+has another meaning for it, such as "the peer is gone", calls :meth:`NamedExhaustion.check` first.
 """
 
 from __future__ import annotations
@@ -57,50 +57,6 @@ _KEPT: Final = (ClosedError, CancelledError, BusyError)
 _LONGEST_CHAIN: Final = 16
 
 
-def exhaustion_of(error: BaseException, doing: str = "") -> ResourceExhaustedError | None:
-    """What ``error`` or one of its causes says of a resource that ran out, as an error; ``None``: nothing.
-
-    It is ``error`` itself if that names the resource already. ``doing`` begins its text otherwise:
-    "connecting a pipe".
-
-    >>> exhaustion_of(OSError(errno.EMFILE, "Too many open files"), "connecting a pipe")
-    ResourceExhaustedError('connecting a pipe: this process has no free descriptor ...')
-    >>> exhaustion_of(ConnectionResetError("the peer hung up"))
-    """
-    if isinstance(error, ResourceExhaustedError):
-        return error
-    if isinstance(error, _KEPT):
-        return None
-    for each in _chain(error):
-        found = _recognised(each)
-        if found is None:
-            continue
-        what, number = found
-        named = isinstance(each, ResourceExhaustedError)
-        explained = str(each) if named else _explained(what, number)
-        if not named and number is None:
-            explained += f" ({type(each).__name__}: {each})"
-        if isinstance(error, KvplugError):
-            text = str(error) if explained in str(error) else f"{error}; {explained}"
-        else:
-            text = f"{doing}: {explained}" if doing else explained
-        return ResourceExhaustedError(text, resource=what, errno=number)
-    return None
-
-
-def raise_if_exhausted(error: BaseException, doing: str) -> None:
-    """In a handler, before ``error`` gets another meaning: return, unless it says that a resource ran out.
-
-    Raises:
-        ResourceExhaustedError: it does; as :func:`exhaustion_of` makes it.
-    """
-    found = exhaustion_of(error, doing)
-    if found is error:
-        raise error
-    if found is not None:
-        raise found from error
-
-
 class NamedExhaustion(contextlib.ContextDecorator):
     """``with NamedExhaustion("connecting a pipe"):`` around what may need a resource of the system.
 
@@ -125,33 +81,77 @@ class NamedExhaustion(contextlib.ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, ResourceExhaustedError):
-            raise_if_exhausted(error, self._doing)
+            self.check(error, self._doing)
 
+    @staticmethod
+    def of(error: BaseException, doing: str = "") -> ResourceExhaustedError | None:
+        """A :class:`ResourceExhaustedError` if ``error`` or its causes report one, else ``None``.
 
-def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
-    """Raise now if so many could not be had. For libraries that end the process when they are refused: gloo,
-    ZeroMQ.
+        It is ``error`` itself if that names the resource already. ``doing`` begins its text otherwise:
+        "connecting a pipe".
 
-    Raises:
-        ResourceExhaustedError: they could not.
-    """
-    over = threading.Event()
-    started: list[BackgroundThread] = []
-    opened: list[int] = []
-    try:
-        with NamedExhaustion(doing):
-            opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(descriptors))
-            _ensure_addresses(threads * _stack_bytes())
-            for _ in range(threads):
-                thread = BackgroundThread(over.wait, name="kvplug ensures threads", stop=over.set)
-                thread.start()
-                started.append(thread)
-    finally:
-        over.set()
-        for thread in started:
-            thread.join()
-        for fd in opened:
-            os.close(fd)
+        >>> NamedExhaustion.of(OSError(errno.EMFILE, "Too many open files"), "connecting a pipe")
+        ResourceExhaustedError('connecting a pipe: this process has no free descriptor ...')
+        >>> NamedExhaustion.of(ConnectionResetError("the peer hung up"))
+        """
+        if isinstance(error, ResourceExhaustedError):
+            return error
+        if isinstance(error, _KEPT):
+            return None
+        for each in _chain(error):
+            found = _recognised(each)
+            if found is None:
+                continue
+            what, number = found
+            named = isinstance(each, ResourceExhaustedError)
+            explained = str(each) if named else _explained(what, number)
+            if not named and number is None:
+                explained += f" ({type(each).__name__}: {each})"
+            if isinstance(error, KvplugError):
+                text = str(error) if explained in str(error) else f"{error}; {explained}"
+            else:
+                text = f"{doing}: {explained}" if doing else explained
+            return ResourceExhaustedError(text, resource=what, errno=number)
+        return None
+
+    @staticmethod
+    def check(error: BaseException, doing: str) -> None:
+        """For a handler, before ``error`` gets another meaning: return unless a resource ran out.
+
+        Raises:
+            ResourceExhaustedError: one did, as :meth:`of` makes it.
+        """
+        found = NamedExhaustion.of(error, doing)
+        if found is error:
+            raise error
+        if found is not None:
+            raise found from error
+
+    @staticmethod
+    def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
+        """Check that so many can be had. For libraries that end the process when they are refused them:
+        gloo, ZeroMQ.
+
+        Raises:
+            ResourceExhaustedError: they cannot.
+        """
+        over = threading.Event()
+        started: list[BackgroundThread] = []
+        opened: list[int] = []
+        try:
+            with NamedExhaustion(doing):
+                opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(descriptors))
+                _ensure_addresses(threads * _stack_bytes())
+                for _ in range(threads):
+                    thread = BackgroundThread(over.wait, name="kvplug ensures threads", stop=over.set)
+                    thread.start()
+                    started.append(thread)
+        finally:
+            over.set()
+            for thread in started:
+                thread.join()
+            for fd in opened:
+                os.close(fd)
 
 
 def _ensure_addresses(nbytes: int) -> None:

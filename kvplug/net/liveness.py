@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import ClassVar, Final, Self
 
 import attrs
 
@@ -40,61 +40,121 @@ _READ_BYTES = 4096
 
 _READABLE = select.EPOLLIN
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP
+_MAX_MS: Final = 2**32 - 1
+"""What fits the field of a join message."""
 
 
-def _positive(_: Any, attribute: Any, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{attribute.name} must be more than 0 seconds, got {value!r}")
+@attrs.frozen
+class HeartbeatTerms:
+    """The terms of one end when it joins; :meth:`agreed` computes those that hold for both.
 
-
-@attrs.frozen(eq=False)
-class Heartbeat:
-    """A dedicated connection on which both ends send a byte now and then. Both ends must watch it.
-
-    The socket stays the caller's, who closes it after the watch; it is made non-blocking.
+    >>> ours, theirs = HeartbeatTerms.of(10.0, sees_death=True), HeartbeatTerms.of(4.0, sees_death=False)
+    >>> ours.agreed(theirs).silence_s()
+    4.0
     """
 
-    sock: socket.socket
-    """The connection; nothing else is sent over it."""
-    interval_s: float = attrs.field(default=2.0, validator=_positive)
-    """Seconds between the bytes we send."""
-    timeout_s: float = attrs.field(default=10.0, validator=_positive)
-    """Seconds of silence that count as death: several times the *other* end's interval."""
+    BEATS_PER_TIMEOUT: ClassVar[int] = 5
+    """How many heartbeats an end sends in the silence that would count as its death."""
 
-    def __attrs_post_init__(self) -> None:
-        if self.timeout_s <= self.interval_s:
-            raise ValueError(
-                f"a heartbeat's timeout ({self.timeout_s} s) must be longer than its interval"
-                f" ({self.interval_s} s)"
-            )
+    sees_death: bool
+    """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""
+    heartbeat_ms: int
+    """Milliseconds of silence that count as death for this end, where heartbeats are needed."""
+
+    @classmethod
+    def of(cls, timeout_s: float, *, sees_death: bool) -> Self:
+        """Of an end whose config has ``timeout_s`` as its ``heartbeat_timeout_s``."""
+        return cls(sees_death, max(1, min(int(timeout_s * 1000), _MAX_MS)))
+
+    def agreed(self, theirs: HeartbeatTerms) -> HeartbeatTerms:
+        """The terms of both ends together. Symmetric."""
+        return HeartbeatTerms(
+            self.sees_death and theirs.sees_death, min(self.heartbeat_ms, theirs.heartbeat_ms)
+        )
+
+    def silence_s(self, timeout_s: float | None = None, *, at_least_s: float = 0.0) -> float | None:
+        """Seconds of silence that count as death; ``None``: both ends have a pidfd and send no heartbeats.
+
+        At most ``timeout_s``, which milliseconds round.
+        """
+        if self.sees_death:
+            return None
+        agreed_s = self.heartbeat_ms / 1000
+        return max(at_least_s, agreed_s if timeout_s is None else min(agreed_s, timeout_s))
+
+    def interval_s(self, timeout_s: float, *, at_least_s: float) -> float | None:
+        """Seconds between two heartbeats of one end; ``None``: it sends none. For :class:`Watch`."""
+        silence_s = self.silence_s(timeout_s)
+        return None if silence_s is None else max(at_least_s, silence_s / self.BEATS_PER_TIMEOUT)
 
 
 class Watch:
-    """One peer being watched. Made by :func:`watch`."""
+    """One peer being watched: :attr:`reason` is set, and a function called once, when it is gone."""
 
     def __init__(
         self,
-        pidfd: int | None,
-        sock: socket.socket | None,
-        heartbeat: Heartbeat | None,
+        *,
+        pidfd: int | None = None,
+        sock: socket.socket | None = None,
+        interval_s: float | None = None,
+        timeout_s: float = 10.0,
         on_gone: Callable[[str], None],
     ) -> None:
+        """Watch by pidfd, by a connection to the peer, or by both. A peer that is gone already is also
+        reported.
+
+        Args:
+            pidfd: Owned from here on, also if this raises.
+            sock: Stays the caller's, who closes the watch before it. Without ``interval_s`` it is only polled
+                for the other end hanging up, never read: what has arrived can still be received.
+            interval_s: Both ends send a byte on ``sock`` so often, and nothing else; it becomes non-blocking.
+                ``None``: no heartbeats.
+            timeout_s: Seconds of silence that count as death, with heartbeats: several times the interval of
+                the *other* end.
+            on_gone: Called once with the reason, in the watcher's thread; then the watch is over. It must not
+                block.
+
+        Raises:
+            ValueError: there is nothing to watch, that socket is watched already, or the times do not fit.
+            ClosedError: the socket is closed.
+            ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
+        """
         self._pidfd = pidfd
         self._sock = sock
-        self._heartbeat = heartbeat
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
         self._on_gone = on_gone
         self._fds: dict[int, int] = {}
-        if pidfd is not None:
-            self._fds[pidfd] = _READABLE
-        if sock is not None:
-            self._fds[sock.fileno()] = _HUNG_UP
-        if heartbeat is not None:
-            fd = heartbeat.sock.fileno()
-            self._fds[fd] = self._fds.get(fd, 0) | _READABLE | _HUNG_UP
         self._heard = self._next_beat = time.monotonic()
         self._closed = False
         self.reason: str | None = None
         """Why the peer counts as gone; ``None`` while it is alive."""
+        try:
+            self._check()
+            if pidfd is not None:
+                self._fds[pidfd] = _READABLE
+            if sock is not None:
+                self._fds[sock.fileno()] = _HUNG_UP if interval_s is None else _READABLE | _HUNG_UP
+                if interval_s is not None:
+                    sock.setblocking(False)
+            with NamedExhaustion("watching a peer"):
+                _add(self)
+        except BaseException:
+            if pidfd is not None:
+                os.close(pidfd)
+            raise
+
+    def _check(self) -> None:
+        """Raises ValueError, ClosedError."""
+        if self._sock is None and (self._pidfd is None or self._interval_s is not None):
+            raise ValueError("nothing to watch: give a pidfd or a socket; heartbeats need a socket")
+        if self._sock is not None and self._sock.fileno() < 0:
+            raise ClosedError("the socket to watch is closed")
+        if self._interval_s is not None and not 0 < self._interval_s < self._timeout_s:
+            raise ValueError(
+                f"a heartbeat's timeout ({self._timeout_s} s) must be longer than its interval"
+                f" ({self._interval_s} s), which must be more than 0"
+            )
 
     def __repr__(self) -> str:
         state = f"gone: {self.reason}" if self.reason else "closed" if self._closed else "alive"
@@ -108,36 +168,35 @@ class Watch:
         """Why the peer is gone, now that something happened at ``fd``; ``None`` if it is not."""
         if fd == self._pidfd:
             return "its process ended"
-        if self._heartbeat is not None and fd == self._heartbeat.sock.fileno():
-            return self._hear(now)
+        if self._interval_s is not None:
+            return self._receive(now)
         return "it closed the connection"
 
     def _tick(self, now: float) -> tuple[str | None, float]:
         """Send a beat and check for silence, if due. Returns (why the peer is gone, when to call again)."""
-        beat = self._heartbeat
-        if beat is None:
+        if self._interval_s is None or self._sock is None:
             return None, float("inf")
         if now >= self._next_beat:
-            self._next_beat = now + beat.interval_s
+            self._next_beat = now + self._interval_s
             try:
-                beat.sock.send(_BEAT)
+                self._sock.send(_BEAT)
             except BlockingIOError:
                 pass  # its buffer is full of beats: it does not read, and its silence will show that
             except OSError:
                 return "it closed the connection", now
-        if now - self._heard >= beat.timeout_s:
+        if now - self._heard >= self._timeout_s:
             # This process may have been stopped: what came meanwhile is still in the buffer.
-            reason = self._hear(now)
+            reason = self._receive(now)
             if reason is not None:
                 return reason, now
-            if now - self._heard >= beat.timeout_s:
+            if now - self._heard >= self._timeout_s:
                 return f"silent for {now - self._heard:.1f} s", now
-        return None, min(self._next_beat, self._heard + beat.timeout_s)
+        return None, min(self._next_beat, self._heard + self._timeout_s)
 
-    def _hear(self, now: float) -> str | None:
-        assert self._heartbeat is not None
+    def _receive(self, now: float) -> str | None:
+        assert self._sock is not None
         try:
-            if not self._heartbeat.sock.recv(_READ_BYTES):
+            if not self._sock.recv(_READ_BYTES):
                 return "it closed the connection"
         except BlockingIOError:
             return None
@@ -145,46 +204,6 @@ class Watch:
             return "it closed the connection"
         self._heard = now
         return None
-
-
-def watch(
-    *,
-    pidfd: int | None = None,
-    sock: socket.socket | None = None,
-    heartbeat: Heartbeat | None = None,
-    on_gone: Callable[[str], None],
-) -> Watch:
-    """Call ``on_gone(reason)`` once, in the watcher's thread, when the peer is gone; then the watch is over.
-
-    ``pidfd`` is duplicated: the caller may close its own. ``sock`` is only polled for the other end hanging
-    up, never read (what has arrived can still be received): close the watch before the socket. All signs
-    may be given; a peer that is gone already is reported too.
-
-    Raises:
-        ValueError: nothing to watch was given, or that socket is watched already.
-        ClosedError: the socket is closed.
-        ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
-    """
-    if pidfd is None and sock is None and heartbeat is None:
-        raise ValueError("nothing to watch: give a pidfd, a socket or a heartbeat")
-    if any(s.fileno() < 0 for s in _sockets(sock, heartbeat)):
-        raise ClosedError("the socket to watch is closed")
-    if heartbeat is not None:
-        heartbeat.sock.setblocking(False)
-    with NamedExhaustion("watching a peer"):
-        own_pidfd = None if pidfd is None else os.dup(pidfd)
-        made = Watch(own_pidfd, sock, heartbeat, on_gone)
-        try:
-            _add(made)
-        except BaseException:
-            if own_pidfd is not None:
-                os.close(own_pidfd)
-            raise
-    return made
-
-
-def _sockets(sock: socket.socket | None, heartbeat: Heartbeat | None) -> list[socket.socket]:
-    return [s for s in (sock, heartbeat.sock if heartbeat else None) if s is not None]
 
 
 class _Loop:
@@ -211,7 +230,7 @@ class _Loop:
         for fd in new._fds:
             old = self.by_fd.get(fd)
             # The number of a socket that was closed under its watch may come back: that is no clash.
-            if old is not None and any(s.fileno() == fd for s in _sockets(old._sock, old._heartbeat)):
+            if old is not None and old._sock is not None and old._sock.fileno() == fd:
                 raise ValueError("that socket is watched already")
         done = []
         try:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.errors import TransportError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 
 if TYPE_CHECKING:
     import torch
@@ -31,28 +31,33 @@ _lock = threading.Lock()
 _idle: Final[dict[str, list[Any]]] = defaultdict(list)
 
 
-def acquire_stream(device: torch.device) -> Any:
-    """A stream that is exclusively the caller's until ``release_stream``: a new one, or an idle released one.
+class StreamPool:
+    """The streams of this process, each for the exclusive use of one owner at a time."""
 
-    Raises:
-        TransportError: the driver cannot create one.
-        RuntimeError: the device failed.
-    """
-    with _lock:
-        idle = _idle[str(device)]
-        for at, stream in enumerate(idle):
-            if stream.query():
-                return idle.pop(at)
-    return _made(device)
+    @staticmethod
+    def acquire(device: torch.device) -> Any:
+        """A stream that is exclusively the caller's until :meth:`release`: a new one, or an idle released
+        one.
 
+        Raises:
+            TransportError: the driver cannot create one.
+            RuntimeError: the device failed.
+        """
+        with _lock:
+            idle = _idle[str(device)]
+            for at, stream in enumerate(idle):
+                if stream.query():
+                    return idle.pop(at)
+        return _made(device)
 
-def release_stream(stream: Any) -> None:
-    """Give the stream back; work may still run on it.
+    @staticmethod
+    def release(stream: Any) -> None:
+        """Give the stream back; work may still run on it.
 
-    The stream is never destroyed, because torch queries it when memory that was used on it is freed.
-    """
-    with _lock:
-        _idle[str(stream.device)].append(stream)
+        The stream is never destroyed, because torch queries it when memory that was used on it is freed.
+        """
+        with _lock:
+            _idle[str(stream.device)].append(stream)
 
 
 def on_stream(stream: Any) -> Any:
@@ -134,7 +139,7 @@ def _made(device: torch.device) -> Any:
         try:
             make = ctypes.CDLL(_DRIVER).cuStreamCreateWithPriority
         except (OSError, AttributeError) as e:
-            raise_if_exhausted(e, f"making a stream of {device}")
+            NamedExhaustion.check(e, f"making a stream of {device}")
             raise TransportError(f"{device} makes no stream: {e}") from e
         make.restype = ctypes.c_int
         make.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]

@@ -7,12 +7,13 @@ exception") instead of with its exit code. Threads that are not daemons are no r
 without a limit, also for one that waits for a peer.
 
 So kvplug's threads are :class:`BackgroundThread`, each with a function that ends it, and objects whose calls
-are made in threads of the program register with :func:`end_at_exit`. When the program leaves, after Python
-has waited for the program's own threads, all of them are ended, and waited for, for :data:`EXIT_S` in total.
+are made in threads of the program register with :meth:`ExitGuard.register`. When the program leaves, after
+Python has waited for the program's own threads, all of them are ended, and waited for, for :data:`EXIT_S` in
+total.
 A thread that is still there then usually waits for a peer, and Python may stop it: only frames of C are on
 its stack. A thread of the program whose call has failed so would go back into the program, and drop tensors
-there, which is a call of torch again: :func:`hold_at_exit` keeps it. In a forked child nothing is waited for
-but what the child itself has started.
+there, which is a call of torch again: :meth:`ExitGuard.hold` keeps it. In a forked child nothing is waited
+for but what the child itself has started.
 """
 
 from __future__ import annotations
@@ -91,31 +92,36 @@ class CalledByProgram(Protocol):
         """Whether a thread is inside a call."""
 
 
-def end_at_exit(thing: CalledByProgram) -> None:
-    """When the program leaves, end ``thing`` if it still lives, and wait until no thread is inside a call."""
-    _called.add(thing)
-
-
 _running: Final[dict[BackgroundThread, Stop]] = {}
 _called: Final = LiveObjects[CalledByProgram]()
 _is_leaving = _has_left = False
 
 
-def is_leaving() -> bool:
-    """Whether the program is leaving. From then on Python 3.12 starts no more threads."""
-    return _is_leaving
+class ExitGuard:
+    """What the end of the program does to objects whose calls are made in threads of the program."""
 
+    @staticmethod
+    def register(thing: CalledByProgram) -> None:
+        """When the program leaves, end ``thing`` if it still lives, and wait until no thread is inside a
+        call."""
+        _called.add(thing)
 
-def hold_at_exit() -> None:
-    """For a call of an object that ends at exit, when it has failed: it no longer counts as in use.
+    @staticmethod
+    def is_leaving() -> bool:
+        """Whether the program is leaving. From then on Python 3.12 starts no more threads."""
+        return _is_leaving
 
-    Returns at once, except in a thread of the program's that Python is about to stop: there it waits, so that
-    the thread is stopped here. Python 3.14 keeps such threads in the same way.
-    """
-    if _is_leaving:
-        thread = threading.current_thread()
-        if thread is not threading.main_thread() and not isinstance(thread, BackgroundThread):
-            time.sleep(_HELD_S)
+    @staticmethod
+    def hold() -> None:
+        """For a call of an object that ends at exit, when it has failed: it no longer counts as in use.
+
+        Returns at once, except in a thread of the program's that Python is about to stop: there it waits, so
+        that the thread is stopped here. Python 3.14 keeps such threads in the same way.
+        """
+        if _is_leaving:
+            thread = threading.current_thread()
+            if thread is not threading.main_thread() and not isinstance(thread, BackgroundThread):
+                time.sleep(_HELD_S)
 
 
 @atexit.register

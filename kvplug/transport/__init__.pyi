@@ -33,30 +33,16 @@ from kvplug.net.exclusive_use import (
 )
 from kvplug.net.exhaustion import (
     NamedExhaustion as NamedExhaustion,
-    ensure_available as ensure_available,
-    exhaustion_of as exhaustion_of,
-    raise_if_exhausted as raise_if_exhausted,
 )
 from kvplug.net.fork import (
     close_after_fork as close_after_fork,
 )
 from kvplug.net.liveness import (
-    Heartbeat as Heartbeat,
+    HeartbeatTerms as HeartbeatTerms,
     Watch as Watch,
-    watch as watch,
-)
-from kvplug.net.memory.fd_passing import (
-    recv_fds as recv_fds,
-    send_fds as send_fds,
 )
 from kvplug.net.memory.memfd import (
-    check_memfd as check_memfd,
-    create_memfd as create_memfd,
-    map_memfd as map_memfd,
-    seal_memfd as seal_memfd,
-)
-from kvplug.net.memory.room import (
-    check_room as check_room,
+    Memfd as Memfd,
 )
 from kvplug.net.memory.segment import (
     Segment as Segment,
@@ -67,14 +53,11 @@ from kvplug.net.peer_text import (
 )
 from kvplug.net.streams import (
     DeviceMark as DeviceMark,
-    acquire_stream as acquire_stream,
-    release_stream as release_stream,
+    StreamPool as StreamPool,
 )
 from kvplug.net.threads import (
     BackgroundThread as BackgroundThread,
-    end_at_exit as end_at_exit,
-    hold_at_exit as hold_at_exit,
-    is_leaving as is_leaving,
+    ExitGuard as ExitGuard,
 )
 from kvplug.net.trust.addresses import (
     is_loopback as is_loopback,
@@ -125,16 +108,9 @@ from kvplug.transport.duplex.endpoint import (
     ContactEndpoint as ContactEndpoint,
     DuplexEndpoint as DuplexEndpoint,
 )
-from kvplug.transport.duplex.join import (
-    HeartbeatTerms as HeartbeatTerms,
-    JoinStream as JoinStream,
-    watch_peer as watch_peer,
-)
 from kvplug.transport.duplex.partial import (
-    INTERRUPTED as INTERRUPTED,
     MessageLimit as MessageLimit,
     PartialMessage as PartialMessage,
-    mismatch as mismatch,
 )
 from kvplug.transport.duplex.pipe import (
     DescriptorGuard as DescriptorGuard,

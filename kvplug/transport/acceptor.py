@@ -20,7 +20,7 @@ from typing import Generic, Self, TypeVar
 
 from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.connection import Connection
@@ -116,7 +116,7 @@ class Acceptor(Generic[T]):
                 thread.start()
         except BaseException as e:
             self.close()
-            raise_if_exhausted(e, "a listener needs a thread that takes connections")
+            NamedExhaustion.check(e, "a listener needs a thread that takes connections")
             raise
 
     @property
@@ -236,7 +236,7 @@ class Acceptor(Generic[T]):
 
     def _fail(self, connection: Connection, error: Exception) -> None:
         """Nothing could be made of it."""
-        shortage = exhaustion_of(error, f"{self._what} for {connection.describe}")
+        shortage = NamedExhaustion.of(error, f"{self._what} for {connection.describe}")
         is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a fault of ours
         text = f"{self._what} for {connection.describe} failed: {shortage or error}"
         if is_foreign or not self._closed:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug.errors import PluginError, PluginLoadError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.transport.capabilities import Capabilities, device_names
 
@@ -102,7 +102,7 @@ def load_target(target: str) -> Any:
         module = importlib.import_module(module_name)
         return getattr(module, attribute)
     except (Exception, SystemExit) as e:
-        raise_if_exhausted(e, f"importing {target}")
+        NamedExhaustion.check(e, f"importing {target}")
         absent = isinstance(e, AttributeError) and e.obj is module and e.name == attribute
         hint = ""
         with contextlib.suppress(Exception):  # a module may answer dir() as it likes
@@ -387,7 +387,7 @@ def _probed(spec: TransportSpec | StoreSpec | DirectorySpec) -> Probe:
     try:
         found = probe()
     except (Exception, SystemExit) as e:
-        raise_if_exhausted(e, f"the probe of the {spec.kind.replace('_', ' ')} {spec.name!r}")
+        NamedExhaustion.check(e, f"the probe of the {spec.kind.replace('_', ' ')} {spec.name!r}")
         return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
     if not isinstance(found, Probe):
         return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from kvplug.errors import ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
-from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 
 
 def of_system(number: int) -> OSError:
@@ -65,8 +65,8 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_any_other_error_passes_unchanged(case: str) -> None:
     error = OTHERS[case]
-    assert exhaustion_of(error) is None
-    raise_if_exhausted(error, "connecting a pipe")
+    assert NamedExhaustion.of(error) is None
+    NamedExhaustion.check(error, "connecting a pipe")
     with pytest.raises(type(error)) as caught, NamedExhaustion("connecting a pipe"):
         raise error
     assert caught.value is error
@@ -76,5 +76,5 @@ def test_an_error_of_kvplug_with_such_a_cause_keeps_its_words_and_names_it() -> 
     try:
         raise ConfigError("secret_file x") from of_system(errno.EMFILE)
     except ConfigError as e:
-        found = exhaustion_of(e, "not said")
+        found = NamedExhaustion.of(e, "not said")
     assert str(found).startswith("bad configuration: secret_file x; this process has no free descriptor")

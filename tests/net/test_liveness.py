@@ -17,7 +17,7 @@ import pytest
 
 from kvplug.errors import PeerGoneError
 from kvplug.net import liveness
-from kvplug.net.liveness import Heartbeat, watch
+from kvplug.net.liveness import Watch
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug_testing import peers
 from kvplug_testing.contract.forked_child import in_forked_child
@@ -104,7 +104,7 @@ def test_a_stopped_process_is_alive_and_a_killed_one_is_noticed_at_once_even_bef
     sleeper: subprocess.Popen[bytes], gone: Gone
 ) -> None:
     pidfd = os.pidfd_open(sleeper.pid)
-    w = watch(pidfd=pidfd, on_gone=gone)
+    w = Watch(pidfd=os.dup(pidfd), on_gone=gone)
     os.kill(sleeper.pid, signal.SIGSTOP)
     assert not gone.event.wait(0.5)
     os.kill(sleeper.pid, signal.SIGKILL)
@@ -113,14 +113,13 @@ def test_a_stopped_process_is_alive_and_a_killed_one_is_noticed_at_once_even_bef
     w.close()
     assert gone.reasons == ["its process ended"]
     late = Gone()
-    watch(pidfd=pidfd, on_gone=late)
-    os.close(pidfd)
+    Watch(pidfd=pidfd, on_gone=late)
     assert late.event.wait(5), "it had ended before it was watched"
 
 
 def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.socket], gone: Gone) -> None:
     began = time.monotonic()
-    watch(heartbeat=Heartbeat(pair[0], interval_s=0.05, timeout_s=0.4), on_gone=gone)
+    Watch(sock=pair[0], interval_s=0.05, timeout_s=0.4, on_gone=gone)
     assert gone.event.wait(5)
     assert 0.35 < time.monotonic() - began < 4
     assert gone.reasons[0].startswith("silent for 0.")
@@ -129,7 +128,7 @@ def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.s
 def test_two_ends_that_beat_keep_each_other_alive(
     pair: tuple[socket.socket, socket.socket], gone: Gone
 ) -> None:
-    watches = [watch(heartbeat=Heartbeat(s, interval_s=0.05, timeout_s=0.3), on_gone=gone) for s in pair]
+    watches = [Watch(sock=s, interval_s=0.05, timeout_s=0.3, on_gone=gone) for s in pair]
     assert not gone.event.wait(1.0)
     for w in watches:
         w.close()
@@ -137,7 +136,7 @@ def test_two_ends_that_beat_keep_each_other_alive(
 
 def watches(parent: peers.Parent, fd: int) -> list[str]:
     said: list[str] = []
-    watch(heartbeat=Heartbeat(socket.socket(fileno=fd), interval_s=0.05, timeout_s=0.6), on_gone=said.append)
+    Watch(sock=socket.socket(fileno=fd), interval_s=0.05, timeout_s=0.6, on_gone=said.append)
     parent.send("ready")
     parent.recv()
     return said
@@ -146,7 +145,7 @@ def watches(parent: peers.Parent, fd: int) -> list[str]:
 def test_our_own_stop_is_not_taken_for_the_peers_silence(pair: tuple[socket.socket, socket.socket]) -> None:
     """A process that was stopped for longer than the timeout finds the beats waiting for it."""
     ours, theirs = pair
-    w = watch(heartbeat=Heartbeat(ours, interval_s=0.05, timeout_s=30), on_gone=print)
+    w = Watch(sock=ours, interval_s=0.05, timeout_s=30, on_gone=print)
     with peers.start(watches, theirs.fileno(), pass_fds=[theirs.fileno()]) as child:
         assert child.recv() == "ready"
         child.stop()
@@ -159,7 +158,7 @@ def test_our_own_stop_is_not_taken_for_the_peers_silence(pair: tuple[socket.sock
 
 
 def test_a_closed_watch_never_calls_back(pair: tuple[socket.socket, socket.socket], gone: Gone) -> None:
-    w = watch(sock=pair[0], on_gone=gone)
+    w = Watch(sock=pair[0], on_gone=gone)
     w.close()
     w.close()
     pair[1].close()
@@ -174,11 +173,11 @@ def test_a_callback_may_watch_and_close_and_may_fail(
     a, b = socket.socketpair()
 
     def first(reason: str) -> None:
-        watch(sock=a, on_gone=second)
+        Watch(sock=a, on_gone=second)
         b.close()
         raise RuntimeError("a callback that fails")
 
-    watch(sock=pair[0], on_gone=first)
+    Watch(sock=pair[0], on_gone=first)
     pair[1].close()
     assert second.event.wait(5)
     a.close()
@@ -187,7 +186,7 @@ def test_a_callback_may_watch_and_close_and_may_fail(
 
 def test_one_thread_serves_many_watches_and_ends_with_the_last(gone: Gone) -> None:
     pairs = [socket.socketpair() for _ in range(50)]
-    watches = [watch(sock=a, on_gone=gone) for a, _ in pairs]
+    watches = [Watch(sock=a, on_gone=gone) for a, _ in pairs]
     assert len(watcher_threads()) == 1
     for _, b in pairs[:25]:
         b.close()
@@ -202,24 +201,24 @@ def test_one_thread_serves_many_watches_and_ends_with_the_last(gone: Gone) -> No
 
 @needs_pidfd
 def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
-    sleeper: subprocess.Popen[bytes], poller: Poller, monkeypatch: pytest.MonkeyPatch
+    sleeper: subprocess.Popen[bytes], poller: Poller
 ) -> None:
     dies = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     assert dies.stdin is not None
     gone, alive = Gone(), Gone()
-    dying, living = os.pidfd_open(dies.pid), os.pidfd_open(sleeper.pid)
-    keeps_the_loop = watch(pidfd=living, on_gone=Gone())
-    old = watch(pidfd=dying, on_gone=gone)
-    number = poller.registered[-1]
+    keeps_the_loop = Watch(pidfd=os.pidfd_open(sleeper.pid), on_gone=Gone())
+    number = os.pidfd_open(dies.pid)
+    old = Watch(pidfd=number, on_gone=gone)
     new: list[liveness.Watch] = []
 
     def others_come_in(events: list[tuple[int, int]]) -> None:
         """Before the watcher can act on the death, the number is another watch's."""
         if number in dict(events) and not new:
             old.close()
-            with monkeypatch.context() as patch:  # lower numbers may be free
-                patch.setattr(os, "dup", lambda fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, number))
-                new.append(watch(pidfd=living, on_gone=alive))
+            pidfd = os.pidfd_open(sleeper.pid)
+            again = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, number)  # lower numbers may be free
+            os.close(pidfd)
+            new.append(Watch(pidfd=again, on_gone=alive))
 
     poller.polled = others_come_in
     try:
@@ -231,20 +230,18 @@ def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
     finally:
         for each in (old, keeps_the_loop, *new):
             each.close()
-        os.close(dying)
-        os.close(living)
 
 
 def test_a_forked_child_starts_its_own_watcher_and_leaves_the_parents_alone(
     pair: tuple[socket.socket, socket.socket], gone: Gone
 ) -> None:
-    w = watch(sock=pair[0], on_gone=gone)
+    w = Watch(sock=pair[0], on_gone=gone)
 
     def look() -> str:
         w.close()
         a, b = socket.socketpair()
         childs = Gone()
-        watch(sock=a, on_gone=childs)
+        Watch(sock=a, on_gone=childs)
         b.close()
         return f"{childs.event.wait(5)} {gone.reasons}"
 

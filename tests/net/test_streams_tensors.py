@@ -37,19 +37,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
 
 
 def test_a_stream_has_one_owner_at_a_time(made: list[Stream]) -> None:
-    lent = [streams.acquire_stream(GPU) for _ in range(40)]
+    lent = [streams.StreamPool.acquire(GPU) for _ in range(40)]
     assert len({id(each) for each in lent}) == 40
-    streams.release_stream(lent[7])
-    assert streams.acquire_stream(GPU) is lent[7]
+    streams.StreamPool.release(lent[7])
+    assert streams.StreamPool.acquire(GPU) is lent[7]
     assert len(made) == 40
 
 
 def test_one_that_still_works_is_lent_to_nobody(made: list[Stream]) -> None:
-    busy, idle = streams.acquire_stream(GPU), streams.acquire_stream(GPU)
+    busy, idle = streams.StreamPool.acquire(GPU), streams.StreamPool.acquire(GPU)
     busy.done = False
     for each in (busy, idle):
-        streams.release_stream(each)
-    assert streams.acquire_stream(GPU) is idle
-    assert streams.acquire_stream(GPU) is made[2]
+        streams.StreamPool.release(each)
+    assert streams.StreamPool.acquire(GPU) is idle
+    assert streams.StreamPool.acquire(GPU) is made[2]
     busy.done = True
-    assert streams.acquire_stream(GPU) is busy
+    assert streams.StreamPool.acquire(GPU) is busy

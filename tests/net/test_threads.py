@@ -14,7 +14,7 @@ from kvplug.net.threads import EXIT_S, BackgroundThread
 
 BEGINNING = """
 import atexit, os, signal, sys, threading, time
-from kvplug.transport import BackgroundThread, end_at_exit, hold_at_exit
+from kvplug.transport import BackgroundThread, ExitGuard
 
 def out(text):
     os.write(1, text.encode() + b" ")
@@ -48,7 +48,7 @@ class Called:
         self.inside = False
         self.ended = threading.Event()
         self.begun = threading.Event()
-        end_at_exit(self)
+        ExitGuard.register(self)
 
     def _end_at_exit(self):
         self.ended.set()
@@ -82,7 +82,7 @@ def ran(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(("after", "said"), [("", ("left", "goes", "on")), ("hold_at_exit()", ("left",))])
+@pytest.mark.parametrize(("after", "said"), [("", ("left", "goes", "on")), ("ExitGuard.hold()", ("left",))])
 def test_a_call_that_failed_does_not_go_back_into_a_program_that_leaves(
     after: str, said: tuple[str, ...]
 ) -> None:

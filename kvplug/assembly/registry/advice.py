@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Final
 
 from kvplug.assembly.registry.discovery import distributions, normalised
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.hookspecs import PROJECT
 from kvplug.transport.spec import Kind
 
@@ -62,7 +62,7 @@ def misspelt_groups() -> tuple[str, ...]:
                 name = distribution.metadata["Name"] or "unknown"
                 found |= {(name, group) for group in groups if _is_close(group)}
         except Exception as e:  # one distribution's broken metadata must not hide the others
-            raise_if_exhausted(e, "looking for plugins")
+            NamedExhaustion.check(e, "looking for plugins")
             _log.debug("unreadable metadata of a distribution, left out: %s", e)
     return tuple(
         f"{distribution} declares entry points in the group {group!r}; did you mean {PROJECT!r}?"

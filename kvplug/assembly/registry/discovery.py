@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 
 from kvplug.errors import PluginLoadError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import free_locks_after_fork
 from kvplug.transport.hookspecs import PLUGIN_API, PROJECT
 
@@ -60,7 +60,7 @@ def discover() -> tuple[DiscoveredPlugin, ...]:
         try:
             found = _plugins_of(distribution)
         except Exception as e:  # one distribution's broken metadata must not hide the others' plugins
-            raise_if_exhausted(e, _LOOKING)
+            NamedExhaustion.check(e, _LOOKING)
             _log.warning("unreadable metadata of a distribution, left out: %s", e)
             continue
         for each in found:
@@ -82,7 +82,7 @@ def distributions() -> Iterator[metadata.Distribution]:
         try:
             os.listdir(folder or os.curdir)
         except OSError as e:  # a file, or nothing
-            raise_if_exhausted(e, _LOOKING)
+            NamedExhaustion.check(e, _LOOKING)
     metadata.MetadataPathFinder().invalidate_caches()  # of an instance: before 3.13 it is no class method
     yield from metadata.distributions()
 
@@ -196,7 +196,7 @@ def _source(module: str) -> str:
     except PluginLoadError:
         raise
     except (ImportError, ValueError, OSError, SyntaxError, UnicodeDecodeError) as e:
-        raise_if_exhausted(e, f"reading the module {module}")
+        NamedExhaustion.check(e, f"reading the module {module}")
         raise PluginLoadError(f"cannot find {module}: {type(e).__name__}: {e}") from e
     if source is None:
         raise PluginLoadError(f"{module} has no source to read {API_NAME} from")

@@ -28,7 +28,7 @@ from kvplug.errors import (
     UnknownNameError,
     UnknownTransportError,
 )
-from kvplug.net.exhaustion import DESCRIPTORS, exhaustion_of, raise_if_exhausted
+from kvplug.net.exhaustion import DESCRIPTORS, NamedExhaustion
 from kvplug.transport import hookspecs
 from kvplug.transport.spec import (
     TRANSPORTS,
@@ -241,9 +241,9 @@ class Registry:
             )
         except (Exception, SystemExit) as e:
             # Not kept as a fault of the plugin's. Memory is: Python's parser also says so of bad source.
-            shortage = exhaustion_of(e, f"loading the plugin {found.name}")
+            shortage = NamedExhaustion.of(e, f"loading the plugin {found.name}")
             if shortage is not None and shortage.resource == DESCRIPTORS:
-                raise_if_exhausted(e, f"loading the plugin {found.name}")
+                NamedExhaustion.check(e, f"loading the plugin {found.name}")
             _log.debug("plugin %s of %s did not load", found.name, found.distribution, exc_info=True)
             return attrs.evolve(info, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplug.errors import WireError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTURE_WRITE_SEAL: Final = 0x10  # F_SEAL_FUTURE_WRITE, since Linux 5.1
@@ -25,75 +25,93 @@ _MAP_ANONYMOUS: Final = 0x20
 _MAP_NORESERVE: Final = 0x4000
 
 
-def create_memfd(name: str, nbytes: int = 0) -> int:
-    """The descriptor of new memory, zeroed, which can be sealed; close-on-exec. ``name`` is for /proc.
+class Memfd:
+    """Anonymous memory of the kernel, by its descriptor, which processes pass on to each other."""
 
-    Raises:
-        OSError: the system cannot create it.
-        OverflowError: no memory can be that large.
-    """
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
+    @staticmethod
+    def create(name: str, nbytes: int = 0) -> int:
+        """The descriptor of new memory, zeroed, which can be sealed; close-on-exec. ``name`` is for /proc.
+
+        Raises:
+            OSError: the system cannot create it.
+            OverflowError: no memory can be that large.
+        """
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        try:
+            fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            fd = os.memfd_create(name, flags)
+        try:
+            if nbytes:
+                os.ftruncate(fd, nbytes)
+                if is_accounted_strictly():
+                    os.posix_fallocate(fd, 0, nbytes)
+        except BaseException:
+            os.close(fd)
             raise
-        fd = os.memfd_create(name, flags)
-    try:
-        if nbytes:
-            os.ftruncate(fd, nbytes)
-            if is_accounted_strictly():
-                os.posix_fallocate(fd, 0, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        return fd
 
+    @staticmethod
+    def seal(fd: int, *, read_only: bool) -> None:
+        """Seal the size: no process can shrink the memory under another, whose access would then raise
+        SIGBUS.
 
-def seal_memfd(fd: int, *, read_only: bool) -> None:
-    """Seal the size: no process can shrink the memory under another, whose access would then raise SIGBUS.
+        ``read_only``: mappings that are there already can be written, and no new one.
 
-    ``read_only``: mappings that are there already can be written, and no new one.
+        Raises:
+            OSError: it is sealed already, or the kernel is older than Linux 5.1 and ``read_only`` was asked
+                for.
+        """
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | (_FUTURE_WRITE_SEAL if read_only else 0))
 
-    Raises:
-        OSError: it is sealed already, or the kernel is older than Linux 5.1 and ``read_only`` was asked for.
-    """
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | (_FUTURE_WRITE_SEAL if read_only else 0))
+    @staticmethod
+    def check(fd: int, nbytes: int, *, writable: bool) -> None:
+        """Return if the descriptor is sealed memory of that size, which cannot be taken away under a reader.
 
+        ``writable``: it is to be mapped for writing; else it must be sealed against new writers.
 
-def check_memfd(fd: int, nbytes: int, *, writable: bool) -> None:
-    """Return if the descriptor is sealed memory of that size, which cannot be taken away under a reader.
+        Raises:
+            WireError: it is something else.
+            OSError: this process has no descriptor left to check with.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as e:
+            raise WireError(f"what was handed over is no memory that can be sealed: {e}") from e
+        found = os.fstat(fd)
+        if seals & _SIZE_SEALS != _SIZE_SEALS or found.st_size != nbytes or nbytes <= 0:
+            raise WireError(
+                f"sealed memory of {nbytes} bytes was promised; {found.st_size} came, with seals {seals:#x}"
+            )
+        if writable:
+            # Checked first: a mapping that fails leaves a hole, in which another thread's mapping may be
+            # placed.
+            unwritable = seals & (fcntl.F_SEAL_WRITE | _FUTURE_WRITE_SEAL)
+            if unwritable or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+                raise WireError("what was handed over is memory that cannot be written")
+        elif not seals & _FUTURE_WRITE_SEAL:
+            raise WireError("what was handed over is memory that more processes could write")
+        if found.st_dev != device_of_memory():
+            raise WireError("what was handed over is memory of another kind, which can run out under us")
 
-    ``writable``: it is to be mapped for writing; else it must be sealed against new writers.
+    @staticmethod
+    def map(fd: int, address: int, nbytes: int, protection: int) -> None:
+        """Map memory, shared, over the caller's own mapping at ``address``: whole pages, ``mmap.PROT_...``.
 
-    Raises:
-        WireError: it is something else.
-        OSError: this process has no descriptor left to check with.
-    """
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as e:
-        raise WireError(f"what was handed over is no memory that can be sealed: {e}") from e
-    found = os.fstat(fd)
-    if seals & _SIZE_SEALS != _SIZE_SEALS or found.st_size != nbytes or nbytes <= 0:
-        raise WireError(
-            f"sealed memory of {nbytes} bytes was promised; {found.st_size} came, with seals {seals:#x}"
-        )
-    if writable:
-        # Checked first: a mapping that fails leaves a hole, in which another thread's mapping may be placed.
-        unwritable = seals & (fcntl.F_SEAL_WRITE | _FUTURE_WRITE_SEAL)
-        if unwritable or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-            raise WireError("what was handed over is memory that cannot be written")
-    elif not seals & _FUTURE_WRITE_SEAL:
-        raise WireError("what was handed over is memory that more processes could write")
-    if found.st_dev != device_of_memory():
-        raise WireError("what was handed over is memory of another kind, which can run out under us")
+        The mapping needs the descriptor no more.
+
+        Raises:
+            OSError: the system refuses. What is at the address then is undefined.
+        """
+        _place(address, nbytes, protection, _MAP_SHARED, fd)
 
 
 @functools.cache  # of what it returns; what it raises is not kept
 def device_of_memory() -> int:
     """All memfds of 4 KiB pages lie on one device of the kernel's; those of huge pages do not."""
-    fd = create_memfd("kvplug-probe")
+    fd = Memfd.create("kvplug-probe")
     try:
         return os.fstat(fd).st_dev
     finally:
@@ -106,22 +124,11 @@ def is_accounted_strictly() -> bool:
         with open("/proc/sys/vm/overcommit_memory", "rb") as f:
             return f.read(1) == _STRICT
     except OSError as e:
-        raise_if_exhausted(e, "reading how the kernel accounts for memory")
+        NamedExhaustion.check(e, "reading how the kernel accounts for memory")
         return False
 
 
 # -- over addresses that are the caller's already ---------------------------------------------------
-
-
-def map_memfd(fd: int, address: int, nbytes: int, protection: int) -> None:
-    """Map memory, shared, over the caller's own mapping at ``address``: whole pages, ``mmap.PROT_...``.
-
-    The mapping needs the descriptor no more.
-
-    Raises:
-        OSError: the system refuses. What is at the address then is undefined.
-    """
-    _place(address, nbytes, protection, _MAP_SHARED, fd)
 
 
 def map_zeroes(address: int, nbytes: int, protection: int) -> None:

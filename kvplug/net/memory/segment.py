@@ -13,7 +13,7 @@ import os
 from typing import Final
 
 from kvplug.errors import KvplugError, TransportError
-from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.memory import memfd
 from kvplug.net.wire.copying import address_of
@@ -51,8 +51,8 @@ class Segment:
         fd = -1
         try:
             with NamedExhaustion(f"shared memory of {nbytes} bytes"):
-                fd = memfd.create_memfd(f"kvplug-{name}", nbytes)
-                memfd.seal_memfd(fd, read_only=False)
+                fd = memfd.Memfd.create(f"kvplug-{name}", nbytes)
+                memfd.Memfd.seal(fd, read_only=False)
                 return cls(_mapped(fd, nbytes)), fd
         except BaseException as e:
             if fd >= 0:
@@ -71,10 +71,10 @@ class Segment:
             TransportError: it cannot be mapped for another reason.
         """
         try:
-            memfd.check_memfd(fd, nbytes, writable=True)
+            memfd.Memfd.check(fd, nbytes, writable=True)
             return cls(_mapped(fd, nbytes))
         except OSError as e:
-            raise_if_exhausted(e, f"mapping shared memory of {nbytes} bytes")
+            NamedExhaustion.check(e, f"mapping shared memory of {nbytes} bytes")
             raise TransportError(f"shared memory of {nbytes} bytes cannot be mapped: {e}") from e
 
     def give_back(self, at: int, nbytes: int) -> None:
@@ -102,7 +102,7 @@ class _Mapping(mmap.mmap):
 
     def show(self, fd: int) -> None:
         """Show the memory of this descriptor from now on. Raises OSError."""
-        memfd.map_memfd(fd, self._address(), len(self), _READ_WRITE)
+        memfd.Memfd.map(fd, self._address(), len(self), _READ_WRITE)
         close_after_fork(self)
 
     def _address(self) -> int:

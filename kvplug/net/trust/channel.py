@@ -21,7 +21,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
-from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.connection import Connection, decline, shortage_in
 from kvplug.net.trust.identity import PeerIdentity
@@ -108,7 +108,7 @@ class Channel:
         return self._sock.fileno()
 
     def socket(self) -> socket.socket:
-        """For ``liveness.watch(sock=…)``. Callers must not read or write it."""
+        """For ``Watch(sock=…)``. Callers must not read or write it."""
         return self._sock
 
     # -- sending -------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Channel:
             except BlockingIOError:
                 pass
             except OSError as e:
-                raise_if_exhausted(e, f"sending to {self._who}")
+                NamedExhaustion.check(e, f"sending to {self._who}")
                 self._check_last_word()
                 raise self._gone(e) from e
             if not self._wait(select.POLLOUT, deadline):
@@ -282,7 +282,7 @@ class Channel:
                     raise TimeoutError(f"{self._who} sent nothing in time{part}") from None
                 continue
             except OSError as e:
-                raise_if_exhausted(e, f"receiving from {self._who}")
+                NamedExhaustion.check(e, f"receiving from {self._who}")
                 raise self._gone(e) from e
             if not got:
                 # It may be seen before the pidfd, and TCP would still take what is sent after it.

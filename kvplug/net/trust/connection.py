@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import builtins
 import contextlib
 import errno
+import os
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Self
 
 import attrs
 
@@ -41,6 +43,7 @@ DIAL_TIMEOUT_S = 10.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.01, 0.25
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 
+_SIZE_OF_FD: Final = array.array("i").itemsize
 _KIND_AT = 6
 _MAX_REASON = 1000  # characters
 _MAX_PAYLOAD = 8192
@@ -185,6 +188,99 @@ class Connection:
         """The socket's descriptor; -1 once closed."""
         return self.sock.fileno()
 
+    def send(self, data: bytes, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+        """Send all of ``data``, and with its first byte the descriptors, which the caller still owns.
+
+        Raises:
+            TimeoutError, PeerGoneError: the other end does not receive it, or is gone.
+            ResourceExhaustedError: too many descriptors are under way; or the peer has declined.
+        """
+        if fds and not data:
+            raise ValueError("descriptors go along with bytes, and there are none")
+        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = 0
+        try:
+            while sent < len(data):
+                self.sock.settimeout(_seconds(deadline))
+                sent += self.sock.sendmsg([memoryview(data)[sent:]], control)
+                control = []
+            self.sock.settimeout(None)
+        except OSError as e:
+            NamedExhaustion.check(e, f"sending to {self.describe}")
+            self._raise_if_declined_before_hanging_up()
+            raise self._in_words(e, "received nothing in time") from e
+
+    def receive(self, nbytes: int, deadline: Deadline) -> bytes:
+        """Exactly so many bytes.
+
+        Raises:
+            TimeoutError, PeerGoneError: they did not arrive; the connection is unusable.
+            ResourceExhaustedError: this process, or the peer's, lacks a resource.
+        """
+        return self.receive_fds(nbytes, 0, deadline)[0]
+
+    def receive_some(self, nbytes: int, deadline: Deadline) -> bytes:
+        """One byte at least, ``nbytes`` at most. Raises TimeoutError, PeerGoneError."""
+        try:
+            self.sock.settimeout(_seconds(deadline))
+            chunk = self.sock.recv(nbytes)
+        except OSError as e:
+            NamedExhaustion.check(e, f"receiving from {self.describe}")
+            raise self._in_words(e, "sent nothing in time") from e
+        if not chunk:
+            raise PeerGoneError(f"{self.describe} hung up")
+        return chunk
+
+    def receive_fds(self, nbytes: int, max_fds: int, deadline: Deadline) -> tuple[bytes, list[int]]:
+        """Exactly so many bytes and the descriptors with them, which the caller then owns; close-on-exec.
+
+        Raises:
+            TimeoutError, PeerGoneError: they did not arrive; the connection is unusable.
+            WireError: more than ``max_fds`` arrived.
+            ResourceExhaustedError: this process can open no more descriptors; or the peer lacks something.
+        """
+        data, fds = bytearray(), list[int]()
+        try:
+            while len(data) < nbytes:
+                self.sock.settimeout(_seconds(deadline))
+                room = socket.CMSG_SPACE(max_fds * _SIZE_OF_FD)
+                chunk, controls, flags, _ = self.sock.recvmsg(
+                    nbytes - len(data), room, socket.MSG_CMSG_CLOEXEC
+                )
+                came = _fds_in(controls)
+                fds += came
+                if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(came) >= max_fds):
+                    raise WireError(f"{self.describe} handed over more than {max_fds} descriptors")
+                if flags & socket.MSG_CTRUNC:
+                    with NamedExhaustion(f"taking a descriptor from {self.describe}"):
+                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                if not chunk:
+                    raise PeerGoneError(f"{self.describe} hung up")
+                data += chunk
+                self.raise_if_declined(bytes(data), deadline)
+            self.sock.settimeout(None)
+            return bytes(data), fds
+        except BaseException as e:
+            for fd in fds:
+                os.close(fd)
+            if isinstance(e, OSError) and not isinstance(e, KvplugError):
+                NamedExhaustion.check(e, f"receiving from {self.describe}")
+                raise self._in_words(e, "sent nothing in time") from e
+            raise
+
+    def _raise_if_declined_before_hanging_up(self) -> None:
+        """The peer has hung up: raise what it sent of a resource that it lacked, if it did."""
+        try:
+            data = self.sock.recv(HEADER_SIZE, socket.MSG_DONTWAIT)
+        except OSError:
+            return
+        self.raise_if_declined(data, Deadline.after(0))
+
+    def _in_words(self, error: OSError, late: str) -> Exception:
+        if isinstance(error, builtins.TimeoutError):
+            return TimeoutError(f"{self.describe} {late}")
+        return PeerGoneError(f"{self.describe} hung up")
+
     def raise_if_declined(self, data: bytes, deadline: Deadline) -> None:
         """Return unless ``data``, the first bytes of a message, begin a :meth:`decline`; its rest is read.
 
@@ -321,6 +417,14 @@ def _talk(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerI
         message = bytes(received)
 
 
+def _fds_in(controls: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, content in controls:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % _SIZE_OF_FD])
+    return fds.tolist()
+
+
 def _seconds(deadline: Deadline) -> float | None:
     """For ``settimeout``, where 0 would mean "do not block at all"."""
     remaining = deadline.remaining()
@@ -351,8 +455,7 @@ def shortage_in(payload: bytes | bytearray, who: str) -> ResourceExhaustedError:
 
 
 def _up_to(connection: Connection, data: bytes, nbytes: int, deadline: Deadline) -> bytes:
-    left = deadline.remaining()
-    connection.sock.settimeout(None if left is None else max(0.001, left))
+    connection.sock.settimeout(_seconds(deadline))
     try:
         while len(data) < nbytes and (chunk := connection.sock.recv(nbytes - len(data))):
             data += chunk

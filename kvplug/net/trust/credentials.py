@@ -12,7 +12,7 @@ import attrs
 
 from kvplug.config.addresses import Address, UnixAddress
 from kvplug.errors import ConfigError, InsecureAddressError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.trust.challenge import Mode
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Secret:
                 mode = os.fstat(f.fileno()).st_mode
                 raw = f.read(_MAX_SECRET_BYTES + 1)
         except OSError as e:
-            raise_if_exhausted(e, f"reading secret_file {name}")
+            NamedExhaustion.check(e, f"reading secret_file {name}")
             raise ConfigError(f"secret_file {name}: {e.strerror or e}") from e
         if len(raw) > _MAX_SECRET_BYTES:
             raise ConfigError(f"secret_file {name} is larger than {_MAX_SECRET_BYTES} bytes")

@@ -12,7 +12,7 @@ import attrs
 import msgspec
 
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 
 IDENTITY_SIZE = 512
@@ -61,7 +61,7 @@ class PeerIdentity:
         try:
             start_time = _start_time(pid)
         except OSError as e:
-            raise_if_exhausted(e, "reading the start time of this process")
+            NamedExhaustion.check(e, "reading the start time of this process")
             start_time = 0
         return cls(
             boot_id=boot_id(),
@@ -120,7 +120,7 @@ class PeerIdentity:
         except ProcessLookupError as e:
             raise PeerGoneError(f"{self} has ended") from e
         except OSError as e:
-            raise_if_exhausted(e, f"watching {self}")
+            NamedExhaustion.check(e, f"watching {self}")
             return None
         try:
             start_time = _start_time(self.pid)
@@ -131,7 +131,7 @@ class PeerIdentity:
             return None
         except OSError as e:
             os.close(pidfd)
-            raise_if_exhausted(e, f"watching {self}")
+            NamedExhaustion.check(e, f"watching {self}")
             return None
         if start_time != self.start_time:
             os.close(pidfd)
@@ -179,7 +179,7 @@ def boot_id() -> str:
     try:
         return _boot_id()
     except OSError as e:
-        raise_if_exhausted(e, f"reading {_BOOT_ID}")
+        NamedExhaustion.check(e, f"reading {_BOOT_ID}")
         return ""
 
 
@@ -193,7 +193,7 @@ def namespace(kind: str) -> str:
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError as e:
-        raise_if_exhausted(e, f"reading the namespace {kind!r}")
+        NamedExhaustion.check(e, f"reading the namespace {kind!r}")
         return ""
 
 
@@ -227,5 +227,5 @@ def same_user(uid: int) -> bool:
         with open("/proc/self/uid_map", encoding="utf-8") as f:
             return f.read().split() == ["0", "0", str(2**32 - 1)]
     except OSError as e:
-        raise_if_exhausted(e, "checking the user of a connection")
+        NamedExhaustion.check(e, "checking the user of a connection")
         return True

@@ -21,7 +21,7 @@ from typing import Self
 from kvplug.config.addresses import Address, TcpAddress, parse_address
 from kvplug.errors import ClosedError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline, Timeout
-from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import listening_socket
@@ -296,7 +296,7 @@ class Listener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as e:
-            self._shortage = exhaustion_of(e, f"accepting a connection at {self._contact}")
+            self._shortage = NamedExhaustion.of(e, f"accepting a connection at {self._contact}")
             logger.warning("%s", self._shortage or f"accept failed at {self._contact}: {e}")
             if self._shortage is not None:
                 # Connections in the backlog keep the socket readable: do not poll it for a moment.
@@ -357,7 +357,7 @@ class Listener:
                 sock = plain_end(sock, str(peer))
             except (OSError, TransportError) as e:
                 logger.warning("a connection to %s was dropped: %s", self._contact, e)
-                self._shortage = exhaustion_of(e, f"taking a TLS connection at {self._contact}")
+                self._shortage = NamedExhaustion.of(e, f"taking a TLS connection at {self._contact}")
                 return
         sock.setblocking(True)
         with self._lock:
@@ -369,7 +369,7 @@ class Listener:
         self._refusals[reason] += 1
         self._last_refusal = refused
         if refused.refusal is Refusal.BUSY and self._shortage is None:
-            self._shortage = exhaustion_of(refused)
+            self._shortage = NamedExhaustion.of(refused)
         level = logging.WARNING if self._refusals[reason] == 1 else logging.DEBUG
         logger.log(level, "a connection to %s was refused: %s", self._contact, refused)
         if stranger in self._admission:

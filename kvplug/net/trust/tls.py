@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 import attrs
 
 from kvplug.errors import AuthenticationError, ConfigError, PeerGoneError, ResourceExhaustedError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +67,12 @@ class TlsFiles:
                 with open(path, "rb"):
                     pass
             except OSError as e:
-                raise_if_exhausted(e, f"reading {key} {path}")
+                NamedExhaustion.check(e, f"reading {key} {path}")
                 raise ConfigError(f"{key} {path}: {e.strerror or e}") from e
         try:
             context.load_cert_chain(self.cert, self.key, password=_no_password)
         except (ssl.SSLError, OSError, ValueError) as e:
-            raise_if_exhausted(e, f"reading tls_cert {self.cert} and tls_key {self.key}")
+            NamedExhaustion.check(e, f"reading tls_cert {self.cert} and tls_key {self.key}")
             raise ConfigError(
                 f"tls_cert {self.cert} and tls_key {self.key}: not a certificate and its key in PEM"
                 f" ({reason_of(e)})"
@@ -80,7 +80,7 @@ class TlsFiles:
         try:
             context.load_verify_locations(self.ca)
         except (ssl.SSLError, OSError) as e:
-            raise_if_exhausted(e, f"reading tls_ca {self.ca}")
+            NamedExhaustion.check(e, f"reading tls_ca {self.ca}")
             raise ConfigError(f"tls_ca {self.ca}: not a certificate in PEM ({reason_of(e)})") from e
         return context
 

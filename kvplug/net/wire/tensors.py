@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug.errors import UnsupportedError, WireError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.errors import TensorMismatchError, UnsupportedError, WireError
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.copying import CopyBytes, copy_bytes
 
 if TYPE_CHECKING:
@@ -120,6 +120,17 @@ class TensorMeta:
         """Bytes of the whole tensor."""
         return DTYPES[self.dtype][1] * math.prod(self.shape)
 
+    def mismatch(self, came: TensorMeta | None, given: str) -> TensorMismatchError:
+        """The error of a receive whose memory is as this says, and does not fit the next message, which
+        stays.
+
+        ``given`` names the memory: "out= is", "the blocks are". ``came`` is the message's meta.
+        """
+        what = "None" if came is None else f"{came.dtype} of shape {list(came.shape)}"
+        return TensorMismatchError(
+            f"the next message is {what}, and {given} {self.dtype} of shape {list(self.shape)}; it stays"
+        )
+
 
 # -- the meta as bytes ---------------------------------------------------------------------------
 
@@ -220,7 +231,7 @@ def dtype_of(name: str) -> torch.dtype:
     try:
         import torch
     except ImportError as e:
-        raise_if_exhausted(e, "importing torch")
+        NamedExhaustion.check(e, "importing torch")
         raise UnsupportedError(
             f"a {name} tensor or dtype needs torch, which is not installed here: {e}"
         ) from e
@@ -282,7 +293,7 @@ def empty_like_meta(meta: TensorMeta) -> Tensor:
         # From bytes: torch may have to fill what it makes, and has no kernels for the rest.
         flat = torch.empty(meta.nbytes, dtype=torch.uint8)
     except (RuntimeError, MemoryError) as e:
-        raise_if_exhausted(e, f"a tensor of {meta.nbytes} bytes")
+        NamedExhaustion.check(e, f"a tensor of {meta.nbytes} bytes")
         raise
     return flat.view(dtype).view(meta.shape)
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire import tensors
 from kvplug.net.wire.copying import CopyBytes, copy_bytes
 from kvplug.net.wire.validate import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, validate
@@ -151,7 +151,7 @@ def _encode(value: object, limits: Limits, memories: Memories | None) -> bytes:
     except (UnsupportedError, UnicodeEncodeError) as e:
         explain(value, limits.max_depth, e)
     except (MemoryError, RuntimeError) as e:
-        raise_if_exhausted(e, "encoding a value")
+        NamedExhaustion.check(e, "encoding a value")
         raise
     nbytes = len(data) + (sum(memory.nbytes for memory in memories.found) if memories is not None else 0)
     if nbytes > limits.max_bytes:
@@ -362,7 +362,7 @@ def _decode(
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
     except MemoryError as e:
-        raise_if_exhausted(e, f"decoding a value of {nbytes + (memories.nbytes if memories else 0)} bytes")
+        NamedExhaustion.check(e, f"decoding a value of {nbytes + (memories.nbytes if memories else 0)} bytes")
         raise
 
 
@@ -440,7 +440,7 @@ def build(
         tensor = make(meta)
         tensors.copy_into(tensor, flat, copy)
     except (UnsupportedError, RuntimeError) as e:
-        raise_if_exhausted(e, f"decoding a tensor of {meta.nbytes} bytes")
+        NamedExhaustion.check(e, f"decoding a tensor of {meta.nbytes} bytes")
         raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
     return tensor
 
@@ -452,7 +452,7 @@ def _array_of(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
     try:
         import numpy
     except ImportError as e:
-        raise_if_exhausted(e, "importing numpy")
+        NamedExhaustion.check(e, "importing numpy")
         raise WireError(f"a numpy array came, and numpy is not installed here: {e}") from e
     try:
         array: ndarray[Any, Any] = numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()

@@ -18,7 +18,7 @@ import attrs
 from kvplug.errors import ConfigError, TensorMismatchError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.net.memory.room import check_room
-from kvplug.net.threads import end_at_exit
+from kvplug.net.threads import ExitGuard
 from kvplug.net.wire.tensors import dtype_name
 from kvplug.transport.communicator.calls import check_same, empty, joined, plain, row_bytes, write_back
 from kvplug.transport.communicator.experts import (
@@ -100,7 +100,7 @@ class DeviceCommunicator(GroupRank):
                     f"all2all_backend={name!r} is unknown to {type(self).__name__}, which has: {known}"
                 )
             self.all2all_manager = manager(self)
-        end_at_exit(self)
+        ExitGuard.register(self)
 
     # -- collectives ---------------------------------------------------------------------------------
 

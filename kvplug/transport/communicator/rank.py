@@ -22,9 +22,9 @@ from kvplug.errors import (
     UnsupportedError,
 )
 from kvplug.net.deadline import Deadline, Timeout
-from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
-from kvplug.net.threads import hold_at_exit
+from kvplug.net.threads import ExitGuard
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.wire import to_plain
 from kvplug.net.wire.tensors import dtype_name
@@ -368,13 +368,13 @@ class GroupRank(abc.ABC):
             except BaseException as e:
                 if self._destroyed:
                     raise ClosedError(f"{self!r} was destroyed during the call") from e
-                self._break(exhaustion_of(e, repr(self)) or e)
-                raise_if_exhausted(e, repr(self))
+                self._break(NamedExhaustion.of(e, repr(self)) or e)
+                NamedExhaustion.check(e, repr(self))
                 raise
             finally:
                 self._busy.release()
         except BaseException:
-            hold_at_exit()
+            ExitGuard.hold()
             raise
 
     def _break(self, error: BaseException) -> None:

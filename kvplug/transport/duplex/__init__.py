@@ -1,7 +1,6 @@
 """The parts that all pipes between two processes share; a transport implements how bytes move.
 
 - :mod:`~kvplug.transport.duplex.endpoint`: contacts, listening and connecting
-- :mod:`~kvplug.transport.duplex.join`: the messages before a pipe, and the watch on the other end
 - :mod:`~kvplug.transport.duplex.pipe`: a pipe, the window of its sender, and how it ends
 - :mod:`~kvplug.transport.duplex.partial`: a message of which a part has arrived, and its bound
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar
 
 from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError, UnsupportedError
-from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.memory.room import check_room
 from kvplug.net.wire.tensors import (
     TensorMeta,
@@ -21,9 +21,6 @@ from kvplug.net.wire.tensors import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INTERRUPTED: Final = "interrupted in the middle of a message"
-"""Why a pipe fails after Ctrl-C between a copy and its accounting: the stream's position is lost."""
 
 
 class MessageLimit:
@@ -58,8 +55,12 @@ class MessageLimit:
 
     def check(self, nbytes: int, peer: str) -> None:
         """Raises CapacityError: the next message of ``peer`` has more bytes, and stays."""
+        self.check_size(nbytes, f"the next message of {peer}, which stays,")
+
+    def check_size(self, nbytes: int, what: str) -> None:
+        """Raises CapacityError: ``what``, which a peer has announced, has more bytes."""
         if self._most is not None or self._on_host:
-            check_room(nbytes, f"the next message of {peer}, which stays,", self._most)
+            check_room(nbytes, what, self._most)
 
 
 class PartialMessage:
@@ -67,6 +68,9 @@ class PartialMessage:
 
     A receive call that runs out of time leaves it, and the next call resumes it.
     """
+
+    INTERRUPTED: ClassVar = "interrupted in the middle of a message"
+    """Why a pipe fails after Ctrl-C between a copy and its accounting: the stream's position is lost."""
 
     __slots__ = ("got", "meta", "nbytes", "own")
 
@@ -106,7 +110,7 @@ class PartialMessage:
         if not out.is_cpu or out.layout is not torch.strided:
             raise UnsupportedError(f"out= must be a dense CPU tensor, not {out.device} {out.layout}")
         if dtype_name(out.dtype) != self.meta.dtype or out.shape != self.meta.shape:
-            raise mismatch(self.meta, "out= is", meta_of(out))
+            raise meta_of(out).mismatch(self.meta, "out= is")
 
     def receive(
         self,
@@ -152,7 +156,7 @@ class PartialMessage:
         except KvplugError:
             raise
         except BaseException as e:
-            fail(str(exhaustion_of(e, "receiving a message") or INTERRUPTED))
+            fail(str(NamedExhaustion.of(e, "receiving a message") or self.INTERRUPTED))
             raise
         if out is None or tensor is out:
             return tensor
@@ -160,7 +164,7 @@ class PartialMessage:
         try:
             copy_into(out, memory_of(tensor))
         except RuntimeError as e:
-            raise_if_exhausted(e, "copying a message into out=; it stays")
+            NamedExhaustion.check(e, "copying a message into out=; it stays")
             raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return out
 
@@ -188,14 +192,3 @@ class PartialMessage:
         for start, stop in self.arrived():
             mine[start:stop] = theirs[start:stop]
         self.own = own
-
-
-def mismatch(came: TensorMeta | None, given: str, wanted: TensorMeta) -> TensorMismatchError:
-    """The error of a receive whose memory does not fit the next message, which stays.
-
-    ``given`` names the memory: "out= is", "the blocks are".
-    """
-    what = "None" if came is None else f"{came.dtype} of shape {list(came.shape)}"
-    return TensorMismatchError(
-        f"the next message is {what}, and {given} {wanted.dtype} of shape {list(wanted.shape)}; it stays"
-    )

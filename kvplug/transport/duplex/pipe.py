@@ -14,9 +14,9 @@ import attrs
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
-from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
-from kvplug.net.threads import end_at_exit, hold_at_exit
+from kvplug.net.threads import ExitGuard
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.duplex.partial import MessageLimit
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
@@ -315,7 +315,7 @@ class DuplexPipe(Pipe, abc.ABC):
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._let_go = False
         """Everything was released."""
-        end_at_exit(self)
+        ExitGuard.register(self)
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -389,8 +389,8 @@ class DuplexPipe(Pipe, abc.ABC):
                 check()
                 return call(*arguments)
         except BaseException as e:
-            hold_at_exit()
-            raise_if_exhausted(e, self._doing)
+            ExitGuard.hold()
+            NamedExhaustion.check(e, self._doing)
             raise
 
     def limit_messages(self, nbytes: int) -> None:

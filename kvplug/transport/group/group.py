@@ -18,7 +18,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
-from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.credentials import Credentials
@@ -430,6 +430,6 @@ class _TorchRanks:
         except (RuntimeError, ValueError, MemoryError) as e:  # also if a peer is gone or late
             if isinstance(e, KvplugError):
                 raise
-            raise_if_exhausted(e, "a collective of the process group")
+            NamedExhaustion.check(e, "a collective of the process group")
             raise TransportError(f"a collective of the process group failed: {e}") from e
         return value if self.rank == src else decode(bytes(content.tolist()), limits=_CONTACT_LIMITS)

@@ -30,7 +30,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import decode, encode
 from kvplug.transport.group.group import STORE_TIMEOUT_S
@@ -290,7 +290,7 @@ class Mesh:
         if error is None:
             self._announce(["stopped"])
             return
-        lacking = exhaustion_of(error)
+        lacking = NamedExhaustion.of(error)
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "TransportError"
         self._announce(["ended", kind, str(lacking or error)[:2000], lacking.resource if lacking else ""])
 

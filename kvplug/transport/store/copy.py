@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import attrs
 
 from kvplug.errors import LayoutError
-from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.copying import address_of
 from kvplug.transport.block_views import PartPlace
 from kvplug.transport.store.format import PageFormat
@@ -378,7 +378,7 @@ def library() -> _Library | None:
     except _UnbuiltError:
         return None
     except (OSError, AttributeError, ImportError, _UnusableError) as e:
-        if exhaustion_of(e, f"loading {_FILE}") is None:
+        if NamedExhaustion.of(e, f"loading {_FILE}") is None:
             _warn_once(str(e))
         return None
 

@@ -26,7 +26,7 @@ from typing import Final
 from kvplug.errors import ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.fork import close_after_fork
-from kvplug.net.threads import BackgroundThread, hold_at_exit, is_leaving
+from kvplug.net.threads import BackgroundThread, ExitGuard
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
@@ -171,7 +171,7 @@ class ExecutedStore(Store):
 
     def _check_open(self) -> None:
         if self._closing or self._closed:
-            hold_at_exit()
+            ExitGuard.hold()
             raise ClosedError(f"the store {self._name!r} is closed")
 
     def _submit(self, task: Task, *, urgent: bool = False) -> None:
@@ -211,7 +211,7 @@ class ExecutedStore(Store):
         try:
             thread.start()
         except RuntimeError as e:
-            level = logging.DEBUG if is_leaving() else logging.WARNING
+            level = logging.DEBUG if ExitGuard.is_leaving() else logging.WARNING
             _log.log(level, "the store %r needs another thread: %s", self._name, e)
             return None
         return thread
@@ -275,7 +275,7 @@ class ExecutedStore(Store):
         if reason is MissReason.STORE_GONE:
             if began < self._failed_at:
                 return  # it was under way when another one failed
-            if not self._num_failed and not is_leaving():
+            if not self._num_failed and not ExitGuard.is_leaving():
                 _log.warning("the store %r failed, and is tried again: %s", self._name, in_words(error))
             self._failed_at = time.monotonic()
             if self._num_failed:

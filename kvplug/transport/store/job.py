@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from kvplug.errors import TimeoutError
 from kvplug.net.deadline import Deadline, Timeout
-from kvplug.net.threads import hold_at_exit
+from kvplug.net.threads import ExitGuard
 from kvplug.transport.store.results import MissReason
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Job(Generic[T]):
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
             results = self._results
-        hold_at_exit()  # then the store has ended, which the program does not expect
+        ExitGuard.hold()  # then the store has ended, which the program does not expect
         return results
 
     def wait_settled(self, timeout: Timeout = None) -> bool:
@@ -225,7 +225,7 @@ class GetJob(Job[MissReason | None]):
             while self._ready <= layer and self._results is None:
                 if not self._advanced.wait(deadline.remaining()) and deadline.expired:
                     raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
-        hold_at_exit()
+        ExitGuard.hold()
 
     @property
     def progressed_at(self) -> float:

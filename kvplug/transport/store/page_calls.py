@@ -20,8 +20,8 @@ from typing import Final
 import attrs
 
 from kvplug.errors import CapacityError, ClosedError, UnsupportedError
-from kvplug.net.exhaustion import SPACE, exhaustion_of
-from kvplug.net.threads import is_leaving
+from kvplug.net.exhaustion import SPACE, NamedExhaustion
+from kvplug.net.threads import ExitGuard
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.results import MissReason
 
@@ -171,7 +171,7 @@ class PageCalls:
                     self._report("does not keep some pages", e)
                 raise
             except Exception as e:
-                found = exhaustion_of(e)
+                found = NamedExhaustion.of(e)
                 if found is not None and found.resource == SPACE:
                     self._report("has no room for some pages", e)
                     return False
@@ -253,7 +253,7 @@ class PageCalls:
         """
         is_known = isinstance(error, (ConnectionError, ClosedError, MemoryError))
         was_slow = began is not None and time.monotonic() - began > _SLOW_S
-        if is_known or was_slow or exhaustion_of(error) is not None:
+        if is_known or was_slow or NamedExhaustion.of(error) is not None:
             raise error
         try:
             self._store.has((os.urandom(32),))
@@ -267,7 +267,7 @@ class PageCalls:
         with self._lock:
             is_new = cause not in self._reported
             self._reported.add(cause)
-        level = logging.WARNING if is_new and not is_leaving() else logging.DEBUG
+        level = logging.WARNING if is_new and not ExitGuard.is_leaving() else logging.DEBUG
         _log.log(level, "the store %r %s. The first one: %s", self._name, what, in_words(error))
 
 

@@ -15,14 +15,7 @@ import torch.distributed
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from kvplug import ClosedError, ConfigError, KvplugError, PluginError, TimeoutError, TransportError
-from kvplug.transport import (
-    BackgroundThread,
-    Deadline,
-    NamedExhaustion,
-    end_at_exit,
-    ensure_available,
-    raise_if_exhausted,
-)
+from kvplug.transport import BackgroundThread, Deadline, ExitGuard, NamedExhaustion
 from kvplug_cpu.store import GroupStore
 
 _STEP_S = 0.05
@@ -52,7 +45,7 @@ class Gloo:
         self._inside = False
         """A thread is in an operation."""
         self._leaving = False
-        end_at_exit(self)
+        ExitGuard.register(self)
 
     @classmethod
     def of(cls, group: Any, rank: int, world_size: int, check: Callable[[], None]) -> Gloo:
@@ -119,7 +112,9 @@ class Gloo:
         # gloo's timeout applies to each of its steps: only another thread can keep the deadline.
         what = f"gloo at {address}"
         # Another rank may be a thread of this process, and need as many now.
-        ensure_available(what, descriptors=2 * (_DESCRIPTORS + world_size), threads=2 * _THREADS)
+        NamedExhaustion.ensure_available(
+            what, descriptors=2 * (_DESCRIPTORS + world_size), threads=2 * _THREADS
+        )
         thread = BackgroundThread(connect, name="kvplug-cpu-gloo", stop=partial(_abandon, store))
         with NamedExhaustion(what):
             thread.start()
@@ -261,7 +256,7 @@ def _mapped(what: str) -> Iterator[None]:
     except RuntimeError as e:
         if isinstance(e, KvplugError):
             raise
-        raise_if_exhausted(e, what)
+        NamedExhaustion.check(e, what)
         reason = str(e).partition("] ")[2] or str(e)
         raise TransportError(f"{what}: {reason.partition('. This is')[0].strip()}") from e
 

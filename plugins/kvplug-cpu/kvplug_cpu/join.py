@@ -23,7 +23,6 @@ from kvplug.transport import (
     Connection,
     Deadline,
     HeartbeatTerms,
-    JoinStream,
     Listener,
     Pipe,
     PipeAcceptor,
@@ -63,12 +62,12 @@ class Join:
         data = _STRUCT.pack(
             _MAGIC, self.index, self.connections, flags, self.terms.heartbeat_ms, self.session
         )
-        _stream(connection).send(data, Deadline.after(_SEND_S))
+        connection.send(data, Deadline.after(_SEND_S))
 
     @classmethod
     def receive(cls, connection: Connection, deadline: Deadline) -> Join:
         """Raises TimeoutError, PeerGoneError, WireError."""
-        data = _stream(connection).receive(_STRUCT.size, deadline)
+        data = connection.receive(_STRUCT.size, deadline)
         magic, index, connections, flags, heartbeat_ms, session = _STRUCT.unpack(data)
         if magic != _MAGIC:
             raise WireError(f"{connection.describe} does not join connections as this version does")
@@ -82,14 +81,6 @@ class Join:
     def heartbeat_interval_s(self, settings: CpuPipeSettings) -> float | None:
         """Seconds between heartbeats of both ends, as agreed; ``None``: no heartbeats."""
         return self.terms.interval_s(settings.heartbeat_timeout_s, at_least_s=_SHORTEST_BEAT_S)
-
-
-def _stream(connection: Connection) -> JoinStream:
-    return JoinStream(
-        connection,
-        late="did not join the parts of a pipe in time",
-        gone="hung up while a pipe was joined",
-    )
 
 
 def connect(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.net.wire.tensors import memory_of
 from kvplug.transport import (
-    INTERRUPTED,
     BackgroundThread,
     Deadline,
     DescriptorGuard,
     Lifecycle,
+    PartialMessage,
     SendWindow,
     Transfer,
 )
@@ -125,7 +125,7 @@ class Outbox:
             self._broken(e)
         except BaseException:
             # Ctrl-C between the system call and its accounting: the stream's position is lost.
-            self._fail(INTERRUPTED)
+            self._fail(PartialMessage.INTERRUPTED)
             raise
         try:
             with self._lock:

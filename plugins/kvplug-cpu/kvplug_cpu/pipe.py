@@ -17,7 +17,7 @@ from kvplug.transport import (
     MessageLimit,
     PipeSettings,
     Transfer,
-    watch_peer,
+    Watch,
 )
 from kvplug_cpu.data_connection import DataConnection
 from kvplug_cpu.inbox import Inbox
@@ -81,9 +81,9 @@ class CpuPipe(DuplexPipe):
             fail=self._fail,
             stop=self.abort,
         )
-        self._watch = watch_peer(
-            control.sock,
+        self._watch = Watch(
             pidfd=pidfd,
+            sock=control.sock,
             interval_s=heartbeat_interval_s,
             timeout_s=settings.heartbeat_timeout_s,
             on_gone=self._peer_gone,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvplug import ConfigError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import NamedExhaustion, acquire_stream, raise_if_exhausted, release_stream
+from kvplug.transport import NamedExhaustion, StreamPool
 from kvplug_cuda_ipc.cudart.abi import CaptureMode
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 
@@ -99,7 +99,7 @@ class CudaStream(Stream):
     def __init__(self, index: int) -> None:
         import torch
 
-        self._stream = acquire_stream(torch.device("cuda", index))
+        self._stream = StreamPool.acquire(torch.device("cuda", index))
         self._closed = False
         self.handle = int(self._stream.cuda_stream)
 
@@ -113,7 +113,7 @@ class CudaStream(Stream):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            release_stream(self._stream)
+            StreamPool.release(self._stream)
 
 
 class CudaDevice(Device):
@@ -165,7 +165,7 @@ class CudaDevice(Device):
         try:
             return CudaStream(self.index)
         except RuntimeError as e:
-            raise_if_exhausted(e, f"a stream of {self.name}")
+            NamedExhaustion.check(e, f"a stream of {self.name}")
             raise TransportError(f"a stream of {self.name} cannot be made: {e}") from e
 
     def callers_stream(self) -> int:

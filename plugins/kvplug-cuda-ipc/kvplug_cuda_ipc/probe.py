@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug.transport import Probe, local_domain, raise_if_exhausted
+from kvplug.transport import NamedExhaustion, Probe, local_domain
 
 _DEV: Final = Path("/dev")
 _NAMESPACES: Final = Path("/proc/self/ns")
@@ -34,7 +34,7 @@ def domain() -> str:
     try:
         return "/".join([here, *(os.readlink(_NAMESPACES / each) for each in _SHARED)])
     except OSError as e:
-        raise_if_exhausted(e, "looking up the namespaces of this process")
+        NamedExhaustion.check(e, "looking up the namespaces of this process")
         return "-"
 
 

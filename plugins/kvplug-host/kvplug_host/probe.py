@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvplug.transport import Probe, create_memfd, local_domain, raise_if_exhausted
+from kvplug.transport import Memfd, NamedExhaustion, Probe, local_domain
 
 
 def describe() -> Probe:
@@ -24,8 +24,8 @@ def _missing() -> str:
     if not hasattr(os, "memfd_create"):
         return "it needs memfd_create, which this Python was built without"
     try:
-        os.close(create_memfd("kvplug-probe"))
+        os.close(Memfd.create("kvplug-probe"))
     except OSError as e:
-        raise_if_exhausted(e, "making anonymous memory")
+        NamedExhaustion.check(e, "making anonymous memory")
         return f"the system makes no anonymous memory: {e}"
     return ""

@@ -11,6 +11,7 @@ from kvplug import ClosedError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
+    ExitGuard,
     GetJob,
     Job,
     MissReason,
@@ -27,7 +28,6 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
-    hold_at_exit,
 )
 from kvplug_host.jobs.clock import Clock
 from kvplug_host.jobs.get import SlotGet
@@ -88,7 +88,7 @@ class HostStore(Store):
 
     def _check_open(self) -> None:
         if self._closing:
-            hold_at_exit()
+            ExitGuard.hold()
             raise ClosedError(f"the store {NAME!r} is closed")
 
     # -- jobs ----------------------------------------------------------------------------------

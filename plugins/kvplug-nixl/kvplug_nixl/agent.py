@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug import PeerGoneError, TransportError
-from kvplug.transport import (
-    NamedExhaustion,
-    close_after_fork,
-    create_memfd,
-    ensure_available,
-    raise_if_exhausted,
-)
+from kvplug.transport import Memfd, NamedExhaustion, close_after_fork
 from kvplug_nixl.library import nixl
 from kvplug_nixl.ucx_log import UcxLog
 
@@ -313,7 +307,7 @@ class Agent:
             except (TransportError, PeerGoneError):
                 raise
             except Exception as e:
-                raise_if_exhausted(e, what)
+                NamedExhaustion.check(e, what)
                 if type(e).__name__ == "nixlRemoteDisconnectError":
                     raise PeerGoneError(f"{what}: UCX has lost the peer") from e
                 raise NixlError(f"{what}: {type(e).__name__}: {e}") from e
@@ -378,8 +372,8 @@ def _ensure_resources() -> None:
     """Raises ResourceExhaustedError: there is not what an agent needs."""
     with NamedExhaustion(_MAKING):
         mmap.mmap(-1, _ADDRESSES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-        os.close(create_memfd("kvplug-nixl", _FILE_BYTES))
-    ensure_available(_MAKING, descriptors=_DESCRIPTORS, threads=_THREADS)
+        os.close(Memfd.create("kvplug-nixl", _FILE_BYTES))
+    NamedExhaustion.ensure_available(_MAKING, descriptors=_DESCRIPTORS, threads=_THREADS)
 
 
 def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str) -> Any:
@@ -410,7 +404,7 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str)
         except TransportError:
             raise
         except Exception as e:
-            raise_if_exhausted(e, _MAKING)
+            NamedExhaustion.check(e, _MAKING)
             _ensure_resources()  # NIXL does not say what ran out
             raise NixlError(f"NIXL makes no agent with UCX here: {type(e).__name__}: {e}") from e
     return agent

@@ -8,7 +8,7 @@ import re
 import threading
 from typing import Final
 
-from kvplug.transport import create_memfd
+from kvplug.transport import Memfd
 
 _LANES: Final = re.compile(r" (?:intra|inter)-node cfg#\d+ (.*)$")
 
@@ -18,7 +18,7 @@ class UcxLog:
 
     def __init__(self) -> None:
         """Raises ResourceExhaustedError: there is no descriptor for it."""
-        self._fd = create_memfd("kvplug-ucx-log", 0)
+        self._fd = Memfd.create("kvplug-ucx-log", 0)
         self._lock = threading.Lock()
         self.settings: Final = {
             "UCX_LOG_LEVEL": "info",

@@ -13,14 +13,7 @@ import attrs
 
 from kvplug import ClosedError, HandshakeError, KvplugError, ResourceExhaustedError, TimeoutError
 from kvplug.engine import ConnectorContext, Engine, PeerLink, Role, reason_of
-from kvplug.transport import (
-    BackgroundThread,
-    Deadline,
-    NamedExhaustion,
-    WireError,
-    close_after_fork,
-    exhaustion_of,
-)
+from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, WireError, close_after_fork
 from kvplug_p2p.lender import ASK
 from kvplug_p2p.reference import Reference
 
@@ -123,7 +116,7 @@ class _WorkerLink:
                         self._rank,
                         e,
                     )
-                engine.changed(self, None, exhaustion_of(e, f"connecting to {engine.name}") or e)
+                engine.changed(self, None, NamedExhaustion.of(e, f"connecting to {engine.name}") or e)
                 self._closed.wait(_REFUSED_S if isinstance(e, HandshakeError) else pause)
                 pause = min(2 * pause, _LONGEST_RETRY_S)
                 continue

@@ -32,10 +32,9 @@ from kvplug.transport import (
     Deadline,
     DeviceMark,
     Pipe,
+    StreamPool,
     WireError,
-    acquire_stream,
     close_after_fork,
-    release_stream,
 )
 from kvplug_p2p.reference import Reference, verified
 from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
@@ -343,7 +342,7 @@ class Lender:
             closed = self._closed
         if closed or views is None:
             raise ClosedError("this worker has no cache, or was shut down")
-        stream = None if views.device.type == "cpu" else acquire_stream(views.device)
+        stream = None if views.device.type == "cpu" else StreamPool.acquire(views.device)
         try:
             while True:
                 message = link.channel.recv(timeout=None)
@@ -361,7 +360,7 @@ class Lender:
                             self._finish(hold, hold.reason)
         finally:
             if stream is not None:
-                release_stream(stream)
+                StreamPool.release(stream)
 
     def _hold_of(self, link: PeerLink, message: Any) -> Hold | None:
         """The hold that a pull names, which is being sent from now on.

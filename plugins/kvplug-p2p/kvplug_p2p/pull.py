@@ -28,10 +28,9 @@ from kvplug.transport import (
     DeviceMark,
     NamedExhaustion,
     Pipe,
+    StreamPool,
     WireError,
-    acquire_stream,
     close_after_fork,
-    release_stream,
 )
 from kvplug_p2p.lender import PIPE, PULL
 from kvplug_p2p.plan import PullPlan
@@ -220,7 +219,7 @@ class ProducerWorker:
 
     def _run(self) -> None:
         device = self._views.device
-        stream = None if device.type == "cpu" else acquire_stream(device)
+        stream = None if device.type == "cpu" else StreamPool.acquire(device)
         try:
             while True:
                 try:
@@ -238,7 +237,7 @@ class ProducerWorker:
                         self._link = self._pipe = None
         finally:
             if stream is not None:
-                release_stream(stream)
+                StreamPool.release(stream)
             with self._lock:
                 self._closed = True
                 self._drop()

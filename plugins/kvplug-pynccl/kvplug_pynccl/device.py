@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvplug import ConfigError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import (
-    Deadline,
-    NamedExhaustion,
-    acquire_stream,
-    raise_if_exhausted,
-    release_stream,
-)
+from kvplug.transport import Deadline, NamedExhaustion, StreamPool
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +145,7 @@ class CudaEvent(Event):
         try:
             return bool(self.raw.query())
         except RuntimeError as e:
-            raise_if_exhausted(e, "the GPU failed")
+            NamedExhaustion.check(e, "the GPU failed")
             raise TransportError(f"the GPU failed: {e}") from e
 
 
@@ -159,7 +153,7 @@ class CudaStream(Stream):
     """Exclusively ours until it is closed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = acquire_stream(device)
+        self._stream = StreamPool.acquire(device)
         self._closed = False
         self.handle = int(self._stream.cuda_stream)
 
@@ -176,7 +170,7 @@ class CudaStream(Stream):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            release_stream(self._stream)
+            StreamPool.release(self._stream)
 
 
 class CudaDevice(Device):
@@ -219,7 +213,7 @@ class CudaDevice(Device):
         try:
             return CudaStream(self._device)
         except RuntimeError as e:
-            raise_if_exhausted(e, f"a stream of {self.name}")
+            NamedExhaustion.check(e, f"a stream of {self.name}")
             raise TransportError(f"{self.name} makes no stream: {e}") from e
 
     def now(self) -> Event | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplug import ConfigError, TransportError
-from kvplug.transport import PeerIdentity, is_loopback, raise_if_exhausted
+from kvplug.transport import NamedExhaustion, PeerIdentity, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def interface_of(host: str) -> str:
         try:
             address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
         except (OSError, ValueError) as e:
-            raise_if_exhausted(e, f"looking up the host {host!r}")
+            NamedExhaustion.check(e, f"looking up the host {host!r}")
             raise ConfigError(f"host: {host!r} is not an address of this machine: {e}") from e
     found = _interfaces_6() if address.version == 6 else _interfaces_4()
     if str(address) in found:
@@ -119,7 +119,7 @@ def _interfaces_6() -> dict[str, str]:
     try:
         lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
     except OSError as e:
-        raise_if_exhausted(e, "looking up the interfaces")
+        NamedExhaustion.check(e, "looking up the interfaces")
         return {}
     for line in lines:
         digits, *_, name = line.split()

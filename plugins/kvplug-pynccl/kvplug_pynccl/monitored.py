@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from kvplug import ClosedError, ConfigError, TimeoutError
-from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, is_leaving
+from kvplug.transport import BackgroundThread, Deadline, ExitGuard, NamedExhaustion
 from kvplug_pynccl.nccl.abi import Result, UniqueId
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.nccl.library import Library
@@ -212,7 +212,7 @@ class MonitoredCommunicator:
         with self._abort_lock:
             if self._aborted is None:
                 self._aborted = released = threading.Event()
-                if is_leaving():
+                if ExitGuard.is_leaving():
                     released.set()  # with the process
                 else:
                     _aborter.do(partial(self._abort, released, kept))

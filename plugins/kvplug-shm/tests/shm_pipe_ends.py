@@ -17,8 +17,6 @@ from kvplug.transport import (
     HeartbeatTerms,
     PipeContext,
     Segment,
-    recv_fds,
-    send_fds,
 )
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.contact import ShmContact
@@ -66,13 +64,13 @@ class PeerByHand:
 
     def __init__(self, contact: str, terms: HeartbeatTerms = TERMS) -> None:
         self.connection, deadline = guest(contact), Deadline.after(PATIENCE_S)
-        send_fds(self.connection, Join(step=0, terms=terms).pack(), (), deadline)
-        data, (fd,) = recv_fds(self.connection, len(Join(step=0).pack()), 1, deadline)
+        self.connection.send(Join(step=0, terms=terms).pack(), deadline)
+        data, (fd,) = self.connection.receive_fds(len(Join(step=0).pack()), 1, deadline)
         answer = Join.unpack(data, self.connection, 1)
         ring_bytes = answer.slots * answer.slot_bytes
         segment = Segment.attach(fd, segment_size(ring_bytes))
         os.close(fd)
-        send_fds(self.connection, Join(step=3).pack(), (), deadline)
+        self.connection.send(Join(step=3).pack(), deadline)
         self.into, self.out = Incoming(segment, 0, ring_bytes), Outgoing(segment, 1, ring_bytes)
 
     def lay(self, data: bytes) -> None:

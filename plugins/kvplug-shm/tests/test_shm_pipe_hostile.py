@@ -16,7 +16,7 @@ import shm_pipe_ends as ends
 from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
-from kvplug.transport import Credentials, Deadline, WireError, recv_fds, send_fds
+from kvplug.transport import Credentials, Deadline, WireError
 from kvplug_shm.pipe import join
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.geometry import LINE, segment_size
@@ -162,8 +162,8 @@ def host(answer: Any, fds: Any) -> Any:
         connecting = Call(lambda: end.connect(str(ShmContact.here(listener.contact)), timeout=5))
         guest = listener.accept(5)
         try:
-            recv_fds(guest, len(Join(step=0).pack()), 0, Deadline.after(5))
-            send_fds(guest, answer, fds, Deadline.after(5))
+            guest.receive(len(Join(step=0).pack()), Deadline.after(5))
+            guest.send(answer, Deadline.after(5), fds)
             return connecting.outcome()
         finally:
             guest.close()

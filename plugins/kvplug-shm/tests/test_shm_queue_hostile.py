@@ -22,8 +22,6 @@ from kvplug.transport import (
     Listener,
     QueueHandle,
     WireError,
-    recv_fds,
-    send_fds,
 )
 from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.ring import protocol
@@ -160,8 +158,8 @@ def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.Mo
 
 def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(writer: Any) -> None:
     with insider(writer), insider(writer) as connection:  # one says nothing
-        send_fds(connection, frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), [], Deadline.after(5))
-        _, fds = recv_fds(connection, 1024, 1, Deadline.after(10))
+        connection.send(frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), Deadline.after(5))
+        _, fds = connection.receive_fds(1024, 1, Deadline.after(10))
         os.close(fds[0])
         with pytest.raises(ConfigError, match="attached to this queue already"):
             ends.endpoint().create_from_handle(writer.export_handle(), 0)
@@ -176,8 +174,8 @@ def answered(writer: Any, answer: bytes) -> Any:
         false = {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
         joining = Call(lambda: ends.endpoint().create_from_handle(QueueHandle.from_plain(false), 0, 10))
         with listener.accept(10) as connection:
-            recv_fds(connection, 1024, 0, Deadline.after(10))
-            send_fds(connection, answer, [], Deadline.after(10))
+            connection.receive(1024, Deadline.after(10))
+            connection.send(answer, Deadline.after(10))
             return joining.outcome()
 
 

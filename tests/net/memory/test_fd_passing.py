@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
-from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, recv_fds, send_fds
+from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
@@ -63,10 +63,10 @@ def test_what_goes_along_arrives_and_what_follows_stays_in_the_stream(
 ) -> None:
     ours, theirs = pair
     for _ in range(2):
-        send_fds(ours, b"hello", files[:count], soon())
+        ours.send(b"hello", soon(), files[:count])
         ours.sock.sendall(b"between")
     for _ in range(2):
-        data, fds = recv_fds(theirs, 5, 4, soon())
+        data, fds = theirs.receive_fds(5, 4, soon())
         try:
             assert data == b"hello"
             assert len(fds) == count
@@ -81,9 +81,9 @@ def test_what_goes_along_arrives_and_what_follows_stays_in_the_stream(
 
 def test_data_that_comes_in_pieces_is_put_together(pair: Any, files: list[int]) -> None:
     ours, theirs = pair
-    reading = Call(lambda: recv_fds(theirs, 6, 2, soon()))
+    reading = Call(lambda: theirs.receive_fds(6, 2, soon()))
     for data, fds in ((b"a", []), (b"bc", files[:1]), (b"d", files[1:2]), (b"ef", [])):
-        send_fds(ours, data, fds, soon())
+        ours.send(data, soon(), fds)
         time.sleep(0.01)
     data, came = reading.result()
     close_all(came)
@@ -98,20 +98,20 @@ def test_too_many_are_refused_and_all_closed(
     ours, theirs = pair
     before = descriptors()
     for piece in range(pieces):
-        send_fds(ours, b"x", files[piece:sent:pieces], soon())
+        ours.send(b"x", soon(), files[piece:sent:pieces])
     with pytest.raises(WireError, match=f"more than {wanted} descriptors"):
-        recv_fds(theirs, pieces, wanted, soon())
+        theirs.receive_fds(pieces, wanted, soon())
     assert descriptors() == before
 
 
 def test_a_peer_that_hangs_up_half_way_leaves_nothing(pair: Any, files: list[int]) -> None:
     ours, theirs = pair
-    send_fds(ours, b"ha", files[:2], soon())
+    ours.send(b"ha", soon(), files[:2])
     ours.close()
     before = descriptors()
     for call in (
-        *[lambda: recv_fds(theirs, 4, 2, soon())] * 2,
-        lambda: send_fds(theirs, b"hello", files[:1], soon()),
+        *[lambda: theirs.receive_fds(4, 2, soon())] * 2,
+        lambda: theirs.send(b"hello", soon(), files[:1]),
     ):
         with pytest.raises(PeerGoneError):
             call()
@@ -123,12 +123,12 @@ def test_a_peer_that_says_too_little_or_reads_nothing_costs_no_more_than_the_dea
 ) -> None:
     ours, theirs = pair
     before = descriptors()
-    send_fds(ours, b"ha", files[:2], soon())
+    ours.send(b"ha", soon(), files[:2])
     with pytest.raises(TimeoutError):
-        recv_fds(theirs, 4, 2, Deadline.after(0.05))
+        theirs.receive_fds(4, 2, Deadline.after(0.05))
     assert descriptors() == before
     with pytest.raises(TimeoutError):
-        send_fds(ours, bytes(16 << 20), files[:1], Deadline.after(0.05))
+        ours.send(bytes(16 << 20), Deadline.after(0.05), files[:1])
 
 
 def taking(parent: peers.Parent, contact: str) -> Any:
@@ -142,7 +142,7 @@ def taking(parent: peers.Parent, contact: str) -> Any:
             close_all(free)
             resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
             try:
-                _, fds = recv_fds(connection, 4, 2, soon())
+                _, fds = connection.receive_fds(4, 2, soon())
                 said.append(f"{len(fds)} came")
                 close_all(fds)
             except ResourceExhaustedError as e:
@@ -159,7 +159,7 @@ def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int]) -> None:
     ):
         for _ in range(3):
             with listener.accept(20) as connection:
-                send_fds(connection, b"four", files[:2], soon())
+                connection.send(b"four", soon(), files[:2])
                 connection.sock.recv(1)  # until it has hung up
         *refused, taken = child.result()
     assert all("RLIMIT_NOFILE is " in text for text in refused) and taken == "2 came"

@@ -212,9 +212,9 @@ def test_pages_are_given_back_whole_and_only_where_they_can_be_had_again(
 
 def written_by_one() -> tuple[Segment, int]:
     """A mapping that can be written, and a descriptor that was sealed after it was made."""
-    fd = memfd.create_memfd("kvplug-test", SIZE)
+    fd = memfd.Memfd.create("kvplug-test", SIZE)
     memory = mmap.mmap(fd, SIZE)
-    memfd.seal_memfd(fd, read_only=True)
+    memfd.Memfd.seal(fd, read_only=True)
     return Segment(memory), fd
 
 
@@ -227,7 +227,7 @@ def attempt_to_write(parent: peers.Parent, fd: int) -> list[str]:
         lambda: os.ftruncate(fd, 0),
         lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
     )
-    memfd.check_memfd(fd, SIZE, writable=False)
+    memfd.Memfd.check(fd, SIZE, writable=False)
     view = mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)
     parent.send(bytes(view[:5]))
     parent.recv()

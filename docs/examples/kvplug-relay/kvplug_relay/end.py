@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import os
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -17,14 +16,13 @@ from kvplug.transport import (
     Deadline,
     DescriptorGuard,
     ExclusiveUse,
+    ExitGuard,
     MessageQueue,
     QueueContext,
     Timeout,
     Wait,
     Watch,
     close_after_fork,
-    end_at_exit,
-    watch,
 )
 
 
@@ -38,12 +36,7 @@ def watch_process(connection: Connection, hang_up: Callable[[], None]) -> Watch 
         ResourceExhaustedError: there is no free descriptor, or no thread.
     """
     pidfd = connection.peer.open_pidfd()
-    if pidfd is None:
-        return None
-    try:
-        return watch(pidfd=pidfd, on_gone=lambda _: hang_up())
-    finally:
-        os.close(pidfd)  # the watch has its own
+    return None if pidfd is None else Watch(pidfd=pidfd, on_gone=lambda _: hang_up())
 
 
 class End(MessageQueue):
@@ -57,7 +50,7 @@ class End(MessageQueue):
         self._use = ExclusiveUse("at this end of the queue")
         self._descriptors = DescriptorGuard(self._close_descriptors, self._is_closed)
         close_after_fork(self)
-        end_at_exit(self)
+        ExitGuard.register(self)
 
     @property
     def rank(self) -> int | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvplug import TransportError
-from kvplug.transport import NamedExhaustion, WireError, check_memfd, create_memfd, seal_memfd
+from kvplug.transport import Memfd, NamedExhaustion, WireError
 
 HEADER = struct.Struct("<BQ")
 """Kind, and number of bytes."""
@@ -56,7 +56,7 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         with named():
-            self.fd = create_memfd("kvplug-relay", max(1, nbytes))  # there is no empty mapping
+            self.fd = Memfd.create("kvplug-relay", max(1, nbytes))  # there is no empty mapping
         try:
             with named():
                 self.map = mmap.mmap(self.fd, max(1, nbytes))
@@ -67,7 +67,7 @@ class Memory:
     def seal(self) -> None:
         """No process can write it, or take it away under a reader, from here on."""
         with named():
-            seal_memfd(self.fd, read_only=True)
+            Memfd.seal(self.fd, read_only=True)
 
 
 def map_received(fd: int, nbytes: int) -> mmap.mmap:
@@ -79,7 +79,7 @@ def map_received(fd: int, nbytes: int) -> mmap.mmap:
     """
     try:
         with named():
-            check_memfd(fd, max(1, nbytes), writable=False)
+            Memfd.check(fd, max(1, nbytes), writable=False)
             return mmap.mmap(fd, max(1, nbytes), prot=mmap.PROT_READ)
     except OverflowError as e:
         raise WireError(f"a message of {nbytes} bytes was announced") from e

@@ -33,7 +33,6 @@ from kvplug.transport import (
     Watch,
     WireError,
     peer_text,
-    recv_fds,
 )
 from kvplug_relay.end import End, watch_process
 from kvplug_relay.message import HEADER, JOIN, Kind, News, map_received
@@ -72,10 +71,10 @@ class Reader(End):
         try:
             sock.settimeout(None)
             sock.sendall(JOIN.pack(self._rank))
-            data, _ = recv_fds(self._connection, HEADER.size, 0, deadline)
+            data = self._connection.receive(HEADER.size, deadline)
             kind, nbytes = HEADER.unpack(data)
             if kind == Kind.REFUSED and nbytes <= 1000:
-                why, _ = recv_fds(self._connection, nbytes, 0, deadline)
+                why = self._connection.receive(nbytes, deadline)
                 raise ConfigError(peer_text(why.decode(errors="replace")))
         except OSError as e:
             if isinstance(e, KvplugError):
@@ -171,7 +170,7 @@ class Reader(End):
             who = f"the writer, {self._connection.peer},"
             raise self._break(PeerGoneError(f"{who} has ended, and everything of it was received"))
         try:
-            data, fds = recv_fds(self._connection, HEADER.size, 1, Deadline.after(_WHOLE_S))
+            data, fds = self._connection.receive_fds(HEADER.size, 1, Deadline.after(_WHOLE_S))
             kind, nbytes = HEADER.unpack(data)
             self._arrive(kind, nbytes, fds)
         except (TimeoutError, WireError) as e:

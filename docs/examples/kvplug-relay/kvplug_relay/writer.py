@@ -30,7 +30,6 @@ from kvplug.transport import (
     Timeout,
     Wait,
     Watch,
-    recv_fds,
 )
 from kvplug_relay.end import End, watch_process
 from kvplug_relay.message import HEADER, JOIN, Kind, Memory, News
@@ -212,7 +211,7 @@ class Writer(End):
 
     def _admit(self, connection: Connection) -> None:
         """In a thread of the acceptor, which closes the connection if this raises."""
-        data, _ = recv_fds(connection, JOIN.size, 0, Deadline.after(_JOIN_S))
+        data = connection.receive(JOIN.size, Deadline.after(_JOIN_S))
         (rank,) = JOIN.unpack(data)
         with self._lock:
             reader = self._readers.get(rank)

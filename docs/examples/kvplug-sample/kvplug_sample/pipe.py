@@ -30,8 +30,8 @@ from kvplug.transport import (
     PipeContext,
     SendWindow,
     Transfer,
+    Watch,
     WireError,
-    watch_peer,
 )
 
 if TYPE_CHECKING:
@@ -78,13 +78,7 @@ class SamplePipe(DuplexPipe):
         self._prefix = bytearray()  # what has come of the next message's
         self._message: PartialMessage | None = None  # whose prefix has come
         pidfd = connection.peer.open_pidfd()
-        self._watch = watch_peer(
-            self._sock,
-            pidfd=pidfd,
-            interval_s=None,
-            timeout_s=context.heartbeat_timeout_s,
-            on_gone=self._peer_gone,
-        )
+        self._watch = Watch(pidfd=pidfd, sock=self._sock, on_gone=self._peer_gone)
 
     # -- sending -------------------------------------------------------------------------------
 

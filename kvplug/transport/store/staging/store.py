@@ -25,10 +25,10 @@ from typing import Any, Final
 
 from kvplug.errors import ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
-from kvplug.net.streams import acquire_stream, release_stream
-from kvplug.net.threads import BackgroundThread, hold_at_exit
+from kvplug.net.streams import StreamPool
+from kvplug.net.threads import BackgroundThread, ExitGuard
 from kvplug.transport.store.events import PageEvent
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
@@ -184,7 +184,7 @@ class StagedStore(Store):
                 transfer.abandon()
             way = "out of" if kind is Put else "into"
             _log.warning("pages are not copied %s a cache on %s: %s", way, device, e)
-            return ended(job, no_memory if exhaustion_of(e) else other)
+            return ended(job, no_memory if NamedExhaustion.of(e) else other)
         self._add(transfer)
         return job
 
@@ -214,7 +214,7 @@ class StagedStore(Store):
 
     def _check_open(self) -> None:
         if self._closing:
-            hold_at_exit()
+            ExitGuard.hold()
             raise ClosedError(f"{self.store!r} is closed")
 
     # -- memory and streams --------------------------------------------------------------------
@@ -233,7 +233,7 @@ class StagedStore(Store):
                     self._memory.listen(self._wake)
                 if device.type == "cuda" and not self._lanes:
                     _log.warning("staging KV to %s is experimental: do not serve users with it yet", name)
-                lane = Lane(device, acquire_stream(device), self._memory, self._wake)
+                lane = Lane(device, StreamPool.acquire(device), self._memory, self._wake)
                 self._lanes[name, kind] = lane
                 self._devices = tuple(sorted({name for name, _ in self._lanes}))
             return lane
@@ -313,7 +313,7 @@ class StagedStore(Store):
                 transfer.end(MissReason.CLOSED)
             else:
                 _log.warning("staging pages failed: %s", e)
-                transfer.end(MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER)
+                transfer.end(MissReason.NO_MEMORY if NamedExhaustion.of(e) else MissReason.OTHER)
             self._wake()
             return False
 
@@ -348,7 +348,7 @@ class StagedStore(Store):
             lanes, self._lanes = self._lanes, {}
             thread = self._thread
         for lane in lanes.values():
-            release_stream(lane.stream)
+            StreamPool.release(lane.stream)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_S)
 

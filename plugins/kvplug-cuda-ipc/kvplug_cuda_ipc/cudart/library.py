@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from kvplug.transport import raise_if_exhausted
+from kvplug.transport import NamedExhaustion
 from kvplug_cuda_ipc.cudart.abi import (
     CaptureMode,
     EventFlag,
@@ -63,7 +63,7 @@ class Runtime:
         try:
             loaded = ctypes.CDLL(path)
         except OSError as e:
-            raise_if_exhausted(e, f"loading {path}")
+            NamedExhaustion.check(e, f"loading {path}")
             raise CudaLibraryError(f"{path} cannot be loaded: {e}") from e
         self._functions: dict[str, Callable[..., Any]] = {}
         lacks = []

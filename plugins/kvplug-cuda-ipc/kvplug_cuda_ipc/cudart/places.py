@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvplug.transport import raise_if_exhausted
+from kvplug.transport import NamedExhaustion
 
 VARIABLE: Final = "KVPLUG_CUDART_LIBRARY"
 SONAMES: Final = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0")
@@ -37,7 +37,7 @@ def loaded(maps: Path = _MAPS) -> list[str]:
     try:
         lines = maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError as e:
-        raise_if_exhausted(e, "looking for a CUDA runtime")
+        NamedExhaustion.check(e, "looking for a CUDA runtime")
         return []
     paths = ("/" + line.partition("/")[2] for line in lines if "/" in line)
     return list(dict.fromkeys(path for path in paths if path.rpartition("/")[2].startswith("libcudart.so")))

@@ -11,7 +11,7 @@ from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, is_dense, meta_of
-from kvplug.transport import Blocks, NamedExhaustion, TensorMismatchError, mismatch, raise_if_exhausted
+from kvplug.transport import Blocks, NamedExhaustion, TensorMismatchError
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device
 
@@ -105,7 +105,7 @@ class Target:
         """Raises TensorMismatchError: that message does not fit, and stays."""
         wanted = self._wanted
         if wanted is not None and meta != wanted:
-            raise mismatch(meta, "the blocks are" if self._out is None else "out= is", wanted)
+            raise wanted.mismatch(meta, "the blocks are" if self._out is None else "out= is")
 
     def runs(self) -> Runs | None:
         """Where the message's bytes can be copied as they come; ``None``: there is no contiguous memory."""
@@ -143,7 +143,7 @@ class Target:
             else:
                 as_bits(out.detach()).copy_(as_bits(own))
         except RuntimeError as e:
-            raise_if_exhausted(e, "copying a message into out=; it stays")
+            NamedExhaustion.check(e, "copying a message into out=; it stays")
             raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return out
 

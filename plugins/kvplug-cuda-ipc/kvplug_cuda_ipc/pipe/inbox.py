@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, PartialMessage
+from kvplug.transport import Deadline, Lifecycle, MessageLimit, PartialMessage
 from kvplug_cuda_ipc.backoff import Backoff
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.cudart.library import Event
@@ -144,7 +144,7 @@ class Inbox:
             if copies.under_way:
                 self._hung.append(copies)
             if not self._lifecycle.ended:
-                self._fail_pipe(f"{INTERRUPTED}: {e!r}")
+                self._fail_pipe(f"{PartialMessage.INTERRUPTED}: {e!r}")
             raise
         if not whole:
             raise message.late(self._peer)
@@ -166,7 +166,7 @@ class Inbox:
         try:
             self._take(1)
         except BaseException as e:  # Ctrl-C: the peer may or may not have been told
-            self._fail_pipe(f"{INTERRUPTED}: {e!r}")
+            self._fail_pipe(f"{PartialMessage.INTERRUPTED}: {e!r}")
             raise
 
     def _take(self, count: int) -> None:

@@ -23,7 +23,6 @@ from kvplug.transport import (
     HeartbeatTerms,
     NamedExhaustion,
     WireError,
-    exhaustion_of,
     peer_text,
 )
 from kvplug_cuda_ipc.cudart.abi import IPC_HANDLE_BYTES
@@ -221,7 +220,7 @@ class _Join:
     def _give_up(self, error: BaseException) -> None:
         """Tell the peer why and unmap its memory; a thread frees this end's once the peer has unmapped it."""
         with contextlib.suppress(KvplugError):
-            shortage = exhaustion_of(error, "making a pipe")
+            shortage = NamedExhaustion.of(error, "making a pipe")
             told = shortage or error
             if isinstance(told, KvplugError) and not isinstance(told, PeerGoneError | WireError):
                 lacks = shortage.resource if shortage is not None else ""

@@ -8,7 +8,7 @@ import mmap
 from typing import Final
 
 from kvplug.net.wire.copying import address_of
-from kvplug.transport import NamedExhaustion, close_after_fork, map_memfd
+from kvplug.transport import Memfd, NamedExhaustion, close_after_fork
 
 _MAP_NORESERVE: Final = 0x4000
 
@@ -50,7 +50,7 @@ class AddressSpace:
         """
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         with NamedExhaustion(f"mapping {nbytes} bytes"):
-            map_memfd(fd, self._address + at, nbytes, protection)
+            Memfd.map(fd, self._address + at, nbytes, protection)
             self._memory.madvise(mmap.MADV_DONTFORK, at, nbytes)  # not inherited from what was there
         with contextlib.suppress(OSError):  # only a hint
             self._memory.madvise(mmap.MADV_HUGEPAGE, at, nbytes)

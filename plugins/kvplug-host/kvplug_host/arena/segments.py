@@ -13,7 +13,7 @@ import threading
 from typing import Final
 
 from kvplug import CapacityError, KvplugError
-from kvplug.transport import close_after_fork, create_memfd, raise_if_exhausted, seal_memfd
+from kvplug.transport import Memfd, NamedExhaustion, close_after_fork
 from kvplug_host.arena.addresses import AddressSpace
 
 WORD: Final = 8
@@ -58,10 +58,10 @@ class Segments:
             raise CapacityError("the memory of the store is closed")
         fd = -1
         try:
-            fd = create_memfd(_NAME, self.nbytes)
+            fd = Memfd.create(_NAME, self.nbytes)
             self._space.place(fd, len(self._descriptors) * self.nbytes, self.nbytes, writable=True)
             try:
-                seal_memfd(fd, read_only=True)
+                Memfd.seal(fd, read_only=True)
             except OSError:
                 self.can_be_mapped = False
             self._descriptors.append(fd)
@@ -69,7 +69,7 @@ class Segments:
             if fd >= 0:
                 os.close(fd)
             what = f"shared memory of {self.nbytes} bytes for pages"
-            raise_if_exhausted(e, what)
+            NamedExhaustion.check(e, what)
             if isinstance(e, OSError | OverflowError) and not isinstance(e, KvplugError):
                 raise CapacityError(f"no {what}: {e}") from e
             raise

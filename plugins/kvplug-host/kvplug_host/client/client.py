@@ -20,6 +20,7 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BackgroundThread,
     Deadline,
+    ExitGuard,
     GetJob,
     Job,
     MissReason,
@@ -36,8 +37,6 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
-    hold_at_exit,
-    raise_if_exhausted,
 )
 from kvplug_host import protocol
 from kvplug_host.client.asking import Question
@@ -126,7 +125,7 @@ class HostClient(Store):
         try:
             pipe = self._link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
         except (HandshakeError, TransportError) as e:  # both ends know
-            raise_if_exhausted(e, "a pipe to a store")
+            NamedExhaustion.check(e, "a pipe to a store")
             _log.info("there is no pipe to the store of %s: %s", self._link.channel.peer, e)
         else:
             self._pages = PagePipe(pipe, self._requests, stop=self._give_up, failed=self._fail)
@@ -148,7 +147,7 @@ class HostClient(Store):
 
     def _check_open(self) -> None:
         if self._closing:
-            hold_at_exit()
+            ExitGuard.hold()
             raise ClosedError(f"the store {NAME!r} is closed")
 
     def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:

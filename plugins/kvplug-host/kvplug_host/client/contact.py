@@ -12,6 +12,7 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BackgroundThread,
     Deadline,
+    ExitGuard,
     GetJob,
     Job,
     MissReason,
@@ -28,8 +29,6 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
-    hold_at_exit,
-    is_leaving,
 )
 from kvplug_host.client.client import HostClient
 from kvplug_host.client.subscriptions import nothing_there
@@ -146,7 +145,7 @@ class ContactStore(Store):
             self._ends.clear()
         if client is not None:
             client.abort()
-        if not said and not self._closed and not is_leaving():
+        if not said and not self._closed and not ExitGuard.is_leaving():
             why = f": {error}" if error is not None else ""
             _log.warning("the store 'host' at %s is gone, and is tried again%s", self.address, why)
 
@@ -180,7 +179,7 @@ class ContactStore(Store):
             ClosedError: this end is closed.
         """
         if self._closed:
-            hold_at_exit()
+            ExitGuard.hold()
             raise ClosedError("the store 'host' is closed")
         return self._client
 

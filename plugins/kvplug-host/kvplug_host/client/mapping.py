@@ -13,12 +13,10 @@ from kvplug.transport import (
     Connection,
     Credentials,
     Deadline,
+    Memfd,
+    NamedExhaustion,
     WireError,
-    check_memfd,
     close_after_fork,
-    raise_if_exhausted,
-    recv_fds,
-    send_fds,
 )
 from kvplug_host import protocol
 from kvplug_host.arena.addresses import AddressSpace
@@ -55,8 +53,8 @@ class Mapping:
         try:
             if not self._connection.is_same_user:
                 raise WireError("the store's memory belongs to another user")
-            send_fds(self._connection, ticket, (), deadline)
-            recv_fds(self._connection, len(WELCOME), 0, deadline)
+            self._connection.send(ticket, deadline)
+            self._connection.receive(len(WELCOME), deadline)
             self._space = AddressSpace(segment_bytes * num_segments)
         except BaseException:
             self._connection.close()
@@ -81,7 +79,7 @@ class Mapping:
         connection = self._connection
         if connection is None:
             raise WireError("the connection for memory is closed")
-        answer, fds = recv_fds(connection, ANSWER.size, 1, deadline)
+        answer, fds = connection.receive_fds(ANSWER.size, 1, deadline)
         try:
             found, nbytes = ANSWER.unpack(answer)
             if not nbytes or not fds:
@@ -89,12 +87,12 @@ class Mapping:
             if found != number or nbytes != self.segment_bytes:
                 raise WireError("the store handed out another segment than it was asked for")
             try:
-                check_memfd(fds[0], nbytes, writable=False)
+                Memfd.check(fds[0], nbytes, writable=False)
                 self._space.place(fds[0], number * nbytes, nbytes, writable=False)
             except KvplugError:
                 raise
             except OSError as e:
-                raise_if_exhausted(e, "mapping memory of the store")
+                NamedExhaustion.check(e, "mapping memory of the store")
                 raise CapacityError(f"memory of the store cannot be mapped: {e}") from e
             self._mapped.add(number)
         finally:

@@ -21,8 +21,6 @@ from kvplug.transport import (
     Listener,
     WireError,
     close_after_fork,
-    recv_fds,
-    send_fds,
 )
 from kvplug_host.arena.segments import Segments
 from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, TICKET_BYTES, WELCOME
@@ -59,12 +57,12 @@ class MemoryDoor:
     def _admit(self, connection: Connection) -> None:
         if not connection.is_same_user:
             raise WireError("it belongs to another user, and memory is handed to the same user only")
-        ticket, _ = recv_fds(connection, TICKET_BYTES, 0, Deadline.after(_HAND_OVER_S))
+        ticket = connection.receive(TICKET_BYTES, Deadline.after(_HAND_OVER_S))
         with self._lock:
             if self._admitted.get(ticket, connection) is not None:
                 raise WireError("its ticket is not valid")
             self._admitted[ticket] = connection
-        send_fds(connection, WELCOME, (), Deadline.after(_HAND_OVER_S))
+        connection.send(WELCOME, Deadline.after(_HAND_OVER_S))
 
     def hand_over(self, ticket: bytes, number: int) -> None:
         """Send a segment's descriptor to the reader with this ticket, or say that it cannot be had.
@@ -81,10 +79,10 @@ class MemoryDoor:
         try:
             fd = self._segments.descriptor(number)
         except (OSError, IndexError):
-            send_fds(connection, ANSWER.pack(number, 0), (), deadline)
+            connection.send(ANSWER.pack(number, 0), deadline)
             return
         try:
-            send_fds(connection, ANSWER.pack(number, self._segments.nbytes), (fd,), deadline)
+            connection.send(ANSWER.pack(number, self._segments.nbytes), deadline, (fd,))
         finally:
             os.close(fd)
 

@@ -35,12 +35,11 @@ from kvplug.transport import (
     Deadline,
     Entry,
     EntrySink,
+    MessageLimit,
+    NamedExhaustion,
     Pipe,
     TensorMismatchError,
     WireError,
-    check_room,
-    exhaustion_of,
-    raise_if_exhausted,
 )
 from kvplug_lookup.buffer.messages import Coming
 
@@ -140,7 +139,7 @@ class Deliveries:
         if sink is not None:
             sink.begin(header)
         else:
-            check_room(coming.nbytes, f"entry {coming.entry_id}", self._max_bytes)
+            MessageLimit(self._max_bytes).check_size(coming.nbytes, f"entry {coming.entry_id}")
             whole_key = None if coming.key is None else self._memory(coming.key)
             whole_value = None if coming.value is None else self._memory(coming.value)
         for layer in range(coming.num_layers):
@@ -181,12 +180,12 @@ class Deliveries:
             UnsupportedError: this torch has no such dtype.
         """
         dtype = dtype_of(meta.dtype)
-        check_room(meta.nbytes, "a tensor of an entry", self._max_bytes)
+        MessageLimit(self._max_bytes).check_size(meta.nbytes, "a tensor of an entry")
         try:
             # From bytes: torch may have to fill what it makes, and has no kernels for every dtype.
             flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self._device)
         except (RuntimeError, MemoryError) as e:
-            raise_if_exhausted(e, "receiving an entry")
+            NamedExhaustion.check(e, "receiving an entry")
             raise CapacityError(f"no memory for a tensor of {meta.nbytes} bytes of an entry: {e}") from e
         return flat.view(dtype).view(meta.shape)
 
@@ -257,7 +256,7 @@ class Deliveries:
             try:
                 BackgroundThread(self._drain, name="kvplug-lookup-drain", stop=self._abandon).start()
             except RuntimeError as e:  # or the next entry would wait for ever
-                shortage = exhaustion_of(e, "receiving the rest of an entry that was given up")
+                shortage = NamedExhaustion.of(e, "receiving the rest of an entry that was given up")
                 self._lose(TransportError(f"the rest of an entry could not be received: {shortage or e}"))
                 if shortage is not None:  # of this call; later ones hear that the end is lost
                     raise shortage from e

@@ -40,13 +40,13 @@ from kvplug.transport import (
     Deadline,
     Entry,
     EntrySink,
+    ExitGuard,
     LookupBuffer,
     NamedExhaustion,
     Pipe,
     Timeout,
     WireError,
     close_after_fork,
-    end_at_exit,
     peer_text,
 )
 from kvplug_lookup.buffer.delivery import CutShortError, Deliveries, Delivery
@@ -161,7 +161,7 @@ class ReachingEnd(LookupBuffer):
         """What every call raises from now on."""
         self._closed = False
         close_after_fork(self)
-        end_at_exit(self)
+        ExitGuard.register(self)
         self._router = BackgroundThread(self._route, name="kvplug-lookup-reach", stop=self.abort)
         with NamedExhaustion("reaching a lookup store"):
             self._router.start()

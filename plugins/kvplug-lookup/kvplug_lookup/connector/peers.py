@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from kvplug import ClosedError, HandshakeError, PeerGoneError, TimeoutError
 from kvplug.engine import ConnectorContext, PeerLink
-from kvplug.transport import BackgroundThread, Deadline, Series, Store, exhaustion_of
+from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, Series, Store
 from kvplug_lookup.connector.keys import Shard, StoreHello
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class PeerStore:
         if closed:
             give_up(ClosedError("the connector was shut down"))
         elif shortage is not None:
-            give_up(exhaustion_of(shortage, f"connecting to {self.name}") or shortage)
+            give_up(NamedExhaustion.of(shortage, f"connecting to {self.name}") or shortage)
         elif store is not None and series is not None:
             use(store, series)
 

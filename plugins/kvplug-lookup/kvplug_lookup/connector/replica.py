@@ -39,13 +39,13 @@ from kvplug.engine import ModelInfo, PeerLink
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
+    NamedExhaustion,
     PageEvent,
     PageFollower,
     Presence,
     Series,
     WireError,
     close_after_fork,
-    exhaustion_of,
 )
 from kvplug_lookup.connector.keys import StoreHello
 from kvplug_lookup.connector.page_index import PageIndex
@@ -309,7 +309,7 @@ class Replica:
                     _log.warning("no index of %s: %s", self._name, e)
                 with self._lock:
                     self._has_gap = False
-                    self._shortage = exhaustion_of(e, f"connecting to {self._name}")
+                    self._shortage = NamedExhaustion.of(e, f"connecting to {self._name}")
                     if isinstance(e, HandshakeError | PermissionError):
                         self._refusal, self._has_tried = e, True
                     self._changed.notify_all()
@@ -326,7 +326,7 @@ class Replica:
             except Exception as e:
                 _log.warning("the index of %s is lost: %s: %s", self._name, type(e).__name__, e)
                 with self._lock:
-                    self._shortage = exhaustion_of(e, f"following {self._name}")
+                    self._shortage = NamedExhaustion.of(e, f"following {self._name}")
                 self._lose(link)
                 self._closed.wait(_RETRY_S)
             else:

@@ -20,7 +20,7 @@ from kvplug.net.wire.tensors import (
     memory_of_writable,
     meta_of,
 )
-from kvplug.transport import Blocks, NamedExhaustion, TensorMismatchError, mismatch, raise_if_exhausted
+from kvplug.transport import Blocks, NamedExhaustion, TensorMismatchError
 from kvplug_nixl.agent import HOST, Span
 from kvplug_nixl.pipe.frames import MAX_SPANS
 
@@ -103,7 +103,7 @@ class Target:
         """Raises TensorMismatchError: that message does not fit, and stays."""
         wanted = self._wanted
         if wanted is not None and meta != wanted:
-            raise mismatch(meta, "the blocks are" if self._out is None else "out= is", wanted)
+            raise wanted.mismatch(meta, "the blocks are" if self._out is None else "out= is")
 
     @property
     def is_new(self) -> bool:
@@ -141,7 +141,7 @@ class Target:
             else:
                 as_bits(out.detach()).copy_(as_bits(own))
         except RuntimeError as e:
-            raise_if_exhausted(e, "copying a message into out=; it stays")
+            NamedExhaustion.check(e, "copying a message into out=; it stays")
             raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return out
 

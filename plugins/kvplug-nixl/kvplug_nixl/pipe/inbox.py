@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.tensors import memory_of, memory_of_writable
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, PartialMessage
+from kvplug.transport import Deadline, Lifecycle, MessageLimit, PartialMessage
 from kvplug_nixl.agent import HOST, Agent, NixlError, Read, Region, Span
 from kvplug_nixl.pipe.announced import AnnouncedMessages
 from kvplug_nixl.pipe.content import Target, cut, from_bytes, gpu_of, matched, new_tensor, put
@@ -139,7 +139,7 @@ class Inbox:
             self._announced.take()
             self._taken()
         except BaseException as e:  # Ctrl-C: the peer may or may not have been told
-            self._fail_pipe(f"{INTERRUPTED}: {e!r}")
+            self._fail_pipe(f"{PartialMessage.INTERRUPTED}: {e!r}")
             raise
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -165,7 +165,9 @@ class Inbox:
             raise
         except BaseException as e:
             if not self._lifecycle.ended:
-                self._fail_pipe(str(e) if isinstance(e, KvplugError) else f"{INTERRUPTED}: {e!r}")
+                self._fail_pipe(
+                    str(e) if isinstance(e, KvplugError) else f"{PartialMessage.INTERRUPTED}: {e!r}"
+                )
             raise
         if not message.is_taken:
             raise message.late(self._peer)

@@ -25,7 +25,6 @@ from kvplug.transport import (
     NamedExhaustion,
     WireError,
     digest,
-    exhaustion_of,
     peer_text,
 )
 from kvplug_nixl.agent import Agent
@@ -298,7 +297,7 @@ class _Join:
 
     def _tell(self, error: BaseException) -> None:
         """Tell the peer why there is no pipe."""
-        shortage = exhaustion_of(error, "making a pipe")
+        shortage = NamedExhaustion.of(error, "making a pipe")
         told = shortage or error
         if isinstance(told, KvplugError) and not isinstance(told, PeerGoneError | WireError):
             lacks = shortage.resource if shortage is not None else ""

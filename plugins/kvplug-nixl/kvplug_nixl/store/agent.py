@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from kvplug import ClosedError, TransportError
-from kvplug.transport import close_after_fork, ensure_available, raise_if_exhausted
+from kvplug.transport import NamedExhaustion, close_after_fork
 from kvplug_nixl.library import nixl
 
 _SPINS: Final = 20
@@ -128,7 +128,9 @@ class Agent:
 
     def _made(self) -> Any:
         if self._threads:  # it waits for ever where one cannot be started
-            ensure_available("starting NIXL", descriptors=_DESCRIPTORS, threads=self._threads + 2)
+            NamedExhaustion.ensure_available(
+                "starting NIXL", descriptors=_DESCRIPTORS, threads=self._threads + 2
+            )
         with nixl(self._environment) as api, self._told("it cannot be used"):
             config = api.nixl_agent_config(
                 enable_prog_thread=False,
@@ -145,7 +147,7 @@ class Agent:
         try:
             yield
         except Exception as e:
-            raise_if_exhausted(e, f"NIXL's backend {self._backend}")
+            NamedExhaustion.check(e, f"NIXL's backend {self._backend}")
             raise TransportError(f"NIXL's backend {self._backend}: {what}: {type(e).__name__}: {e}") from e
 
     def close(self) -> None:

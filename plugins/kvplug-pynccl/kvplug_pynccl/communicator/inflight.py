@@ -31,7 +31,7 @@ from kvplug import (
     TimeoutError,
     TransportError,
 )
-from kvplug.transport import BackgroundThread, Deadline, Mesh, exhaustion_of
+from kvplug.transport import BackgroundThread, Deadline, Mesh, NamedExhaustion
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.errors import (
@@ -298,7 +298,7 @@ class Inflight:
         except KvplugError as e:
             kind = next((kind for kind in _KINDS if isinstance(e, kind)), TransportError)
             self._failure = functools.partial(kind, str(e))
-            if shortage := exhaustion_of(e):
+            if shortage := NamedExhaustion.of(e):
                 text = str(shortage)
                 self._failure = functools.partial(ResourceExhaustedError, text, resource=shortage.resource)
             self._mesh.give_up(e)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvplug import UnsupportedError
-from kvplug.transport import BackgroundThread, raise_if_exhausted
+from kvplug.transport import BackgroundThread, NamedExhaustion
 from kvplug_pynccl.nccl.abi import (
     HEADER,
     Config,
@@ -311,7 +311,7 @@ def _loaded(path: str) -> ctypes.CDLL:
         if not lacking:
             return ctypes.CDLL(path)
     except OSError as e:
-        raise_if_exhausted(e, f"loading {path}")
+        NamedExhaustion.check(e, f"loading {path}")
         raise NcclLibraryError(f"{path} cannot be loaded: {e}") from e
     raise NcclLibraryError(f"{path} is incomplete: {lacking} bytes are missing at its end")
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import attrs
 
-from kvplug.transport import ensure_available, raise_if_exhausted
+from kvplug.transport import NamedExhaustion
 
 VARIABLE: Final = "KVPLUG_NCCL_LIBRARY"
 PACKAGE: Final = "nvidia-nccl-cu12"
@@ -41,7 +41,7 @@ def places(named: str = "") -> Iterator[Place]:
     elif named := os.environ.get(VARIABLE, ""):
         yield Place(VARIABLE, named)
     else:
-        ensure_available("looking for NCCL", descriptors=_DESCRIPTORS)
+        NamedExhaustion.ensure_available("looking for NCCL", descriptors=_DESCRIPTORS)
         yield _package()
         yield _mapped()
         yield from _beside_torch()
@@ -66,7 +66,7 @@ def _mapped() -> Place:
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError as e:
-        raise_if_exhausted(e, "looking for NCCL")
+        NamedExhaustion.check(e, "looking for NCCL")
         return Place(what, missing=f"it cannot be read: {e}")
     for line in lines:
         path = line.partition("/")[2]

@@ -12,7 +12,7 @@ from kvplug import TransportError, UnsupportedError
 from kvplug.net.wire import TensorMeta, copy_into, memory_of
 from kvplug.net.wire.messages import NONE, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, is_dense, meta_of
-from kvplug.transport import Blocks, Deadline, TensorMismatchError, mismatch, raise_if_exhausted
+from kvplug.transport import Blocks, Deadline, NamedExhaustion, TensorMismatchError
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.pipe.frames import MAX_PIECES
 
@@ -131,7 +131,7 @@ def check_out(out: Tensor, meta: TensorMeta | None, device: Device, *, stage: bo
     if not device.owns(out):
         _check_stageable(out, device, stage, "receives into")
     if wanted != meta:
-        raise mismatch(meta, "out= is", wanted)
+        raise wanted.mismatch(meta, "out= is")
 
 
 def check_blocks(blocks: Blocks, meta: TensorMeta | None, device: Device) -> None:
@@ -139,7 +139,7 @@ def check_blocks(blocks: Blocks, meta: TensorMeta | None, device: Device) -> Non
     _check_device(blocks, device)
     wanted = TensorMeta(dtype_name(blocks.dtype), blocks.shape)
     if wanted != meta:
-        raise mismatch(meta, "the blocks are", wanted)
+        raise wanted.mismatch(meta, "the blocks are")
 
 
 def is_plain(out: Tensor, device: Device) -> bool:
@@ -167,7 +167,7 @@ def fill(out: Tensor, message: Tensor, device: Device, deadline: Deadline) -> No
             as_bits(out).copy_(as_bits(message))
         device.finish(deadline)
     except RuntimeError as e:
-        raise_if_exhausted(e, "copying a message into out=; it stays")
+        NamedExhaustion.check(e, "copying a message into out=; it stays")
         raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
 
 
@@ -177,7 +177,7 @@ def _copying(device: Device, nbytes: int) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as e:
         what = f"a copy of {nbytes} bytes on {device.name}; nothing was queued"
-        raise_if_exhausted(e, what)
+        NamedExhaustion.check(e, what)
         raise TransportError(f"{what}: {e}") from e
 
 

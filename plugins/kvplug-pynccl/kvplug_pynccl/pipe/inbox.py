@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvplug import KvplugError, TimeoutError, TransportError
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, WireError
+from kvplug.transport import Deadline, Lifecycle, MessageLimit, PartialMessage, WireError
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Memory
@@ -88,7 +88,7 @@ class Inbox:
         """The next message. Only one thread at a time. Raises as ``Pipe.recv_tensor``."""
         reception = self._active
         if reception is not None and reception.own is None:
-            self._fail_pipe(INTERRUPTED)
+            self._fail_pipe(PartialMessage.INTERRUPTED)
             raise self._lifecycle.error()
         if reception is None:
             announcement = self._first(deadline)
@@ -139,7 +139,7 @@ class Inbox:
         except KvplugError:
             raise
         except BaseException:  # Ctrl-C: part of the state may have changed
-            self._fail_pipe(INTERRUPTED)
+            self._fail_pipe(PartialMessage.INTERRUPTED)
             raise
 
     def _take(self, announcement: Announcement) -> None:
@@ -188,7 +188,7 @@ class Inbox:
         if isinstance(error, TimeoutError):
             self._fail_pipe("a receive into the caller's memory ran out of time in the middle of a message")
         elif not self._lifecycle.ended:
-            self._fail_pipe(INTERRUPTED)
+            self._fail_pipe(PartialMessage.INTERRUPTED)
         over = self.direction.comm.abort(reception.memory)
         if not over.wait(_ABORT_WAIT_S):
             raise TransportError(

@@ -23,9 +23,8 @@ from kvplug.transport import (
     Connection,
     Deadline,
     HeartbeatTerms,
-    JoinStream,
+    NamedExhaustion,
     WireError,
-    exhaustion_of,
     peer_text,
 )
 from kvplug_pynccl.device import Stream
@@ -132,11 +131,6 @@ class _PipeBuilder:
         self._settings = settings
         self._deadline = deadline
         self._rank = rank
-        self._stream = JoinStream(
-            connection,
-            late="did not become the other end of a pipe in time",
-            gone="hung up while a pipe was made",
-        )
         self._communicators: list[MonitoredCommunicator] = []
         self._streams: list[Stream] = []
         self._early: bytes = b""
@@ -173,7 +167,7 @@ class _PipeBuilder:
                 silence_s=agreed.silence_s(settings),
             )
         except BaseException as e:
-            shortage = exhaustion_of(e, "making a pipe")
+            shortage = NamedExhaustion.of(e, "making a pipe")
             told = shortage or e
             if isinstance(told, KvplugError) and not isinstance(told, PeerGoneError | WireError):
                 self._send_reason(str(told), shortage.resource if shortage is not None else "")
@@ -239,7 +233,7 @@ class _PipeBuilder:
         size = _STRUCT.size
         if len(self._early) == 2 * size or not self._is_readable():
             return
-        self._early += self._stream.receive_some(2 * size - len(self._early), self._deadline)
+        self._early += self._connection.receive_some(2 * size - len(self._early), self._deadline)
         self._connection.raise_if_declined(self._early, self._deadline)
         if len(self._early) >= size:  # it has started before this end, or has failed
             Join.unpack(self._early[:size], self._connection, Step.ID, Step.READY)
@@ -252,19 +246,19 @@ class _PipeBuilder:
         return bool(poller.poll(within_s * 1000))
 
     def _send(self, message: Join) -> None:
-        self._stream.send(message.pack(), self._deadline)
+        self._connection.send(message.pack(), self._deadline)
 
     def _send_reason(self, reason: str, lacks: str) -> None:
         """Then read until the peer hangs up: a socket that is closed with unread bytes loses what it sent."""
         deadline = Deadline.after(_SAY_WHY_S)
         with contextlib.suppress(KvplugError, OSError):
             failed = Join(step=Step.FAILED, reason=reason, lacks=lacks if lacks in _LACKS else "")
-            self._stream.send(failed.pack(), deadline)
+            self._connection.send(failed.pack(), deadline)
             self._connection.sock.shutdown(socket.SHUT_WR)
             while not deadline.expired:
-                self._stream.receive_some(_STRUCT.size, deadline)
+                self._connection.receive_some(_STRUCT.size, deadline)
 
     def _receive(self, step: Step) -> Join:
         data, self._early = self._early[: _STRUCT.size], self._early[_STRUCT.size :]
-        data += self._stream.receive(_STRUCT.size - len(data), self._deadline)
+        data += self._connection.receive(_STRUCT.size - len(data), self._deadline)
         return Join.unpack(data, self._connection, step)

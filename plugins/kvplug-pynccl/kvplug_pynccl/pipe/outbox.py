@@ -18,7 +18,7 @@ from typing import Final
 
 from kvplug import KvplugError
 from kvplug.net.wire.messages import read_prefix
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, SendWindow, Transfer, WireError
+from kvplug.transport import Deadline, Lifecycle, PartialMessage, SendWindow, Transfer, WireError
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Content
 from kvplug_pynccl.pipe.direction import Direction
@@ -90,7 +90,7 @@ class Outbox:
                 message = self._queue(content)
         except BaseException:
             if admitted:  # by Ctrl-C: part of the state may have changed
-                self._fail_pipe(INTERRUPTED)
+                self._fail_pipe(PartialMessage.INTERRUPTED)
             raise
         if not message.ready:
             self._wake_worker()

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from kvplug import TransportError, UnsupportedError
-from kvplug.transport import BackgroundThread, Deadline, HeartbeatTerms, Lifecycle, WireError, watch_peer
+from kvplug.transport import BackgroundThread, Deadline, HeartbeatTerms, Lifecycle, Watch, WireError
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
@@ -91,9 +91,7 @@ class PipeWorker:
             undo.callback(self._begun.set)
             undo.callback(self._control.close)
             # Heartbeats are frames: this connection carries others as well.
-            self._watch = watch_peer(
-                self._control.sock, pidfd=pidfd, interval_s=None, timeout_s=0.0, on_gone=self._lose
-            )
+            self._watch = Watch(pidfd=pidfd, sock=self._control.sock, on_gone=self._lose)
             undo.callback(self._watch.close)
             self._thread.start()
             self._begun.set()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import raise_if_exhausted
+from kvplug.transport import NamedExhaustion
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def library() -> Library | None:
     try:
         return _loaded() if _FILE.exists() else None
     except (OSError, AttributeError, _UnusableError) as e:
-        raise_if_exhausted(e, f"loading {_FILE}")
+        NamedExhaustion.check(e, f"loading {_FILE}")
         logger.warning("%s cannot be used (%s); using Python instead", _FILE, e)
         return None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import torch
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, WireError, mismatch
+from kvplug.transport import Deadline, Lifecycle, MessageLimit, PartialMessage, WireError
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe.announcement import small_in
@@ -117,13 +117,13 @@ class Inbox:
             if message is None:
                 message = self._message = self._announced(ring, deadline)
             if message.meta != target.meta:
-                raise mismatch(message.meta, "the blocks are", target.meta)
+                raise target.meta.mismatch(message.meta, "the blocks are")
             try:
                 self._scatter(ring, message, target, deadline)
             except KvplugError:
                 raise
             except BaseException:
-                self._fail_pipe(INTERRUPTED)
+                self._fail_pipe(PartialMessage.INTERRUPTED)
                 raise
             self._message = None
 
@@ -202,7 +202,7 @@ class Inbox:
         try:
             ring.take(0 if tensor is None else tensor.data_ptr(), nbytes)
         except BaseException:
-            self._fail_pipe(INTERRUPTED)
+            self._fail_pipe(PartialMessage.INTERRUPTED)
             raise
         return tensor
 
@@ -225,7 +225,7 @@ class Inbox:
             try:
                 self._give_back(ring, message)
             except BaseException:
-                self._fail_pipe(INTERRUPTED)
+                self._fail_pipe(PartialMessage.INTERRUPTED)
                 raise
         self._message = None
         return tensor

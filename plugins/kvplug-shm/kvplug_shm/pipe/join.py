@@ -13,7 +13,7 @@ from typing import Final, Self
 import attrs
 
 from kvplug import ResourceExhaustedError, TransportError
-from kvplug.transport import Connection, Deadline, HeartbeatTerms, Segment, WireError, recv_fds, send_fds
+from kvplug.transport import Connection, Deadline, HeartbeatTerms, Segment, WireError
 from kvplug_shm.pipe.geometry import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
 from kvplug_shm.pipe.pipe import Shared, ShmPipe, ShmPipeSettings
 
@@ -73,8 +73,8 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
     try:
         pidfd = control.peer.open_pidfd()
         ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
-        send_fds(control, Join(step=_HELLO, terms=ours).pack(), (), deadline)
-        data, fds = recv_fds(control, _STRUCT.size, 1, deadline)
+        control.send(Join(step=_HELLO, terms=ours).pack(), deadline)
+        data, fds = control.receive_fds(_STRUCT.size, 1, deadline)
         answer = Join.unpack(data, control, _MEMORY, _REFUSED)
         if answer.step == _REFUSED:
             raise _refusal(control.describe, answer.slots)
@@ -85,7 +85,7 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
                 f" {answer.slot_bytes} bytes"
             )
         segment = Segment.attach(fds[0], segment_size(ring_bytes))
-        send_fds(control, Join(step=_READY).pack(), (), deadline)
+        control.send(Join(step=_READY).pack(), deadline)
         owned, pidfd = pidfd, None
         return ShmPipe(
             control,
@@ -109,14 +109,14 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
     fd: int | None = None
     try:
         pidfd = control.peer.open_pidfd()
-        data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
+        data = control.receive(_STRUCT.size, deadline)
         hello = Join.unpack(data, control, _HELLO)
         ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
         try:
             segment, fd = Segment.create("pipe", segment_size(settings.slots * settings.slot_bytes))
         except TransportError as e:
             lacks = e.resource if isinstance(e, ResourceExhaustedError) else ""
-            send_fds(control, Join(step=_REFUSED, slots=_LACKS.index(lacks)).pack(), (), deadline)
+            control.send(Join(step=_REFUSED, slots=_LACKS.index(lacks)).pack(), deadline)
             raise
         answer = Join(
             step=_MEMORY,
@@ -125,8 +125,8 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
             slot_bytes=settings.slot_bytes,
         )
         # Zeroed memory is two empty rings: there is nothing to initialise.
-        send_fds(control, answer.pack(), (fd,), deadline)
-        data, _ = recv_fds(control, _STRUCT.size, 0, deadline)
+        control.send(answer.pack(), deadline, (fd,))
+        data = control.receive(_STRUCT.size, deadline)
         Join.unpack(data, control, _READY)
         owned, pidfd = pidfd, None
         return ShmPipe(

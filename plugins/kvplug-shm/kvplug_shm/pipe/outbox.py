@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 
 from kvplug.transport import (
-    INTERRUPTED,
     BackgroundThread,
     Deadline,
     Lifecycle,
+    PartialMessage,
     SendWindow,
     Transfer,
     WireError,
@@ -131,7 +131,7 @@ class Outbox:
         except WireError:
             return None  # send raises it
         except BaseException:
-            self._fail_pipe(INTERRUPTED)
+            self._fail_pipe(PartialMessage.INTERRUPTED)
             raise
         finally:
             if window.ended:

@@ -20,7 +20,7 @@ from kvplug.transport import (
     Segment,
     Timeout,
     Transfer,
-    watch_peer,
+    Watch,
 )
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.library import Library
@@ -124,9 +124,9 @@ class ShmPipe(DuplexPipe):
             lost=self._peer_gone,
             fail_pipe=self._fail,
         )
-        self._watch = watch_peer(
-            control.sock,
+        self._watch = Watch(
             pidfd=pidfd,
+            sock=control.sock,
             interval_s=heartbeat_interval_s,
             timeout_s=settings.heartbeat_timeout_s,
             on_gone=self._peer_gone,

@@ -10,13 +10,13 @@ from kvplug.net.wire import Limits
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
+    ExitGuard,
     MessageQueue,
     QueueContext,
     QueueHandle,
     Timeout,
     Wait,
     close_after_fork,
-    end_at_exit,
 )
 from kvplug_shm.queue.use_guard import UseGuard
 
@@ -37,7 +37,7 @@ class ShmEnd(MessageQueue):
         self._rank = rank
         self._use_guard = UseGuard(drop)
         close_after_fork(self)
-        end_at_exit(self)
+        ExitGuard.register(self)
 
     def __repr__(self) -> str:
         who = "writer" if self._rank is None else f"reader rank {self._rank}"

@@ -26,13 +26,9 @@ from kvplug.net.wire import Limits, decode, encode
 from kvplug.transport import (
     Connection,
     Deadline,
-    Heartbeat,
     Watch,
     WireError,
     peer_text,
-    recv_fds,
-    send_fds,
-    watch,
 )
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
@@ -232,21 +228,18 @@ def watched(
     heartbeat_s: tuple[float, float] | None,
     on_gone: Callable[[str], None],
 ) -> Watch:
-    """Watch the other end by its pidfd, if there is one, or by heartbeats. Closes the ``pidfd``.
+    """Watch the other end by its pidfd, if there is one, or by heartbeats. Owns the ``pidfd``.
 
     Raises:
         ClosedError: the connection was closed meanwhile.
         ResourceExhaustedError: this process can have no more descriptors, or threads.
     """
-    try:
-        if heartbeat_s is None:
-            return watch(pidfd=pidfd, sock=connection.sock, on_gone=on_gone)
-        interval_s, timeout_s = heartbeat_s
-        beat = Heartbeat(connection.sock, interval_s=interval_s, timeout_s=timeout_s)
-        return watch(pidfd=pidfd, heartbeat=beat, on_gone=on_gone)
-    finally:
-        if pidfd is not None:
-            os.close(pidfd)
+    if heartbeat_s is None:
+        return Watch(pidfd=pidfd, sock=connection.sock, on_gone=on_gone)
+    interval_s, timeout_s = heartbeat_s
+    return Watch(
+        pidfd=pidfd, sock=connection.sock, interval_s=interval_s, timeout_s=timeout_s, on_gone=on_gone
+    )
 
 
 def _pace(patience_s: float) -> tuple[float, float]:
@@ -258,11 +251,11 @@ def _pace(patience_s: float) -> tuple[float, float]:
 def _say(connection: Connection, value: object, deadline: Deadline, fds: Sequence[int] = ()) -> None:
     data = encode(value, limits=_LIMITS)
     frame = len(data).to_bytes(_LENGTH_NBYTES, "little") + data
-    send_fds(connection, frame.ljust(_FRAME_NBYTES, b"\0"), fds, deadline)
+    connection.send(frame.ljust(_FRAME_NBYTES, b"\0"), deadline, fds)
 
 
 def _hear(connection: Connection, max_fds: int, deadline: Deadline) -> tuple[Any, list[int]]:
-    frame, fds = recv_fds(connection, _FRAME_NBYTES, max_fds, deadline)
+    frame, fds = connection.receive_fds(_FRAME_NBYTES, max_fds, deadline)
     length = int.from_bytes(frame[:_LENGTH_NBYTES], "little")
     try:
         return decode(frame[_LENGTH_NBYTES : _LENGTH_NBYTES + length], limits=_LIMITS), fds

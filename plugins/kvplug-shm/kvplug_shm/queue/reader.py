@@ -13,12 +13,12 @@ from kvplug.net.wire.copying import CopyBytes
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
+    MessageLimit,
     NamedExhaustion,
     QueueContext,
     QueueHandle,
     Reader,
     Timeout,
-    check_room,
 )
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
@@ -88,7 +88,9 @@ class ShmReader(ShmEnd):
                 nbytes = len(head) + body.nbytes
                 if nbytes > _LARGE:
                     # Memory that its writer has not used takes no room, and may be larger than all there is.
-                    check_room(nbytes, f"the next message of {self._source.writer}, which stays,")
+                    MessageLimit().check_size(
+                        nbytes, f"the next message of {self._source.writer}, which stays,"
+                    )
                 if body.nbytes:
                     value = decode_out_of_band(
                         head, body, limits=self._limits, make=self._pool.tensor, copy=self._copy

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import PeerIdentity, Watch, WireError, watch
+from kvplug.transport import PeerIdentity, Watch, WireError
 from kvplug_shm.queue.network import Feed
 from kvplug_shm.queue.remote_frames import PIECE_BYTES, Part, Taken, frames_of
 from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE
@@ -144,12 +143,10 @@ def observed(who: PeerIdentity, on_gone: Callable[[], None]) -> Watch | None:
     if pidfd is None:
         return None
     try:
-        return watch(pidfd=pidfd, on_gone=lambda _: on_gone())
+        return Watch(pidfd=pidfd, on_gone=lambda _: on_gone())
     except (OSError, RuntimeError) as e:
         logger.warning("%s cannot be watched, so only its silence will show that it has ended: %s", who, e)
         return None
-    finally:
-        os.close(pidfd)
 
 
 def identity_of(plain: Any) -> PeerIdentity:

@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 
 from kvplug import TransportError
-from kvplug.transport import WireError, check_room, raise_if_exhausted
+from kvplug.transport import MessageLimit, NamedExhaustion, WireError
 from kvplug_shm.memory.copying import into
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.remote_frames import First, Piece
@@ -71,7 +71,9 @@ class Assembly:
         nbytes = frame.head_bytes + frame.body_bytes
         if nbytes > self._most:
             raise WireError(f"a message of {nbytes} bytes was announced; at most {self._most} are accepted")
-        check_room(unread + nbytes, "what has arrived and was not read, with the next message,")
+        MessageLimit().check_size(
+            unread + nbytes, "what has arrived and was not read, with the next message,"
+        )
         if frame.payload.nbytes == nbytes:
             self.arrived += 1
             payload = frame.payload.toreadonly()
@@ -112,5 +114,5 @@ class Assembly:
         try:
             return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as e:
-            raise_if_exhausted(e, f"receiving a message of {nbytes} bytes")
+            NamedExhaustion.check(e, f"receiving a message of {nbytes} bytes")
             raise WireError(f"there is no memory for a message of {nbytes} bytes: {e}") from e

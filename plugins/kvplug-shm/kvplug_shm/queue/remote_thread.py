@@ -21,13 +21,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import KvplugError, TransportError
-from kvplug.transport import (
-    BackgroundThread,
-    close_after_fork,
-    ensure_available,
-    raise_if_exhausted,
-    thread_cpus,
-)
+from kvplug.transport import BackgroundThread, NamedExhaustion, close_after_fork, thread_cpus
 from kvplug_shm.queue.remote_descriptors import ContextDescriptors
 
 logger = logging.getLogger(__name__)
@@ -62,7 +56,7 @@ def in_words(what: str) -> Iterator[None]:
     except KvplugError:
         raise
     except (zmq.ZMQError, OSError) as e:
-        raise_if_exhausted(e, what)
+        NamedExhaustion.check(e, what)
         raise TransportError(f"{what}: {e.strerror or e}") from e
 
 
@@ -82,7 +76,7 @@ class SocketThread(abc.ABC):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             has_context = False
             try:
-                ensure_available(name, descriptors=_DESCRIPTORS, threads=_THREADS)
+                NamedExhaustion.ensure_available(name, descriptors=_DESCRIPTORS, threads=_THREADS)
                 with self._descriptors.opening() as opened:
                     self._context = zmq.Context()
                     has_context = True
@@ -111,7 +105,7 @@ class SocketThread(abc.ABC):
             self._thread.start()
         except RuntimeError as e:
             self._let_go(0)
-            raise_if_exhausted(e, f"{self._name} cannot be made")
+            NamedExhaustion.check(e, f"{self._name} cannot be made")
             raise
 
     def post(self) -> None:

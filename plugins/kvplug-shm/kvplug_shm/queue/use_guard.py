@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvplug import ClosedError
-from kvplug.transport import BusyError, Deadline, hold_at_exit
+from kvplug.transport import BusyError, Deadline, ExitGuard
 
 _AGAIN_S: Final = 0.005
 
@@ -52,7 +52,7 @@ class UseGuard:
         self._inside = 0
         self._leave()
         if kind is not None:
-            hold_at_exit()
+            ExitGuard.hold()
 
     def check(self) -> None:
         """Raises ClosedError if the end is closed."""
