@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import enum
+from collections.abc import Mapping
+from typing import Final
 
-from kvplug.errors import (
-    AuthenticationError,
-    BusyError,
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    EntryGoneError,
-    HandshakeError,
-    IntegrityError,
-    LayoutError,
-    LentError,
-    PeerGoneError,
-    ResourceExhaustedError,
-    SlowPathError,
-    StalledError,
-    TensorMismatchError,
-    UnsupportedError,
-    WireError,
-)
+from kvplug import errors
 
 
 class Op(enum.StrEnum):
@@ -116,32 +99,28 @@ class Reason(enum.StrEnum):
     """None of these."""
 
 
-_BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Reason], ...] = (
-    ((IntegrityError, WireError), Reason.CORRUPT),
-    (EntryGoneError, Reason.GONE),
-    (CapacityError, Reason.TOO_LARGE),
-    (ClosedError, Reason.CLOSED),
-    (ResourceExhaustedError, Reason.EXHAUSTED),
-    (SlowPathError, Reason.SLOW),
-    (PeerGoneError, Reason.PEER_GONE),
-    (StalledError, Reason.STALLED),
-    (builtins.TimeoutError, Reason.TIMEOUT),
-    (
-        (
-            HandshakeError,
-            AuthenticationError,
-            ConfigError,
-            UnsupportedError,
-            TensorMismatchError,
-            LayoutError,
-            LentError,
-            BusyError,
-        ),
-        Reason.REFUSED,
-    ),
-    (ConnectionError, Reason.PEER_GONE),
-    (OSError, Reason.TRANSPORT),  # TransportError too
-)
+_BY_ERROR: Final[Mapping[type, Reason]] = {
+    errors.IntegrityError: Reason.CORRUPT,
+    errors.WireError: Reason.CORRUPT,
+    errors.EntryGoneError: Reason.GONE,
+    errors.CapacityError: Reason.TOO_LARGE,
+    errors.ClosedError: Reason.CLOSED,
+    errors.ResourceExhaustedError: Reason.EXHAUSTED,
+    errors.SlowPathError: Reason.SLOW,
+    errors.StalledError: Reason.STALLED,
+    errors.HandshakeError: Reason.REFUSED,
+    errors.AuthenticationError: Reason.REFUSED,
+    errors.ConfigError: Reason.REFUSED,
+    errors.UnsupportedError: Reason.REFUSED,
+    errors.TensorMismatchError: Reason.REFUSED,
+    errors.LayoutError: Reason.REFUSED,
+    errors.LentError: Reason.REFUSED,
+    errors.BusyError: Reason.REFUSED,
+    TimeoutError: Reason.TIMEOUT,
+    ConnectionError: Reason.PEER_GONE,
+    OSError: Reason.TRANSPORT,
+}
+"""The reason of each class of errors, and of its subclasses that are not listed."""
 
 
 def reason_of(error: BaseException) -> Reason:
@@ -150,4 +129,5 @@ def reason_of(error: BaseException) -> Reason:
     ``expired`` and ``no_room`` have no error of their own: the caller passes them. ``no_room`` is, for
     example, a timeout of ``insert``.
     """
-    return next((reason for kind, reason in _BY_ERROR if isinstance(error, kind)), Reason.OTHER)
+    found = (_BY_ERROR[kind] for kind in type(error).__mro__ if kind in _BY_ERROR)
+    return next(found, Reason.OTHER)
