@@ -30,7 +30,7 @@ from kvplug.assembly.stores import (
 from kvplug.cli.duration import (
     Duration as Duration,
 )
-from kvplug.config import (
+from kvplug.config.config import (
     Config as Config,
 )
 from kvplug.errors import (

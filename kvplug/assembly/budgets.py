@@ -9,7 +9,7 @@ import attrs
 
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHOSEN, options_of
-from kvplug.config import Config, Role
+from kvplug.config.config import Config, Role
 from kvplug.config.options import MEMORY, option_fields
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, PluginError

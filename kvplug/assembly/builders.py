@@ -10,7 +10,7 @@ from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.engine.page_cache import PageCache
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter

@@ -25,7 +25,7 @@ from kvplug.assembly.resolve import (
     labels_of,
 )
 from kvplug.assembly.stores import StoreOpener
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.config.messages import did_you_mean
 from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side

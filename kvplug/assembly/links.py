@@ -17,7 +17,7 @@ import attrs
 
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.assembly.slow_path import SlowPathAlarm
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.engine.context import PeerLink
 from kvplug.errors import (
     ClosedError,

@@ -16,7 +16,7 @@ from kvplug.assembly.resolve import (
     ensure_config,
     labels_of,
 )
-from kvplug.config import Config, Role
+from kvplug.config.config import Config, Role
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter

@@ -20,8 +20,8 @@ from kvplug.assembly.making import MADE, made
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, options_of
-from kvplug.config import KEYS, Config, Role
 from kvplug.config.addresses import TcpAddress, UnixAddress, parse_server
+from kvplug.config.config import KEYS, Config, Role
 from kvplug.config.messages import listed
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError

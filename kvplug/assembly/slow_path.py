@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import attrs
 
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.errors import SlowPathError
 from kvplug.metrics.rate import (
     CLAIM_FACTOR,

@@ -14,8 +14,8 @@ from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.slow_path import SlowStoreAlarm
-from kvplug.config import Config
 from kvplug.config.addresses import DEFAULT_HOST, TcpAddress, parse_address
+from kvplug.config.config import Config
 from kvplug.errors import ClosedError, KvplugError, PluginError, WireError
 from kvplug.metrics.record import StoreRecorder
 from kvplug.net.deadline import Deadline

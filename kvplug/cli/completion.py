@@ -52,7 +52,7 @@ def kinds(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
 
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Completes the keys of KEY=VALUE."""
-    from kvplug.config import KEYS
+    from kvplug.config.config import KEYS
 
     return items([(f"{key}=", "") for key in KEYS], incomplete)
 

@@ -22,9 +22,9 @@ from kvplug.assembly.resolve import check_addresses
 from kvplug.cli.completion import files, overrides as complete_keys
 from kvplug.cli.main import CommandGroup
 from kvplug.cli.table import show_table
-from kvplug.config import KEYS, UNIT, Config, Draft, format_value, json_schema, option_fields
 from kvplug.config.addresses import DEFAULT_HOST
-from kvplug.config.config import TLS_KEYS, directory_of
+from kvplug.config.config import KEYS, TLS_KEYS, Config, Draft, directory_of, json_schema
+from kvplug.config.options import UNIT, format_value, option_fields
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
 from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, Spec

@@ -19,7 +19,7 @@ from kvplug.cli.config import reads_config
 from kvplug.cli.duration import Duration
 from kvplug.cli.findings import show_findings
 from kvplug.cli.table import show_table
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.errors import ConfigError
 
 _WORD = 20

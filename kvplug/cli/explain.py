@@ -11,7 +11,7 @@ from kvplug.assembly.doctor.explanation import explain as findings_of, faults_of
 from kvplug.assembly.registry import Registry
 from kvplug.cli.config import reads_config
 from kvplug.cli.findings import show_findings
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.errors import ConfigError
 
 

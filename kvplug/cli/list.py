@@ -7,7 +7,7 @@ import json
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
@@ -16,12 +16,14 @@ from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry, advice
 from kvplug.assembly.registry.discovery import normalised
 from kvplug.cli.completion import kinds, offers
 from kvplug.cli.table import show_table
-from kvplug.config import OptionRow, describe_options
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError
 from kvplug.net.peer_text import printable
 from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Spec, StoreSpec, TransportSpec
+
+if TYPE_CHECKING:
+    from kvplug.config.options import OptionRow
 
 
 @attrs.frozen(kw_only=True)
@@ -258,6 +260,8 @@ def _able(line: Line) -> str:
 
 
 def _show_options(registry: Registry, name: str, as_json: bool) -> None:
+    from kvplug.config.options import describe_options
+
     described = []
     for plugin, spec in _called(registry, name):
         cls = spec.load_options()

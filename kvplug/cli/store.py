@@ -15,7 +15,8 @@ from kvplug.cli.completion import offers, overrides as complete_keys
 from kvplug.cli.config import config_option
 from kvplug.cli.main import CommandGroup, show_log
 from kvplug.cli.table import show_table
-from kvplug.config import Config, format_value
+from kvplug.config.config import Config
+from kvplug.config.options import format_value
 from kvplug.transport.spec import Kind
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)

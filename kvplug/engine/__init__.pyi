@@ -1,6 +1,6 @@
 # What this door shows, and from where: for type checkers, and read by kvplug.door.
 
-from kvplug.config import (
+from kvplug.config.config import (
     Role as Role,
 )
 from kvplug.engine.connector.scheduler import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.engine.members import Members
 from kvplug.metrics.stats import TransferStats

@@ -22,9 +22,6 @@ from kvplug.assembly.stores import (
 from kvplug.cli.completion import (
     plugins as plugins,
 )
-from kvplug.config import (
-    describe_options as describe_options,
-)
 from kvplug.config.addresses import (
     parse_contact as parse_contact,
 )
@@ -32,6 +29,7 @@ from kvplug.config.messages import (
     did_you_mean as did_you_mean,
 )
 from kvplug.config.options import (
+    describe_options as describe_options,
     option_fields as option_fields,
 )
 from kvplug.door import (

@@ -1,14 +1,14 @@
 # What this door shows, and from where: for type checkers, and read by kvplug.door.
 
-from kvplug.config import (
-    check_options as check_options,
-    option as option,
-)
 from kvplug.config.addresses import (
     TcpAddress as TcpAddress,
     UnixAddress as UnixAddress,
     parse_address as parse_address,
     parse_server as parse_server,
+)
+from kvplug.config.options import (
+    check_options as check_options,
+    option as option,
 )
 from kvplug.errors import (
     AddressInUseError as AddressInUseError,

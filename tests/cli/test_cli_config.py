@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.config import KEYS
+from kvplug.config.config import KEYS
 
 ROOT = Path(__file__).parents[2]
 

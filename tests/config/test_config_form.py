@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug import Config, ConfigError
-from kvplug.config import KEYS, describe_config
+from kvplug.config.config import KEYS, describe_config
 from kvplug.engine import Role
 
 

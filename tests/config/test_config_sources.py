@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import Config, ConfigError
-from kvplug.config import RESERVED
+from kvplug.config.sources import RESERVED
 from kvplug.engine import Role
 
 TOML = """

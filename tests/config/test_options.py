@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug import ConfigError
-from kvplug.config import OptionRow, check_options, describe_options, parse_bytes
-from kvplug.config.units import format_bytes
+from kvplug.config.options import OptionRow, check_options, describe_options
+from kvplug.config.units import format_bytes, parse_bytes
 from kvplug.transport import option
 
 

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import kvplug.errors
-from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES
+from kvplug.config.config import KEYS
+from kvplug.config.sources import RESERVED, RESERVED_PREFIXES
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"

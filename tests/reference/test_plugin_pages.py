@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from kvplug.config import describe_options
+from kvplug.config.options import describe_options
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"

@@ -18,8 +18,9 @@ import pytest
 import kvplug.errors
 from kvplug import KvplugError
 from kvplug.cli.main import OWN, program
-from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, OptionRow, describe_config
-from kvplug.config.sources import VLLM_IGNORED, VLLM_KEYS
+from kvplug.config.config import KEYS, describe_config
+from kvplug.config.options import OptionRow
+from kvplug.config.sources import RESERVED, RESERVED_PREFIXES, VLLM_IGNORED, VLLM_KEYS
 from kvplug.transport import hookspecs
 from kvplug.transport.hookspecs import OFFERED
 

@@ -20,7 +20,7 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL, ControlPeers
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, device_of_links
-from kvplug.config import Config, Role
+from kvplug.config.config import Config, Role
 from kvplug.errors import (
     AddressInUseError,
     ClosedError,

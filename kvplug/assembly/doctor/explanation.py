@@ -24,8 +24,7 @@ from kvplug.assembly.resolve import (
     must_authenticate,
     tls_of,
 )
-from kvplug.config import Config, Role
-from kvplug.config.config import directory_of
+from kvplug.config.config import Config, Role, directory_of
 from kvplug.config.messages import Fault
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, HandshakeError, PluginError, Reason, WireError

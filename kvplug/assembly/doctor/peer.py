@@ -38,7 +38,7 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.registry import PluginStatus
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.engine.layout import PAGE_TOKENS
 from kvplug.errors import (
     AuthenticationError,

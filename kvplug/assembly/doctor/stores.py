@@ -18,8 +18,8 @@ from kvplug.assembly.examination.host import MIB
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener
-from kvplug.config import Role, option_fields
-from kvplug.config.config import directory_of
+from kvplug.config.config import Role, directory_of
+from kvplug.config.options import option_fields
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import AuthenticationError, ConfigError, KvplugError, PluginError, TimeoutError
 from kvplug.net.deadline import Deadline

@@ -29,7 +29,7 @@ from kvplug.assembly.examination.host import connector_options, facts_of, of_hos
 from kvplug.assembly.examination.measuring import try_measuring
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.registry import PluginInfo
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.channel import Channel

@@ -20,7 +20,7 @@ import attrs
 
 import kvplug
 from kvplug.assembly.examination.finding import Finding, line_for_resource, note, ok, problem
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.config.units import bytes_in_words
 from kvplug.net.memory.room import memory_limit
 from kvplug.net.peer_text import peer_text

@@ -7,10 +7,9 @@ from typing import Any
 
 from kvplug.assembly.making import made
 from kvplug.assembly.registry.registry import Registry
-from kvplug.config import Config, Role, check_options
-from kvplug.config.config import directory_of
+from kvplug.config.config import Config, Role, directory_of
 from kvplug.config.messages import Fault, did_you_mean, listed, shown
-from kvplug.config.options import option_fields
+from kvplug.config.options import check_options, option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
 from kvplug.net.affinity import missing_cpus

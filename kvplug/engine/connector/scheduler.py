@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.engine.connector.values import (
     BlockIds,
     CacheEvent,

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvplug.assembly.registry import Registry, advice
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.config.messages import did_you_mean, listed
 from kvplug.errors import PluginLoadError, UnknownTransportError
 from kvplug.transport.capabilities import Requirements

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvplug.assembly.builders import build_queue
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.config import Config
+from kvplug.config.config import Config
 from kvplug.errors import PluginError
 from kvplug.negotiation.select import AUTO
 from kvplug.transport.capabilities import Requirements

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvplug import CapacityError, Registry, TimeoutError, UnsupportedError
-from kvplug.config import check_options
+from kvplug.config.options import check_options
 from kvplug.transport import Kind, LookupContext
 from kvplug_testing import check_plugin
 from kvplug_testing.waits import until

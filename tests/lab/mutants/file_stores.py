@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.config import option
+from kvplug.config.options import option
 from kvplug.errors import CapacityError
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.results import Usage
