@@ -106,7 +106,8 @@ class PipeServer:
         """The pipe to the next program, over the transport both ends agreed on.
 
         Pipes to several programs are opened at the same time, in threads of the server: a program that is
-        slow, stopped or gone delays no other. Opening that fails within the config's ``timeout_s`` is logged.
+        slow, stopped or gone delays no other, and pipes that one program connects one after the other may
+        be accepted in another order. Opening that fails within the config's ``timeout_s`` is logged.
 
         Raises:
             TimeoutError: no pipe became ready within ``timeout`` seconds (default: the config's

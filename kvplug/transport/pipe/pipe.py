@@ -257,6 +257,8 @@ class PipeListener(abc.ABC):
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         """The pipe to the next peer that has connected and proved itself.
 
+        Pipes that one peer connects one after the other may be accepted in another order.
+
         Raises:
             TimeoutError: no peer connected.
             ResourceExhaustedError: a peer connected, and the process has no free descriptor, thread or memory

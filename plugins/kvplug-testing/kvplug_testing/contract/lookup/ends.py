@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvplug import TimeoutError
-from kvplug.transport import Entry, LookupBuffer, LookupStore, NamedExhaustion
+from kvplug.transport import Entry, LookupBuffer, LookupStore, NamedExhaustion, PipeListener
 from kvplug_testing import waits
 from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import law
@@ -154,19 +154,22 @@ class LookupEnds(Ends):
         pipes = self.suite.pipes if self.is_local else self.suite.remote_pipes
         self._pipes = pipe_endpoint(pipes, self.suite.timeout_s, {}, **fields)
 
-    def offer(self) -> str:
-        self._listener = self._pipes.listen()
-        self.suite.later(self._listener.close)
-        return self._listener.contact
+    def offer(self) -> list[str]:
+        """A listener for each pipe, since one accepts the pipes of a process in any order."""
+        self._listeners: list[PipeListener] = []
+        for _ in ("signal", "data"):
+            self._listeners.append(self._pipes.listen())
+            self.suite.later(self._listeners[-1].close)
+        return [each.contact for each in self._listeners]
 
     def accept(self) -> End:
-        signal, data = (self._ended(self._listener.accept(timeout=self.timeout_s)) for _ in range(2))
+        signal, data = (self._ended(each.accept(timeout=self.timeout_s)) for each in self._listeners)
         store = self._ended(self._endpoint.hold())
         store.attach(signal, data)
         return LookupEnd("holding", store, self.suite.evicts)
 
-    def connect(self, role: int, contact: str) -> End:
-        signal, data = (self._ended(self._pipes.connect(contact, timeout=self.timeout_s)) for _ in range(2))
+    def connect(self, role: int, contact: Sequence[str]) -> End:
+        signal, data = (self._ended(self._pipes.connect(each, timeout=self.timeout_s)) for each in contact)
         return LookupEnd("reaching", self._ended(self._endpoint.reach(signal, data)), self.suite.evicts)
 
     def _ended(self, end: Any) -> Any:
