@@ -21,7 +21,7 @@ import msgspec
 
 import kvplug
 from kvplug.assembly.members import Announcement
-from kvplug.engine import BlocksStored
+from kvplug.engine import CacheEvent
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.transport import PageBuffers, PageEvent, PageEventLog, PageRemoval, PageRequest, Series, Store
@@ -201,7 +201,8 @@ def router() -> dict[str, PerEvent]:
     for count in (FEW, MANY):
         batch = encode_batch(
             [
-                BlocksStored(
+                CacheEvent(
+                    kind="stored",
                     block_hashes=(secrets.token_bytes(32),),
                     token_ids=tuple(range(100_000, 100_000 + PAGE_TOKENS)),
                     block_size=PAGE_TOKENS,

@@ -14,7 +14,7 @@ from kvplug.config.config import Config
 from kvplug.engine.page_cache import PageCache
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter
-from kvplug.negotiation.model import unknown_weights
+from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.communicator import DeviceCommunicator
 from kvplug.transport.group.group import StatelessGroup
@@ -186,7 +186,7 @@ def build_page_cache(
         raise ConfigError(*faults, source=config.source)
     resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "sinks", "integrity")
     if not (namespace or config.weights):
-        namespace = unknown_weights(f"the model under {engine}", uuid.uuid4().hex).encode()
+        namespace = ModelInfo.unknown_weights(f"the model under {engine}", uuid.uuid4().hex).encode()
     links = LinkSettings(resolved=resolved)
     store = StoreOpener(links).open(config.stores[0])
     try:

@@ -35,7 +35,7 @@ from kvplug.errors import ConfigError, UnknownConnectorError
 from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.hello import EngineFacts
-from kvplug.negotiation.model import ModelInfo, unknown_weights
+from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.tensors import DTYPES
 from kvplug.transport.pipe import Pipe
@@ -164,7 +164,7 @@ def build_connector(
     weights = config.weights or model.weights
     if not weights:
         begun = start or _starts.of(config.engine_id, which, parallelism.worker_rank)
-        weights = unknown_weights(model.name, begun, warns=which is Side.SCHEDULER)
+        weights = ModelInfo.unknown_weights(model.name, begun, warns=which is Side.SCHEDULER)
     model = attrs.evolve(model, weights=weights)
     stats = TransferStats()
     facts = engine_facts(config, model, cache, parallelism, which, splits_heads=spec.splits_heads)

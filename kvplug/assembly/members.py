@@ -21,7 +21,7 @@ import attrs
 import msgspec
 
 from kvplug.assembly.resolve import EPOCH, ResolvedConfig
-from kvplug.config.addresses import TcpAddress, parse_contact
+from kvplug.config.addresses import Address
 from kvplug.config.config import directory_of
 from kvplug.engine.connector.values import Parallelism
 from kvplug.engine.members import Engine, Listener, Members
@@ -34,7 +34,6 @@ from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.directory import Directory
 from kvplug.transport.spec import Kind
@@ -118,11 +117,11 @@ def unreachable_contact(url: str, contact: str) -> str | None:
 
     A Unix socket in the file system is passed: containers of one host may share its folder.
     """
-    address = parse_contact(contact)
-    is_local = is_loopback(address.host) if isinstance(address, TcpAddress) else not address.is_path
+    address = Address.parse_contact(contact)
+    is_local = Address(address.host).is_loopback if not address.is_unix else not address.is_path
     servers = url.partition("://")[2].partition("/")[0].rpartition("@")[2].split(",")
     hosts = [server.rpartition(":")[0].strip("[]") or server for server in servers]
-    if not is_local or not any(host and not is_loopback(host) for host in hosts):
+    if not is_local or not any(host and not Address(host).is_loopback for host in hosts):
         return None
     return (
         f"host: {address} would be announced in a directory that other hosts reach, but only processes of"

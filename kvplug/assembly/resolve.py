@@ -20,7 +20,7 @@ from kvplug.assembly.making import MADE, made
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, options_of
-from kvplug.config.addresses import TcpAddress, UnixAddress, parse_server
+from kvplug.config.addresses import Address
 from kvplug.config.config import KEYS, Config, Role
 from kvplug.config.messages import listed
 from kvplug.config.options import option_fields
@@ -30,7 +30,6 @@ from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer
 from kvplug.net.affinity import choose_cpus
 from kvplug.net.checksum import available
-from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.tls import TlsFiles
@@ -378,14 +377,14 @@ def credentials_of(config: Config) -> Credentials:
 def check_addresses(credentials: Credentials, host: str, peers: Iterable[str]) -> None:
     """Raises InsecureAddressError: a config's ``host`` or one of ``peers`` needs a secret or TLS."""
     unix = host.startswith("unix:")
-    credentials.mode_at(UnixAddress(host) if unix else TcpAddress(host, 0), "host")
+    credentials.mode_at(Address(name=host) if unix else Address(host, 0), "host")
     for peer in peers:
-        credentials.mode_at(parse_server(peer), "peers")
+        credentials.mode_at(Address.parse_server(peer), "peers")
 
 
 def must_authenticate(config: Config) -> bool:
     """Whether data planes must authenticate: other hosts reach them, and the config does not permit it."""
-    exposed = not config.host.startswith("unix:") and not is_loopback(config.host)
+    exposed = not config.host.startswith("unix:") and not Address(config.host).is_loopback
     return exposed and not config.allow_unauthenticated_data_plane
 
 

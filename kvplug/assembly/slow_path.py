@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import attrs
 
+from kvplug.config.addresses import Address
 from kvplug.config.config import Config
 from kvplug.errors import SlowPathError
 from kvplug.metrics.rate import (
@@ -35,7 +36,6 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
 from kvplug.net.fork import free_locks_after_fork
-from kvplug.net.trust.addresses import is_loopback
 from kvplug.transport.capabilities import Capabilities, Cost
 from kvplug.transport.pipe import PathReport, Pipe
 from kvplug.transport.store.store import Store
@@ -157,7 +157,7 @@ class SlowPathAlarm:
         yield from _processors(self.config.thread_cpus)
 
     def _is_tcp(self) -> bool:
-        return self.agreement.cross_host or is_loopback(self.config.host)
+        return self.agreement.cross_host or Address(self.config.host).is_loopback
 
     def _this_host(self) -> Iterator[str]:
         known = {offer.name: offer.capabilities for offer in self.agreement.remote.transports} | dict(

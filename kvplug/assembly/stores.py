@@ -14,7 +14,7 @@ from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.slow_path import SlowStoreAlarm
-from kvplug.config.addresses import DEFAULT_HOST, TcpAddress, parse_address
+from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
 from kvplug.errors import ClosedError, KvplugError, PluginError, WireError
 from kvplug.metrics.record import StoreRecorder
@@ -208,8 +208,8 @@ class StoreServer:
 
 def _host_of(address: str) -> str:
     """The ``host`` of a config whose programs listen at this address."""
-    parsed = parse_address(address)
-    return parsed.host if isinstance(parsed, TcpAddress) else str(parsed) if parsed.name else DEFAULT_HOST
+    parsed = Address.parse(address)
+    return parsed.host if not parsed.is_unix else str(parsed) if parsed.name else DEFAULT_HOST
 
 
 def serve_store(

@@ -10,12 +10,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import secrets
+import socket
 from typing import Final
 
 import attrs
 
 from kvplug.config.messages import shown
-from kvplug.errors import ConfigError, WireError
+from kvplug.errors import ConfigError, PeerGoneError, WireError
 
 DEFAULT_HOST: Final = "unix:@kvplug"
 LAST_PORT: Final = 65535
@@ -30,27 +32,90 @@ _FORMS = "allowed is host:port, [ipv6]:port, unix:@name or unix:/path"
 
 
 @attrs.frozen
-class TcpAddress:
-    """A host (name or number, without brackets) and a port."""
+class Address:
+    """An address of TCP, or a Unix socket: an abstract one, or one in the file system."""
 
-    host: str
-    """A name, or a number without brackets."""
-    port: int
-    """0: any that is free, for a listener."""
+    host: str = ""
+    """Of TCP: a name, or a number without brackets. Empty: it is a Unix socket."""
+    port: int = 0
+    """Of TCP. 0: any that is free, for a listener."""
+    name: str = attrs.field(default="", kw_only=True)
+    """Of a Unix socket: its path, which begins with a slash, or the name of an abstract one without its
+    leading
+    NUL. Empty: a name is to be generated."""
+
+    @classmethod
+    def parse(cls, text: str, port: int | None = None) -> Address:
+        """The address of a listener, as an operator writes it. Looks no name up.
+
+        Args:
+            port: where the text has none; ``None``: it must have one.
+
+        Raises:
+            ConfigError: it is not an address; the message says why, and what one looks like.
+        """
+        try:
+            return _parsed(text, port)
+        except ValueError as e:
+            raise ConfigError(f"{shown(text)} is not an address: {e}") from None
+
+    @classmethod
+    def parse_server(cls, text: str, port: int | None = None) -> Address:
+        """The address of a server that is dialled: its port is not 0, and its socket has a name.
+
+        >>> str(Address.parse_server("10.0.0.7", 6379))
+        '10.0.0.7:6379'
+        >>> Address.parse_server("10.0.0.7")
+        Traceback (most recent call last):
+            ...
+        kvplug.errors.ConfigError: bad configuration: '10.0.0.7' is not an address: the port is missing; ...
+
+        Args:
+            port: as of :meth:`parse`.
+
+        Raises:
+            ConfigError: it is not the address of a server.
+        """
+        address = cls.parse(text, port)
+        if not (address.name or address.port):
+            raise ConfigError(f"{shown(text)} is not an address to connect to: its port or name is missing")
+        return address
+
+    @classmethod
+    def parse_contact(cls, text: str) -> Address:
+        """The address in a contact, which another process may have sent.
+
+        Raises:
+            WireError: it is not one.
+        """
+        if len(text) > _MAX_CONTACT:
+            raise WireError(f"not a contact: expected a string of at most {_MAX_CONTACT} characters")
+        try:
+            return cls.parse_server(text)
+        except ConfigError as e:
+            raise WireError(e.faults[0]) from e
+
+    @staticmethod
+    def beside(host: str) -> str:
+        """Where a server with this configured ``host`` listens for more connections of its peers on this
+        host.
+
+        Beside the socket, for a path; ``unix:`` (an abstract socket with a generated name) for other hosts.
+
+        >>> Address.beside("unix:/run/kvplug/store.sock")[:28]
+        'unix:/run/kvplug/store.sock-'
+        """
+        return f"{host}-{secrets.token_hex(6)}" if host.startswith("unix:/") else "unix:"
 
     def __str__(self) -> str:
+        if self.is_unix:
+            return f"unix:{self.name}" if self.is_path else f"unix:@{self.name}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-
-@attrs.frozen
-class UnixAddress:
-    """A Unix socket: an abstract one, or one in the file system, whose name begins with a slash."""
-
-    name: str
-    """Without the leading NUL of an abstract one. Empty: one is to be generated."""
-
-    def __str__(self) -> str:
-        return f"unix:{self.name}" if self.is_path else f"unix:@{self.name}"
+    @property
+    def is_unix(self) -> bool:
+        """Whether it is a Unix socket."""
+        return not self.host
 
     @property
     def is_path(self) -> bool:
@@ -59,51 +124,47 @@ class UnixAddress:
 
     @property
     def sockaddr(self) -> str:
-        """What ``socket.bind`` takes."""
+        """What ``socket.bind`` takes for a Unix socket."""
         return self.name if self.is_path else "\0" + self.name
 
+    def resolve(self) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+        """The family and the socket address of everything that an address of TCP stands for, IPv4 first.
 
-Address = TcpAddress | UnixAddress
+        Raises:
+            PeerGoneError: the name is not known (perhaps not yet).
+        """
+        try:
+            found = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+            )
+        except (OSError, UnicodeError) as e:
+            raise PeerGoneError(f"the host of {self} is not known: {e}", code="unknown host") from e
+        ends = dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found)
+        return sorted(ends, key=lambda end: end[0] != socket.AF_INET)  # type: ignore[arg-type]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the address of TCP can be reached from this host only: each address that it stands for is a
+        loopback one.
+
+        ``0.0.0.0``, ``::`` and names that cannot be resolved are not.
+        """
+        try:
+            return all(_is_loopback(sockaddr[0]) for _, sockaddr in self.resolve())
+        except PeerGoneError:
+            return False
 
 
-def parse_address(text: str, port: int | None = None) -> TcpAddress | UnixAddress:
-    """The address of a listener, as an operator writes it. Looks no name up.
-
-    Args:
-        port: where the text has none; ``None``: it must have one.
-
-    Raises:
-        ConfigError: it is not an address; the message says why, and what one looks like.
-    """
-    try:
-        return _parsed(text, port)
-    except ValueError as e:
-        raise ConfigError(f"{shown(text)} is not an address: {e}") from None
-
-
-def parse_server(text: str, port: int | None = None) -> TcpAddress | UnixAddress:
-    """The same of a server that is dialled: its port is not 0, and its socket has a name.
-
-    >>> parse_server("10.0.0.7", 6379)
-    TcpAddress(host='10.0.0.7', port=6379)
-    >>> parse_server("10.0.0.7")
-    Traceback (most recent call last):
-        ...
-    kvplug.errors.ConfigError: bad configuration: '10.0.0.7' is not an address: the port is missing; ...
-
-    Raises:
-        ConfigError: as said.
-    """
-    address = parse_address(text, port)
-    if address == UnixAddress("") or (isinstance(address, TcpAddress) and address.port == 0):
-        raise ConfigError(f"{shown(text)} is not an address to connect to: its port or name is missing")
-    return address
+def _is_loopback(number: str) -> bool:
+    address = ipaddress.ip_address(number.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _parsed(text: str, default: int | None) -> Address:
     """Raises ValueError: why it is not an address."""
     if text.startswith("unix:/"):
-        return UnixAddress(check_unix_path(text.removeprefix("unix:")))
+        return Address(name=check_unix_path(text.removeprefix("unix:")))
     if text.startswith("unix:"):
         name = text.removeprefix("unix:").removeprefix("@")
         if name:
@@ -113,7 +174,7 @@ def _parsed(text: str, default: int | None) -> Address:
                     "the name of an abstract Unix socket has letters, digits and ._:/-, a letter or digit"
                     " first, as in unix:@kvplug-a"
                 )
-        return UnixAddress(name)
+        return Address(name=name)
     host, colon, port = text.rpartition(":")
     if text.endswith("]") or not colon:
         host, port = text, ""
@@ -125,14 +186,14 @@ def _parsed(text: str, default: int | None) -> Address:
         raise ValueError("write IPv6 in brackets and with a port, as in [::1]:29555")
     check_host(host)
     if not port and default is not None and host in (text, text[1:-1]):
-        return TcpAddress(host, default)
+        return Address(host, default)
     if not port:
         raise ValueError(f"the port is missing; {_FORMS}")
     if not port.isascii() or not port.isdigit():
         raise ValueError(f"{shown(port)} is not a port; {_FORMS}")
     if len(port) > 5 or int(port) > LAST_PORT:
         raise ValueError(f"the last port is {LAST_PORT}")
-    return TcpAddress(host, int(port))
+    return Address(host, int(port))
 
 
 def check_host(host: str) -> None:
@@ -162,17 +223,3 @@ def check_unix_path(path: str, limit: int = MAX_UNIX_BYTES) -> str:
 def _check_bytes(what: str, text: str, limit: int) -> None:
     if (count := len(os.fsencode(text))) > limit:
         raise ValueError(f"the {what} of a Unix socket has at most {limit} bytes here, and this one {count}")
-
-
-def parse_contact(text: str) -> Address:
-    """The address in a contact, which another process may have sent.
-
-    Raises:
-        WireError: it is not one.
-    """
-    if len(text) > _MAX_CONTACT:
-        raise WireError(f"not a contact: expected a string of at most {_MAX_CONTACT} characters")
-    try:
-        return parse_server(text)
-    except ConfigError as e:
-        raise WireError(e.faults[0]) from e

@@ -17,11 +17,9 @@ from kvplug.config.addresses import (
     DEFAULT_HOST,
     LAST_PORT,
     MAX_UNIX_BYTES,
-    TcpAddress,
+    Address,
     check_host,
     check_unix_path,
-    parse_address,
-    parse_server,
 )
 from kvplug.config.messages import Fault
 from kvplug.config.options import (
@@ -106,7 +104,7 @@ def _host_form(_: Any, __: Any, value: Any) -> None:
         name = value.removeprefix("unix:@")
         if name == value or ":" in name or not name:
             raise ValueError("a Unix socket is written unix:@name, or unix:/path for one in the file system")
-        parse_address(f"{value}{'-' * (MAX_UNIX_BYTES - _MAX_HOST_BYTES)}")
+        Address.parse(f"{value}{'-' * (MAX_UNIX_BYTES - _MAX_HOST_BYTES)}")
     elif "://" in value or re.fullmatch(r"[^:]+:[0-9]+|\[.*\].*", value):
         raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
     else:
@@ -136,8 +134,8 @@ def _peer_form(_: Any, __: Any, value: Any) -> None:
         return
     if "://" in value:
         raise ValueError('a directory of engines is written as a URL, such as "redis://10.0.0.7:6379/0"')
-    address = parse_server(value)
-    if isinstance(address, TcpAddress) and address.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+    address = Address.parse_server(value)
+    if not address.is_unix and address.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
         raise ConfigError(f"{value!r} is not a peer: {address.host} stands for every interface of a host")
 
 

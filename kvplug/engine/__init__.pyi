@@ -9,9 +9,6 @@ from kvplug.engine.connector.scheduler import (
 from kvplug.engine.connector.values import (
     NO_BLOCK as NO_BLOCK,
     BlockIds as BlockIds,
-    BlocksCleared as BlocksCleared,
-    BlocksRemoved as BlocksRemoved,
-    BlocksStored as BlocksStored,
     CacheEvent as CacheEvent,
     CacheGroup as CacheGroup,
     KVCacheConfig as KVCacheConfig,
@@ -21,7 +18,6 @@ from kvplug.engine.connector.values import (
     RequestEnd as RequestEnd,
     ScheduledRequest as ScheduledRequest,
     SchedulerOutput as SchedulerOutput,
-    Side as Side,
     WorkerOutput as WorkerOutput,
 )
 from kvplug.engine.connector.worker import (
@@ -58,14 +54,10 @@ from kvplug.metrics.stats import (
     TransferStats as TransferStats,
 )
 from kvplug.negotiation.checkpoint import (
-    adapter_fingerprint as adapter_fingerprint,
-    checkpoint_files as checkpoint_files,
-    checkpoint_fingerprint as checkpoint_fingerprint,
+    Checkpoint as Checkpoint,
 )
 from kvplug.negotiation.model import (
     ModelInfo as ModelInfo,
-    positions_of as positions_of,
-    unknown_weights as unknown_weights,
 )
 from kvplug.transport.spec import (
     CommandSpec as CommandSpec,

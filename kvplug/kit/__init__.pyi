@@ -22,9 +22,6 @@ from kvplug.assembly.stores import (
 from kvplug.cli.completion import (
     plugins as plugins,
 )
-from kvplug.config.addresses import (
-    parse_contact as parse_contact,
-)
 from kvplug.config.messages import (
     did_you_mean as did_you_mean,
 )

@@ -25,51 +25,56 @@ _MAX_HEADER_BYTES: Final = 100 << 20
 """As the format's own reader allows."""
 
 
-def checkpoint_files(folder: Path, *, consolidated: bool = False) -> tuple[Path, ...]:
-    """The safetensors files of the model in this folder: of those that are there, the ones in the index.
+class Checkpoint:
+    """The weights of a model, or of an adapter, in safetensors files."""
 
-    A folder may also contain another copy of the model, an adapter, or files of an older revision.
+    @staticmethod
+    def files(folder: Path, *, consolidated: bool = False) -> tuple[Path, ...]:
+        """The safetensors files of the model in this folder: of those that are there, the ones in the index.
 
-    Args:
-        consolidated: the files in Mistral's format instead.
-    """
-    pattern = "consolidated*.safetensors" if consolidated else "*.safetensors"
-    index = "consolidated.safetensors.index.json" if consolidated else "model.safetensors.index.json"
-    found = tuple(sorted(folder.glob(pattern)))
-    try:
-        named = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, AttributeError):  # a model in one file has no index
-        return found
-    return tuple(file for file in found if file.name in named)
+        A folder may also contain another copy of the model, an adapter, or files of an older revision.
 
+        Args:
+            consolidated: the files in Mistral's format instead.
+        """
+        pattern = "consolidated*.safetensors" if consolidated else "*.safetensors"
+        index = "consolidated.safetensors.index.json" if consolidated else "model.safetensors.index.json"
+        found = tuple(sorted(folder.glob(pattern)))
+        try:
+            named = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, AttributeError):  # a model in one file has no index
+            return found
+        return tuple(file for file in found if file.name in named)
 
-def checkpoint_fingerprint(files: Sequence[Path]) -> str:
-    """A hash over name, dtype and shape of every tensor in safetensors files, and over two of its rows (for
-    experts, rows of some of them).
+    @staticmethod
+    def fingerprint(files: Sequence[Path]) -> str:
+        """A hash over name, dtype and shape of every tensor in safetensors files, and over two of its rows
+        (for
+        experts, rows of some of them).
 
-    It does not depend on the names and the number of files, and differs for different weights. It takes
-    milliseconds, or about a second for hundreds of files with tens of thousands of experts. A second call is
-    cheap: it looks at the files' times and sizes, and reads them only if those changed.
+        It does not depend on the names and the number of files, and differs for different weights. It takes
+        milliseconds, or about a second for hundreds of files with tens of thousands of experts. A second
+        call is cheap: it looks at the files' times and sizes, and reads them only if those changed.
 
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: one is no safetensors file.
-    """
-    try:
-        return _hash_of(tuple(files), _stamps(files))
-    except (LookupError, TypeError, AttributeError) as e:  # its header is JSON, and not what it should be
-        raise ValueError(f"no safetensors files: {type(e).__name__}: {e}") from e
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: one is no safetensors file.
+        """
+        try:
+            return _hash_of(tuple(files), _stamps(files))
+        except (LookupError, TypeError, AttributeError) as e:  # its header is JSON, and not what it should be
+            raise ValueError(f"no safetensors files: {type(e).__name__}: {e}") from e
 
+    @staticmethod
+    def adapter_fingerprint(folder: Path) -> str:
+        """The same of the LoRA adapter in this folder, in the form of its library (PEFT), with its scale.
 
-def adapter_fingerprint(folder: Path) -> str:
-    """The same of the LoRA adapter in this folder, in the form of its library (PEFT), with its scale.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: one is not what it should be.
-    """
-    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    return f"{checkpoint_fingerprint((file,))} {_scale_of(config, _stamps((config,)))}"
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: one is not what it should be.
+        """
+        file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+        return f"{Checkpoint.fingerprint((file,))} {_scale_of(config, _stamps((config,)))}"
 
 
 @functools.lru_cache(maxsize=256)

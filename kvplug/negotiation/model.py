@@ -45,46 +45,47 @@ class ModelInfo:
     """Of the KV cache: ``"float32"``, ``"bfloat16"``, …"""
     rope: str = ""
     """Everything about positions that changes keys: kind, base, scaling. Compared as text; see
-    :func:`positions_of`."""
+    :meth:`positions_of`."""
     window: int | None = None
     """Sliding window in tokens."""
     quantisation: str = ""
     """Quantisation of the KV cache, scales included, as text that must be equal."""
     weights: str = ""
     """Identity of the weights: a fingerprint that is equal for equal weights only. Empty: unknown. A
-    connector never gets it empty: see :func:`unknown_weights`."""
+    connector never gets it empty: see :meth:`unknown_weights`."""
 
+    @staticmethod
+    def unknown_weights(model: str, start: str, *, warns: bool = True) -> str:
+        """An identity for unknown weights, which no other engine has, nor this one after a restart.
 
-def unknown_weights(model: str, start: str, *, warns: bool = True) -> str:
-    """An identity for unknown weights, which no other engine has, nor this one after a restart.
+        Args:
+            model: its name.
+            start: a text that is new at each start of the engine, and the same in all of its processes.
+            warns: log a warning that says what to set. One process of an engine is enough.
+        """
+        if warns:
+            _log.warning(
+                "the weights of %s are unknown: KV that this engine saves is its own, and neither other"
+                " engines nor its next start can load it. If they may, set weights to a text that names these"
+                " weights, such as 'NAME at REVISION', in the configuration of each engine that has them",
+                model or "the model",
+            )
+        return f"{UNKNOWN_WEIGHTS}{start} ({model[:100]})"
 
-    Args:
-        model: its name.
-        start: a text that is new at each start of the engine, and the same in all of its processes.
-        warns: log a warning that says what to set. One process of an engine is enough.
-    """
-    if warns:
-        _log.warning(
-            "the weights of %s are unknown: KV that this engine saves is its own, and neither other engines"
-            " nor its next start can load it. If they may, set weights to a text that names these weights,"
-            " such as 'NAME at REVISION', in the configuration of each engine that has them",
-            model or "the model",
-        )
-    return f"{UNKNOWN_WEIGHTS}{start} ({model[:100]})"
+    @staticmethod
+    def positions_of(config: Any) -> str:
+        """Everything about positions that changes keys, as one text: :attr:`ModelInfo.rope`.
 
-
-def positions_of(config: Any) -> str:
-    """Everything about positions that changes keys, as one text: :attr:`ModelInfo.rope`.
-
-    Args:
-        config: a Hugging Face config of the language model, or an object with its attributes: the inner one
-            (``get_text_config()``) of a model with several. Engines that use this function state the same
-            text for the same model.
-    """
-    found = {name: value for name in _POSITIONS if (value := getattr(config, name, None)) is not None}
-    if not found:
-        return f"no rope ({config.model_type})"
-    return json.dumps(_brief(found), sort_keys=True, default=str)
+        Args:
+            config: a Hugging Face config of the language model, or an object with its attributes: the inner
+                one
+                (``get_text_config()``) of a model with several. Engines that use this function state the same
+                text for the same model.
+        """
+        found = {name: value for name in _POSITIONS if (value := getattr(config, name, None)) is not None}
+        if not found:
+            return f"no rope ({config.model_type})"
+        return json.dumps(_brief(found), sort_keys=True, default=str)
 
 
 def _brief(value: Any) -> Any:

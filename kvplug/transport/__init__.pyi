@@ -1,10 +1,7 @@
 # What this door shows, and from where: for type checkers, and read by kvplug.door.
 
 from kvplug.config.addresses import (
-    TcpAddress as TcpAddress,
-    UnixAddress as UnixAddress,
-    parse_address as parse_address,
-    parse_server as parse_server,
+    Address as Address,
 )
 from kvplug.config.options import (
     check_options as check_options,
@@ -58,11 +55,6 @@ from kvplug.net.streams import (
 from kvplug.net.threads import (
     BackgroundThread as BackgroundThread,
     ExitGuard as ExitGuard,
-)
-from kvplug.net.trust.addresses import (
-    is_loopback as is_loopback,
-    local_domain as local_domain,
-    unix_address as unix_address,
 )
 from kvplug.net.trust.channel import (
     Channel as Channel,
@@ -175,11 +167,6 @@ from kvplug.transport.store.events import (
     PageEventLog as PageEventLog,
     PageFollower as PageFollower,
     PageRemoval as PageRemoval,
-    PagesCleared as PagesCleared,
-    PagesDeclared as PagesDeclared,
-    PagesRemoved as PagesRemoved,
-    PagesSnapshot as PagesSnapshot,
-    PagesStored as PagesStored,
 )
 from kvplug.transport.store.format import (
     PageFormat as PageFormat,

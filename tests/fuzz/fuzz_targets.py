@@ -9,7 +9,7 @@ from typing import Any
 
 from fuzzing import Target
 
-from kvplug.config.addresses import parse_contact
+from kvplug.config.addresses import Address
 from kvplug.negotiation.hello import EngineFacts, Hello, hello_from
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
@@ -23,8 +23,6 @@ from kvplug.transport import (
     PageFormat,
     PageRemoval,
     PageSeal,
-    PagesRemoved,
-    PagesStored,
     QueueHandle,
     Series,
 )
@@ -32,6 +30,7 @@ from kvplug.transport.store.format import opaque_format
 
 Targets = Mapping[str, tuple[Target, Sequence[bytes]]]
 _SERIES = Series(opaque_format(64), b"rank 0", PageSeal().id)
+_PAGE_EVENTS: tuple[Any, ...] = ({"kind": "stored"}, {"kind": "removed", "reason": PageRemoval.EVICTED})
 _HANDLE = QueueHandle(transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data={"contact": "c"})
 _CONNECTION: Any = SimpleNamespace(describe="a peer", peer=PeerIdentity.of_this_process())
 
@@ -85,7 +84,7 @@ CORE: Targets = {
     "identities": (fixed(decode_identity, IDENTITY_SIZE), [encode_identity(PeerIdentity.of_this_process())]),
     "handshakes": (plain(hello_from), [encode(_hello())]),
     "contacts": (
-        lambda data: parse_contact(data.decode("utf-8", "surrogateescape")),
+        lambda data: Address.parse_contact(data.decode("utf-8", "surrogateescape")),
         [
             b"10.0.0.5:29555",
             b"[fe80::1%eth0]:1",
@@ -98,8 +97,8 @@ CORE: Targets = {
     "page-events": (
         plain(PageEvent.from_plain),
         [
-            encode(kind(epoch="e", seq=1, series=_SERIES.id, keys=(bytes(32),), **more).to_plain())
-            for kind, more in ((PagesStored, {}), (PagesRemoved, {"reason": PageRemoval.EVICTED}))
+            encode(PageEvent(epoch="e", seq=1, series=_SERIES.id, keys=(bytes(32),), **event).to_plain())
+            for event in _PAGE_EVENTS
         ],
     ),
     "page-headers": (_header, [PageSeal().header(_SERIES, b"tokens", memoryview(bytes(64)))]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvplug.engine import adapter_fingerprint, checkpoint_files, checkpoint_fingerprint
+from kvplug.engine import Checkpoint
 
 TENSORS: dict[str, torch.Tensor] = {
     "a": torch.arange(24.0).view(6, 4),
@@ -20,7 +20,7 @@ TENSORS: dict[str, torch.Tensor] = {
 
 
 def fingerprint(folder: Path) -> str:
-    return checkpoint_fingerprint(checkpoint_files(folder))
+    return Checkpoint.fingerprint(Checkpoint.files(folder))
 
 
 def saved(folder: Path, *parts: dict[str, torch.Tensor]) -> Path:
@@ -103,7 +103,7 @@ def test_an_adapter_differs_by_its_weights_and_by_its_scale(tmp_path: Path) -> N
         folder.mkdir()
         save_file({"lora_A": torch.full((2, 2), weight)}, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": alpha}))
-        return adapter_fingerprint(folder)
+        return Checkpoint.adapter_fingerprint(folder)
 
     assert adapter("one", 1, 16) == adapter("same", 1, 16)
     assert len({adapter("first", 1, 16), adapter("trained", 2, 16), adapter("scaled", 1, 32)}) == 3

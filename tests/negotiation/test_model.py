@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvplug.engine import positions_of
+from kvplug.engine import ModelInfo
 
 LLAMA = {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
 
 
 def said(**attributes: Any) -> str:
-    return positions_of(SimpleNamespace(**attributes))
+    return ModelInfo.positions_of(SimpleNamespace(**attributes))
 
 
 def test_the_same_positions_are_the_same_text_whatever_else_differs() -> None:

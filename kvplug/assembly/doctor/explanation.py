@@ -24,13 +24,13 @@ from kvplug.assembly.resolve import (
     must_authenticate,
     tls_of,
 )
+from kvplug.config.addresses import Address
 from kvplug.config.config import Config, Role, directory_of
 from kvplug.config.messages import Fault
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, HandshakeError, PluginError, Reason, WireError
 from kvplug.negotiation.select import AUTO, select
 from kvplug.net.memory.room import free_memory, machine_memory
-from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.tls import TlsFiles, validity_of
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import ConnectorSpec, Kind
@@ -139,7 +139,7 @@ def _role(config: Config) -> Finding:
 
 
 def _is_one_host(config: Config) -> bool:
-    return config.host.startswith("unix:") or is_loopback(config.host)
+    return config.host.startswith("unix:") or Address(config.host).is_loopback
 
 
 def _address(config: Config) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
@@ -186,46 +186,28 @@ class WorkerOutput:
 
 
 @attrs.frozen(kw_only=True)
-class BlocksStored:
+class CacheEvent:
     """An event for a router that sends requests where their KV is cached."""
 
-    block_hashes: tuple[bytes, ...]
+    kind: Literal["stored", "removed", "cleared"]
+    """What happened: these blocks are cached from now on, or no more; or no block is, whatever its medium."""
+    block_hashes: tuple[bytes, ...] = ()
     """The engine's own, where it has some; else the connector's."""
-    token_ids: tuple[int, ...]
-    """Of all blocks, one after the other."""
-    block_size: int
-    """Tokens in a block."""
+    medium: str = ""
+    """Where they are, or were, cached, in the engine's words: "CPU", "STORAGE"."""
+    owner: str = ""
+    """Name of the store."""
+    token_ids: tuple[int, ...] = ()
+    """Of ``stored``: those of all blocks, one after the other."""
+    block_size: int = 0
+    """Of ``stored``: tokens in a block."""
     parent_hash: bytes | None = None
-    """The hash of the block before the first one; ``None``: it begins the sequence."""
-    medium: str = ""
-    """Where it is cached, in the engine's words: "CPU", "STORAGE"."""
-    owner: str = ""
-    """Name of the store."""
+    """Of ``stored``: the hash of the block before the first one; ``None``: it begins the sequence."""
     adapter: str = ""
-    """Name of the adapter (LoRA) that it was computed with."""
+    """Of ``stored``: name of the adapter (LoRA) that it was computed with."""
     chains: tuple[bytes, ...] = ()
-    """kvplug's own hashes of the pages that the blocks consist of."""
+    """Of ``stored``: kvplug's own hashes of the pages that the blocks consist of."""
 
-
-@attrs.frozen(kw_only=True)
-class BlocksRemoved:
-    """These blocks are cached no more."""
-
-    block_hashes: tuple[bytes, ...]
-    """As they were in ``BlocksStored``."""
-    medium: str = ""
-    """Where they were cached, in the engine's words: "CPU", "STORAGE"."""
-    owner: str = ""
-    """Name of the store."""
-
-
-@attrs.frozen(kw_only=True)
-class BlocksCleared:
-    """No block is cached any more, whatever its medium."""
-
-
-CacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
-"""One of these three: what a router is told of an engine's KV."""
 
 CopyBlocks = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"], Sequence[int], Sequence[int]], None]
 """``copy(sources, destinations, source_block_ids, destination_block_ids)`` between host and device caches."""

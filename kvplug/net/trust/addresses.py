@@ -1,4 +1,4 @@
-"""Addresses of this host: what they stand for, who reaches them, and how a listener's socket is bound to one.
+"""How a listener's socket is bound to an address of this host.
 
 The file of a Unix socket outlives a process that was killed. A server takes such a file over; one whose
 server is alive it leaves alone. Servers of one folder do that one after the other, with a lock on the folder,
@@ -20,70 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from kvplug.config.addresses import Address, TcpAddress, UnixAddress
+from kvplug.config.addresses import Address
 from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, TransportError
-from kvplug.net.trust.identity import boot_id, namespace
 
 _LOCK_S: Final = 5.0
 """How long another server of the folder may take to bind."""
 _PROBE_S: Final = 1.0
 _LISTEN: Final = "0A"  # in /proc/net/tcp
-
-
-def local_domain() -> str:
-    """Two processes with equal domains share abstract Unix sockets and loopback addresses. Opaque.
-
-    It is ``"-"`` where the platform does not say.
-
-    Raises:
-        ResourceExhaustedError: the process has no free descriptor to find out.
-    """
-    boot, net = boot_id(), namespace("net")
-    return f"{boot}/{net}" if boot and net else "-"
-
-
-def unix_address(host: str) -> str:
-    """Where a server with this configured ``host`` listens for more connections of its peers on this host.
-
-    Beside the socket, for a path; ``unix:`` (an abstract socket with a generated name) for every other host.
-
-    >>> unix_address("unix:/run/kvplug/store.sock")[:28]
-    'unix:/run/kvplug/store.sock-'
-    """
-    return f"{host}-{secrets.token_hex(6)}" if host.startswith("unix:/") else "unix:"
-
-
-def resolve(address: TcpAddress) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """The family and the socket address of everything that ``address`` stands for, IPv4 first.
-
-    Raises:
-        PeerGoneError: the name is not known (perhaps not yet).
-    """
-    try:
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-        )
-    except (OSError, UnicodeError) as e:
-        raise PeerGoneError(f"the host of {address} is not known: {e}", code="unknown host") from e
-    ends = dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found)
-    return sorted(ends, key=lambda end: end[0] != socket.AF_INET)  # type: ignore[arg-type]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach ``host``: every address it stands for is a loopback one.
-
-    ``0.0.0.0``, ``::`` and names that cannot be resolved are not.
-    """
-    try:
-        return all(_is_loopback(sockaddr[0]) for _, sockaddr in resolve(TcpAddress(host, 0)))
-    except PeerGoneError:
-        return False
-
-
-def _is_loopback(number: str) -> bool:
-    address = ipaddress.ip_address(number.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 # -- binding ----------------------------------------------------------------------------------------
@@ -96,26 +39,26 @@ def listening_socket(address: Address, backlog: int) -> tuple[socket.socket, Add
         ConfigError, AddressInUseError, TransportError: as :meth:`kvplug.net.trust.listener.Listener.open`.
     """
     sockaddr: Any
-    if isinstance(address, TcpAddress):
+    if not address.is_unix:
         try:
-            family, sockaddr = resolve(address)[0]
+            family, sockaddr = address.resolve()[0]
         except PeerGoneError as e:
             raise ConfigError(f"cannot listen at {address}: {e}") from e
     else:
         # A generated name cannot be guessed, and names its process.
-        address = UnixAddress(address.name or f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}")
+        address = Address(name=address.name or f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}")
         family, sockaddr = socket.AF_UNIX, address.sockaddr
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if isinstance(address, UnixAddress) and address.is_path:
+            if address.is_unix and address.is_path:
                 return sock, address, _bind_path(sock, address.name, backlog)
-            if isinstance(address, TcpAddress):
+            if not address.is_unix:
                 # Only lets a port be used again whose old connections linger; two listeners still collide.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(sockaddr)
             sock.listen(backlog)
-            return sock, _contact(sock) if isinstance(address, TcpAddress) else address, lambda: None
+            return sock, _contact(sock) if not address.is_unix else address, lambda: None
         except BaseException:
             sock.close()
             raise
@@ -130,19 +73,19 @@ def _cannot_bind(address: Address, e: OSError) -> Exception:
         return AddressInUseError(f"{address} is in use{by}; stop it or choose another address")
     if e.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"cannot listen at {address}: this host has no such address")
-    if e.errno in (errno.ENOENT, errno.ENOTDIR) and isinstance(address, UnixAddress):
+    if e.errno in (errno.ENOENT, errno.ENOTDIR) and address.is_unix:
         return ConfigError(f"cannot listen at {address}: there is no such folder")
     return TransportError(f"cannot listen at {address}: {e.strerror or e}")
 
 
-def _contact(sock: socket.socket) -> TcpAddress:
+def _contact(sock: socket.socket) -> Address:
     host, port, *more = sock.getsockname()
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = _own_address(sock.family)
     elif len(more) == 2 and more[1] and "%" not in host:
         # By the interface's name, which other hosts' interfaces to that link have more often than its number.
         host = f"{host}%{socket.if_indextoname(more[1])}"
-    return TcpAddress(host, port)
+    return Address(host, port)
 
 
 def _own_address(family: int) -> str:
@@ -232,13 +175,13 @@ def _owner_of(address: Address) -> str:
 
 def _inodes(address: Address) -> Iterator[str]:
     """Of the sockets that listen there, as the kernel's tables of sockets show them."""
-    for table in ("unix",) if isinstance(address, UnixAddress) else ("tcp", "tcp6"):
+    for table in ("unix",) if address.is_unix else ("tcp", "tcp6"):
         with (
             contextlib.suppress(OSError),
             open(f"/proc/self/net/{table}", encoding="utf-8", errors="replace") as f,
         ):
             for fields in map(str.split, f):
-                if isinstance(address, TcpAddress):
+                if not address.is_unix:
                     if fields[3] == _LISTEN and fields[1].endswith(f":{address.port:04X}"):
                         yield fields[9]
                 elif fields[-1] == (address.name if address.is_path else f"@{address.name}"):

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 import attrs
 
-from kvplug.config.addresses import Address, TcpAddress, UnixAddress, parse_contact
+from kvplug.config.addresses import Address
 from kvplug.errors import (
     AuthenticationError,
     ClosedError,
@@ -29,7 +29,6 @@ from kvplug.errors import (
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
-from kvplug.net.trust.addresses import resolve
 from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity, encode_identity, same_user, unix_peer_uid
@@ -92,7 +91,7 @@ class Connection:
             ResourceExhaustedError: the process has no free descriptor, or can start no more threads; or the
                 listener's says so.
         """
-        address, deadline = parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
+        address, deadline = Address.parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
         where, mode = str(address), credentials.mode_at(address)
         with NamedExhaustion(f"connecting to {where}"):
             sock = _connect(address, deadline)
@@ -101,7 +100,7 @@ class Connection:
                     sock.settimeout(_seconds(deadline))
                     if mode is Mode.SAME_USER:
                         _check_listener(sock, where)  # before it gets a single byte
-                    if credentials.tls is not None and isinstance(address, TcpAddress):
+                    if credentials.tls is not None and not address.is_unix:
                         sock = wrap_dialled(sock, credentials.tls, address.host, where)
                     binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
                     identity = encode_identity(PeerIdentity.of_this_process(label))
@@ -136,7 +135,7 @@ class Connection:
             ClosedError: ``stop`` was set; also in the pause between two tries.
             The rest as :meth:`dial`, at once.
         """
-        began, pause, address = time.monotonic(), _RETRY_FIRST_S, parse_contact(contact)
+        began, pause, address = time.monotonic(), _RETRY_FIRST_S, Address.parse_contact(contact)
         stop = stop or threading.Event()
         # The listener's last answer, if it was one. A try without an answer keeps it: the last try may be
         # short.
@@ -348,10 +347,10 @@ def _in_words(where: str) -> Iterator[None]:
 
 def _connect(address: Address, deadline: Deadline) -> socket.socket:
     ends: list[tuple[int, Any]]
-    if isinstance(address, UnixAddress):
+    if address.is_unix:
         ends = [(socket.AF_UNIX, address.sockaddr)]
     else:
-        ends = [*resolve(address)]
+        ends = [*address.resolve()]
     error: PeerGoneError | TimeoutError | None = None
     for family, sockaddr in ends:
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.config.addresses import Address, UnixAddress
+from kvplug.config.addresses import Address
 from kvplug.errors import ConfigError, InsecureAddressError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.trust.challenge import Mode
@@ -100,10 +100,10 @@ class Secret:
 class Credentials:
     """What this process proves itself with. Without any: that it runs as the same user on the same host.
 
-    >>> from kvplug.transport import parse_address
-    >>> Credentials().mode_at(parse_address("unix:@kvplug"))
+    >>> from kvplug.transport import Address
+    >>> Credentials().mode_at(Address.parse("unix:@kvplug"))
     <Mode.SAME_USER: 2>
-    >>> Credentials().mode_at(parse_address("127.0.0.1:7000"))
+    >>> Credentials().mode_at(Address.parse("127.0.0.1:7000"))
     Traceback (most recent call last):
         ...
     kvplug.errors.InsecureAddressError: bad configuration: 127.0.0.1:7000 is an address of TCP, ...
@@ -144,7 +144,7 @@ class Credentials:
         """
         if self.secret is not None:
             return Mode.SECRET
-        if isinstance(address, UnixAddress):
+        if address.is_unix:
             return Mode.SAME_USER
         if self.tls is not None:
             return Mode.CERTIFICATE

@@ -94,6 +94,14 @@ class PeerIdentity:
         return bool(self.boot_id) and self.boot_id == boot_id()
 
     @property
+    def domain(self) -> str:
+        """Opaque: two processes with equal domains share abstract Unix sockets and loopback addresses.
+
+        It is ``"-"`` where the platform does not say.
+        """
+        return f"{self.boot_id}/{self.net_ns}" if self.boot_id and self.net_ns else "-"
+
+    @property
     def visible(self) -> bool:
         """Whether ``pid`` means that process here too: same host, same pid namespace.
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from kvplug.config.addresses import Address, TcpAddress, parse_address
+from kvplug.config.addresses import Address
 from kvplug.errors import ClosedError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
@@ -74,7 +74,7 @@ class Listener:
         self._purpose = purpose
         self._mode = credentials.mode_at(address)
         self._proof_timeout_s = proof_timeout_s
-        tls = credentials.tls if isinstance(address, TcpAddress) else None
+        tls = credentials.tls if not address.is_unix else None
         self._tls = None if tls is None else ListenerTls(tls)
         self._admission = Admission[Stranger](max_unproven)
         self._proven: collections.deque[Connection] = collections.deque()
@@ -132,7 +132,7 @@ class Listener:
         """
         with NamedExhaustion(f"listening at {address}"):
             if isinstance(address, str):
-                address = parse_address(address)
+                address = Address.parse(address)
             mode = credentials.mode_at(address, "host")
 
             def challenge(binding: bytes) -> Exchange:

@@ -15,11 +15,12 @@ from typing import ClassVar, Self
 
 import attrs
 
+from kvplug.config.addresses import Address
 from kvplug.errors import PeerGoneError, TimeoutError, TransportError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.trust.addresses import local_domain, unix_address
 from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import PipeAcceptor
 from kvplug.transport.pipe import Pipe, PipeContext, PipeEndpoint, PipeListener
@@ -97,7 +98,7 @@ class Contact:
     @classmethod
     def local_domain(cls) -> str:
         """The domain of this process; "-" where it has none. A transport may need more than sockets."""
-        return local_domain()
+        return PeerIdentity.of_this_process().domain
 
     @classmethod
     def _tag(cls) -> str:
@@ -149,7 +150,7 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
         """The addresses to listen at, for :meth:`kvplug.transport.Listener.open`; peers try the first one
         first.
         """
-        return (unix_address(self._context.host),)
+        return (Address.beside(self._context.host),)
 
     @abc.abstractmethod
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:

@@ -4,8 +4,8 @@ A store numbers its events: 1, 2, 3, … A follower applies them in that order. 
 has restarted (its *epoch* changed), the follower is not *ready*: its index then says "not yet" instead of an
 answer that may be wrong.
 
-A new follower begins with a :class:`PagesSnapshot`: its header says up to which number it reaches, and how
-many :class:`PagesStored` and :class:`PagesDeclared` events follow for it; then come the live events.
+A new follower begins with a snapshot: the event says up to which number it reaches, and how many *stored* and
+*declared* events follow for it; then come the live events.
 
 Pure: no thread, no lock, no I/O.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 
@@ -49,22 +49,45 @@ def _shown(keys: Sequence[bytes]) -> str:
     return f"<{len(keys)} keys>"
 
 
+EventKind = Literal["snapshot", "stored", "declared", "removed", "cleared"]
+
+
 @attrs.frozen(kw_only=True)
 class PageEvent:
-    """One of :class:`PagesSnapshot`, :class:`PagesStored`, :class:`PagesDeclared`, :class:`PagesRemoved` and
-    :class:`PagesCleared`."""
+    """Something that happened to pages of a store. Its kind is one of:
 
+    - ``snapshot``: empty the index; the next :attr:`count` events are all that the store holds and expects as
+      of :attr:`seq`
+    - ``stored``: the pages are held from now on
+    - ``declared``: the pages are going to be put. They are *stored* or *removed* later, at the latest after
+      :attr:`for_s`
+    - ``removed``: the pages are no longer held, or no longer going to be put
+    - ``cleared``: no page is held from now on, and none that was declared comes
+    """
+
+    kind: EventKind
+    """What happened."""
     epoch: str
     """The store's epoch; changes when it restarts."""
     seq: int
     """Number of the event in its epoch: one more than that of the event before."""
+    series: bytes = b""
+    """Id of the series of all these pages."""
+    keys: tuple[bytes, ...] = attrs.field(default=(), repr=_shown)
+    """Keys of the pages, 32 bytes each."""
+    for_s: float = 0.0
+    """Of ``declared``: seconds from the event on."""
+    reason: PageRemoval = PageRemoval.OTHER
+    """Of ``removed``: why the pages are gone."""
+    count: int = 0
+    """Of ``snapshot``: how many events follow that belong to it."""
 
     def to_plain(self) -> dict[str, Any]:
-        """For a channel: a dict; ``event`` is "snapshot", "stored", "declared", "removed" or "cleared"."""
-        plain = {"event": _NAMES[type(self)], **{name: getattr(self, name) for name in _FIELDS[type(self)]}}
-        if isinstance(self, _OfPages):
+        """For a channel: a dict with the kind, as ``event``, and the fields that it has."""
+        plain = {"event": self.kind, **{name: getattr(self, name) for name in _FIELDS[self.kind]}}
+        if "keys" in plain:
             plain["keys"] = b"".join(self.keys)
-        if isinstance(self, PagesRemoved):
+        if "reason" in plain:
             plain["reason"] = self.reason.value
         return plain
 
@@ -75,78 +98,36 @@ class PageEvent:
         Raises:
             WireError: a field of the event is missing or wrong; names it.
         """
-        name = plain.get("event") if isinstance(plain, Mapping) else None
-        kind = _EVENTS.get(name) if isinstance(name, str) else None
-        if kind is None:
-            raise WireError(f"no store event is called {name!r:.40}")
-        fields = dict(plain)
-        if issubclass(kind, _OfPages):
-            series, joined = plain.get("series"), plain.get("keys")
+        kind = plain.get("event") if isinstance(plain, Mapping) else None
+        names = _FIELDS.get(kind) if isinstance(kind, str) else None
+        if names is None:
+            raise WireError(f"no store event is called {kind!r:.40}")
+        if missing := [name for name in names if name not in plain]:
+            raise WireError(f"store event: {', '.join(missing)} is missing")
+        fields = {"kind": kind, **{name: plain[name] for name in names}}
+        if "keys" in fields:
+            series, joined = fields["series"], fields["keys"]
             if type(series) is not bytes or type(joined) is not bytes:
                 raise WireError("store event: series and keys must be bytes")
             if len(series) != SERIES_BYTES or len(joined) % KEY_BYTES:
                 raise WireError(f"store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
             fields["keys"] = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
-        if kind is PagesRemoved and type(reason := plain.get("reason")) is str and reason not in _REASONS:
+        if type(reason := fields.get("reason")) is str and reason not in _REASONS:
             fields["reason"] = PageRemoval.OTHER
-        event = from_plain(fields, kind, "store event")
-        numbers = event.seq, getattr(event, "count", 0), getattr(event, "for_s", 0.0)
+        event = from_plain(fields, PageEvent, "store event")
+        numbers = event.seq, event.count, event.for_s
         if not all(0 <= number < 1 << 63 for number in numbers):
             raise WireError(f"store event: a number is out of bounds: {numbers}")
         return event
 
 
-@attrs.frozen(kw_only=True)
-class _OfPages(PageEvent):
-    series: bytes
-    """Id of the series of all these pages."""
-    keys: tuple[bytes, ...] = attrs.field(repr=_shown)
-    """Keys of the pages, 32 bytes each."""
-
-
-@attrs.frozen(kw_only=True)
-class PagesStored(_OfPages):
-    """The pages are held from now on."""
-
-
-@attrs.frozen(kw_only=True)
-class PagesDeclared(_OfPages):
-    """The pages are going to be put. They are *stored* or *removed* later, at the latest after ``for_s``."""
-
-    for_s: float
-    """Seconds from the event on."""
-
-
-@attrs.frozen(kw_only=True)
-class PagesRemoved(_OfPages):
-    """The pages are no longer held, or no longer going to be put."""
-
-    reason: PageRemoval
-    """Why they are gone."""
-
-
-@attrs.frozen(kw_only=True)
-class PagesCleared(PageEvent):
-    """No page is held from now on, and none that was declared comes."""
-
-
-@attrs.frozen(kw_only=True)
-class PagesSnapshot(PageEvent):
-    """Empty the index: the next ``count`` events are all that the store holds and expects as of ``seq``."""
-
-    count: int
-    """How many events follow that belong to the snapshot."""
-
-
-_EVENTS: Final[dict[str, type[PageEvent]]] = {
-    "snapshot": PagesSnapshot,
-    "stored": PagesStored,
-    "declared": PagesDeclared,
-    "removed": PagesRemoved,
-    "cleared": PagesCleared,
+_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "snapshot": ("epoch", "seq", "count"),
+    "stored": ("epoch", "seq", "series", "keys"),
+    "declared": ("epoch", "seq", "series", "keys", "for_s"),
+    "removed": ("epoch", "seq", "series", "keys", "reason"),
+    "cleared": ("epoch", "seq"),
 }
-_NAMES: Final = {kind: name for name, kind in _EVENTS.items()}
-_FIELDS: Final = {kind: [field.name for field in attrs.fields(kind)] for kind in _NAMES}
 _REASONS: Final = frozenset(PageRemoval)
 
 
@@ -178,27 +159,25 @@ class PageEventLog:
         """(epoch, number of the latest event); the number is 0 before the first."""
         return self.epoch, self._seq
 
-    def _next(self) -> int:
+    def _event(self, kind: EventKind, **fields: Any) -> PageEvent:
         self._seq += 1
-        return self._seq
+        return PageEvent(kind=kind, epoch=self.epoch, seq=self._seq, **fields)
 
-    def stored(self, series: bytes, keys: Sequence[bytes]) -> PagesStored:
+    def stored(self, series: bytes, keys: Sequence[bytes]) -> PageEvent:
         """The event of pages that are held from now on."""
-        return PagesStored(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys))
+        return self._event("stored", series=series, keys=tuple(keys))
 
-    def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> PagesDeclared:
+    def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> PageEvent:
         """The event of pages that are going to be put within ``for_s`` seconds."""
-        return PagesDeclared(epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), for_s=for_s)
+        return self._event("declared", series=series, keys=tuple(keys), for_s=for_s)
 
-    def removed(self, series: bytes, keys: Sequence[bytes], reason: PageRemoval) -> PagesRemoved:
+    def removed(self, series: bytes, keys: Sequence[bytes], reason: PageRemoval) -> PageEvent:
         """The event of pages that are held, or expected, no more."""
-        return PagesRemoved(
-            epoch=self.epoch, seq=self._next(), series=series, keys=tuple(keys), reason=reason
-        )
+        return self._event("removed", series=series, keys=tuple(keys), reason=reason)
 
-    def cleared(self) -> PagesCleared:
+    def cleared(self) -> PageEvent:
         """The event of a store that forgets everything."""
-        return PagesCleared(epoch=self.epoch, seq=self._next())
+        return self._event("cleared")
 
     def snapshot(
         self,
@@ -211,17 +190,17 @@ class PageEventLog:
             held: keys of all held pages by series.
             declared: series, keys and seconds that are left, of all declared pages that have not come.
         """
-        of_pages: list[PageEvent] = [
-            PagesStored(epoch=self.epoch, seq=self._seq, series=series, keys=part)
+        of_pages = [
+            PageEvent(kind="stored", epoch=self.epoch, seq=self._seq, series=series, keys=part)
             for series, keys in held.items()
             for part in _parts(keys)
         ]
         of_pages += [
-            PagesDeclared(epoch=self.epoch, seq=self._seq, series=series, keys=part, for_s=for_s)
+            PageEvent(kind="declared", epoch=self.epoch, seq=self._seq, series=series, keys=part, for_s=for_s)
             for series, keys, for_s in declared
             for part in _parts(keys)
         ]
-        return [PagesSnapshot(epoch=self.epoch, seq=self._seq, count=len(of_pages)), *of_pages]
+        return [PageEvent(kind="snapshot", epoch=self.epoch, seq=self._seq, count=len(of_pages)), *of_pages]
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
@@ -265,13 +244,13 @@ class PageFollower:
         False: something before it is missing, or the store has restarted. The follower is not ready until the
         next snapshot has been accepted.
         """
-        if isinstance(event, PagesSnapshot):
+        if event.kind == "snapshot":
             self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
             return True
         if event.epoch != self._epoch:
             self._epoch = None
         elif self._left:
-            if isinstance(event, PagesStored | PagesDeclared) and event.seq == self._seq:
+            if event.kind in ("stored", "declared") and event.seq == self._seq:
                 self._left -= 1
                 return True
             self._epoch = None

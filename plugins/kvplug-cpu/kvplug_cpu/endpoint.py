@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvplug import ConfigError
 from kvplug.transport import (
+    Address,
     Contact,
     ContactEndpoint,
     Deadline,
@@ -11,8 +12,6 @@ from kvplug.transport import (
     Pipe,
     PipeContext,
     PipeListener,
-    is_loopback,
-    unix_address,
 )
 from kvplug_cpu import join
 from kvplug_cpu.options import CpuOptions
@@ -56,10 +55,10 @@ class CpuEndpoint(ContactEndpoint):
         if host.startswith("unix:"):
             if kind == "tcp":
                 raise ConfigError(f"the host {host!r} is a Unix socket, and the option socket is 'tcp'")
-            return [unix_address(host)]
+            return [Address.beside(host)]
         tcp = f"[{host}]:0" if ":" in host else f"{host}:0"
         if kind == "auto":
-            return ["unix:"] if is_loopback(host) else ["unix:", tcp]
+            return ["unix:"] if Address(host).is_loopback else ["unix:", tcp]
         return ["unix:"] if kind == "unix" else [tcp]
 
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Probe, local_domain
+from kvplug.transport import PeerIdentity, Probe
 
 
 def describe() -> Probe:
     """Works on every host with sockets; ends of equal domains can use abstract Unix sockets."""
-    return Probe(domain=local_domain())
+    return Probe(domain=PeerIdentity.of_this_process().domain)

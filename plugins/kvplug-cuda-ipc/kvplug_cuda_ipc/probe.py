@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug.transport import NamedExhaustion, Probe, local_domain
+from kvplug.transport import NamedExhaustion, PeerIdentity, Probe
 
 _DEV: Final = Path("/dev")
 _NAMESPACES: Final = Path("/proc/self/ns")
@@ -28,7 +28,7 @@ def domain() -> str:
     Raises:
         ResourceExhaustedError: this process has no descriptor or memory to look.
     """
-    here = local_domain()
+    here = PeerIdentity.of_this_process().domain
     if here == "-":
         return here
     try:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvplug import ConfigError
-from kvplug.transport import Deadline, Directory, DirectoryContext, UnixAddress, parse_server
+from kvplug.transport import Address, Deadline, Directory, DirectoryContext
 from kvplug_etcd.gateway import EtcdError, Gateway, tls_context
 from kvplug_etcd.options import EtcdOptions
 
@@ -119,10 +119,10 @@ def _parsed(url: str) -> tuple[list[str], str]:
     servers = []
     for each in found["servers"].split(","):
         try:
-            server = parse_server(each, _PORT)
+            server = Address.parse_server(each, _PORT)
         except ConfigError as e:
             raise ConfigError(f"peers: {e.faults[0]}; {form}") from e
-        if isinstance(server, UnixAddress):
+        if server.is_unix:
             raise ConfigError(f"peers: {each!r} is not a server of etcd; {form}")
         servers.append(str(server))
     return servers, (found["prefix"] or "kvplug/members").rstrip("/")

@@ -6,19 +6,19 @@ from typing import Any
 
 import attrs
 
-from kvplug.transport import option, parse_server
+from kvplug.transport import Address, option
 
 
 def _path(_: Any, __: Any, value: str) -> None:
     if value and not value.startswith("/"):
         raise ValueError("allowed is an absolute path")
     if value:
-        parse_server(f"unix:{value}")
+        Address.parse_server(f"unix:{value}")
 
 
 def _contact(_: Any, __: Any, value: str) -> None:
     if value:
-        parse_server(value)
+        Address.parse_server(value)
 
 
 @attrs.frozen(kw_only=True)

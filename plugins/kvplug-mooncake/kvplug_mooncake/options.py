@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from kvplug.transport import UnixAddress, option, parse_server
+from kvplug.transport import Address, option
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_./-]{1,100}")
 
@@ -18,7 +18,7 @@ def _prefix(_: Any, __: Any, given: str) -> None:
 
 
 def _master(_: Any, __: Any, given: str) -> None:
-    if isinstance(parse_server(given), UnixAddress):
+    if Address.parse_server(given).is_unix:
         raise ValueError("allowed is host:port")
 
 

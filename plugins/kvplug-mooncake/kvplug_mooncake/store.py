@@ -11,6 +11,7 @@ from typing import Final
 
 from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.transport import (
+    Address,
     BlockingStore,
     Deadline,
     InsecureAddressError,
@@ -18,7 +19,6 @@ from kvplug.transport import (
     PageError,
     StoreContext,
     close_after_fork,
-    is_loopback,
 )
 from kvplug_mooncake.landing import LateError
 from kvplug_mooncake.options import MooncakeOptions
@@ -183,7 +183,9 @@ class MooncakeStore(BlockingStore):
 
 def _setup_of(context: StoreContext, options: MooncakeOptions) -> Setup:
     host = "127.0.0.1" if context.host.startswith("unix:") else context.host
-    is_exposed = not (is_loopback(host) and is_loopback(options.master.rpartition(":")[0].strip("[]")))
+    is_exposed = not (
+        Address(host).is_loopback and Address(options.master.rpartition(":")[0].strip("[]")).is_loopback
+    )
     if is_exposed and not context.allow_unauthenticated_data_plane:
         raise InsecureAddressError(
             f"Mooncake's connections between hosts (host {host}, options.mooncake.master {options.master})"

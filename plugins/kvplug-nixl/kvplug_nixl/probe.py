@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug.transport import Probe, local_domain
+from kvplug.transport import PeerIdentity, Probe
 
 MODULE: Final = "nixl_cu12"
 """NIXL's Python API, from the package ``nixl-cu12``. The package ``nixl`` requires it for CUDA 12 and 13."""
@@ -38,7 +38,7 @@ def probe(*backends: str) -> Probe:
 def probe_pipe() -> Probe:
     """For the pipe, which needs UCX."""
     found = probe("UCX")
-    return Probe(viable=found.viable, reason=found.reason, domain=local_domain())
+    return Probe(viable=found.viable, reason=found.reason, domain=PeerIdentity.of_this_process().domain)
 
 
 def has_backend(name: str) -> bool:

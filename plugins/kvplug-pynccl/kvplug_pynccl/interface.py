@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplug import ConfigError, TransportError
-from kvplug.transport import NamedExhaustion, PeerIdentity, is_loopback
+from kvplug.transport import Address, NamedExhaustion, PeerIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def check_reach(peer: PeerIdentity) -> None:
 
 def address_for(host: str) -> str:
     """Where to listen beside NCCL: an abstract Unix socket, or TCP where other hosts are to connect."""
-    if host.startswith("unix:") or is_loopback(host):
+    if host.startswith("unix:") or Address(host).is_loopback:
         return "unix:"
     return f"[{host}]:0" if ":" in host else f"{host}:0"
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug.transport import Probe, local_domain
+from kvplug.transport import PeerIdentity, Probe
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, places
 
 _DEV: Final = Path("/dev")
@@ -17,7 +17,7 @@ _GPUS: Final = ("nvidia[0-9]*", "dxg")
 def describe() -> Probe:
     """They need a GPU of NVIDIA's and a libnccl. Loads nothing."""
     reason = _missing()
-    return Probe(viable=not reason, reason=reason, domain=local_domain())
+    return Probe(viable=not reason, reason=reason, domain=PeerIdentity.of_this_process().domain)
 
 
 def _missing() -> str:

@@ -27,7 +27,7 @@ from valkey.retry import Retry
 from valkey.sentinel import MasterNotFoundError, Sentinel
 
 from kvplug import ConfigError, TimeoutError, TransportError
-from kvplug.transport import MissReason, PageError, TcpAddress, UnixAddress, close_after_fork, parse_server
+from kvplug.transport import Address, MissReason, PageError, close_after_fork
 from kvplug_redis.landing import LandingParser, LongReplyError
 from kvplug_redis.options import PORTS, RedisOptions
 
@@ -131,8 +131,8 @@ def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callab
 
 def _pool(options: RedisOptions, common: dict[str, Any]) -> Any:
     (address,) = options.address
-    server = parse_server(address, PORTS["single"])
-    if isinstance(server, TcpAddress):
+    server = Address.parse_server(address, PORTS["single"])
+    if not server.is_unix:
         where: dict[str, Any] = {"host": server.host, "port": server.port}
         kind = valkey.SSLConnection if options.tls else valkey.Connection
     else:
@@ -140,7 +140,7 @@ def _pool(options: RedisOptions, common: dict[str, Any]) -> Any:
             raise ConfigError("options.redis.tls: it is set, and a Unix socket never leaves the host")
         where, kind = {"path": server.sockaddr}, valkey.UnixDomainSocketConnection
     given = {key: value for key, value in common.items() if key != "ssl"}
-    if isinstance(server, UnixAddress):
+    if server.is_unix:
         del given["socket_connect_timeout"]
     return valkey.ConnectionPool(
         connection_class=kind, parser_class=LandingParser, db=options.db, **where, **given
@@ -148,8 +148,8 @@ def _pool(options: RedisOptions, common: dict[str, Any]) -> Any:
 
 
 def _server(address: str, mode: str) -> tuple[str, int]:
-    server = parse_server(address, PORTS[mode])
-    if isinstance(server, UnixAddress):
+    server = Address.parse_server(address, PORTS[mode])
+    if server.is_unix:
         raise ConfigError(f"options.redis.address: {address!r} was given; a {mode} has addresses host:port")
     return server.host, server.port
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from kvplug.transport import option, parse_server
+from kvplug.transport import Address, option
 
 _PREFIX: Final = re.compile(r"[\x21-\x7e]{1,100}")
 
@@ -19,7 +19,7 @@ def _addresses(_: Any, __: Any, given: tuple[str, ...]) -> None:
     if not given:
         raise ValueError("allowed is at least one server")
     for each in given:
-        parse_server(each, PORTS["single"])
+        Address.parse_server(each, PORTS["single"])
 
 
 def _prefix(_: Any, __: Any, given: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug.engine import adapter_fingerprint, checkpoint_files, checkpoint_fingerprint, positions_of
+from kvplug.engine import Checkpoint, ModelInfo
 from kvplug_sglang.pools import HostPool
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def fingerprint_of(name: str, revision: str | None, load_format: str, cache: str
     if folder is None:
         return ""
     try:
-        files = checkpoint_files(folder, consolidated=load_format == "mistral")
-        return checkpoint_fingerprint(files) if files else ""
+        files = Checkpoint.files(folder, consolidated=load_format == "mistral")
+        return Checkpoint.fingerprint(files) if files else ""
     except (OSError, ValueError) as e:  # SGLang may still read them: do not end its engine
         _log.warning("the safetensors files of %s have no fingerprint: %s", name, e)
         return ""
@@ -141,7 +141,7 @@ def adapter_of(adapter: Any) -> tuple[str, str, str]:
     path = getattr(adapter, "lora_path", None) or str(adapter)
     folder = _folder_of(str(Path(path).expanduser()), None, None)
     try:
-        found = "" if folder is None else adapter_fingerprint(folder)
+        found = "" if folder is None else Checkpoint.adapter_fingerprint(folder)
     except (OSError, ValueError) as e:
         _log.warning("the adapter %s has no fingerprint: %s", path, e)
         found = ""
@@ -150,7 +150,7 @@ def adapter_of(adapter: Any) -> tuple[str, str, str]:
 
 def _positions(config: Any) -> str:
     """Positions of the language model. Factors of some depend on the longest context that is served."""
-    found = positions_of(config.hf_text_config)
+    found = ModelInfo.positions_of(config.hf_text_config)
     return f"{found} up to {config.context_len}" if "longrope" in found else found
 
 

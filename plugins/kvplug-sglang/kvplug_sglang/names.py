@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug.engine import unknown_weights
+from kvplug.engine import ModelInfo
 from kvplug_sglang.facts import model_facts, namespace_of, pool_facts, rank_facts
 from kvplug_sglang.pools import HostPool
 
@@ -33,7 +33,7 @@ class PageNames:
         self._token = _agreed_token()
         if weights or not self._model["weights"]:
             is_first = config.tp_rank == config.pp_rank == 0
-            self._model["weights"] = weights or unknown_weights(
+            self._model["weights"] = weights or ModelInfo.unknown_weights(
                 config.model_name or "", self._token.hex(), warns=is_first
             )
         self._lock = threading.Lock()

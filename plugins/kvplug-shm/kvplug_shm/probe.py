@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 
-from kvplug.transport import Memfd, NamedExhaustion, Probe, local_domain
+from kvplug.transport import Memfd, NamedExhaustion, PeerIdentity, Probe
 
 
 def describe() -> Probe:
@@ -16,7 +16,7 @@ def describe() -> Probe:
         ResourceExhaustedError: the process has no free descriptor or memory to find out.
     """
     reason = _missing()
-    return Probe(viable=not reason, reason=reason, domain=local_domain())
+    return Probe(viable=not reason, reason=reason, domain=PeerIdentity.of_this_process().domain)
 
 
 def _missing() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport import local_domain
+from kvplug.transport import PeerIdentity
 from kvplug_shm import probe
 from kvplug_testing import check_plugin
 
@@ -22,7 +22,7 @@ def test_it_keeps_the_laws_of_plugins() -> None:
 def test_it_works_here() -> None:
     found = probe.describe()
     assert (found.viable, found.reason) == (True, "")
-    assert found.domain == local_domain() != "-"
+    assert found.domain == PeerIdentity.of_this_process().domain != "-"
 
 
 def refused(*_: object) -> int:

@@ -11,8 +11,6 @@ import attrs
 from kvplug.engine import (
     NO_BLOCK,
     BlockIds,
-    BlocksRemoved,
-    BlocksStored,
     CacheEvent,
     CacheGroup,
     ScheduledRequest,
@@ -340,7 +338,7 @@ def _event(event: CacheEvent) -> KVCacheEvent:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external
 
-    if isinstance(event, BlocksStored):
+    if event.kind == "stored":
         return event_of(
             BlockStored,
             event.owner,
@@ -352,7 +350,7 @@ def _event(event: CacheEvent) -> KVCacheEvent:
             lora_name=event.adapter or None,
             medium=event.medium or None,
         )
-    if isinstance(event, BlocksRemoved):
+    if event.kind == "removed":
         return event_of(
             BlockRemoved,
             event.owner,

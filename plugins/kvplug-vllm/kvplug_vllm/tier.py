@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvplug import Config, ConfigError, Registry, TimeoutError, build_page_cache
-from kvplug.engine import FlatPage, unknown_weights
+from kvplug.engine import FlatPage, ModelInfo
 from kvplug.transport import Deadline, Job, Presence
 from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.releases.tiers import check_tiers, hit_source_of
@@ -133,7 +133,7 @@ class KvplugTier(SecondaryTierManager):
         join_vllm(registry)
         self._timeout_s = parsed.timeout_s
         if not (namespace or parsed.weights):
-            namespace = unknown_weights(offloading_spec.config.model.name, os.urandom(16).hex())
+            namespace = ModelInfo.unknown_weights(offloading_spec.config.model.name, os.urandom(16).hex())
         self.cache = build_page_cache(
             parsed, engine=ENGINE, namespace=namespace_of(offloading_spec, namespace), registry=registry
         )

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvplug import Config, UnsupportedError, required_layout
-from kvplug.engine import (
-    CacheGroup,
-    KVCacheConfig,
-    KVLayout,
-    LayoutError,
-    ModelInfo,
-    Parallelism,
-    positions_of,
-)
+from kvplug.engine import CacheGroup, KVCacheConfig, KVLayout, LayoutError, ModelInfo, Parallelism
 from kvplug_vllm.kinds import (
     check_groups,
     frees_blocks,
@@ -149,7 +141,7 @@ def _positions_of(model: ModelConfig) -> str:
     from vllm.transformers_utils.config import is_rope_parameters_nested
 
     config = model.hf_text_config
-    positions = positions_of(config)
+    positions = ModelInfo.positions_of(config)
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in rope.values() if is_rope_parameters_nested(rope) else (rope,):
         if parameters.get("rope_type") == "longrope":

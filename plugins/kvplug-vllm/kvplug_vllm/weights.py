@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvplug.engine import adapter_fingerprint, checkpoint_files, checkpoint_fingerprint
+from kvplug.engine import Checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -45,7 +45,7 @@ def _fingerprint_of(model: ModelConfig, load: LoadConfig) -> str:
         _log.info("no safetensors files of %s are found", model.model)
         return ""
     try:
-        return checkpoint_fingerprint(files) + _quantised(model)
+        return Checkpoint.fingerprint(files) + _quantised(model)
     except Exception as e:  # vLLM may still read them: do not end its engine
         _log.warning("the safetensors files of %s cannot be read: %s", model.model, e)
         return ""
@@ -59,7 +59,11 @@ def fingerprint_of_adapter(path: str) -> str:
     """
     folder = _folder_of(str(Path(path).expanduser()), None, None)
     try:
-        return _unknown_adapter(path, "no such folder") if folder is None else adapter_fingerprint(folder)
+        return (
+            _unknown_adapter(path, "no such folder")
+            if folder is None
+            else Checkpoint.adapter_fingerprint(folder)
+        )
     except Exception as e:
         return _unknown_adapter(path, str(e))
 
@@ -104,5 +108,5 @@ def _files_of(folder: Path, load_format: str) -> tuple[Path, ...]:
     """The files in the folder that vLLM reads: Mistral's format if present."""
     found: tuple[Path, ...] = ()
     if load_format in ("auto", "mistral"):
-        found = checkpoint_files(folder, consolidated=True)
-    return found if found or load_format == "mistral" else checkpoint_files(folder)
+        found = Checkpoint.files(folder, consolidated=True)
+    return found if found or load_format == "mistral" else Checkpoint.files(folder)

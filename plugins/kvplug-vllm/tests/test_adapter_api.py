@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvplug import Config, connector_class
-from kvplug.engine import BlocksRemoved, BlocksStored, TransferStats
+from kvplug.engine import CacheEvent, TransferStats
 from stepping import PROMPT
 
 with warnings.catch_warnings():
@@ -92,8 +92,8 @@ def test_handshake_metadata_of_the_workers_arrives_whole_and_by_rank(it):
 
 
 def test_events_of_both_sides_are_vllms_once_each(it):
-    stored = BlocksStored(block_hashes=(b"h",), token_ids=(1, 2), block_size=2, medium="there")
-    removed = BlocksRemoved(block_hashes=(b"h",))
+    stored = CacheEvent(kind="stored", block_hashes=(b"h",), token_ids=(1, 2), block_size=2, medium="there")
+    removed = CacheEvent(kind="removed", block_hashes=(b"h",))
     it.moves.take_events = lambda: [stored, removed]
     it.decides.take_events = lambda: [removed]
     published: list[Any] = []

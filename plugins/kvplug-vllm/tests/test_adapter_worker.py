@@ -12,7 +12,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from kvplug.engine import BlocksStored, CacheGroup, KVCacheConfig, KVLayout, LayoutError, WorkerConnector
+from kvplug.engine import CacheEvent, CacheGroup, KVCacheConfig, KVLayout, LayoutError, WorkerConnector
 from kvplug_testing.waits import Call
 
 with warnings.catch_warnings():
@@ -40,7 +40,7 @@ ANSWERS: dict[str, Any] = {
     "get_handshake_metadata": {"port": 1},
     "build_worker_metadata": {"step": 1},
     "has_connector_metadata": True,
-    "take_events": [BlocksStored(block_hashes=(b"h",), token_ids=(1,), block_size=1)],
+    "take_events": [CacheEvent(kind="stored", block_hashes=(b"h",), token_ids=(1,), block_size=1)],
 }
 METHODS = [
     name for name, what in vars(WorkerConnector).items() if inspect.isfunction(what) and name[0] != "_"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from kvplug.transport import parse_server
+from kvplug.transport import Address
 from kvplug.transport.directory import Directory
 from kvplug_lab.mutants import breaks
 from kvplug_testing import DirectoryContract
@@ -35,7 +35,7 @@ class MemoryDirectory(Directory):
         self.kept = service.entries.setdefault(url, {})
 
     def check(self, url: str) -> None:
-        parse_server(url.partition("://")[2].partition("/")[0])
+        Address.parse_server(url.partition("://")[2].partition("/")[0])
 
     def wait(self) -> None:
         if not self.service.goes_on.wait(self.timeout_s):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplug.config.addresses import TcpAddress, UnixAddress
+from kvplug.config.addresses import Address
 from kvplug.errors import ConfigError, InsecureAddressError
 from kvplug.net.trust.challenge import Mode
 from kvplug.net.trust.credentials import Credentials, Secret
@@ -67,12 +67,12 @@ def test_a_secret_file_that_others_can_read_is_warned_about(
     "host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "10.1.2.3", "no-such-host.invalid"]
 )
 def test_tcp_needs_a_secret_or_tls_and_a_unix_socket_neither(host: str) -> None:
-    address, tls = TcpAddress(host, 0), TlsFiles(cert="c", key="k", ca="a")
+    address, tls = Address(host, 0), TlsFiles(cert="c", key="k", ca="a")
     with pytest.raises(InsecureAddressError, match=r"host: .*set secret_file.*kvplug config secret FILE"):
         Credentials().mode_at(address, "host")
     assert Credentials(Secret(HIDDEN)).mode_at(address) is Mode.SECRET
     assert Credentials(Secret(HIDDEN), tls).mode_at(address) is Mode.SECRET
     assert Credentials(tls=tls).mode_at(address) is Mode.CERTIFICATE
     for own in ("kvplug-x", "/run/kvplug/store.sock"):
-        assert Credentials().mode_at(UnixAddress(own)) is Mode.SAME_USER
-        assert Credentials(tls=tls).mode_at(UnixAddress(own)) is Mode.SAME_USER
+        assert Credentials().mode_at(Address(name=own)) is Mode.SAME_USER
+        assert Credentials(tls=tls).mode_at(Address(name=own)) is Mode.SAME_USER

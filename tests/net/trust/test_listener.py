@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvplug.config.addresses import Address
 from kvplug.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -25,7 +26,6 @@ from kvplug.errors import (
     TimeoutError,
 )
 from kvplug.net.deadline import Deadline
-from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.challenge import RefusedError
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
@@ -419,7 +419,7 @@ def test_an_address_that_floods_is_rated_and_delays_no_client() -> None:
     """From the address of an interface: the kernel shows no user, as for another host."""
     with Listener.open("0.0.0.0:0", SECRET, "test") as listener, ExitStack() as stack:
         host, port = listener.contact.rsplit(":", 1)
-        if is_loopback(host):
+        if Address(host).is_loopback:
             pytest.skip("this host has no address beside loopback")
         for _ in range(200):
             stack.enter_context(socket.create_connection((host, int(port)), 5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvplug.transport import Probe, local_domain, option
+from kvplug.transport import PeerIdentity, Probe, option
 
 
 @attrs.frozen(kw_only=True)
@@ -21,7 +21,7 @@ class SampleOptions:
 
 def describe() -> Probe:
     """Abstract Unix sockets reach what runs under the same kernel in the same network namespace."""
-    domain = local_domain()
+    domain = PeerIdentity.of_this_process().domain
     if domain == "-":
         return Probe(viable=False, reason="works on Linux only, where /proc is mounted")
     return Probe(domain=domain)

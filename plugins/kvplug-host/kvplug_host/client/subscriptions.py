@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from kvplug.transport import PageEvent, PagesSnapshot
+from kvplug.transport import PageEvent
 from kvplug_host.client.requests import Requests
 from kvplug_host.protocol import Op
 
@@ -52,6 +52,6 @@ class Subscriptions:
         self._listeners.clear()
 
 
-def nothing_there() -> PagesSnapshot:
+def nothing_there() -> PageEvent:
     """The event of a store that is gone."""
-    return PagesSnapshot(epoch=uuid.uuid4().hex, seq=0, count=0)
+    return PageEvent(kind="snapshot", epoch=uuid.uuid4().hex, seq=0, count=0)

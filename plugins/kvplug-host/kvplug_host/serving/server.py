@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvplug.transport import StoreContext, StoreLink, unix_address
+from kvplug.transport import Address, StoreContext, StoreLink
 from kvplug_host.options import HostOptions
 from kvplug_host.pages.pages import Pages
 from kvplug_host.serving.memory_door import MemoryDoor, open_door
@@ -39,7 +39,7 @@ class Server:
         options, context, segments = self._options, self._context, self._pages.segments
         with self._lock:
             if not self._is_opened and not self._closed and options.map:
-                address = f"unix:{options.socket}" if options.socket else unix_address(context.host)
+                address = f"unix:{options.socket}" if options.socket else Address.beside(context.host)
                 door = open_door(segments, address, context.credentials)
                 if isinstance(door, MemoryDoor):
                     self._door = door

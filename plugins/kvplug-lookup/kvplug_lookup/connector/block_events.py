@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 
-from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, Request
-from kvplug.transport import PageEvent, PagesCleared, PagesRemoved, PagesSnapshot, PagesStored, Series
+from kvplug.engine import CacheEvent, Request
+from kvplug.transport import PageEvent, Series
 
 _MAX_EVENTS = 100_000
 """Events that the engine has not taken. Beyond it the oldest are dropped: it does not take any."""
@@ -125,19 +125,19 @@ class BlockEvents:
         A snapshot changes nothing until it is complete: after a reconnect most pages are those of before.
         """
         chains: Sequence[bytes] = ()
-        if isinstance(event, PagesStored | PagesRemoved) and event.series == series.id:
+        if event.kind in ("stored", "removed") and event.series == series.id:
             chains = series.keys_of(event.keys)
         with self._lock:
-            if isinstance(event, PagesSnapshot):
+            if event.kind == "snapshot":
                 self._snapshots[rank] = event.count, set()
             elif rank in self._snapshots:
                 left, pages = self._snapshots[rank]
                 self._snapshots[rank] = left - 1, pages.union(chains)
-            elif isinstance(event, PagesCleared):
+            elif event.kind == "cleared":
                 self._replace(rank, set(), is_cleared=True)
-            elif isinstance(event, PagesStored):
+            elif event.kind == "stored":
                 self._add(rank, chains)
-            elif isinstance(event, PagesRemoved):
+            elif event.kind == "removed":
                 self._remove(rank, chains)
             if rank in self._snapshots and not self._snapshots[rank][0]:
                 self._replace(rank, self._snapshots.pop(rank)[1])
@@ -175,9 +175,11 @@ class BlockEvents:
                     self._idle[chain] = None
         self._forget_idle()
         if gone and is_cleared:
-            self._tell([BlocksCleared()])
+            self._tell([CacheEvent(kind="cleared")])
         elif gone:
-            self._tell([BlocksRemoved(block_hashes=tuple(gone), medium=self._medium, owner=self._owner)])
+            self._tell(
+                [CacheEvent(kind="removed", block_hashes=tuple(gone), medium=self._medium, owner=self._owner)]
+            )
 
     def _stored(self, changed: Iterable[bytes]) -> list[CacheEvent]:
         """With the lock: events of blocks that are wholly held now."""
@@ -192,7 +194,8 @@ class BlockEvents:
                 if is_known:
                     continue
                 events.append(
-                    BlocksStored(
+                    CacheEvent(
+                        kind="stored",
                         block_hashes=(block.hash,),
                         token_ids=block.token_ids,
                         block_size=len(block.token_ids),

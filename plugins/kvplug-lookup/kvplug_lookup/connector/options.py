@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
-from kvplug.transport import option, parse_address, parse_server
+from kvplug.transport import Address, option
 
 
 def _published_at(_: Any, attribute: Any, value: str | None) -> None:
@@ -16,9 +16,9 @@ def _published_at(_: Any, attribute: Any, value: str | None) -> None:
     kind, _, rest = value.partition("://")
     if kind == "tcp":
         host, _, port = rest.rpartition(":")
-        parse_address(f"{'[::]' if host == '*' else host}:{'0' if port == '*' else port}")
+        Address.parse(f"{'[::]' if host == '*' else host}:{'0' if port == '*' else port}")
     elif kind == "ipc":
-        parse_server(f"unix:{rest}")
+        Address.parse_server(f"unix:{rest}")
     else:
         raise ValueError('allowed is an address such as "tcp://127.0.0.1:5557" or "ipc:///run/kvplug/events"')
 

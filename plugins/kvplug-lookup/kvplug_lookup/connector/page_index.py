@@ -7,11 +7,6 @@ from collections.abc import Callable, Iterable
 
 from kvplug.transport import (
     PageEvent,
-    PagesCleared,
-    PagesDeclared,
-    PagesRemoved,
-    PagesSnapshot,
-    PagesStored,
     Presence,
     Series,
 )
@@ -38,16 +33,16 @@ class PageIndex:
 
     def apply(self, event: PageEvent, series: Series) -> None:
         """Follow an event of the store. Pages of other series are passed over."""
-        self.is_cleared = isinstance(event, PagesCleared)
-        if isinstance(event, PagesSnapshot | PagesCleared):
+        self.is_cleared = event.kind == "cleared"
+        if event.kind in ("snapshot", "cleared"):
             self.held.clear()
             self._coming.clear()
-        elif isinstance(event, PagesStored | PagesDeclared | PagesRemoved) and event.series == series.id:
+        elif event.kind in ("stored", "declared", "removed") and event.series == series.id:
             chains = series.keys_of(event.keys)  # the chains, since masking twice gives them back
-            if isinstance(event, PagesDeclared):
+            if event.kind == "declared":
                 self.expect(chains, event.for_s)
                 return
-            change = self.held.update if isinstance(event, PagesStored) else self.held.difference_update
+            change = self.held.update if event.kind == "stored" else self.held.difference_update
             change(chains)
             for chain in chains:
                 self._coming.pop(chain, None)

@@ -19,8 +19,8 @@ import msgspec
 import zmq
 
 from kvplug import ConfigError
-from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, ConnectorContext
-from kvplug.transport import BackgroundThread, close_after_fork, is_loopback
+from kvplug.engine import CacheEvent, ConnectorContext
+from kvplug.transport import Address, BackgroundThread, close_after_fork
 from kvplug_lookup.connector.block_events import BlockEvents
 
 _log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def _check_local(address: str) -> None:
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     # ZeroMQ's "*" is every interface, and for a resolver it may be the name of anything.
-    if not host or host == "*" or not is_loopback(host):
+    if not host or host == "*" or not Address(host).is_loopback:
         raise ConfigError(
             f"options.lookup.events: other hosts can connect to {address}, the events show prompts, and"
             " nothing proves who reads them; use 127.0.0.1, or set allow_unauthenticated_data_plane"
@@ -182,8 +182,8 @@ def encode_batch(events: Sequence[CacheEvent], *, now: float | None = None) -> b
 
 
 def _plain(event: CacheEvent) -> dict[str, Any]:
-    match event:
-        case BlocksStored():
+    match event.kind:
+        case "stored":
             return {
                 "type": "BlockStored",
                 "block_hashes": list(event.block_hashes),
@@ -198,7 +198,7 @@ def _plain(event: CacheEvent) -> dict[str, Any]:
                 "ownership": event.owner or None,
                 "kvplug_chains": list(event.chains),
             }
-        case BlocksRemoved():
+        case "removed":
             return {
                 "type": "BlockRemoved",
                 "block_hashes": list(event.block_hashes),
@@ -207,7 +207,7 @@ def _plain(event: CacheEvent) -> dict[str, Any]:
                 "locality": "LOCAL",
                 "ownership": event.owner or None,
             }
-        case BlocksCleared():
+        case "cleared":
             return {"type": "AllBlocksCleared"}
 
 

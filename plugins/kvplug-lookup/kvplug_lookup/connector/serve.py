@@ -11,7 +11,7 @@ from typing import Any
 
 from kvplug import KvplugError
 from kvplug.engine import PeerLink, Peers
-from kvplug.transport import BackgroundThread, Deadline, PageEvent, PagesStored, Store, WireError
+from kvplug.transport import BackgroundThread, Deadline, PageEvent, Store, WireError
 from kvplug_lookup.connector.replica import MAX_PROMISED
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class _Publisher:
         self._link.close()
 
     def _put_event(self, event: PageEvent) -> None:
-        size = len(event.keys) * _KEY_BYTES if isinstance(event, PagesStored) else 0
+        size = len(event.keys) * _KEY_BYTES if event.kind == "stored" else 0
         self._put(event.to_plain(), size)
 
     def _put(self, message: dict[str, Any], size: int) -> None:

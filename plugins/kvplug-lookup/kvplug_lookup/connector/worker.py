@@ -17,7 +17,6 @@ from kvplug.transport import (
     PageBlocks,
     PageEvent,
     PageRemoval,
-    PagesRemoved,
     Timeout,
 )
 from kvplug_lookup.connector.groups import Groups
@@ -133,7 +132,7 @@ class LookupWorker(WorkerConnector):
                 store.abort()  # a store of this process's own, which nothing would be put into
 
     def _count_evicted(self, event: PageEvent) -> None:
-        if isinstance(event, PagesRemoved) and event.reason is PageRemoval.EVICTED:
+        if event.kind == "removed" and event.reason is PageRemoval.EVICTED:
             self._context.stats.record("evict", count=len(event.keys))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeContext, is_loopback
+from kvplug.transport import Address, Connection, Deadline, DuplexEndpoint, Pipe, PipeContext
 from kvplug_nixl.pipe import join
 from kvplug_nixl.pipe.contact import NixlContact
 from kvplug_nixl.pipe.options import NixlPipeOptions
@@ -23,7 +23,7 @@ class NixlEndpoint(DuplexEndpoint):
         super().__init__(context)
         self._options: NixlPipeOptions = context.options if context.options is not None else NixlPipeOptions()
         host = context.host
-        self._only_loopback = host.startswith("unix:") or is_loopback(host)
+        self._only_loopback = host.startswith("unix:") or Address(host).is_loopback
         device = context.device
         self._settings = NixlPipeSettings(
             device=device if device == "cpu" or ":" in device else f"{device}:0",
@@ -58,4 +58,4 @@ def _is_of_this_host(connection: Connection) -> bool:
     """Whether the connection shows that the peer is on this host: then UCX needs no other interface."""
     if connection.sock.family == socket.AF_UNIX:
         return True
-    return is_loopback(connection.sock.getpeername()[0])
+    return Address(connection.sock.getpeername()[0]).is_loopback

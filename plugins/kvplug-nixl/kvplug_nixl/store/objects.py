@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplug import ClosedError, ConfigError, ResourceExhaustedError, TransportError
-from kvplug.transport import BlockingStore, TcpAddress, WireError, parse_server
+from kvplug.transport import Address, BlockingStore, WireError
 from kvplug_nixl.store.agent import Agent, Move
 from kvplug_nixl.store.options import ENDPOINT, NixlStoreOptions
 from kvplug_nixl.store.pages import HEAD_BYTES, TAIL_BYTES, Head
@@ -178,8 +178,8 @@ def _server(options: NixlStoreOptions) -> tuple[str, int]:
         return f"s3.{options.region}.amazonaws.com", 443
     found = ENDPOINT.fullmatch(options.endpoint)
     assert found is not None, "the options have checked it"
-    server = parse_server(found["server"], 443 if found["scheme"] == "https" else 80)
-    assert isinstance(server, TcpAddress)
+    server = Address.parse_server(found["server"], 443 if found["scheme"] == "https" else 80)
+    assert not server.is_unix
     return server.host, server.port
 
 

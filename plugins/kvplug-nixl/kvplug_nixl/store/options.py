@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import option, parse_server
+from kvplug.transport import Address, option
 
 _PREFIX: Final = re.compile(r"/?[A-Za-z0-9!_.()'-]+(/[A-Za-z0-9!_.()'-]+)*")
 """Characters that every S3 takes in keys as they are."""
@@ -26,7 +26,7 @@ def _endpoint(_: Any, __: Any, given: str | None) -> None:
     if given is not None and (found is None or found["server"].startswith("unix:")):
         raise ValueError("allowed is http://host:port or https://host")
     if found is not None:
-        parse_server(found["server"], 443)
+        Address.parse_server(found["server"], 443)
 
 
 def _path(_: Any, __: Any, given: str | None) -> None:

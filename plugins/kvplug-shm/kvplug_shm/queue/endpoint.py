@@ -13,16 +13,16 @@ from kvplug import TransportError
 from kvplug.net.wire.copying import copy_bytes
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    Address,
     Connection,
     Deadline,
     NamedExhaustion,
+    PeerIdentity,
     QueueContext,
     QueueEndpoint,
     QueueHandle,
     Timeout,
     WireError,
-    is_loopback,
-    local_domain,
 )
 from kvplug_shm.native.ends import copy_for_one_of, writing_end
 from kvplug_shm.options import ShmQueueOptions
@@ -69,7 +69,7 @@ class ShmQueueEndpoint(QueueEndpoint):
             max_message_bytes=self._max_message_bytes,
         )
         with contextlib.ExitStack() as undo:
-            domain = local_domain()
+            domain = PeerIdentity.of_this_process().domain
             ring, fd = ShmRingBuffer.create(sizes)
             undo.callback(ring.close)
             with contextlib.ExitStack() as undo_memory:
@@ -105,7 +105,7 @@ class ShmQueueEndpoint(QueueEndpoint):
     def _network(self, reader_table: ReaderTable, *, all_readers_local: bool) -> NetworkHalf | None:
         """The network half, if there can be readers on other hosts."""
         context = self.context
-        one_host = context.host.startswith("unix:") or is_loopback(context.host)
+        one_host = context.host.startswith("unix:") or Address(context.host).is_loopback
         if all_readers_local and (context.local_reader_ranks is not None or one_host):
             return None
         from kvplug_shm.queue.remote import serve
@@ -120,7 +120,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         handle.check(NAME, rank)
         match handle.data:
             case {"domain": str(domain), "contact": str(contact), "network": None | dict() as network}:
-                here = local_domain()
+                here = PeerIdentity.of_this_process().domain
                 same = here == domain or _NOWHERE in (here, domain)  # where it is not known, try it
                 if rank in handle.local_reader_ranks and same:
                     return self._local_reader(handle, contact, rank, deadline)

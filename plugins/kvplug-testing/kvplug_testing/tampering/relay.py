@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Final, Self
 
 from kvplug import KvplugError
-from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE, parse_contact
-from kvplug.transport import BackgroundThread, TcpAddress, UnixAddress
+from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE
+from kvplug.transport import Address, BackgroundThread
 from kvplug_testing.tampering.lies import Edit, StreamEditor, StreamId, frames_in, with_value
 
 _PROOF_BYTES: Final = {
@@ -63,7 +63,7 @@ class Relay:
 
     def stand_at(self, address: str, theirs: str) -> None:
         """Listen at a chosen address in the place of the listener at ``theirs``."""
-        self._listen(parse_contact(address), parse_contact(theirs))
+        self._listen(Address.parse_contact(address), Address.parse_contact(theirs))
 
     def __enter__(self) -> Self:
         return self
@@ -86,26 +86,24 @@ class Relay:
         with self._lock, contextlib.suppress(KvplugError):
             if ":" in word and word not in self._contacts.values() and not self._closed:
                 if word not in self._contacts:
-                    self._contacts[word] = self._stand_before(parse_contact(word))
+                    self._contacts[word] = self._stand_before(Address.parse_contact(word))
                 return self._contacts[word]
         return word
 
-    def _stand_before(self, there: UnixAddress | TcpAddress) -> str:
-        ours: Any = TcpAddress("127.0.0.1", 0)
-        if isinstance(there, UnixAddress):
-            ours = UnixAddress(f"kvplug-relay-{os.getpid()}-{secrets.token_hex(8)}")
+    def _stand_before(self, there: Address) -> str:
+        ours: Any = Address("127.0.0.1", 0)
+        if there.is_unix:
+            ours = Address(name=f"kvplug-relay-{os.getpid()}-{secrets.token_hex(8)}")
         return str(self._listen(ours, there))
 
-    def _listen(
-        self, ours: UnixAddress | TcpAddress, there: UnixAddress | TcpAddress
-    ) -> UnixAddress | TcpAddress:
-        if isinstance(ours, UnixAddress):
+    def _listen(self, ours: Address, there: Address) -> Address:
+        if ours.is_unix:
             listening = socket.socket(socket.AF_UNIX)
             listening.bind(ours.sockaddr)
             listening.listen()
         else:
             listening = socket.create_server((ours.host, ours.port))
-            ours = TcpAddress(ours.host, listening.getsockname()[1])
+            ours = Address(ours.host, listening.getsockname()[1])
         self._start(self._accept, listening, there)
         return ours
 
@@ -122,7 +120,7 @@ class Relay:
 
     # -- connections -----------------------------------------------------------------------------------
 
-    def _accept(self, listening: socket.socket, there: UnixAddress | TcpAddress) -> None:
+    def _accept(self, listening: socket.socket, there: Address) -> None:
         while True:
             try:
                 near, _ = listening.accept()
@@ -177,7 +175,7 @@ class Relay:
 
 
 def _dial(address: Any) -> socket.socket:
-    if isinstance(address, TcpAddress):
+    if not address.is_unix:
         return socket.create_connection((address.host, address.port))
     far = socket.socket(socket.AF_UNIX)
     try:

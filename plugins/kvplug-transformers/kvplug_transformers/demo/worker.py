@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvplug import Config, Registry, UnsupportedError, build_connector, required_layout
-from kvplug.engine import Parallelism, Request, RequestEnd, Side
+from kvplug.engine import Parallelism, Request, RequestEnd
 from kvplug.transport import Pipe
 from kvplug_transformers.processes.parent_link import ParentLink, start_log
 
@@ -62,7 +62,7 @@ class DemoWorker:
         """Of one copy of the loaded KV in memory."""
         self._workers: Workers | None = None
         """The processes that compute, if the engine has several."""
-        self._connectors: dict[Side, Any] = {}
+        self._connectors: dict[str, Any] = {}
 
     def run(self) -> int:
         """Run until the parent sends "stop", or a command fails. Returns the exit status."""
@@ -163,25 +163,25 @@ class DemoWorker:
         )
         model: PreTrainedModel | ShardedWorker = self._loaded.model
         if self._workers is None:
-            side = self._connectors[Side.WORKER] = build(Side.WORKER, connect=contacts)
+            side = self._connectors["worker"] = build("worker", connect=contacts)
             own = contacts_of(side)
         else:
             model = self._workers.open(options, connects=True, listen=listen, connect=contacts)
             own = model.contacts
         # With the role "both" the scheduler side follows the stores of its own workers, wherever they listen.
         connect_to = contacts or dict(enumerate(own)) or None
-        self._connectors[Side.SCHEDULER] = build(Side.SCHEDULER, connect=connect_to)
+        self._connectors["scheduler"] = build("scheduler", connect=connect_to)
         self._engine = Engine(
             model,
             options,
             facts=self._facts,
-            scheduler_connector=self._connectors[Side.SCHEDULER],
-            worker_connector=self._connectors.get(Side.WORKER),
+            scheduler_connector=self._connectors["scheduler"],
+            worker_connector=self._connectors.get("worker"),
         )
         worker = self._engine.worker
         self._parent.send("opened", contact=" ".join(worker.contacts))
         choice = worker.wait_until_ready()
-        self._connectors[Side.SCHEDULER].wait_until_ready()
+        self._connectors["scheduler"].wait_until_ready()
         self._parent.send("ready", **choice)
 
     def _engine_alone(self, options: EngineOptions) -> Engine:
@@ -329,7 +329,7 @@ class DemoWorker:
 
         Asks the scheduler side, as an engine does for a request that it has not admitted yet.
         """
-        scheduler = self._connectors[Side.SCHEDULER]
+        scheduler = self._connectors["scheduler"]
         end = time.monotonic() + patience_s
         for number in range(1 << 30):
             request = Request(

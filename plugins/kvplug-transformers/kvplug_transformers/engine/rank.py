@@ -24,7 +24,7 @@ from kvplug import (
     build_connector,
     build_queue,
 )
-from kvplug.engine import Parallelism, Side
+from kvplug.engine import Parallelism
 from kvplug.transport import Pipe, QueueHandle
 from kvplug_transformers.engine.step import Step
 from kvplug_transformers.processes.parent_link import ParentLink, start_log
@@ -113,7 +113,7 @@ class Rank:
         if connects:
             connector = build_connector(
                 self._config,
-                Side.WORKER,
+                "worker",
                 model=self._facts.info,
                 cache=cache,
                 parallelism=Parallelism(
@@ -138,7 +138,7 @@ class Rank:
         return {
             "sampled": sampled,
             "output": attrs.asdict(output, recurse=False),
-            "events": [(type(event).__name__, attrs.asdict(event, recurse=False)) for event in events],
+            "events": [attrs.asdict(event, recurse=False) for event in events],
             "route": worker.last_route,
         }
 

@@ -15,9 +15,6 @@ import attrs
 
 from kvplug import ClosedError, Config, KvplugError, PeerGoneError, TimeoutError, build_queue
 from kvplug.engine import (
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
     CacheEvent,
     ModelInfo,
     Plain,
@@ -39,7 +36,6 @@ _READY_S = 5.0
 """How much longer than the workers, who say more, to wait for their peers."""
 _OF_OTHERS = ("PeerGoneError", "TimeoutError", "TransportError")
 """Errors of a worker whose cause may be another worker."""
-_EVENTS = {kind.__name__: kind for kind in (BlocksStored, BlocksRemoved, BlocksCleared)}
 
 
 class RankError(KvplugError):
@@ -292,9 +288,7 @@ class ShardedWorker:
             As :class:`Workers`.
         """
         answers = self._workers.ask("step", engine=self._number, step=step.to_plain())
-        first, *others = [
-            [_EVENTS[name](**fields) for name, fields in answer["events"]] for answer in answers
-        ]
+        first, *others = [[CacheEvent(**fields) for fields in answer["events"]] for answer in answers]
         self._events += [event for event in first if all(event in each for each in others)]
         self.last_route = answers[0]["route"]
         output = self._reports.merge([WorkerOutput(**answer["output"]) for answer in answers])

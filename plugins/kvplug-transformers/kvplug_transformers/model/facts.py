@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvplug import UnsupportedError
-from kvplug.engine import ModelInfo, positions_of
+from kvplug.engine import ModelInfo
 
 _NOT_KV = (
     # (part of a cache layer's class name, what it means); the first match is reported
@@ -51,7 +51,7 @@ def describe(model: PreTrainedModel, name: str = "") -> ModelFacts:
         num_kv_heads=key.shape[1],
         head_size=key.shape[3],
         dtype=str(key.dtype).removeprefix("torch."),
-        rope=positions_of(config),
+        rope=ModelInfo.positions_of(config),
         window=None,
         weights=fingerprint(model),
     )

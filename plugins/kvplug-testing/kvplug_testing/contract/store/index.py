@@ -15,11 +15,6 @@ from kvplug.transport import (
     PageEvent,
     PageFollower,
     PageRemoval,
-    PagesCleared,
-    PagesDeclared,
-    PagesRemoved,
-    PagesSnapshot,
-    PagesStored,
     Presence,
     Series,
     Store,
@@ -46,17 +41,17 @@ class Index:
         self.events.append(event)
         if not self._follower.accept(event):
             self._faults.append(f"{event} is not the next event")
-        match event:
-            case PagesSnapshot() | PagesCleared():
+        match event.kind:
+            case "snapshot" | "cleared":
                 self._known.clear()
-            case PagesStored():
+            case "stored":
                 known = self._known[event.series]
                 if any(known.get(key) is Presence.HELD for key in event.keys):
                     self._faults.append(f"{event} is of pages that were there")
                 known.update(dict.fromkeys(event.keys, Presence.HELD))
-            case PagesDeclared():
+            case "declared":
                 self._known[event.series].update(dict.fromkeys(event.keys, COMING))
-            case PagesRemoved():
+            case "removed":
                 for key in event.keys:
                     self._known[event.series].pop(key, None)
 
@@ -72,7 +67,7 @@ class Index:
 
     def removals(self, key: bytes) -> list[PageRemoval]:
         """Why a key was removed, each time."""
-        removed = [event for event in self.events if isinstance(event, PagesRemoved)]
+        removed = [event for event in self.events if event.kind == "removed"]
         return [event.reason for event in removed if key in event.keys]
 
 
@@ -115,7 +110,7 @@ class WhatIsThere(StoreSuite):
         working.result(60)
         for index in [gone, *indices]:
             self._follows(store, index, batches[0].series)
-        removed = [event for event in gone.events if isinstance(event, PagesRemoved)]
+        removed = [event for event in gone.events if event.kind == "removed"]
         assert {event.reason for event in removed} == {PageRemoval.EVICTED, PageRemoval.REMOVED}
         leave()
         leave()
