@@ -72,35 +72,40 @@ class Leaf(enum.IntEnum):
     """The same of a numpy array."""
 
 
-MARKS = {int(mark): mark for mark in Mark}
-_OUT_OF_BAND = frozenset((int(Leaf.TENSOR_OUT_OF_BAND), int(Leaf.ARRAY_OUT_OF_BAND)))
-_LEAVES = frozenset(int(leaf) for leaf in Leaf) - _OUT_OF_BAND
-_MARK_SIZE = 3
-"""Bytes of a mark: ext8, length 0, code."""
+MARKS: Final = {int(mark): mark for mark in Mark}
+_OUT_OF_BAND: Final = frozenset((int(Leaf.TENSOR_OUT_OF_BAND), int(Leaf.ARRAY_OUT_OF_BAND)))
+_LEAVES: Final = frozenset(int(leaf) for leaf in Leaf)
+_EMPTY_EXTENSION: Final = b"\xc7\x00"
+"""What a mark begins with; its code follows."""
 
+# -- the first byte of an element ------------------------------------------------------------------
 
-def _fixed_sizes() -> bytes:
-    """For each first byte the size of an element whose size it fixes, 0 for the others."""
-    sizes = bytearray(256)
-    sizes[0x00:0x80] = b"\x01" * 128  # positive fixint
-    sizes[0xE0:0x100] = b"\x01" * 32  # negative fixint
-    sizes[0xA0:0xC0] = bytes(range(1, 33))  # fixstr
-    for first, size in {
-        0xC0: 1, 0xC2: 1, 0xC3: 1,  # nil, false, true
-        0xCA: 5, 0xCB: 9,  # float32, float64
-        0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,  # uint, int
-    }.items():  # fmt: skip
-        sizes[first] = size
-    return bytes(sizes)
+_SIZES: Final = bytearray(256)
+"""The size of an element whose first byte fixes it, 0 for other first bytes."""
+_SIZES[0x00:0x80] = b"\x01" * 128  # positive fixint
+_SIZES[0xE0:0x100] = b"\x01" * 32  # negative fixint
+_SIZES[0xA0:0xC0] = bytes(range(1, 33))  # fixstr
+for _first, _size in {
+    0xC0: 1, 0xC2: 1, 0xC3: 1,  # nil, false, true
+    0xCA: 5, 0xCB: 9,  # float32, float64
+    0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,  # uint, int
+}.items():  # fmt: skip
+    _SIZES[_first] = _size
 
-
-_FIXED = _fixed_sizes()
+_TEXT, _ARRAY, _MAP, _EXTENSION = range(4)
 _U8, _U16, _U32 = struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I")
-_TEXT_LENGTH = {0xC4: _U8, 0xC5: _U16, 0xC6: _U32, 0xD9: _U8, 0xDA: _U16, 0xDB: _U32}
-_ARRAY_LENGTH = {0xDC: _U16, 0xDD: _U32}
-_MAP_LENGTH = {0xDE: _U16, 0xDF: _U32}
-_EXT_LENGTH = {0xC7: _U8, 0xC8: _U16, 0xC9: _U32}
-_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_HEADS: Final[dict[int, tuple[int, int, struct.Struct | None]]] = {
+    **{0x90 + count: (_ARRAY, count, None) for count in range(16)},
+    **{0x80 + count: (_MAP, count, None) for count in range(16)},
+    **{0xD4 + power: (_EXTENSION, 1 << power, None) for power in range(5)},
+    0xC4: (_TEXT, 0, _U8), 0xC5: (_TEXT, 0, _U16), 0xC6: (_TEXT, 0, _U32),
+    0xD9: (_TEXT, 0, _U8), 0xDA: (_TEXT, 0, _U16), 0xDB: (_TEXT, 0, _U32),
+    0xDC: (_ARRAY, 0, _U16), 0xDD: (_ARRAY, 0, _U32),
+    0xDE: (_MAP, 0, _U16), 0xDF: (_MAP, 0, _U32),
+    0xC7: (_EXTENSION, 0, _U8), 0xC8: (_EXTENSION, 0, _U16), 0xC9: (_EXTENSION, 0, _U32),
+}  # fmt: skip
+"""Of the other first bytes: the kind of element, and how many bytes or elements it has; if a number after the
+first byte says so, how it is written."""
 
 
 def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None) -> bool:
@@ -118,60 +123,50 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
     items = limits.max_items
     marked = False
     try:
-        while True:
-            while left:
-                first = data[pos]
-                size = _FIXED[first]
-                if size:
-                    pos += size
-                    left -= 1
-                    continue
+        while left or outer:
+            if not left:
+                left, in_map = outer.pop()
+                continue
+            left -= 1
+            if size := _SIZES[data[pos]]:
+                pos += size
+                continue
+            begin = pos
+            kind, count, number = _HEADS[data[pos]]
+            pos += 1
+            if number is not None:
+                count = number.unpack_from(data, pos)[0]
+                pos += number.size
+            if kind == _TEXT:
+                pos += count
+                continue
+            if in_map and left % 2:
+                raise WireError(f"a container or extension is a map's key, at byte {begin}")
+            if kind == _EXTENSION:
+                pos = _validate_leaf(data, begin, pos, count, out_of_band)
+                continue
+            if kind == _MAP:
+                count *= 2
+            if count > end - pos:
+                raise WireError(f"a container claims {count} elements, and {end - pos} bytes are left")
+            items -= count
+            if items < 0:
+                raise WireError(f"more than {limits.max_items} elements")
+            if len(outer) >= limits.max_depth:
+                raise WireError(f"nested more than {limits.max_depth} deep")
+            outer.append((left, in_map))
+            left, in_map = count, kind == _MAP
+            if count and not in_map and data.startswith(_EMPTY_EXTENSION, pos):
+                code = data[pos + 2]
+                if code not in MARKS:
+                    raise WireError(f"unknown extension {code} without payload, at byte {pos}")
+                if code == Mark.DICT and count % 2 == 0:
+                    raise WireError(f"a dict with a key and no value, at byte {pos}")
+                marked = True
+                pos += 3
                 left -= 1
-                if first in _TEXT_LENGTH:
-                    length = _TEXT_LENGTH[first]
-                    pos += 1 + length.size + length.unpack_from(data, pos + 1)[0]
-                    continue
-                if in_map and left % 2:
-                    raise WireError(f"a container or extension is a map's key, at byte {pos}")
-                is_map = False
-                if 0x90 <= first < 0xA0:
-                    count = first & 0x0F
-                    pos += 1
-                elif 0x80 <= first < 0x90:
-                    count, is_map = 2 * (first & 0x0F), True
-                    pos += 1
-                elif first in _ARRAY_LENGTH:
-                    length = _ARRAY_LENGTH[first]
-                    count = length.unpack_from(data, pos + 1)[0]
-                    pos += 1 + length.size
-                elif first in _MAP_LENGTH:
-                    length = _MAP_LENGTH[first]
-                    count, is_map = 2 * length.unpack_from(data, pos + 1)[0], True
-                    pos += 1 + length.size
-                else:
-                    pos = _validate_leaf(data, pos, end, out_of_band)
-                    continue
-                if count > end - pos:
-                    raise WireError(f"a container claims {count} elements, and {end - pos} bytes are left")
-                items -= count
-                if items < 0:
-                    raise WireError(f"more than {limits.max_items} elements")
-                if len(outer) >= limits.max_depth:
-                    raise WireError(f"nested more than {limits.max_depth} deep")
-                outer.append((left, in_map))
-                left, in_map = count, is_map
-                if count and not is_map and data.startswith(b"\xc7\x00", pos):
-                    code = data[pos + 2]
-                    if code not in MARKS:
-                        raise WireError(f"unknown extension {code} without payload, at byte {pos}")
-                    if code == Mark.DICT and count % 2 == 0:
-                        raise WireError(f"a dict with a key and no value, at byte {pos}")
-                    marked = True
-                    pos += _MARK_SIZE
-                    left -= 1
-            if not outer:
-                break
-            left, in_map = outer.pop()
+    except KeyError as e:
+        raise WireError(f"byte {data[pos]:#04x} starts no value, at byte {pos}") from e
     except (IndexError, struct.error) as e:
         raise WireError(f"a value is cut short after {end} bytes") from e
     if pos != end:
@@ -180,24 +175,16 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
     return marked
 
 
-def _validate_leaf(data: bytes, pos: int, end: int, out_of_band: list[slice] | None) -> int:
-    """Where the extension at ``pos`` ends, if it is one with a payload we know."""
-    first = data[pos]
-    if first in _FIXEXT:
-        size, at = _FIXEXT[first], pos + 1
-    elif first in _EXT_LENGTH:
-        length = _EXT_LENGTH[first]
-        size, at = length.unpack_from(data, pos + 1)[0], pos + 1 + length.size
-    else:
-        raise WireError(f"byte {first:#04x} starts no value, at byte {pos}")
-    code = data[at]
-    known = code in _LEAVES or (out_of_band is not None and code in _OUT_OF_BAND)
-    if not known or size == 0:
-        raise WireError(f"extension {code} is not accepted here, at byte {pos}")
-    if size > end - at - 1:
-        raise WireError(f"an extension claims {size} bytes, and {end - at - 1} are left")
+def _validate_leaf(data: bytes, begin: int, at: int, size: int, out_of_band: list[slice] | None) -> int:
+    """Where the extension at ``begin`` ends, whose code is ``at``, if it is one with a payload we know."""
+    code, payload = data[at], slice(at + 1, at + 1 + size)
+    is_apart = code in _OUT_OF_BAND
+    if code not in _LEAVES or size == 0 or (is_apart and out_of_band is None):
+        raise WireError(f"extension {code} is not accepted here, at byte {begin}")
+    if payload.stop > len(data):
+        raise WireError(f"an extension claims {size} bytes, and {len(data) - payload.start} are left")
     if code == Leaf.DTYPE and size != 1:
         raise WireError(f"a dtype is one byte, not {size}")
-    if out_of_band is not None and code in _OUT_OF_BAND:
-        out_of_band.append(slice(at + 1, at + 1 + size))
-    return int(at + 1 + size)
+    if is_apart and out_of_band is not None:
+        out_of_band.append(payload)
+    return payload.stop

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -44,63 +44,27 @@ ALIGNMENT: Final = 64
 MIN_BYTES: Final = 4096
 """A smaller tensor costs less inside the head."""
 
-_MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
-_MARK_EXT = {mark: msgspec.msgpack.Ext(int(mark), b"") for mark in Mark}
-CARRIED: Final = (
+_CARRIED: Final = (
     "None, bool, int of 64 bits, float, str, bytes, list, tuple, set, frozenset, dict, torch.dtype,"
     " CPU tensor, numpy array"
 )
-
-# -- encoding --------------------------------------------------------------------------------------
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_LARGE_BYTES: Final = 64 << 10
-_MOST_LOOKED_AT: Final = 16
-
-
-def pack(value: Any) -> bytes:
-    """What msgspec writes for a value of :func:`lower`.
-
-    ``Encoder.encode`` enlarges its memory as it goes, and crashes the process where there is no more
-    (msgspec 0.22). So a value that is seen to be large is written into memory that was taken before.
-
-    Raises:
-        MemoryError: there is not that much.
-    """
-    nbytes = _large_nbytes(value)
-    if not nbytes:
-        return _encoder.encode(value)
-    memory = bytearray(nbytes + _LARGE_BYTES)
-    _encoder.encode_into(value, memory)
-    return bytes(memory)
-
-
-def _large_nbytes(value: Any) -> int:
-    """Bytes of the large byte strings and texts in a value, and in its elements if they are few."""
-    kind = type(value)
-    if kind is bytes:
-        return len(value) if len(value) > _LARGE_BYTES else 0
-    if kind is str:
-        return 4 * len(value) if len(value) > _LARGE_BYTES else 0
-    if kind is list and len(value) <= _MOST_LOOKED_AT:
-        return sum(map(_large_nbytes, value))
-    if kind is dict and len(value) <= _MOST_LOOKED_AT:
-        return sum(map(_large_nbytes, value.values()))
-    if kind is msgspec.msgpack.Ext:
-        return len(value.data) if len(value.data) > _LARGE_BYTES else 0
-    return 0
-
-
-def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """The bytes of ``value``.
-
-    Raises:
-        UnsupportedError: something in it is not carried; the message names the path, the type and what is.
-        CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
-            peer would refuse it.
-        ResourceExhaustedError: there is no memory for them.
-    """
-    return _encode(value, limits, None)
+_AS_THEY_ARE: Final = frozenset({type(None), bool, int, float, str, bytes})
+"""msgspec writes them, and no other type, as they are, also as the keys of a dict."""
+_MARKS: Final[dict[type, Mark | None]] = {
+    list: None,
+    tuple: Mark.TUPLE,
+    set: Mark.SET,
+    frozenset: Mark.FROZENSET,
+    dict: Mark.DICT,
+}
+_MARK_EXT: Final = {mark: msgspec.msgpack.Ext(int(mark), b"") for mark in Mark}
+_ARRAY_DTYPES: Final = frozenset(
+    {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
+    | {"float16", "float32", "float64", "complex64", "complex128"}
+)
+"""numpy's names that are also torch's."""
+_OUT_OF_BAND: Final = {Leaf.TENSOR: Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY: Leaf.ARRAY_OUT_OF_BAND}
+_ARRAYS: Final = (Leaf.ARRAY, Leaf.ARRAY_OUT_OF_BAND)
 
 
 class OutOfBand(NamedTuple):
@@ -122,6 +86,21 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+# -- encoding --------------------------------------------------------------------------------------
+
+
+def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """The bytes of ``value``.
+
+    Raises:
+        UnsupportedError: something in it is not carried; the message names the path, the type and what is.
+        CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
+            peer would refuse it.
+        ResourceExhaustedError: there is no memory for them.
+    """
+    return _encode(value, limits, _Leaves(sys.maxsize))
+
+
 def encode_out_of_band(
     value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = DEFAULT_LIMITS
 ) -> OutOfBand:
@@ -130,162 +109,169 @@ def encode_out_of_band(
     No byte of them is copied, unless a tensor or array is not contiguous. Raises as :func:`encode`; the bound
     of bytes is for head and memories together.
     """
-    memories = Memories(min_bytes)
-    return OutOfBand(_encode(value, limits, memories), memories.found)
+    leaves = _Leaves(min_bytes)
+    return OutOfBand(_encode(value, limits, leaves), leaves.memories)
 
 
-class Memories:
-    """The memories of tensors and arrays that a value is written without."""
-
-    __slots__ = ("min_bytes", "found")
-
-    def __init__(self, min_bytes: int) -> None:
-        self.min_bytes = min_bytes
-        self.found: list[memoryview] = []
-
-
-def _encode(value: object, limits: Limits, memories: Memories | None) -> bytes:
+def _encode(value: object, limits: Limits, leaves: _Leaves) -> bytes:
     try:
-        plain = type(value) in AS_THEY_ARE
-        data = pack(value if plain else lower(value, limits.max_depth, [limits.max_items], memories))
-    except (UnsupportedError, UnicodeEncodeError) as e:
-        explain(value, limits.max_depth, e)
+        plain = type(value) in _AS_THEY_ARE
+        data = _pack(value if plain else _lowered(value, limits.max_depth, [limits.max_items], leaves))
+    except (UnsupportedError, UnicodeEncodeError, OverflowError) as e:
+        raise _with_path(value, limits.max_depth, e) from e
     except (MemoryError, RuntimeError) as e:
         NamedExhaustion.check(e, "encoding a value")
         raise
-    nbytes = len(data) + (sum(memory.nbytes for memory in memories.found) if memories is not None else 0)
+    nbytes = len(data)
+    for memory in leaves.memories:
+        nbytes += memory.nbytes
     if nbytes > limits.max_bytes:
         raise CapacityError(f"the value takes {nbytes} bytes, and at most {limits.max_bytes} are sent")
     return data
 
 
-def lower(value: Any, depth: int, count: list[int], memories: Memories | None = None) -> Any:
-    """What msgspec writes for ``value``: only types of its own, and marks."""
+def _lowered(value: Any, depth: int, room: list[int], leaves: _Leaves) -> Any:
+    """What msgspec writes for ``value``: only types of its own, and marks. ``room``: elements allowed."""
     kind = type(value)
-    if kind is str or kind is bytes or kind is float or kind is bool or value is None:
+    if kind in _AS_THEY_ARE:
         return value
-    if kind is int:
-        if not _MIN_INT <= value <= _MAX_INT:
-            raise UnsupportedError(f"an integer of {value.bit_length()} bits does not fit into 64")
-        return value
-    if kind is list or kind is tuple or kind is set or kind is frozenset or kind is dict:
-        if depth == 0:
-            raise CapacityError("the value is nested too deeply to be sent (or contains itself)")
-        kinds = set(map(type, value))
-        native = kind is list or (kind is dict and kinds <= _NATIVE_KEYS)
-        count[0] -= len(value) * (2 if kind is dict else 1) + (not native)  # a mark is an element too
-        if count[0] < 0:
-            raise CapacityError("the value has too many elements to be sent")
-        depth -= 1
-        if kind is dict:
-            if native:
-                if int in kinds:
-                    for key in value:
-                        lower(key, depth, count)  # for its size alone
-                return {
-                    k: v if type(v) in AS_THEY_ARE else lower(v, depth, count, memories)
-                    for k, v in value.items()
-                }
-            pairs = [_MARK_EXT[Mark.DICT]]
-            for k, v in value.items():
-                pairs.append(lower(k, depth, count, memories))
-                pairs.append(lower(v, depth, count, memories))
-            return pairs
-        if kinds <= AS_THEY_ARE or (kinds == {int} and min(value) >= _MIN_INT and max(value) <= _MAX_INT):
-            lowered = list(value)
-        else:
-            lowered = [
-                item if type(item) in AS_THEY_ARE else lower(item, depth, count, memories) for item in value
-            ]
-        if kind is not list:
-            lowered.insert(0, _MARK_EXT[_CONTAINER_MARKS[kind]])
-        return lowered
-    return _lower_foreign(value, memories)
+    if kind not in _MARKS:
+        return leaves.extension_of(value)
+    if depth == 0:
+        raise CapacityError("the value is nested too deeply to be sent (or contains itself)")
+    mark = _MARKS[kind]
+    if kind is dict and _AS_THEY_ARE.issuperset(map(type, value)):
+        mark = None
+    room[0] -= len(value) * (2 if kind is dict else 1) + (mark is not None)  # a mark is an element too
+    if room[0] < 0:
+        raise CapacityError("the value has too many elements to be sent")
+    if kind is dict and mark is None:
+        return {
+            k: v if type(v) in _AS_THEY_ARE else _lowered(v, depth - 1, room, leaves)
+            for k, v in value.items()
+        }
+    items = list(chain.from_iterable(value.items()) if kind is dict else value)
+    if not _AS_THEY_ARE.issuperset(map(type, items)):
+        items = [
+            item if type(item) in _AS_THEY_ARE else _lowered(item, depth - 1, room, leaves) for item in items
+        ]
+    if mark is not None:
+        items.insert(0, _MARK_EXT[mark])
+    return items
 
 
-AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
-"""msgspec writes them, and no other type, as they are."""
-_NATIVE_KEYS = frozenset({type(None), bool, int, float, str, bytes})
-_CONTAINER_MARKS: dict[type, Mark] = {tuple: Mark.TUPLE, set: Mark.SET, frozenset: Mark.FROZENSET}
+class _Leaves:
+    """Writes dtypes, tensors and arrays; those of at least ``min_bytes`` without their memories."""
+
+    __slots__ = ("memories", "_min_bytes")
+
+    def __init__(self, min_bytes: int) -> None:
+        self.memories: list[memoryview] = []
+        self._min_bytes = min_bytes
+
+    def extension_of(self, value: Any) -> msgspec.msgpack.Ext:
+        """Raises UnsupportedError: it is not carried."""
+        torch = sys.modules.get("torch")
+        # An import under way in another thread shows a module without its names: nothing is a tensor yet.
+        if torch is not None and hasattr(torch, "Tensor") and hasattr(torch, "dtype"):
+            if isinstance(value, torch.dtype):
+                name = tensors.dtype_name(value)
+                if name in tensors.DTYPES:
+                    return msgspec.msgpack.Ext(int(Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
+                raise UnsupportedError(f"the dtype {value} is not carried")
+            if type(value) is torch.Tensor:
+                return self._extension(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
+            if value.dtype.name not in _ARRAY_DTYPES or not value.dtype.isnative:
+                raise UnsupportedError(
+                    f"a numpy array of dtype {value.dtype} is not carried; these are, in the machine's byte"
+                    f" order: {', '.join(sorted(_ARRAY_DTYPES))}"
+                )
+            flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+            meta = tensors.TensorMeta(value.dtype.name, value.shape)
+            return self._extension(Leaf.ARRAY, meta, memoryview(flat).toreadonly())
+        kind = type(value)
+        where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
+
+    def _extension(self, leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview) -> msgspec.msgpack.Ext:
+        if memory.nbytes < self._min_bytes:
+            return msgspec.msgpack.Ext(int(leaf), b"".join((tensors.encode_meta(meta), memory)))
+        self.memories.append(memory)
+        return msgspec.msgpack.Ext(int(_OUT_OF_BAND[leaf]), tensors.encode_meta(meta))
 
 
-def _lower_foreign(value: Any, memories: Memories | None) -> msgspec.msgpack.Ext:
-    torch = sys.modules.get("torch")
-    # An import under way in another thread shows a module without its names; then nothing is a tensor yet.
-    if torch is not None and hasattr(torch, "Tensor") and hasattr(torch, "dtype"):
-        if isinstance(value, torch.dtype):
-            name = tensors.dtype_name(value)
-            if name in tensors.DTYPES:
-                return msgspec.msgpack.Ext(int(Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
-            raise UnsupportedError(f"the dtype {value} is not carried")
-        if type(value) is torch.Tensor:
-            return _leaf(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value), memories)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
-        if value.dtype.name not in _ARRAY_DTYPES or not value.dtype.isnative:
-            raise UnsupportedError(
-                f"a numpy array of dtype {value.dtype} is not carried; these are, in the machine's byte"
-                f" order: {', '.join(sorted(_ARRAY_DTYPES))}"
-            )
-        flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
-        meta = tensors.TensorMeta(value.dtype.name, value.shape)
-        return _leaf(Leaf.ARRAY, meta, memoryview(flat).toreadonly(), memories)
+_encoder: Final = msgspec.msgpack.Encoder()
+_LARGE_BYTES: Final = 64 << 10
+_MOST_LOOKED_AT: Final = 16
+
+
+def _pack(value: Any) -> bytes:
+    """What msgspec writes for a value of :func:`_lowered`.
+
+    ``Encoder.encode`` enlarges its memory as it goes, and crashes the process where there is no more
+    (msgspec 0.22). So a value that is seen to be large is written into memory that was taken before.
+
+    Raises:
+        MemoryError: there is not that much.
+    """
+    nbytes = _large_nbytes(value)
+    if not nbytes:
+        return _encoder.encode(value)
+    memory = bytearray(nbytes + _LARGE_BYTES)
+    _encoder.encode_into(value, memory)
+    return bytes(memory)
+
+
+def _large_nbytes(value: Any) -> int:
+    """Bytes of the large byte strings and texts in a value, and in its elements if they are few."""
     kind = type(value)
-    where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
+    if kind is list or kind is dict:
+        items = value if kind is list else value.values()
+        return sum(map(_large_nbytes, items)) if len(items) <= _MOST_LOOKED_AT else 0
+    if kind is bytes:
+        nbytes = len(value)
+    elif kind is str:
+        nbytes = 4 * len(value)
+    elif kind is msgspec.msgpack.Ext:
+        nbytes = len(value.data)
+    else:
+        return 0
+    return nbytes if nbytes > _LARGE_BYTES else 0
 
 
-def _leaf(
-    leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview, memories: Memories | None
-) -> msgspec.msgpack.Ext:
-    if memories is None or memory.nbytes < memories.min_bytes:
-        return msgspec.msgpack.Ext(int(leaf), b"".join((tensors.encode_meta(meta), memory)))
-    memories.found.append(memory)
-    return msgspec.msgpack.Ext(int(APART_OF[leaf]), tensors.encode_meta(meta))
-
-
-APART_OF: Final = {Leaf.TENSOR: Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY: Leaf.ARRAY_OUT_OF_BAND}
-_ARRAY_DTYPES: Final = frozenset(
-    {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
-    | {"float16", "float32", "float64", "complex64", "complex128"}
-)
-"""numpy's names that are also torch's."""
-
-
-def explain(value: object, depth: int, error: Exception) -> NoReturn:
-    """Raise ``error`` again with the path to the value that caused it. Slow, and only ever run once."""
+def _with_path(value: object, depth: int, error: Exception) -> UnsupportedError:
+    """``error`` with the path to the value that caused it. Slow, and only called for a refusal."""
     for path, item in _walk(value, "value", depth):
-        kind = type(item)
-        if kind in _CONTAINER_MARKS or kind is list or kind is dict:
-            continue
         try:
-            pack(lower(item, 0, [0], Memories(0)))
+            _pack(_lowered(item, 0, [0], _Leaves(0)))
         except UnsupportedError as e:
-            raise UnsupportedError(f"{path}: {e}; carried are: {CARRIED}") from e
+            return UnsupportedError(f"{path}: {e}; carried are: {_CARRIED}")
         except UnicodeEncodeError as e:
-            raise UnsupportedError(f"{path}: a str with a lone surrogate has no UTF-8: {e}") from e
-    raise UnsupportedError(f"value: {error}") from error  # changed by another thread meanwhile
+            return UnsupportedError(f"{path}: a str with a lone surrogate has no UTF-8: {e}")
+        except OverflowError:
+            return UnsupportedError(f"{path}: an integer of {item.bit_length()} bits does not fit into 64")
+    return UnsupportedError(f"value: {error}")  # changed by another thread meanwhile
 
 
 def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    yield path, value
-    if depth < 0:
-        return
+    """Everything in ``value`` that is no container, with its path."""
     kind = type(value)
-    if kind is dict:
+    if kind not in _MARKS:
+        yield path, value
+    elif depth >= 0 and kind is dict:
         for k, v in value.items():
             yield from _walk(k, f"{path}, key {_short(k)}", depth - 1)
             yield from _walk(v, f"{path}[{_short(k)}]", depth - 1)
-    elif kind is list or kind is tuple:
+    elif depth >= 0:
         for i, item in enumerate(value):
-            yield from _walk(item, f"{path}[{i}]", depth - 1)
-    elif kind is set or kind is frozenset:
-        for item in value:
-            yield from _walk(item, f"{path}, member {_short(item)}", depth - 1)
+            step = f"[{i}]" if kind is list or kind is tuple else f", member {_short(item)}"
+            yield from _walk(item, path + step, depth - 1)
 
 
 def _short(key: object) -> str:
-    text = ascii(key) if type(key) in _NATIVE_KEYS else f"of type {type(key).__qualname__}"
+    text = ascii(key) if type(key) in _AS_THEY_ARE else f"of type {type(key).__qualname__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -342,28 +328,27 @@ def _decode(
         data = bytes(buf)  # a private copy: shared memory could change between the check and the use
         if memories is None:
             marked = validate(data, limits)
-            value = unpack(data)
+            value = _unpack(data)
         else:
             checked = _checked_short if nbytes <= _SHORT_BYTES else _checked
-            marked, leaves, wanted, lying = checked(data, limits)
+            marked, metas, wanted, lying = checked(data, limits)
             most = limits.max_bytes - nbytes
             if wanted > most:
                 raise WireError(f"a value whose tensors have {wanted} bytes; at most {most} are accepted")
             if lying != memories.nbytes:
                 raise WireError(
-                    f"the value's {len(leaves)} memories take {lying} bytes, and {memories.nbytes} came"
+                    f"the value's {len(metas)} memories take {lying} bytes, and {memories.nbytes} came"
                 )
-            if leaves:
-                make_leaf = _leaf_maker(memories.cast("B"), deque(leaves), make, copy)
-                value = msgspec.msgpack.decode(data, ext_hook=make_leaf)
-            else:
-                value = unpack(data)
-        return resolve(value) if marked else value
+            extension = _OutOfBandExtension(metas, memories.cast("B"), make, copy) if metas else _extension
+            value = msgspec.msgpack.decode(data, ext_hook=extension)
+        return _resolved(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
-    except MemoryError as e:
+    except (MemoryError, UnsupportedError, RuntimeError) as e:
         NamedExhaustion.check(e, f"decoding a value of {nbytes + (memories.nbytes if memories else 0)} bytes")
-        raise
+        if isinstance(e, MemoryError):
+            raise
+        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
 
 
 def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMeta, ...], int, int]:
@@ -375,9 +360,9 @@ def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMet
     """
     spans: list[slice] = []
     marked = validate(data, limits, spans)
-    leaves = tuple(tensors.decode_meta(data[span]) for span in spans)
-    sizes = [meta.nbytes for meta in leaves]
-    return marked, leaves, sum(sizes), sum(map(aligned, sizes))
+    metas = tuple(tensors.decode_meta(data[span]) for span in spans)
+    sizes = [meta.nbytes for meta in metas]
+    return marked, metas, sum(sizes), sum(map(aligned, sizes))
 
 
 _SHORT_BYTES: Final = 256
@@ -385,68 +370,56 @@ _checked_short = functools.lru_cache(maxsize=64)(_checked)
 """Many messages of a stream have the same head."""
 
 
-def _leaf_maker(
-    memories: memoryview,
-    leaves: deque[tensors.TensorMeta],
-    make: Callable[[tensors.TensorMeta], Tensor],
-    copy: CopyBytes,
-) -> Callable[[int, memoryview], Any]:
-    """What msgspec calls for each extension, in the order in which they stand."""
-    at = 0
-
-    def make_leaf(code: int, payload: memoryview) -> Any:
-        nonlocal at
-        if code not in (Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY_OUT_OF_BAND):
-            return extension(code, payload)
-        meta = leaves.popleft()
-        flat = memories[at : at + meta.nbytes]
-        at += aligned(meta.nbytes)
-        return build(code, meta, flat, make, copy)
-
-    return make_leaf
-
-
-def extension(code: int, payload: memoryview) -> Any:
+def _extension(code: int, payload: memoryview) -> Any:
     """What an extension that passed :func:`validate` stands for; called by msgspec."""
     if not payload.nbytes:
         return MARKS[code]
     # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
     # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
     payload = payload.cast("B")
-    if code != Leaf.DTYPE:
-        meta, flat = tensors.split_meta(payload)
-        if meta.nbytes != flat.nbytes:
-            raise WireError(
-                f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
-            )
-        return build(code, meta, flat, tensors.empty_like_meta)
-    try:
+    if code == Leaf.DTYPE:
         return tensors.dtype_of(tensors.name_of_code(payload[0]))
-    except UnsupportedError as e:
-        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
+    meta, flat = tensors.split_meta(payload)
+    if meta.nbytes != flat.nbytes:
+        raise WireError(
+            f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
+        )
+    return _built(code, meta, flat, tensors.empty_like_meta, copy_bytes)
 
 
-def build(
+class _OutOfBandExtension:
+    """The same in a head, whose extensions msgspec meets in the order in which their memories lie."""
+
+    def __init__(
+        self,
+        metas: tuple[tensors.TensorMeta, ...],
+        memories: memoryview,
+        make: Callable[[tensors.TensorMeta], Tensor],
+        copy: CopyBytes,
+    ) -> None:
+        self._metas, self._memories = iter(metas), memories
+        self._make, self._copy = make, copy
+
+    def __call__(self, code: int, payload: memoryview) -> Any:
+        if code not in (Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY_OUT_OF_BAND):
+            return _extension(code, payload)
+        meta = next(self._metas)
+        flat, self._memories = self._memories[: meta.nbytes], self._memories[aligned(meta.nbytes) :]
+        return _built(code, meta, flat, self._make, self._copy)
+
+
+def _built(
     code: int,
     meta: tensors.TensorMeta,
     flat: memoryview,
     make: Callable[[tensors.TensorMeta], Tensor],
-    copy: CopyBytes = copy_bytes,
-) -> Any:
+    copy: CopyBytes,
+) -> Tensor | ndarray[Any, Any]:
     """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
-    if code in (Leaf.ARRAY, Leaf.ARRAY_OUT_OF_BAND):
-        return _array_of(meta, flat)
-    try:
+    if code not in _ARRAYS:
         tensor = make(meta)
         tensors.copy_into(tensor, flat, copy)
-    except (UnsupportedError, RuntimeError) as e:
-        NamedExhaustion.check(e, f"decoding a tensor of {meta.nbytes} bytes")
-        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
-    return tensor
-
-
-def _array_of(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
-    """A new array of those bytes. Raises WireError: there is no numpy, or it refuses dtype or shape."""
+        return tensor
     if meta.dtype not in _ARRAY_DTYPES:
         raise WireError(f"numpy has no dtype {meta.dtype}")
     try:
@@ -461,25 +434,20 @@ def _array_of(meta: tensors.TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
     return array
 
 
-unpack: Final = msgspec.msgpack.Decoder(ext_hook=extension).decode
+_unpack: Final = msgspec.msgpack.Decoder(ext_hook=_extension).decode
 
 
-def resolve(value: Any) -> Any:
+def _resolved(value: Any) -> Any:
     """``value`` with its marked arrays turned into what they are; lists and dicts are changed in place."""
     kind = type(value)
-    if kind is dict:
-        for key, item in value.items():
-            if type(item) in _BUILT:
-                value[key] = resolve(item)
+    if kind is not list and kind is not dict:
         return value
-    if kind is not list:
+    for key, item in enumerate(value) if kind is list else value.items():
+        if type(item) is list or type(item) is dict:
+            value[key] = _resolved(item)
+    mark = value[0] if kind is list and value else None
+    if type(mark) is not Mark:
         return value
-    for i, item in enumerate(value):
-        if type(item) in _BUILT:
-            value[i] = resolve(item)
-    if not value or type(value[0]) is not Mark:
-        return value
-    mark = value[0]
     del value[0]
     if mark is Mark.TUPLE:
         return tuple(value)
@@ -492,6 +460,3 @@ def resolve(value: Any) -> Any:
     if len(members) != len(value):
         raise WireError("a set has a member twice")
     return members
-
-
-_BUILT = frozenset({list, dict})
