@@ -161,14 +161,16 @@ def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: boo
         change = "use the same draft model (--speculative-config) at both ends, or none"
         yield _differs("cache_layers", *pair, change)
     sizes = local.tensor_parallel_size, remote.tensor_parallel_size
-    if local.splits_heads and remote.splits_heads and not own_order:
+    # Every worker has the whole of a latent cache (a layout without K), so no block of it is ever divided.
+    needs_division = own_order and "K" in local.layout + remote.layout
+    if local.splits_heads and remote.splits_heads and not needs_division:
         if max(sizes) % min(sizes):
             yield _differs("tensor_parallel_size", *sizes, "make one a multiple of the other")
     else:
         if sizes[0] != sizes[1]:
             change = "split the heads over the same number of workers (--tensor-parallel-size)" + (
                 ": blocks in a kernel's own order cannot be divided"
-                if own_order
+                if needs_division
                 else ", or use a connector that converts the split, such as 'p2p'"
             )
             yield _differs("tensor_parallel_size", *sizes, change)

@@ -109,6 +109,7 @@ ENGINES = st.builds(
     layout=st.sampled_from(["KBTHD", "KBHTD", "BHTKD", "BTD"]),
     block_size=st.sampled_from([16, 32]),
     block_format=st.sampled_from(["", "", "", "engine/kernel", "engine/other"]),
+    splits_heads=st.booleans(),
 )
 HELLOS = st.builds(
     Hello,
@@ -269,6 +270,24 @@ def test_a_plain_pipe_meets_a_plain_pipe_and_no_engine() -> None:
 def test_weights_that_differ_or_are_unknown_are_refused(ours: str, theirs: str) -> None:
     (reason,) = refused(changed(OURS, weights=ours), changed(THEIRS, weights=theirs))
     assert reason.startswith("model.weights: ") and "set weights to the same text at both" in reason
+
+
+@pytest.mark.parametrize("layout", ["BTD", "KBTHD"])
+def test_blocks_in_a_kernels_own_order_go_to_another_number_of_workers_only_where_each_has_all(
+    layout: str,
+) -> None:
+    sides = []
+    for hello, size in ((OURS, 1), (THEIRS, 2)):
+        facts = {"layout": layout, "block_format": "engine 1/kernel", "tensor_parallel_size": size}
+        sides.append(changed(hello, splits_heads=True, tensor_parallel_rank=size - 1, **facts))
+    if layout == "BTD":
+        assert agree(*sides).converts == ()
+        reason, _ = refused(sides[0], changed(sides[1], splits_heads=False))
+        assert reason.startswith("tensor_parallel_size: ") and "use a connector that converts" in reason
+    else:
+        found = refused(*sides)
+        assert fields(found) == ["tensor_parallel_size", "tensor_parallel_rank"]
+        assert "blocks in a kernel's own order cannot be divided" in found[0]
 
 
 def test_blocks_in_a_kernels_own_order_go_only_where_all_is_equal() -> None:

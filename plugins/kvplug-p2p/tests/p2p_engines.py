@@ -241,6 +241,7 @@ class Sharded(FakeEngine):
         axes: str = "KBTHD",
         block_size: int = 16,
         num_blocks: int = 64,
+        block_format: str = "",
         seed: int = 0,
     ) -> None:
         built = {"block_size": block_size, "num_blocks": num_blocks}
@@ -248,7 +249,8 @@ class Sharded(FakeEngine):
             Shard(rank, size, num_heads, axes, seed=10 * seed + rank, **built) for rank in range(size)
         ]
         first = self.shards[0]
-        groups = (CacheGroup(layer_names=first.layer_names, layout=first.layout),)
+        layout = attrs.evolve(first.layout, block_format=block_format)
+        groups = (CacheGroup(layer_names=first.layer_names, layout=layout),)
         super().__init__(
             given,
             axes=axes,

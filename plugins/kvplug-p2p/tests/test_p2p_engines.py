@@ -46,6 +46,19 @@ def test_every_worker_gets_its_heads_of_a_producer_of_another_size(
         until_named(prefill, "stored")
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (4, 2)])
+def test_every_worker_gets_a_latent_cache_whole_also_in_a_kernels_own_order(theirs: int, ours: int) -> None:
+    with pair(
+        make=Sharded,
+        axes="BTD",
+        num_heads=0,
+        block_format="engine/kernel",
+        producer={"size": theirs},
+        consumer={"size": ours},
+    ) as (prefill, decode):
+        assert loaded(decode, request_of("a", PROMPT, params=stored(prefill))) == 96
+
+
 def test_a_producer_may_come_back_with_fewer_workers() -> None:
     given = {"num_heads": 4, "make": Sharded}
     with pair(producer={"size": 4}, consumer={"size": 1}, **given) as (prefill, decode):
