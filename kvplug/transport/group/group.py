@@ -220,6 +220,7 @@ class StatelessGroup:
             PeerGoneError, TimeoutError, ClosedError: rank 0 cannot take it.
         """
         self._check_rank(dst, other=True)
+        self._check_open()
         with self._sending[dst].taken():
             call = f"message from rank {self.rank} to rank {dst}, number"
             self._exchange(call, [dst], value, (), self._deadline(DEFAULT_TIMEOUT))
@@ -232,6 +233,7 @@ class StatelessGroup:
             PeerGoneError: it is gone, and nothing of it is left to receive.
         """
         self._check_rank(src, other=True)
+        self._check_open()
         with self._receiving[src].taken():
             call = f"message from rank {src} to rank {self.rank}, number"
             return self._exchange(call, (), None, [src], self._deadline(timeout))[0]
@@ -264,14 +266,19 @@ class StatelessGroup:
             self._access.send(("taken", call, number, list(senders)))
 
     def _ask(self, *request: Any) -> Any:
-        if self._closed:
-            raise ClosedError("the group is closed")
+        self._check_open()
         status, answer = self._access.ask(request)
         if status == OK:
             return answer
         if self._closed:
             raise ClosedError("the group was closed during the call")
         raise ERRORS.get(status, WireError)(peer_text(answer))
+
+    def _check_open(self) -> None:
+        # Checked before a call looks for another thread in the same call: in a forked child there may seem to be
+        # one, which is the parent's.
+        if self._closed:
+            raise ClosedError("the group is closed")
 
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._timeout_s)

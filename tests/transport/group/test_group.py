@@ -31,6 +31,7 @@ from kvplug.transport.group import remote
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.remote import PURPOSE
 from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
@@ -276,6 +277,25 @@ def members(contact: str, world_size: int, **verbs: str) -> Iterator[list[peers.
 
 def killed_soon(child: peers.Peer) -> Call:
     return Call(lambda: (time.sleep(0.2), child.kill()))
+
+
+def test_in_a_forked_child_messages_are_refused_though_a_thread_was_in_such_a_call(pair: Pair) -> None:
+    zero, one, _ = pair
+
+    def look() -> str:
+        calls: dict[str, Callable[[], Any]] = {
+            "recv": lambda: one.recv(0),
+            "send": lambda: one.send(1, 0),
+            "barrier": one.barrier,
+        }
+        return ", ".join(f"{name}: {type(Call(call).end().error).__name__}" for name, call in calls.items())
+
+    waiting = [Call(lambda: one.recv(0, 20)), Call(lambda: one.barrier(20))]
+    assert all(call.is_blocked() for call in waiting)
+    assert in_forked_child(look) == "recv: ClosedError, send: ClosedError, barrier: ClosedError"
+    zero.send("a message", 1)
+    zero.barrier()
+    assert [call.result() for call in waiting] == ["a message", None]
 
 
 def test_ranks_are_processes_and_a_killed_one_is_named_at_once() -> None:
