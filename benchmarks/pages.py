@@ -32,10 +32,10 @@ from typing import Any
 
 import kvplug
 from kvplug.engine import Request, RequestEnd
+from kvplug.net.wire.token_ids import pack_tokens
 from kvplug.transport import ChainMemo, PageBuffers, PageRequest, Series
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import token_identities
-from kvplug.transport.token_ids import pack_tokens
 from kvplug_testing.engine import FakeEngine, request_of
 
 PAGE_TOKENS = 16

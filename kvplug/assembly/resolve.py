@@ -29,10 +29,10 @@ from kvplug.metrics.sinks import Sink
 from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer
 from kvplug.net.affinity import choose_cpus
-from kvplug.net.checksum import available
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.tls import TlsFiles
+from kvplug.net.wire.checksum import available
 from kvplug.transport.capabilities import Capabilities, Requirements
 from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.spec import ConnectorSpec, DirectorySpec, Kind, Probe, StoreSpec, TransportSpec

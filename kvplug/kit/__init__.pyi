@@ -26,6 +26,7 @@ from kvplug.config.messages import (
     did_you_mean as did_you_mean,
 )
 from kvplug.config.options import (
+    check_options as check_options,
     describe_options as describe_options,
     option_fields as option_fields,
 )
@@ -77,6 +78,7 @@ from kvplug.transport.communicator.rank import (
 )
 from kvplug.transport.spec import (
     TRANSPORTS as TRANSPORTS,
+    Kind as Kind,
     load_target as load_target,
 )
 from kvplug.transport.store.events import (

@@ -26,9 +26,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
-from kvplug.net.affinity import set_own_cpus
+from kvplug.net.affinity import set_own_cpus, thread_cpus
 from kvplug.net.deadline import Deadline
 from kvplug.net.fork import LiveObjects
 
@@ -56,6 +57,14 @@ class BackgroundThread(threading.Thread):
         """
         super().__init__(target=target, name=name, args=args, daemon=True)
         self._ended_by: Stop | None = stop
+
+    @staticmethod
+    def affinity() -> AbstractContextManager[None]:
+        """A block in which threads that a library starts use the CPUs of kvplug's threads.
+
+        They inherit them from the calling thread, which has its own ones again afterwards.
+        """
+        return thread_cpus()
 
     def start(self) -> None:
         """Raises RuntimeError: there can be no more threads now, or the program has left."""

@@ -4,7 +4,6 @@ from kvplug.config.addresses import (
     Address as Address,
 )
 from kvplug.config.options import (
-    check_options as check_options,
     option as option,
 )
 from kvplug.errors import (
@@ -13,12 +12,6 @@ from kvplug.errors import (
     InsecureAddressError as InsecureAddressError,
     TensorMismatchError as TensorMismatchError,
     WireError as WireError,
-)
-from kvplug.net.affinity import (
-    thread_cpus as thread_cpus,
-)
-from kvplug.net.checksum import (
-    digest as digest,
 )
 from kvplug.net.deadline import (
     DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
@@ -145,7 +138,6 @@ from kvplug.transport.queue import (
 )
 from kvplug.transport.spec import (
     DirectorySpec as DirectorySpec,
-    Kind as Kind,
     Probe as Probe,
     StoreSpec as StoreSpec,
     TransportSpec as TransportSpec,
@@ -173,7 +165,6 @@ from kvplug.transport.store.format import (
 )
 from kvplug.transport.store.header import (
     PageSeal as PageSeal,
-    split_header as split_header,
 )
 from kvplug.transport.store.job import (
     GetJob as GetJob,
@@ -202,8 +193,4 @@ from kvplug.transport.store.store import (
     Store as Store,
     StoreContext as StoreContext,
     StoreLink as StoreLink,
-)
-from kvplug.transport.token_ids import (
-    pack_tokens as pack_tokens,
-    unpack_tokens as unpack_tokens,
 )

@@ -33,12 +33,14 @@ RECORD = Path(__file__).with_name("plugin-api-1.txt")
 DOORS = (kvplug, kvplug.engine, kvplug.transport, kvplug_testing)
 WIRE = {
     "kvplug.net.wire": tuple(kvplug.net.wire.__all__),
+    "kvplug.net.wire.checksum": ("digest",),
     "kvplug.net.wire.copying": ("LOCK_FREE_BYTES", "CopyBytes", "address_of", "copy_bytes"),
     "kvplug.net.wire.frames": ("HEADER_SIZE", "FrameKind", "decode_header", "encode_header"),
     "kvplug.net.wire.messages": (
         *("GOODBYE", "NONE", "SHORTEST_TENSOR_PREFIX", "prefix_size", "read_prefix"),
         *("Announcement", "tensor_prefix"),
     ),
+    "kvplug.net.wire.token_ids": ("pack_tokens", "unpack_tokens"),
     "kvplug.net.wire.tensors": (
         *("TensorMeta", "as_bits", "copy_into", "dense", "dtype_name", "dtype_of", "empty_like_meta"),
         *("encode_meta", "is_dense", "memory_of", "memory_of_writable", "meta_of", "split_meta"),

@@ -26,7 +26,8 @@ from kvplug.assembly import builtin
 from kvplug.engine import ConnectorSpec, KVCacheConfig, KVLayout, ModelInfo
 from kvplug.engine.connector.values import CacheGroup
 from kvplug.errors import InsecureAddressError, UnknownConnectorError, UnknownTransportError
-from kvplug.transport import Capabilities, Cost, Kind, Pipe, PipeEndpoint, Probe, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, Pipe, PipeEndpoint, Probe, TransportSpec, hookimpl
+from kvplug.transport.spec import Kind
 from kvplug_testing.memory.options import MemoryPipeOptions
 from kvplug_testing.memory.pipe import MemoryEndpoint
 from kvplug_testing.waits import until

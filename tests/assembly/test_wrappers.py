@@ -9,7 +9,8 @@ import pytest
 
 from kvplug import Config, ConfigError, PluginError, Registry, build_queue
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport.spec import Kind
 from kvplug_testing.sources import module_at
 
 AROUND = {"mark": "x"}

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="a thread is bound to one 
 PROGRAM = """
 import json, os
 import torch
-from kvplug.transport import BackgroundThread, thread_cpus
+from kvplug.transport import BackgroundThread
 
 def look():
     return {"cpus": sorted(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
@@ -28,7 +28,7 @@ found = {"main": look()}
 thread = BackgroundThread(lambda: found.update(ours=copy()), name="kvplug test", stop=lambda: None)
 thread.start()
 thread.join()
-with thread_cpus():
+with BackgroundThread.affinity():
     pass
 copy()
 found["main after"] = look()

@@ -16,7 +16,7 @@ MODULES = [
     for path in sorted(ROOT.rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
-NEEDS = {"kvplug.net.checksum": "xxhash"}
+NEEDS = {"kvplug.net.wire.checksum": "xxhash"}
 
 
 @pytest.mark.parametrize("name", MODULES)

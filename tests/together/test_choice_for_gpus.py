@@ -7,8 +7,9 @@ import pytest
 
 from kvplug import Registry
 from kvplug.negotiation.select import Offer, select
-from kvplug.transport import Kind, Probe
+from kvplug.transport import Probe
 from kvplug.transport.capabilities import Requirements
+from kvplug.transport.spec import Kind
 
 GPU = Requirements(device="cuda")
 

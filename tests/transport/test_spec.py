@@ -11,7 +11,8 @@ import pytest
 from kvplug import PluginError
 from kvplug.engine import CommandSpec, ConnectorSpec
 from kvplug.errors import PluginLoadError
-from kvplug.transport import Kind, TransportSpec
+from kvplug.transport import TransportSpec
+from kvplug.transport.spec import Kind
 
 KINDS = "allowed is pipe, queue, lookup_buffer or communicator"
 

@@ -11,8 +11,8 @@ from kvplug.config.config import Config, Role, directory_of
 from kvplug.config.messages import Fault, did_you_mean, listed, shown
 from kvplug.config.options import check_options, option_fields
 from kvplug.errors import ConfigError, PluginError
-from kvplug.net import checksum
 from kvplug.net.affinity import missing_cpus
+from kvplug.net.wire import checksum
 from kvplug.transport.directory import DirectoryContext
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, TransportSpec
 

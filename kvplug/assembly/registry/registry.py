@@ -190,8 +190,8 @@ class Registry:
     @overload
     def get(self, kind: Literal[Kind.COMMAND], name: str) -> CommandSpec: ...
     @overload
-    def get(self, kind: Kind, name: str) -> Spec: ...
-    def get(self, kind: Kind, name: str) -> Spec:
+    def get(self, kind: str, name: str) -> Spec: ...
+    def get(self, kind: str, name: str) -> Spec:
         """The spec that ``name`` (or ``distribution:name``) stands for.
 
         Raises:

@@ -33,7 +33,7 @@ from typing import Final
 
 import attrs
 
-from kvplug.net.checksum import digest
+from kvplug.net.wire.checksum import digest
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.keys import Series
 from kvplug.transport.store.results import MissReason
@@ -62,6 +62,22 @@ class PageSeal:
     """Whether headers have a checksum of each part of each layer."""
     secret: bytes | None = attrs.field(default=None, repr=False)
     """Key of the proof; ``None``: pages have none."""
+
+    @staticmethod
+    def split(page: Buffer) -> tuple[bytes, bytes, bytes, int] | None:
+        """Format digest, series id, identity and payload length that a header states; ``None`` if it is none.
+
+        For listing what a store holds; a page that is read is compared with what its reader expects instead.
+        """
+        if len(page) < _FIXED.size:
+            return None
+        magic, version, _, _, _, length, identity_length, payload, form, series = _FIXED.unpack_from(page)
+        if magic != MAGIC or version != VERSION or identity_length > MAX_IDENTITY_BYTES:
+            return None
+        identity = bytes(page[_FIXED.size : _FIXED.size + identity_length])
+        if len(identity) != identity_length or length < _FIXED.size + identity_length:
+            return None
+        return form, series, identity, payload
 
     @functools.cached_property
     def id(self) -> bytes:
@@ -191,22 +207,6 @@ def _hash_of() -> Callable[[Buffer], bytes]:
 
     found: Callable[[Buffer], bytes] = xxhash.xxh3_64_digest
     return found
-
-
-def split_header(page: Buffer) -> tuple[bytes, bytes, bytes, int] | None:
-    """Format digest, series id, identity and payload length that a header states; ``None`` if it is none.
-
-    For listing what a store holds; a page that is read is compared with what its reader expects instead.
-    """
-    if len(page) < _FIXED.size:
-        return None
-    magic, version, _, _, _, length, identity_length, payload, form, series = _FIXED.unpack_from(page)
-    if magic != MAGIC or version != VERSION or identity_length > MAX_IDENTITY_BYTES:
-        return None
-    identity = bytes(page[_FIXED.size : _FIXED.size + identity_length])
-    if len(identity) != identity_length or length < _FIXED.size + identity_length:
-        return None
-    return form, series, identity, payload
 
 
 def _difference(known: bytes, rest: int, header: bytes) -> MissReason:

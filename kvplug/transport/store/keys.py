@@ -22,8 +22,8 @@ from typing import Any, Final
 import attrs
 
 from kvplug.errors import LayoutError
+from kvplug.net.wire.token_ids import TOKEN_BYTES, pack_tokens
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.token_ids import TOKEN_BYTES, pack_tokens
 
 KEY_BYTES: Final = 32
 """Bytes of a chain and of a key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -11,7 +11,7 @@ KVPLUG_API = (1, 0)
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
-            kind=Kind.PIPE,
+            kind="pipe",
             name="cuda-ipc",
             factory="kvplug_cuda_ipc.pipe.endpoint:CudaIpcEndpoint",
             options="kvplug_cuda_ipc.options:CudaIpcPipeOptions",

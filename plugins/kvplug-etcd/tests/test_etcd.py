@@ -13,7 +13,8 @@ from server_process import certificates
 
 from etcd_server import EtcdServer
 from kvplug import ConfigError
-from kvplug.transport import Directory, DirectoryContext, check_options
+from kvplug.kit import check_options
+from kvplug.transport import Directory, DirectoryContext
 from kvplug_etcd.directory import EtcdDirectory
 from kvplug_etcd.gateway import Gateway
 from kvplug_etcd.options import EtcdOptions

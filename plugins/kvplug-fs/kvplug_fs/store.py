@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplug import CapacityError
-from kvplug.transport import BlockingStore, StoreContext, Usage, split_header
+from kvplug.transport import BlockingStore, PageSeal, StoreContext, Usage
 from kvplug_fs.folder import Folder, cost_of
 from kvplug_fs.ledger import Ledger
 from kvplug_fs.options import FolderOptions
@@ -149,7 +149,7 @@ def _series_of(path: str) -> bytes | None:
     try:
         for nbytes in _HEADER_BYTES:
             header = os.pread(fd, nbytes, 0)
-            stated = split_header(header)
+            stated = PageSeal.split(header)
             if stated is not None:
                 return stated[1]
             if len(header) < nbytes:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from kvplug import ConfigError, Registry
-from kvplug.transport import Kind
+from kvplug.transport.spec import Kind
 from kvplug_testing import StoreContract, check_plugin
 
 

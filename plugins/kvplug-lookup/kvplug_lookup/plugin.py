@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplug.engine import CommandSpec, ConnectorSpec
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -12,7 +12,7 @@ KVPLUG_API = (1, 0)
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
-            kind=Kind.LOOKUP_BUFFER,
+            kind="lookup_buffer",
             name="simple",
             factory="kvplug_lookup.buffer.endpoint:SimpleEndpoint",
             options="kvplug_lookup.buffer.options:SimpleOptions",

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport import Deadline, Job, PutReason, pack_tokens
+from kvplug.net.wire.token_ids import pack_tokens
+from kvplug.transport import Deadline, Job, PutReason
 from kvplug.transport.store.staging.store import StagedStore
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_testing.engine import PlannedStep, request_of

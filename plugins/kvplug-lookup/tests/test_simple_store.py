@@ -11,7 +11,8 @@ import torch
 
 from kvplug import CapacityError, Registry, TimeoutError, UnsupportedError
 from kvplug.config.options import check_options
-from kvplug.transport import Kind, LookupContext
+from kvplug.transport import LookupContext
+from kvplug.transport.spec import Kind
 from kvplug_testing import check_plugin
 from kvplug_testing.waits import until
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, Kind, StoreSpec, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -26,7 +26,7 @@ def kvplug_stores() -> list[StoreSpec]:
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
-            kind=Kind.PIPE,
+            kind="pipe",
             name="nixl",
             factory="kvplug_nixl.pipe.endpoint:NixlEndpoint",
             options="kvplug_nixl.pipe.options:NixlPipeOptions",

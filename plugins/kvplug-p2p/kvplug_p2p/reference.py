@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import attrs
 
 from kvplug.engine import BlockIds
-from kvplug.transport import pack_tokens
+from kvplug.net.wire.token_ids import pack_tokens
 
 OURS: Final = "kvplug"
 """The key under which stands what vLLM's NIXL connector has no field for."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvplug.engine import KVCacheConfig, LayoutError
-from kvplug.transport import BlockViews, digest
+from kvplug.net.wire.checksum import digest
+from kvplug.transport import BlockViews
 
 if TYPE_CHECKING:
     from torch import Tensor

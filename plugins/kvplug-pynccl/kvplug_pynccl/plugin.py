@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -11,7 +11,7 @@ KVPLUG_API = (1, 0)
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
-            kind=Kind.PIPE,
+            kind="pipe",
             name="pynccl",
             factory="kvplug_pynccl.pipe.endpoint:PyncclEndpoint",
             options="kvplug_pynccl.options:PyncclPipeOptions",
@@ -29,7 +29,7 @@ def kvplug_transports() -> list[TransportSpec]:
             ),
         ),
         TransportSpec(
-            kind=Kind.COMMUNICATOR,
+            kind="communicator",
             name="pynccl",
             factory="kvplug_pynccl.communicator.communicator:PyncclCommunicator",
             options="kvplug_pynccl.options:PyncclCommunicatorOptions",

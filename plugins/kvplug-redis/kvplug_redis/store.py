@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvplug import CapacityError
-from kvplug.transport import BlockingStore, PageError, StoreContext, Usage, WireError, split_header
+from kvplug.transport import BlockingStore, PageError, PageSeal, StoreContext, Usage, WireError
 from kvplug_redis.budget import Budget, drop_manifest
 from kvplug_redis.connection import Client, NoRoomError, told
 from kvplug_redis.landing import LANDED, LongReplyError, landing
@@ -290,7 +290,7 @@ class RedisStore(BlockingStore):
             name, at = self._names.manifest(key), HEAD_BYTES
         for nbytes in _HEADER_BYTES:
             header = client.getrange(name, at, at + nbytes - 1)
-            stated = split_header(header)
+            stated = PageSeal.split(header)
             if stated is not None:
                 return stated[1]
             if len(header) < nbytes:

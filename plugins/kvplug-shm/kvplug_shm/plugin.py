@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -11,7 +11,7 @@ KVPLUG_API = (1, 0)
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
-            kind=Kind.PIPE,
+            kind="pipe",
             name="shm",
             factory="kvplug_shm.pipe.endpoint:ShmEndpoint",
             options="kvplug_shm.options:ShmPipeOptions",
@@ -28,7 +28,7 @@ def kvplug_transports() -> list[TransportSpec]:
             ),
         ),
         TransportSpec(
-            kind=Kind.QUEUE,
+            kind="queue",
             name="shm",
             factory="kvplug_shm.queue.endpoint:ShmQueueEndpoint",
             options="kvplug_shm.options:ShmQueueOptions",

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from kvplug.transport import Kind, Pipe, PipeContext, Timeout
+from kvplug.kit import Kind
+from kvplug.transport import Pipe, PipeContext, Timeout
 from kvplug_testing import reporting
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import Contract

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvplug.engine import CommandSpec
-from kvplug.transport import Capabilities, Cost, Kind, StoreSpec, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
 _FAST, _SLOW = Cost(latency_us=10.0, gb_per_s=5.0), Cost(latency_us=100.0, gb_per_s=2.0)
 _TRANSPORTS = (
-    (Kind.PIPE, "pipe:MemoryEndpoint", _FAST, "both ends in one process"),
-    (Kind.COMMUNICATOR, "communicator:MemoryCommunicator", _SLOW, "the ranks' tensors go through a group"),
+    ("pipe", "pipe:MemoryEndpoint", _FAST, "both ends in one process"),
+    ("communicator", "communicator:MemoryCommunicator", _SLOW, "the ranks' tensors go through a group"),
 )
 
 
@@ -21,12 +21,10 @@ def kvplug_transports() -> list[TransportSpec]:
             kind=kind,
             name="memory",
             factory=f"kvplug_testing.memory.{factory}",
-            options="kvplug_testing.memory.options:MemoryPipeOptions" if kind is Kind.PIPE else None,
+            options="kvplug_testing.memory.options:MemoryPipeOptions" if kind == "pipe" else None,
             probe="kvplug_testing.memory.options:describe",
             summary=f"For tests: {summary}, nothing but Python",
-            capabilities=Capabilities(
-                devices={"cpu", "simulated"} if kind is Kind.PIPE else {"cpu"}, cost=cost
-            ),
+            capabilities=Capabilities(devices={"cpu", "simulated"} if kind == "pipe" else {"cpu"}, cost=cost),
             for_tests=True,
         )
         for kind, factory, cost, summary in _TRANSPORTS

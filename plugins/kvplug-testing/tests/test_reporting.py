@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 
 
 SUITE = """
-from kvplug.transport import Kind
+from kvplug.transport.spec import Kind
 from kvplug_testing import law
 from kvplug_testing.contract.base import Contract
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from kvplug import ConfigError
-from kvplug.transport import Kind
+from kvplug.transport.spec import Kind
 from kvplug_testing.contract import suites
 
 

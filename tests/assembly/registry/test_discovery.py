@@ -115,7 +115,7 @@ def test_a_group_that_looks_like_ours_is_named_and_another_is_left_alone(site: A
     for group, is_named in (("kv_plug", True), ("kvplug_rdma.drivers", False)):
         (info / "entry_points.txt").write_text(f"[{group}]\nmine = kvplug_mine.plugin\n")
         said = site.ask(
-            "from kvplug.transport import Kind\n"
+            "from kvplug.transport.spec import Kind\n"
             "try:\n"
             "    registry.get(Kind.PIPE, 'some-other')\n"
             "except PluginError as e:\n"

@@ -14,7 +14,8 @@ from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import name_faults, options_of
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError, UnknownTransportError
-from kvplug.transport import Kind, TransportSpec, hookimpl
+from kvplug.transport import TransportSpec, hookimpl
+from kvplug.transport.spec import Kind
 
 
 def transport(name: str, kind: str = "pipe", **more: Any) -> TransportSpec:

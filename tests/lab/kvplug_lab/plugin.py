@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Kind, TransportSpec, hookimpl
+from kvplug.transport import TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -19,10 +19,10 @@ def kvplug_transports() -> list[TransportSpec]:
             for_tests=True,
             wraps=True,
         )
-        for kind in (Kind.PIPE, Kind.QUEUE)
+        for kind in ("pipe", "queue")
     ]
     faulty = TransportSpec(
-        kind=Kind.PIPE,
+        kind="pipe",
         name="faulty",
         factory="kvplug_lab.faults:faulty",
         options="kvplug_lab.faults:FaultyOptions",

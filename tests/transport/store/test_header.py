@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.transport.store.format import PageFormat, Part, opaque_format
-from kvplug.transport.store.header import PageSeal, split_header
+from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.keys import Series
 from kvplug.transport.store.results import MissReason
 
@@ -40,7 +40,7 @@ def test_a_page_passes_as_what_it_is(seal) -> None:
     header = seal.header(series, b"identity", memoryview(PAYLOAD))
     assert len(header) == seal.header_length(FORM, b"identity")
     assert check(seal, series, header, PAYLOAD) is None
-    assert split_header(header) == (FORM.digest, series.id, b"identity", FORM.nbytes)
+    assert PageSeal.split(header) == (FORM.digest, series.id, b"identity", FORM.nbytes)
 
 
 @pytest.mark.parametrize("seal", SEALS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 """The plugin API this was written for. Read without importing anything, so it must be a literal."""
@@ -12,7 +12,7 @@ KVPLUG_API = (1, 0)
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
-            kind=Kind.QUEUE,
+            kind="queue",
             name="relay",
             factory="kvplug_relay.queue:RelayEndpoint",
             probe="kvplug_relay.probe:describe",

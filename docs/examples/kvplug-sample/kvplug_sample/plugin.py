@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 """The plugin API this was written for. Read without importing anything, so it must be a literal."""
@@ -16,7 +16,7 @@ def kvplug_transports() -> list[TransportSpec]:
     claimed = float(os.environ.get("SAMPLE_PIPE_GB_PER_S", "0.5"))
     return [
         TransportSpec(
-            kind=Kind.PIPE,
+            kind="pipe",
             name="sample",
             factory="kvplug_sample.pipe:SampleEndpoint",
             options="kvplug_sample.light:SampleOptions",

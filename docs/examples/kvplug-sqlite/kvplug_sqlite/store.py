@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvplug import CapacityError, ConfigError
-from kvplug.transport import BlockingStore, StoreContext, Usage, split_header
+from kvplug.transport import BlockingStore, PageSeal, StoreContext, Usage
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -78,7 +78,7 @@ class SqliteStore(BlockingStore):
         cost = (len(whole) // _BLOCK + 2) * _BLOCK
         if cost > self._size:
             raise CapacityError(f"a page of {cost} bytes in a database of {self._size}")
-        header = split_header(whole)
+        header = PageSeal.split(whole)
         row = [key, header[1] if header else b"", cost, time.time(), whole]
         with self._database() as db:
             db.execute("BEGIN IMMEDIATE")  # other writers wait until the commit

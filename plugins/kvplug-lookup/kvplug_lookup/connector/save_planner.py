@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvplug.engine import SchedulerOutput
-from kvplug.transport import pack_tokens
+from kvplug.net.wire.token_ids import pack_tokens
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.doubts import DoubtedBlocks
 from kvplug_lookup.connector.groups import Groups

@@ -26,14 +26,8 @@ from kvplug.engine import (
     WorkerOutput,
 )
 from kvplug.net.wire import from_plain
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    ChainMemo,
-    Deadline,
-    Store,
-    Timeout,
-    pack_tokens,
-)
+from kvplug.net.wire.token_ids import pack_tokens
+from kvplug.transport import DEFAULT_TIMEOUT, ChainMemo, Deadline, Store, Timeout
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.doubts import DoubtedBlocks
 from kvplug_lookup.connector.engines import EngineSources

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug.engine import ConnectorContext, PeerLink
+from kvplug.net.wire.checksum import digest
 from kvplug.net.wire.tensors import memory_of
-from kvplug.transport import Deadline, LookupBuffer, Pipe, WireError, digest, unpack_tokens
+from kvplug.net.wire.token_ids import unpack_tokens
+from kvplug.transport import Deadline, LookupBuffer, Pipe, WireError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,15 +14,8 @@ import attrs
 
 from kvplug import AuthenticationError, ClosedError, ConfigError, HandshakeError, KvplugError, TimeoutError
 from kvplug.engine import CacheGroup, ConnectorContext, PeerLink, reason_of
-from kvplug.transport import (
-    BackgroundThread,
-    Deadline,
-    LookupBuffer,
-    Timeout,
-    WireError,
-    close_after_fork,
-    pack_tokens,
-)
+from kvplug.net.wire.token_ids import pack_tokens
+from kvplug.transport import BackgroundThread, Deadline, LookupBuffer, Timeout, WireError, close_after_fork
 from kvplug_lookup.simple.entries import CLOSE_S, LOAD, MATCH, open_pipes
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,8 @@ from kvplug.engine import (
     SchedulerOutput,
     WorkerOutput,
 )
-from kvplug.transport import DEFAULT_TIMEOUT, Timeout, pack_tokens
+from kvplug.net.wire.token_ids import pack_tokens
+from kvplug.transport import DEFAULT_TIMEOUT, Timeout
 from kvplug_lookup.simple.peer import PeerMatcher, Question, group_of
 
 

@@ -15,14 +15,8 @@ import attrs
 
 from kvplug import HandshakeError, IntegrityError, KvplugError
 from kvplug.engine import ConnectorContext, KVLayout, LayoutError, PeerLink, Plain, WorkerConnector, reason_of
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Deadline,
-    EntryHeader,
-    EntrySink,
-    Timeout,
-    unpack_tokens,
-)
+from kvplug.net.wire.token_ids import unpack_tokens
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, EntryHeader, EntrySink, Timeout
 from kvplug_lookup.simple.entries import Entries, digest_of
 from kvplug_lookup.simple.peer import PeerBuffer, group_of
 

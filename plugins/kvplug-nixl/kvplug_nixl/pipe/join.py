@@ -16,6 +16,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
+from kvplug.net.wire.checksum import digest
 from kvplug.net.wire.tensors import memory_of
 from kvplug.transport import (
     Channel,
@@ -24,7 +25,6 @@ from kvplug.transport import (
     HeartbeatTerms,
     NamedExhaustion,
     WireError,
-    digest,
     peer_text,
 )
 from kvplug_nixl.agent import Agent

@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import KvplugError, TransportError
-from kvplug.transport import BackgroundThread, NamedExhaustion, close_after_fork, thread_cpus
+from kvplug.transport import BackgroundThread, NamedExhaustion, close_after_fork
 from kvplug_shm.queue.remote_descriptors import ContextDescriptors
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class SocketThread(abc.ABC):
                 with self._descriptors.opening() as opened:
                     self._context = zmq.Context()
                     has_context = True
-                    with thread_cpus():  # ZeroMQ starts its threads with the first socket
+                    with BackgroundThread.affinity():  # ZeroMQ starts its threads with the first socket
                         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
                     self._socket.linger = 0
                     self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK

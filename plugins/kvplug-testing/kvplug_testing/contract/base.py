@@ -27,8 +27,8 @@ import attrs
 import pytest
 
 from kvplug import ConfigError, Registry
-from kvplug.kit import Secret
-from kvplug.transport import Credentials, Kind, check_options
+from kvplug.kit import Kind, Secret, check_options
+from kvplug.transport import Credentials
 from kvplug_testing import peers
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.forkserver import ForkServer

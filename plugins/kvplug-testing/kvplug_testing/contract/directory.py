@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Final
 import pytest
 
 from kvplug import ConfigError
-from kvplug.transport import Directory, DirectoryContext, Kind
+from kvplug.kit import Kind
+from kvplug.transport import Directory, DirectoryContext
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Final
 import pytest
 
 from kvplug.engine import Sink
-from kvplug.kit import BOUNDS_S, Op, Reason, StatsSnapshot
-from kvplug.transport import Kind
+from kvplug.kit import BOUNDS_S, Kind, Op, Reason, StatsSnapshot
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract, law
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug.transport import Kind
+from kvplug.kit import Kind
 from kvplug_testing.sources import at_source
 
 

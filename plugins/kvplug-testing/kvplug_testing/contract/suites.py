@@ -11,8 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from kvplug import ConfigError, Registry
-from kvplug.kit import TRANSPORTS, UnknownTransportError, did_you_mean, discover, option_fields
-from kvplug.transport import Kind
+from kvplug.kit import TRANSPORTS, Kind, UnknownTransportError, did_you_mean, discover, option_fields
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.plugin import PluginContract
 

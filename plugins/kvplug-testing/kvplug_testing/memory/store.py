@@ -17,12 +17,12 @@ from kvplug.transport import (
     PageEvent,
     PageEventLog,
     PageRemoval,
+    PageSeal,
     Presence,
     Series,
     StoreContext,
     Timeout,
     Usage,
-    split_header,
 )
 
 _FOR_EVER_S = 1e8
@@ -230,7 +230,7 @@ class PagePlace(BlockingStore):
 
 def series_of(page: bytes) -> bytes:
     """The series id in a page's header; zeros if it has none."""
-    found = split_header(page)
+    found = PageSeal.split(page)
     return bytes(SERIES_BYTES) if found is None else found[1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvplug import Registry
-from kvplug.transport import Kind, PipeContext, PipeEndpoint, TransportSpec, hookimpl
+from kvplug.transport import PipeContext, PipeEndpoint, TransportSpec, hookimpl
 
 
 def pynccl(context: PipeContext) -> PipeEndpoint:
@@ -37,7 +37,7 @@ class _Pipes:
 
         made: list[TransportSpec] = []
         for plugin, factory in ((of_pynccl, "pynccl"), (of_cuda_ipc, "cuda_ipc")):
-            (spec,) = [spec for spec in plugin.kvplug_transports() if spec.kind is Kind.PIPE]
+            (spec,) = [spec for spec in plugin.kvplug_transports() if spec.kind == "pipe"]
             able: Any = attrs.evolve(spec.capabilities, devices={"cpu"})
             made.append(
                 attrs.evolve(spec, factory=f"kvplug_lab.gpu.pipes:{factory}", capabilities=able, probe=None)

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import attrs
 
 from kvplug import StatelessGroup
-from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator, Kind
+from kvplug.kit import Kind
+from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator
 from kvplug_testing.contract.communicator.ends import CommunicatorEnds
 from kvplug_testing.contract.communicator.tensors import WORLD
 from kvplug_testing.contract.ends import Handle, Outcome, Pending

@@ -17,8 +17,8 @@ import pytest
 
 from kvplug import Config, build_connector
 from kvplug.engine import Request, WorkerOutput
-from kvplug.kit import StagedStore
-from kvplug.transport import Deadline, Job, Kind, PageBuffers, PutReason
+from kvplug.kit import Kind, StagedStore
+from kvplug.transport import Deadline, Job, PageBuffers, PutReason
 from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract

@@ -12,12 +12,12 @@ import attrs
 import pytest
 
 from kvplug import TimeoutError
+from kvplug.kit import Kind, check_options
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Credentials,
     Deadline,
     Entry,
-    Kind,
     LookupBuffer,
     LookupContext,
     LookupEndpoint,
@@ -26,7 +26,6 @@ from kvplug.transport import (
     PipeContext,
     PipeEndpoint,
     Timeout,
-    check_options,
 )
 from kvplug_testing import waits
 from kvplug_testing.contract import base

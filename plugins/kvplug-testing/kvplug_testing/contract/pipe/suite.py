@@ -10,7 +10,8 @@ import attrs
 import pytest
 
 from kvplug import TimeoutError
-from kvplug.transport import Credentials, Kind, Pipe, PipeContext, PipeEndpoint, PipeListener, Transfer
+from kvplug.kit import Kind
+from kvplug.transport import Credentials, Pipe, PipeContext, PipeEndpoint, PipeListener, Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug import TimeoutError
-from kvplug.transport import Credentials, Kind, MessageQueue, QueueContext, QueueEndpoint, QueueHandle
+from kvplug.kit import Kind
+from kvplug.transport import Credentials, MessageQueue, QueueContext, QueueEndpoint, QueueHandle
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract

@@ -22,6 +22,7 @@ from kvplug.kit import (
     PURPOSE,
     ControlPeers,
     ExecutedStore,
+    Kind,
     LinkSettings,
     ResolvedConfig,
     StoreServer,
@@ -30,7 +31,6 @@ from kvplug.kit import (
 from kvplug.transport import (
     BlockingStore,
     Credentials,
-    Kind,
     PageFormat,
     PageSeal,
     Store,

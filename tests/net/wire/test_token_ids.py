@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import WireError
-from kvplug.transport.token_ids import pack_tokens, unpack_tokens
+from kvplug.net.wire.token_ids import pack_tokens, unpack_tokens
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

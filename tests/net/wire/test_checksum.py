@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import IntegrityError, UnsupportedError
-from kvplug.net.checksum import NAMES, available, digest, verify
+from kvplug.net.wire.checksum import NAMES, available, digest, verify
 
 
 @pytest.mark.parametrize(
