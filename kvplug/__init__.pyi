@@ -9,12 +9,9 @@ from kvplug.assembly.builders import (
     worker_transports as worker_transports,
 )
 from kvplug.assembly.connector import (
+    ConnectorInfo as ConnectorInfo,
     build_connector as build_connector,
     check_config as check_config,
-    connector_class as connector_class,
-    explain_missing_pipe as explain_missing_pipe,
-    needs_layer_hooks as needs_layer_hooks,
-    required_layout as required_layout,
 )
 from kvplug.assembly.pipes import (
     build_pipe_endpoint as build_pipe_endpoint,
@@ -50,7 +47,6 @@ from kvplug.errors import (
 )
 from kvplug.transport.group.group import (
     StatelessGroup as StatelessGroup,
-    group_from_process_group as group_from_process_group,
 )
 from kvplug.transport.group.mesh import (
     connect_ranks as connect_ranks,

@@ -236,57 +236,59 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
     credentials_of(config)
 
 
-def explain_missing_pipe(config: Config, registry: Registry | None = None) -> str | None:
-    """Why no pipe that the config allows can move what its connector sends, with any peer.
+class ConnectorInfo:
+    """What an engine asks of the connector that its config names, before it builds one.
 
-    That is tensors of the config's device, or of the CPU for a connector that moves pages of stores. ``None``
-    if one can. For programs that should report this at start instead of in every handshake.
-
-    Raises:
-        UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.
+    Nothing is built: the class of the scheduler's side answers.
     """
-    resolved = ResolvedConfig(config, registry)
-    device = None
-    with contextlib.suppress(UnknownConnectorError):
-        device = device_of_links(config, resolved.registry.get(Kind.CONNECTOR, config.connector))
-    return resolved.explain_missing_pipe(device)
 
+    def __init__(self, config: Config, registry: Registry | None = None) -> None:
+        self._config = config
+        self._registry = Registry.from_env() if registry is None else registry
 
-def connector_class(config: Config, registry: Registry | None = None) -> type[SchedulerConnector]:
-    """The class of the scheduler side, for an engine's questions before the connector is built.
+    @property
+    def connector_class(self) -> type[SchedulerConnector]:
+        """The class of the scheduler's side; the base class if the connector's factory is a function.
 
-    If the factory is a function, this is the base class.
+        Raises:
+            UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
+        """
+        factory = self._registry.get(Kind.CONNECTOR, self._config.connector).load_factory()
+        if isinstance(factory, type) and issubclass(factory, SchedulerConnector):
+            return factory
+        return SchedulerConnector
 
-    Raises:
-        UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
-    """
-    registry = Registry.from_env() if registry is None else registry
-    factory = registry.get(Kind.CONNECTOR, config.connector).load_factory()
-    if isinstance(factory, type) and issubclass(factory, SchedulerConnector):
-        return factory
-    return SchedulerConnector
+    @property
+    def needs_layer_hooks(self) -> bool:
+        """Whether it needs its calls in each layer of each step.
 
+        Raises:
+            ConfigError, UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
+        """
+        return self.connector_class.needs_layer_hooks(self._config, self._options())
 
-def needs_layer_hooks(config: Config, registry: Registry | None = None) -> bool:
-    """Whether the configured connector needs its calls in each layer of each step.
+    @property
+    def required_layout(self) -> str | None:
+        """The axis string that it requires; ``None`` if it accepts any. Raises as
+        :attr:`needs_layer_hooks`."""
+        return self.connector_class.get_required_kvcache_layout(self._config, self._options())
 
-    Asks the scheduler side's class, without building anything.
-    """
-    connector, options = _asked(config, registry)
-    return connector.needs_layer_hooks(config, options)
+    @property
+    def missing_pipe(self) -> str | None:
+        """Why no pipe that the config allows can move what the connector sends, with any peer.
 
+        That is tensors of the config's device, or of the CPU for a connector that moves pages of stores.
+        ``None`` if one can. For programs that report this at start instead of in every handshake.
 
-def required_layout(config: Config, registry: Registry | None = None) -> str | None:
-    """The axis string that the configured connector requires; ``None`` if it accepts any.
+        Raises:
+            UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.
+        """
+        device = None
+        with contextlib.suppress(UnknownConnectorError):
+            spec = self._registry.get(Kind.CONNECTOR, self._config.connector)
+            device = device_of_links(self._config, spec)
+        return ResolvedConfig(self._config, self._registry).explain_missing_pipe(device)
 
-    Asks the scheduler side's class, without building anything.
-    """
-    connector, options = _asked(config, registry)
-    return connector.get_required_kvcache_layout(config, options)
-
-
-def _asked(config: Config, registry: Registry | None) -> tuple[type[SchedulerConnector], Any]:
-    """The class of the scheduler side, and the options of its connector."""
-    resolved = ResolvedConfig(config, registry)
-    options = resolved.options_of(resolved.registry.get(Kind.CONNECTOR, config.connector))
-    return connector_class(config, resolved.registry), options
+    def _options(self) -> Any:
+        resolved = ResolvedConfig(self._config, self._registry)
+        return resolved.options_of(self._registry.get(Kind.CONNECTOR, self._config.connector))

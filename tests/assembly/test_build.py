@@ -12,6 +12,7 @@ import pytest
 from kvplug import (
     Config,
     ConfigError,
+    ConnectorInfo,
     HandshakeError,
     PluginError,
     Registry,
@@ -19,7 +20,6 @@ from kvplug import (
     build_lookup,
     build_queue,
     connect_pipe,
-    explain_missing_pipe,
     listen_pipe,
 )
 from kvplug.assembly import builtin
@@ -213,7 +213,7 @@ def test_one_end_alone_knows_what_no_peer_could_mend_and_warns_when_it_listens(
     given: Any, why: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = registry_of(transport(), transport("blocked", probe="test_build_parts:not_viable"))
-    said = explain_missing_pipe(config(**given), here)
+    said = ConnectorInfo(config(**given), here).missing_pipe
     with listen_pipe(config(**given), "unix:", registry=here):
         pass
     if why is None:

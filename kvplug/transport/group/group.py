@@ -139,6 +139,60 @@ class StatelessGroup:
             raise
         return group
 
+    @classmethod
+    def from_process_group(
+        cls,
+        process_group: ProcessGroup | StatelessGroup,
+        address: str = "unix:",
+        *,
+        credentials: Credentials | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        timeout_s: float | None = STORE_TIMEOUT_S,
+    ) -> StatelessGroup:
+        """Make a kvplug group of the ranks of a torch process group. The caller closes both groups.
+
+        All ranks call it. Rank 0 listens at ``address`` (``unix:`` for ranks on one host), and the process
+        group, which needs CPU tensors, carries its contact to the others; how long that takes is the process
+        group's own timeout. The rest is as in :meth:`create`. The process group is not used afterwards.
+
+        Raises:
+            TransportError: rank 0 cannot listen, and why: at the other ranks. Or a collective of the process
+                group failed.
+            WireError: rank 0 sent something else than its contact.
+            UnsupportedError: it is not a process group of torch, or cannot move CPU tensors.
+            As :meth:`create`.
+        """
+        ranks = process_group if isinstance(process_group, StatelessGroup) else _TorchRanks(process_group)
+        deadline = Deadline.after(timeout, timeout_s)
+        where: str | Listener
+        if ranks.rank == 0:
+            try:
+                where = cls.listen(address, credentials)
+            except KvplugError as e:
+                ranks.broadcast(("failed", str(e)[:10_000]), 0, deadline.remaining())
+                raise
+            try:
+                ranks.broadcast(("contact", where.contact), 0, deadline.remaining())
+            except BaseException:
+                where.close()
+                raise
+        else:
+            match ranks.broadcast(None, 0, deadline.remaining()):
+                case ("contact", str(where)):
+                    pass
+                case ("failed", str(why)):
+                    raise TransportError(f"rank 0 cannot listen for the other ranks: {peer_text(why)}")
+                case _:
+                    raise WireError("rank 0 did not say where it listens; same kvplug?")
+        return cls.create(
+            where,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            credentials=credentials,
+            timeout=deadline.remaining(),
+            timeout_s=timeout_s,
+        )
+
     @property
     def contact(self) -> str:
         """On rank 0, the contact that the others dial. Empty on other ranks."""
@@ -331,59 +385,6 @@ def _checked(answer: Any, kind: type) -> Any:
 
 def _decoded(answer: Any) -> Any:
     return decode(_checked(answer, bytes))
-
-
-def group_from_process_group(
-    process_group: ProcessGroup | StatelessGroup,
-    address: str = "unix:",
-    *,
-    credentials: Credentials | None = None,
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    timeout_s: float | None = STORE_TIMEOUT_S,
-) -> StatelessGroup:
-    """Make a kvplug group of the ranks of a torch process group. The caller closes both groups.
-
-    All ranks call it. Rank 0 listens at ``address`` (``unix:`` for ranks on one host), and the process group,
-    which needs CPU tensors, carries its contact to the others; how long that takes is the process group's own
-    timeout. The rest is as in :meth:`StatelessGroup.create`. The process group is not used afterwards.
-
-    Raises:
-        TransportError: rank 0 cannot listen, and why: at the other ranks. Or a collective of the process
-            group failed.
-        WireError: rank 0 sent something else than its contact.
-        UnsupportedError: it is not a process group of torch, or cannot move CPU tensors.
-        As ``StatelessGroup.create``.
-    """
-    ranks = process_group if isinstance(process_group, StatelessGroup) else _TorchRanks(process_group)
-    deadline = Deadline.after(timeout, timeout_s)
-    where: str | Listener
-    if ranks.rank == 0:
-        try:
-            where = StatelessGroup.listen(address, credentials)
-        except KvplugError as e:
-            ranks.broadcast(("failed", str(e)[:10_000]), 0, deadline.remaining())
-            raise
-        try:
-            ranks.broadcast(("contact", where.contact), 0, deadline.remaining())
-        except BaseException:
-            where.close()
-            raise
-    else:
-        match ranks.broadcast(None, 0, deadline.remaining()):
-            case ("contact", str(where)):
-                pass
-            case ("failed", str(why)):
-                raise TransportError(f"rank 0 cannot listen for the other ranks: {peer_text(why)}")
-            case _:
-                raise WireError("rank 0 did not say where it listens; same kvplug?")
-    return StatelessGroup.create(
-        where,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        credentials=credentials,
-        timeout=deadline.remaining(),
-        timeout_s=timeout_s,
-    )
 
 
 class _TorchRanks:

@@ -15,7 +15,7 @@ from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.wire import encode
-from kvplug.transport.group.group import StatelessGroup, group_from_process_group
+from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.queue.handle import QueueHandle, listed
 from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, MessageQueue
 
@@ -127,7 +127,7 @@ class QueueEndpoint(abc.ABC):
             if proves and not host.startswith("unix:")
             else "unix:"
         )
-        with group_from_process_group(
+        with StatelessGroup.from_process_group(
             group,
             address,
             credentials=credentials,

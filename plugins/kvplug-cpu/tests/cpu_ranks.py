@@ -50,7 +50,7 @@ def over_torch(parent: Parent, module: Any, rank: int, world_size: int) -> Any:
     """torch's own front door meets through our store, and its group is the communicator's."""
     import torch.distributed as dist
 
-    from kvplug import group_from_process_group
+    from kvplug import StatelessGroup
     from kvplug.transport import Deadline
     from kvplug_cpu.store import GroupStore
 
@@ -58,7 +58,7 @@ def over_torch(parent: Parent, module: Any, rank: int, world_size: int) -> Any:
         store = GroupStore(group, "torch/", Deadline.after(30.0))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         given = dist.group.WORLD
-        with group_from_process_group(given) as beside, make(beside, device_group=given) as made:
+        with StatelessGroup.from_process_group(given) as beside, make(beside, device_group=given) as made:
             assert made.device_group is given
             total = made.all_reduce(torch.full((2,), rank + 1))
             part = made.reduce_scatterv(torch.arange(world_size * 2) * (rank + 1), 0, [2] * world_size)

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import needs_layer_hooks
+from kvplug import ConnectorInfo
 from kvplug.transport import Presence
 from kvplug_testing.contract.connector.schedules import arrivals, scheduled
 from kvplug_testing.engine import FakeEngine, request_of
@@ -161,9 +161,9 @@ def test_a_preempted_request_loads_what_it_saved_or_saves_it_again(
 
 
 def test_calls_in_each_layer_are_needed_for_loads_layer_by_layer_only() -> None:
-    assert needs_layer_hooks(config("consumer"))
-    assert not needs_layer_hooks(config("producer"))
-    assert not needs_layer_hooks(config("consumer", {"async_load": True}))
+    assert ConnectorInfo(config("consumer")).needs_layer_hooks
+    assert not ConnectorInfo(config("producer")).needs_layer_hooks
+    assert not ConnectorInfo(config("consumer", {"async_load": True})).needs_layer_hooks
 
 
 def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:

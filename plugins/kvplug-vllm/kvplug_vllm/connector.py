@@ -12,12 +12,10 @@ import vllm
 
 from kvplug import (
     ConfigError,
+    ConnectorInfo,
     Registry,
     UnsupportedError,
     build_connector,
-    connector_class,
-    needs_layer_hooks,
-    required_layout,
 )
 from kvplug.engine import Role, SchedulerConnector, WorkerConnector
 from kvplug_vllm.logs import join_vllm
@@ -95,7 +93,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
         side: Literal["scheduler", "worker"] = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
         config = config_of(vllm_config)
         frees = frees_early(cache)
-        if frees and not (FAILS_BY_REQUEST and connector_class(config, registry).supports_hma):
+        if frees and not (FAILS_BY_REQUEST and ConnectorInfo(config, registry).connector_class.supports_hma):
             raise UnsupportedError(
                 f"connector {config.connector!r} serves one KV cache group that keeps its blocks, and this"
                 f" model has {len(cache.groups)} groups, or frees blocks that leave a window: start this"
@@ -132,13 +130,15 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return layout_to_require(required_layout(config_of(vllm_config)))
+        return layout_to_require(ConnectorInfo(config_of(vllm_config)).required_layout)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         # Where vLLM replays whole steps all loads are in the background, whatever the role, which it does not
         # state here: what is left is how a producer saves.
-        return needs_layer_hooks(attrs.evolve(config_of_extra(extra_config), role=Role.PRODUCER))
+        return ConnectorInfo(
+            attrs.evolve(config_of_extra(extra_config), role=Role.PRODUCER)
+        ).needs_layer_hooks
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from kvplug import connector_class
+from kvplug import ConnectorInfo
 from kvplug_vllm.translate import config_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class KvplugPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[prometheus_client.Counter]
-        self._sinks = connector_class(config_of(vllm_config)).build_prom_metrics(
+        self._sinks = ConnectorInfo(config_of(vllm_config)).connector_class.build_prom_metrics(
             labelnames,
             {index: [str(value) for value in values] for index, values in per_engine_labelvalues.items()},
             counter=None if counter is prometheus_client.Counter else counter,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug import Config, UnsupportedError, required_layout
+from kvplug import Config, ConnectorInfo, UnsupportedError
 from kvplug.engine import CacheGroup, KVCacheConfig, KVLayout, LayoutError, ModelInfo, Parallelism
 from kvplug_vllm.kinds import (
     check_groups,
@@ -175,7 +175,7 @@ def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig
     specs = [spec_of(group.kv_cache_spec) for group in vllm_groups]
     check_groups(cache, specs)
     layers = sorted((name for group in vllm_groups for name in group.layer_names), key=_place_of)
-    order = order_of(cache, lambda: required_layout(config_of(vllm_config)))
+    order = order_of(cache, lambda: ConnectorInfo(config_of(vllm_config)).required_layout)
     scales = scales_of(vllm_config, specs[0], layers)
     groups = tuple(
         CacheGroup(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import Config, connector_class
+from kvplug import Config, ConnectorInfo
 from kvplug.engine import CacheEvent, TransferStats
 from stepping import PROMPT
 
@@ -67,7 +67,7 @@ def test_vllm_may_replay_whole_steps_unless_the_connector_saves_by_layer(it, mon
     loads = {"options": {"lookup": {"async_load": True}}}
     for extra in ({}, {"role": "producer"}, {"role": "consumer"}, loads):
         assert asked({"connector": "lookup", **extra}) is False
-    lookup = connector_class(Config(connector="lookup"))
+    lookup = ConnectorInfo(Config(connector="lookup")).connector_class
     monkeypatch.setattr(lookup, "needs_layer_hooks", classmethod(lambda *_: True))
     assert asked({"connector": "lookup"}) is True
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import StatelessGroup, UnsupportedError, group_from_process_group
+from kvplug import StatelessGroup, UnsupportedError
 from kvplug.transport import WireError
 from kvplug_testing.groups import local_groups
 
@@ -25,7 +25,7 @@ def at_all(groups: list[StatelessGroup], do: Callable[[StatelessGroup], Any]) ->
 
 
 def test_a_group_of_the_same_ranks_lives_on_by_itself(groups: list[StatelessGroup]) -> None:
-    made = at_all(groups, lambda group: group_from_process_group(group, timeout=30.0))
+    made = at_all(groups, lambda group: StatelessGroup.from_process_group(group, timeout=30.0))
     for group in groups:
         group.abort()
     assert [(group.rank, group.world_size) for group in made] == [(0, 3), (1, 3), (2, 3)]
@@ -37,7 +37,7 @@ def test_a_group_of_the_same_ranks_lives_on_by_itself(groups: list[StatelessGrou
 def test_where_rank_0_cannot_listen_all_are_told_why(groups: list[StatelessGroup]) -> None:
     def attempt(group: StatelessGroup) -> str:
         with pytest.raises(Exception, match="is not an address") as caught:
-            group_from_process_group(group, "nowhere", timeout=30.0)
+            StatelessGroup.from_process_group(group, "nowhere", timeout=30.0)
         return type(caught.value).__name__
 
     assert at_all(groups, attempt) == ["ConfigError", "TransportError", "TransportError"]
@@ -46,9 +46,9 @@ def test_where_rank_0_cannot_listen_all_are_told_why(groups: list[StatelessGroup
 def test_something_else_than_a_contact_is_refused(groups: list[StatelessGroup]) -> None:
     groups[0].broadcast("a word", 0)
     with pytest.raises(WireError, match="did not say where it listens"):
-        group_from_process_group(groups[1], timeout=30.0)
+        StatelessGroup.from_process_group(groups[1], timeout=30.0)
 
 
 def test_what_is_no_group_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"a kvplug\.StatelessGroup or a torch"):
-        group_from_process_group("a word")  # type: ignore[arg-type]
+        StatelessGroup.from_process_group("a word")  # type: ignore[arg-type]

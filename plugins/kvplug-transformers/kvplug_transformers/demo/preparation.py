@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from kvplug import Config, Registry, check_config, explain_missing_pipe, worker_transports
+from kvplug import Config, ConnectorInfo, Registry, check_config, worker_transports
 from kvplug.engine import Role
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.session import CONVERT, PREFILL, REFERENCE, DemoError, Session
@@ -35,7 +35,7 @@ def check(config: Config, settings: DemoSettings, display: Display) -> dict[str,
     registry = Registry.from_env()
     # Each worker has its own role.
     check_config(attrs.evolve(config, role=Role.BOTH), registry)
-    if (lack := explain_missing_pipe(config, registry)) is not None:
+    if (lack := ConnectorInfo(config, registry).missing_pipe) is not None:
         display.note(lack + (_FOR_GPUS if config.device.partition(":")[0] == "cuda" else ""))
     return worker_transports(on_one_host(config), registry) if max(settings.tensor_parallel) > 1 else {}
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvplug import Config, Registry, UnsupportedError, build_connector, required_layout
+from kvplug import Config, ConnectorInfo, Registry, UnsupportedError, build_connector
 from kvplug.engine import Parallelism, Request, RequestEnd
 from kvplug.transport import Pipe
 from kvplug_transformers.processes.parent_link import ParentLink, start_log
@@ -206,7 +206,7 @@ class DemoWorker:
         from kvplug_transformers.engine.blocks import blocks_for
         from kvplug_transformers.engine.options import EngineOptions
 
-        insisted = required_layout(self._config, self._registry)
+        insisted = ConnectorInfo(self._config, self._registry).required_layout
         return EngineOptions(
             block_size=self._settings["block_size"],
             num_blocks=blocks_for(num_tokens, self._settings["block_size"]) * self._settings["at_once"],
