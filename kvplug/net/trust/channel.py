@@ -70,10 +70,9 @@ class Channel:
         self._receiving = ExclusiveUse("receiving from this channel")
         self._closing = threading.RLock()
         self._unsent = memoryview(b"")
-        self._frame = bytearray(HEADER_SIZE)
+        self._frame = bytearray()
+        """What is being received: a header, then its payload. ``_filled`` bytes of it have come."""
         self._filled = 0
-        self._in_body = False
-        self._is_lack = False
         self._has_received = False
         self._sock.setblocking(False)
         self._dead = False
@@ -141,13 +140,12 @@ class Channel:
         ``ResourceExhaustedError`` once it has received what was sent before, and it may try again with a new
         channel. Close this one then. Never waits, raises nothing.
         """
-        turn = self._turn
-        if turn.acquire(blocking=False):
+        if self._turn.acquire(blocking=False):
             try:
                 if not self._unsent and not self._closed:
                     decline(self._sock, shortage)
             finally:
-                turn.release()
+                self._turn.release()
 
     def _send_in_turn(self, frame: memoryview | None, deadline: Deadline) -> None:
         remaining = deadline.remaining()
@@ -173,18 +171,14 @@ class Channel:
                         raise self._gone(None)
                     self._flush(deadline)
                     if frame is not None:
-                        self._send(frame, deadline)
+                        self._unsent = frame
+                        self._flush(deadline)
+            except (TimeoutError, ResourceExhaustedError):
+                if self._unsent is frame:  # nothing of it went out
+                    self._unsent = memoryview(b"")
+                raise
             finally:
                 self._close_if_unused()
-
-    def _send(self, frame: memoryview, deadline: Deadline) -> None:
-        self._unsent = frame
-        try:
-            self._flush(deadline)
-        except (TimeoutError, ResourceExhaustedError):
-            if len(self._unsent) == len(frame):
-                self._unsent = memoryview(b"")
-            raise
 
     def _flush(self, deadline: Deadline) -> None:
         while self._unsent:
@@ -221,34 +215,27 @@ class Channel:
                 self._check()
                 value = self._next(deadline)
                 self._has_received = True
-                self._frame = bytearray(HEADER_SIZE)
+                self._frame = bytearray()
                 self._filled = 0
-                self._in_body = False
                 return value
         finally:
             self._close_if_unused()
 
     def _next(self, deadline: Deadline) -> Any:
         """The next value, which stays the next one."""
-        if not self._in_body:
-            self._fill(deadline)
-            try:
-                header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
-                if header.kind not in (FrameKind.VALUE, FrameKind.LACK):
-                    raise WireError(f"a {header.kind.name} frame where only values are expected")
-            except WireError as e:
-                raise self._break(e) from e
-            self._is_lack = header.kind is FrameKind.LACK
-            self._frame = _memory(header.length)
-            self._filled = 0
-            self._in_body = True
-        self._fill(deadline)
+        self._fill(HEADER_SIZE, deadline)
         try:
-            if not self._is_lack:
-                return values.decode(self._frame)
-            raise shortage_in(self._frame, self._who)
+            header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
+            if header.kind not in (FrameKind.VALUE, FrameKind.LACK):
+                raise WireError(f"a {header.kind.name} frame where only values are expected")
+            self._fill(HEADER_SIZE + header.length, deadline)
+            payload = memoryview(self._frame)[HEADER_SIZE:]
+            if header.kind is FrameKind.LACK:
+                raise shortage_in(bytes(payload), self._who)
+            return values.decode(payload)
         except WireError as e:
-            raise self._break(e) from e
+            self._broken = WireError(f"{self._who} sent what is not a value, and the channel is broken: {e}")
+            raise self._broken from e
 
     def check_not_declined(self, timeout: float = 0) -> None:
         """Return, unless the peer has declined this channel, or does so by then. What else comes stays there.
@@ -270,9 +257,15 @@ class Channel:
         if not self._has_received:
             self.check_not_declined()
 
-    def _fill(self, deadline: Deadline) -> None:
+    def _fill(self, nbytes: int, deadline: Deadline) -> None:
+        """Receive until so many bytes of the frame have come."""
+        if len(self._frame) < nbytes:
+            with NamedExhaustion("receiving a value"):
+                longer = bytearray(nbytes)
+            longer[: self._filled] = self._frame
+            self._frame = longer
         view = memoryview(self._frame)
-        while self._filled < len(view):
+        while self._filled < nbytes:
             self._check()
             try:
                 got = self._sock.recv_into(view[self._filled :])
@@ -300,22 +293,17 @@ class Channel:
         except ValueError:  # closed meanwhile
             self._check()
             raise
-        if self._dead:
-            pause: float | None = _LAST_WORDS_S
-        else:
-            pause = deadline.remaining()
-            if self._pidfd is not None:
-                poller.register(self._pidfd, select.POLLIN)
-        ready = poller.poll(None if pause is None else min(math.ceil(pause * 1000), _MAX_POLL_MS))
+        pause = _LAST_WORDS_S if self._dead else deadline.remaining()
+        if self._pidfd is not None and not self._dead:
+            poller.register(self._pidfd, select.POLLIN)
+        ready = dict(poller.poll(None if pause is None else min(math.ceil(pause * 1000), _MAX_POLL_MS)))
         self._check()
-        if any(fd == self._sock.fileno() for fd, _ in ready):
+        if self._sock.fileno() in ready:
             return True
         if self._dead:
             raise self._gone(None)
-        if ready:
-            self._dead = True  # look at the socket once more: the kernel may still be delivering
-            return True
-        return not deadline.expired
+        self._dead = bool(ready)  # then look at the socket once more: the kernel may still be delivering
+        return self._dead or not deadline.expired
 
     def _is_dead(self) -> bool:
         if not self._dead and self._pidfd is not None:
@@ -333,13 +321,9 @@ class Channel:
     def _gone(self, cause: OSError | None) -> Exception:
         if self._closed:
             return ClosedError(f"the channel to {self._who} is closed")
-        middle = " in the middle of a value" if self._filled or self._in_body else ""
+        middle = " in the middle of a value" if self._filled else ""
         why = f": {cause.strerror or cause}" if cause is not None else ""
         return PeerGoneError(f"{self._who} is gone{middle}{why}")
-
-    def _break(self, error: WireError) -> WireError:
-        self._broken = WireError(f"{self._who} sent what is not a value, and the channel is broken: {error}")
-        return self._broken
 
     def close(self) -> None:
         """End the channel; what was sent before still arrives. Idempotent, from any thread or handler."""
@@ -375,8 +359,3 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@NamedExhaustion("receiving a value")
-def _memory(nbytes: int) -> bytearray:
-    return bytearray(nbytes)

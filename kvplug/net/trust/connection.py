@@ -101,7 +101,7 @@ class Connection:
                     if mode is Mode.SAME_USER:
                         _check_listener(sock, where)  # before it gets a single byte
                     if credentials.tls is not None and not address.is_unix:
-                        sock = wrap_dialled(sock, credentials.tls, address.host, where)
+                        sock = wrap_dialled(sock, credentials.tls, address.host)
                     binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
                     identity = encode_identity(PeerIdentity.of_this_process(label))
                     peer = _talk(

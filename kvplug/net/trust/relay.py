@@ -25,7 +25,6 @@ _LINGER_S = 10.0
 _LINGER_POLL_S = 0.01
 _SIOCOUTQ = 0x5411
 _TCP_CLOSE = 7  # of <linux/tcp_states.h>
-_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
@@ -37,16 +36,12 @@ def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
         OSError: no descriptor is left.
         TransportError: no thread can be started.
     """
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(tls.close)
         given, near = socket.socketpair()
-    except BaseException:
-        tls.close()
-        raise
-    try:
+        undo.callback(given.close)
         Relay(tls, near, f"the TLS connection to {where}")
-    except BaseException:
-        given.close()
-        raise
+        undo.pop_all()
     return given
 
 
@@ -77,11 +72,10 @@ class Relay:
                 sock.setblocking(False)
             close_after_fork(self)
             self._thread.start()
-        except RuntimeError as e:
+        except BaseException as e:
             self._close()
-            raise TransportError(f"no thread can be started for {what}: {e}") from e
-        except BaseException:
-            self._close()
+            if isinstance(e, RuntimeError):
+                raise TransportError(f"no thread can be started for {what}: {e}") from e
             raise
 
     @property
@@ -120,39 +114,36 @@ class Relay:
 
     def _run(self) -> None:
         out, into = _Direction(self._near, self._far), _Direction(self._far, self._near)
-        closed_at: float | None = None  # of the near connection; later: of the last progress after that
+        limit: float | None = None  # once the near connection is closed: when the peer must have taken some
         try:
             while not self._aborted:
-                if (out.move() | into.move()) and closed_at is not None:
-                    closed_at = time.monotonic()
+                if (out.move() | into.move()) and limit is not None:
+                    limit = time.monotonic() + _LINGER_S
                 if out.over and into.over:
                     break
-                pause = None
-                if closed_at is not None:
-                    pause = max(0.0, closed_at + _LINGER_S - time.monotonic()) * 1000
-                    if not pause:
-                        return
-                if self._wait(out, into, pause, closed=closed_at is not None):
-                    closed_at = time.monotonic()
+                if limit is not None and limit <= time.monotonic():
+                    return
+                if self._wait(out, into, limit) and limit is None:
+                    limit = time.monotonic() + _LINGER_S
                     into.stop()
             self._linger()
         finally:
             self._close()
 
-    def _wait(self, out: _Direction, into: _Direction, pause: float | None, *, closed: bool) -> bool:
-        """Until one of the two can go on. Returns whether the near connection was closed meanwhile."""
-        masks = {self._far.fileno(): 0, self._near.fileno(): 0}
+    def _wait(self, out: _Direction, into: _Direction, limit: float | None) -> bool:
+        """Until one of the two can go on. Returns whether the near connection is closed."""
+        masks: dict[int, int] = {}
+        if limit is None:
+            masks[self._near.fileno()] = 0  # polled for its end, which it has in any case
         for each in (out, into):
             if not each.over:
                 sock, event = each.waits_for
-                masks[sock.fileno()] |= event
+                masks[sock.fileno()] = masks.get(sock.fileno(), 0) | event
         poller = select.poll()
         for fd, mask in masks.items():
-            # The near socket is also polled for its end, which it has in any case.
-            if mask or (fd == self._near.fileno() and not closed):
-                poller.register(fd, mask)
-        ready = dict(poller.poll(pause))
-        return not closed and bool(ready.get(self._near.fileno(), 0) & select.POLLHUP)
+            poller.register(fd, mask)
+        ready = dict(poller.poll(None if limit is None else max(0.0, limit - time.monotonic()) * 1000))
+        return bool(ready.get(self._near.fileno(), 0) & select.POLLHUP)
 
     def _linger(self) -> None:
         """Until the peer's kernel has everything: closing a TCP socket that holds unread bytes resets the
@@ -171,64 +162,45 @@ class _Direction:
         self._sink = sink
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._unsent = self._buffer[:0]
-        self._ended = False
         self.over = False
         """Nothing more is carried."""
         self.waits_for: tuple[socket.socket, int] = (source, select.POLLIN)
         """The socket and the event without which nothing can be carried now."""
 
     def move(self) -> bool:
-        """Carry all that can be carried without waiting. Returns whether that was anything."""
+        """Carry all that can be carried without waiting. Returns whether anything was sent."""
         moved = False
         while not self.over:
-            if self._unsent:
-                moved = self._send() or moved
+            self.waits_for = (self._sink, select.POLLOUT) if self._unsent else (self._source, select.POLLIN)
+            try:
                 if self._unsent:
-                    break
-            elif self._ended:
-                with contextlib.suppress(OSError):  # without TLS's own farewell: frames have lengths
-                    socket.socket.shutdown(self._sink, socket.SHUT_WR)
-                self.over = True
-            elif not self._receive():
+                    self._unsent = self._unsent[self._sink.send(self._unsent) :]
+                    moved = True
+                else:
+                    self._unsent = self._buffer[: self._source.recv_into(self._buffer)]
+                    if not self._unsent:
+                        self._end()
+            except BlockingIOError:
                 break
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as e:
+                is_reading = isinstance(e, ssl.SSLWantReadError)
+                self.waits_for = self.waits_for[0], select.POLLIN if is_reading else select.POLLOUT
+                break
+            except OSError:
+                self.stop() if self._unsent else self._end()
         return moved
+
+    def _end(self) -> None:
+        """The source has ended, and everything was sent."""
+        self.over = True
+        with contextlib.suppress(OSError):  # without TLS's own farewell: frames have lengths
+            socket.socket.shutdown(self._sink, socket.SHUT_WR)
 
     def stop(self) -> None:
         """The sink takes nothing more."""
-        self.over, self._unsent = True, self._buffer[:0]
+        self.over = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._source, socket.SHUT_RD)
-
-    def _receive(self) -> bool:
-        try:
-            received = self._source.recv_into(self._buffer)
-        except _BLOCKED as e:
-            self._blocked(e, self._source, select.POLLIN)
-            return False
-        except OSError:
-            received = 0
-        self._ended = not received
-        self._unsent = self._buffer[:received]
-        return True
-
-    def _send(self) -> bool:
-        try:
-            sent = self._sink.send(self._unsent)
-        except _BLOCKED as e:
-            self._blocked(e, self._sink, select.POLLOUT)
-            return False
-        except OSError:
-            self.stop()
-            return False
-        self._unsent = self._unsent[sent:]
-        return True
-
-    def _blocked(self, error: Exception, sock: socket.socket, event: int) -> None:
-        if isinstance(error, ssl.SSLWantReadError):
-            event = select.POLLIN
-        elif isinstance(error, ssl.SSLWantWriteError):
-            event = select.POLLOUT
-        self.waits_for = sock, event
 
 
 def _undelivered(sock: socket.socket) -> int:

@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-import attrs
-
 from kvplug.errors import ResourceExhaustedError
 from kvplug.net.trust.challenge import MAGIC, Exchange, Refusal, RefusedError
 from kvplug.net.trust.identity import PeerIdentity, same_user, unix_peer_uid
@@ -160,12 +158,6 @@ class Stranger:
         self.sock.close()
 
 
-@attrs.define
-class _Failures:
-    left: float
-    at: float
-
-
 class Admission(Generic[T]):
     """How many unproven connections are served at once, and how many new ones of each *origin*.
 
@@ -186,7 +178,8 @@ class Admission(Generic[T]):
         self._most_of_one = max(1, max_unproven * 3 // 4)
         self._origins: dict[T, Hashable] = {}
         self._count: Counter[Hashable] = Counter()
-        self._failures: dict[Hashable, _Failures] = {}
+        self._forgiven: dict[Hashable, float] = {}
+        """By origin: when its failures count no longer."""
 
     def __contains__(self, connection: object) -> bool:
         return connection in self._origins
@@ -226,16 +219,11 @@ class Admission(Generic[T]):
 
     def may_come(self, origin: Hashable, now: float) -> bool:
         """Whether a new connection of ``origin`` is worth a look: not after too many that failed."""
-        failures = self._failures.get(origin)
-        return failures is None or self._refilled(failures, now) >= 1.0
+        return self._forgiven.get(origin, now) - now <= (BURST - 1) / PER_SECOND
 
     def failed(self, origin: Hashable, now: float) -> None:
         """A connection of ``origin`` did not prove itself."""
-        failures = self._failures.pop(origin, None) or _Failures(BURST, now)
-        failures.left, failures.at = max(0.0, self._refilled(failures, now) - 1.0), now
-        self._failures[origin] = failures  # the last one to be forgotten
-        if len(self._failures) > _MAX_ORIGINS:
-            del self._failures[next(iter(self._failures))]
-
-    def _refilled(self, failures: _Failures, now: float) -> float:
-        return min(float(BURST), failures.left + (now - failures.at) * PER_SECOND)
+        forgiven = max(now, self._forgiven.pop(origin, now)) + 1 / PER_SECOND
+        self._forgiven[origin] = min(forgiven, now + BURST / PER_SECOND)  # the last one to be forgotten
+        if len(self._forgiven) > _MAX_ORIGINS:
+            del self._forgiven[next(iter(self._forgiven))]

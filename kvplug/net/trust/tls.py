@@ -100,11 +100,11 @@ class ListenerTls:
         if stamps != self._seen:
             try:
                 self._context = self._files.for_listener()
-            except ResourceExhaustedError as e:  # the next connection reads them again
+            except (ResourceExhaustedError, ConfigError) as e:
                 logger.warning("the changed TLS files are not used yet: %s", e)
-                return self._context
-            except ConfigError as e:  # half of the files are new, for example: they change once more
-                logger.warning("the changed TLS files are not used yet: %s", e)
+                if isinstance(e, ResourceExhaustedError):
+                    return self._context  # the next connection reads them again
+                # half of the files are new, for example: they change once more
             self._seen = stamps
         return self._context
 
@@ -138,32 +138,21 @@ def binding_of(sock: ssl.SSLSocket) -> bytes:
     return hashlib.sha256(b"kvplug tls 1" + finished).digest()
 
 
-def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str, where: str) -> ssl.SSLSocket:
+def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str) -> ssl.SSLSocket:
     """TLS over a connected socket, whose descriptor the result owns, with the timeout of ``sock``.
 
-    ``host`` was dialled; ``where`` names the listener in messages.
+    ``host`` was dialled.
 
     Raises:
         ConfigError: a file cannot be used.
-        AuthenticationError: the listener's certificate is not accepted, or it does not speak TLS.
-        PeerGoneError: it hung up.
+        ssl.SSLError: the listener's certificate is not accepted, or it does not speak TLS; or it hung up.
+            See :func:`refusal_of`.
         TimeoutError: the builtin one, at the socket's timeout.
     """
     context = files.for_dialler()
     wrapped = context.wrap_socket(sock, server_hostname=host.partition("%")[0], do_handshake_on_connect=False)
     try:
         wrapped.do_handshake()
-    except ssl.SSLCertVerificationError as e:
-        wrapped.close()
-        why, is_name = e.verify_message.rstrip("."), e.verify_code in _OTHER_NAME
-        raise AuthenticationError(
-            f"the certificate of {where} is not accepted: {why}; check tls_ca here and tls_cert there"
-            + (", which must name that host" if is_name else ""),
-            code="certificate name" if is_name else "certificate",
-        ) from e
-    except ssl.SSLError as e:
-        wrapped.close()
-        raise refusal_of(e, where) from e
     except BaseException:
         wrapped.close()
         raise
@@ -171,7 +160,14 @@ def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str, where: str) ->
 
 
 def refusal_of(error: ssl.SSLError, where: str) -> AuthenticationError | PeerGoneError:
-    """What an error of the TLS library means for the dialling end."""
+    """What an error of the TLS library means for the dialling end. ``where`` names the listener."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why, is_name = error.verify_message.rstrip("."), error.verify_code in _OTHER_NAME
+        return AuthenticationError(
+            f"the certificate of {where} is not accepted: {why}; check tls_ca here and tls_cert there"
+            + (", which must name that host" if is_name else ""),
+            code="certificate name" if is_name else "certificate",
+        )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return PeerGoneError(
             f"{where} hung up during the TLS handshake: it is shutting down, overloaded, or uses no TLS",
