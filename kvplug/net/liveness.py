@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar, Final, Self
 
 import attrs
@@ -36,6 +37,7 @@ from kvplug.net.threads import BackgroundThread
 logger = logging.getLogger(__name__)
 
 _BEAT = b"\x01"
+_CLOSED = "it closed the connection"
 _READ_BYTES = 4096
 
 _READABLE = select.EPOLLIN
@@ -164,58 +166,45 @@ class Watch:
         """Stop watching. Idempotent; never calls back and never waits for a callback under way."""
         _drop(self, None)
 
-    def _event(self, fd: int, now: float) -> str | None:
-        """Why the peer is gone, now that something happened at ``fd``; ``None`` if it is not."""
-        if fd == self._pidfd:
+    def _judge(self, ready: Collection[int], now: float) -> str | None:
+        """Why the peer is gone, if it is; something has happened at the ``ready`` descriptors. Sends a beat
+        if one is due."""
+        if self._pidfd in ready:
             return "its process ended"
-        if self._interval_s is not None:
-            return self._receive(now)
-        return "it closed the connection"
-
-    def _tick(self, now: float) -> tuple[str | None, float]:
-        """Send a beat and check for silence, if due. Returns (why the peer is gone, when to call again)."""
         if self._interval_s is None or self._sock is None:
-            return None, float("inf")
-        if now >= self._next_beat:
-            self._next_beat = now + self._interval_s
-            try:
-                self._sock.send(_BEAT)
-            except BlockingIOError:
-                pass  # its buffer is full of beats: it does not read, and its silence will show that
-            except OSError:
-                return "it closed the connection", now
-        if now - self._heard >= self._timeout_s:
-            # This process may have been stopped: what came meanwhile is still in the buffer.
-            reason = self._receive(now)
-            if reason is not None:
-                return reason, now
-            if now - self._heard >= self._timeout_s:
-                return f"silent for {now - self._heard:.1f} s", now
-        return None, min(self._next_beat, self._heard + self._timeout_s)
-
-    def _receive(self, now: float) -> str | None:
-        assert self._sock is not None
+            return _CLOSED if ready else None
         try:
-            if not self._sock.recv(_READ_BYTES):
-                return "it closed the connection"
-        except BlockingIOError:
-            return None
+            if now >= self._next_beat:
+                self._next_beat = now + self._interval_s
+                with contextlib.suppress(BlockingIOError):
+                    self._sock.send(_BEAT)  # a peer that does not read is silent itself
+            # After a silence too: this process may have been stopped, and what came is still in the buffer.
+            if ready or now - self._heard >= self._timeout_s:
+                with contextlib.suppress(BlockingIOError):
+                    if not self._sock.recv(_READ_BYTES):
+                        return _CLOSED
+                    self._heard = now
         except OSError:
-            return "it closed the connection"
-        self._heard = now
-        return None
+            return _CLOSED
+        silence_s = now - self._heard
+        return f"silent for {silence_s:.1f} s" if silence_s >= self._timeout_s else None
+
+    def _due_at(self) -> float:
+        """When it must be judged again, whatever happens until then."""
+        if self._interval_s is None:
+            return math.inf
+        return min(self._next_beat, self._heard + self._timeout_s)
 
 
 class _Loop:
     """The watcher's thread, what it polls and what it knows. Everything but ``run`` is called locked."""
 
     def __init__(self) -> None:
-        self.wake_in, self.wake_out = socket.socketpair()
+        self.poller = select.epoll()
         try:
-            self.poller = select.epoll()
+            self.wake_in, self.wake_out = socket.socketpair()
         except BaseException:
-            self.wake_in.close()
-            self.wake_out.close()
+            self.poller.close()
             raise
         for sock in (self.wake_in, self.wake_out):
             sock.setblocking(False)
@@ -227,29 +216,21 @@ class _Loop:
         close_after_fork(self)
 
     def add(self, new: Watch) -> None:
-        for fd in new._fds:
-            old = self.by_fd.get(fd)
-            # The number of a socket that was closed under its watch may come back: that is no clash.
-            if old is not None and old._sock is not None and old._sock.fileno() == fd:
-                raise ValueError("that socket is watched already")
-        done = []
-        try:
-            for fd, mask in new._fds.items():
-                self.poller.register(fd, mask)
-                done.append(fd)
-        except BaseException:
-            for fd in done:
-                self.poller.unregister(fd)
-            raise
+        """If it raises, :meth:`remove` takes back what it has done."""
         self.watches.add(new)
-        self.by_fd.update(dict.fromkeys(new._fds, new))
+        for fd, mask in new._fds.items():
+            try:
+                self.poller.register(fd, mask)
+            except FileExistsError as e:
+                raise ValueError("that socket is watched already") from e
+            self.by_fd[fd] = new
 
     def remove(self, old: Watch) -> None:
         self.watches.discard(old)
         for fd in old._fds:
             if self.by_fd.get(fd) is old:
                 del self.by_fd[fd]
-                with contextlib.suppress(OSError, KeyError):  # closed already: the kernel forgot it
+                with contextlib.suppress(OSError):  # closed already: the kernel forgot it
                     self.poller.unregister(fd)
 
     def wake(self) -> None:
@@ -283,27 +264,12 @@ class _Loop:
         try:
             while True:
                 self.poll(pause)
-                gone: list[tuple[Watch, str]] = []
                 with _lock:
                     if not self.watches or self.stopped:
                         return
-                    # Polled again under the lock, when no watch is added or removed: a descriptor that was
-                    # ready may have been closed since, and its number reused.
-                    events = self.poll(0.0)
-                    now = time.monotonic()
-                    again = float("inf")
-                    for fd in events:
-                        found = self.by_fd.get(fd)
-                        if found is not None:
-                            reason = found._event(fd, now)
-                            if reason is not None:
-                                gone.append((found, reason))
-                    for each in self.watches:
-                        reason, at = each._tick(now)
-                        again = min(again, at)
-                        if reason is not None:
-                            gone.append((each, reason))
-                    pause = None if again == float("inf") else max(0.0, again - now)
+                    gone = self.judge()
+                    due_at = min(each._due_at() for each in self.watches)
+                pause = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
                 for each, reason in gone:
                     if _drop(each, reason):
                         try:
@@ -317,6 +283,20 @@ class _Loop:
                 if _loop is self:
                     _loop = None
                 self.close()
+
+    def judge(self) -> list[tuple[Watch, str]]:
+        """The watches whose peers are gone, and why.
+
+        Polls again, under the lock, when no watch is added or removed: a descriptor that was ready may have
+        been closed since, and its number reused.
+        """
+        ready: dict[Watch, set[int]] = {each: set() for each in self.watches}
+        for fd in self.poll(0.0):
+            if fd in self.by_fd:
+                ready[self.by_fd[fd]].add(fd)
+        now = time.monotonic()
+        reasons = ((each, each._judge(fds, now)) for each, fds in ready.items())
+        return [(each, reason) for each, reason in reasons if reason is not None]
 
     def poll(self, pause: float | None) -> list[int]:
         events = self.poller.poll(pause)
@@ -340,6 +320,7 @@ def _add(new: Watch) -> None:
             if started is None:
                 loop.thread.start()  # it waits for the lock
         except BaseException:
+            loop.remove(new)
             if started is None:
                 loop.close()
             raise
