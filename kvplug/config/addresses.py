@@ -150,15 +150,16 @@ class Address:
         ``0.0.0.0``, ``::`` and names that cannot be resolved are not.
         """
         try:
-            return all(_is_loopback(sockaddr[0]) for _, sockaddr in self.resolve())
+            return all(ip_address(sockaddr[0]).is_loopback for _, sockaddr in self.resolve())
         except PeerGoneError:
             return False
 
 
-def _is_loopback(number: str) -> bool:
+def ip_address(number: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address in a socket address: without its scope, and IPv4 where IPv6 only carries it."""
     address = ipaddress.ip_address(number.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    return mapped or address
 
 
 def _parsed(text: str, default: int | None) -> Address:

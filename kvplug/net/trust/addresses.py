@@ -11,16 +11,17 @@ import contextlib
 import errno
 import fcntl
 import glob
-import ipaddress
 import os
 import secrets
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from kvplug.config.addresses import Address
+import attrs
+
+from kvplug.config.addresses import Address, ip_address
 from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, TransportError
 
 _LOCK_S: Final = 5.0
@@ -32,38 +33,57 @@ _LISTEN: Final = "0A"  # in /proc/net/tcp
 # -- binding ----------------------------------------------------------------------------------------
 
 
-def listening_socket(address: Address, backlog: int) -> tuple[socket.socket, Address, Callable[[], None]]:
-    """A socket that listens, the address that others dial, and what removes its file.
+@attrs.frozen
+class BoundSocket:
+    """A socket that listens."""
 
-    Raises:
-        ConfigError, AddressInUseError, TransportError: as :meth:`kvplug.net.trust.listener.Listener.open`.
-    """
-    sockaddr: Any
-    if not address.is_unix:
+    sock: socket.socket
+    address: Address
+    """The one that others dial."""
+    _remove_file: Callable[[], None] = lambda: None
+
+    @classmethod
+    def listen(cls, address: Address, backlog: int) -> Self:
+        """Listen at an address of this host.
+
+        Raises:
+            ConfigError, AddressInUseError, TransportError: as
+                :meth:`kvplug.net.trust.listener.Listener.open`.
+        """
+        sockaddr: Any
+        if not address.is_unix:
+            try:
+                family, sockaddr = address.resolve()[0]
+            except PeerGoneError as e:
+                raise ConfigError(f"cannot listen at {address}: {e}") from e
+        else:
+            # A generated name cannot be guessed, and names its process.
+            address = Address(name=address.name or f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}")
+            family, sockaddr = socket.AF_UNIX, address.sockaddr
         try:
-            family, sockaddr = address.resolve()[0]
-        except PeerGoneError as e:
-            raise ConfigError(f"cannot listen at {address}: {e}") from e
-    else:
-        # A generated name cannot be guessed, and names its process.
-        address = Address(name=address.name or f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}")
-        family, sockaddr = socket.AF_UNIX, address.sockaddr
-    try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if address.is_unix and address.is_path:
-                return sock, address, _bind_path(sock, address.name, backlog)
-            if not address.is_unix:
-                # Only lets a port be used again whose old connections linger; two listeners still collide.
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(sockaddr)
-            sock.listen(backlog)
-            return sock, _contact(sock) if not address.is_unix else address, lambda: None
-        except BaseException:
-            sock.close()
-            raise
-    except OSError as e:
-        raise _cannot_bind(address, e) from e
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                if address.is_unix and address.is_path:
+                    return cls(sock, address, _bind_path(sock, address.name, backlog))
+                if not address.is_unix:
+                    # Only for a port whose old connections linger: two listeners still collide.
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(sockaddr)
+                sock.listen(backlog)
+                return cls(sock, address if address.is_unix else _contact(sock))
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as e:
+            raise _cannot_bind(address, e) from e
+
+    def close(self) -> None:
+        """Remove the socket's file, if it has one and it is still this socket's, and close the socket."""
+        self._remove_file()
+        # A child that was forked a moment ago may still hold the socket: nothing may connect to it.
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
 
 
 def _cannot_bind(address: Address, e: OSError) -> Exception:
@@ -80,7 +100,7 @@ def _cannot_bind(address: Address, e: OSError) -> Exception:
 
 def _contact(sock: socket.socket) -> Address:
     host, port, *more = sock.getsockname()
-    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+    if ip_address(host).is_unspecified:
         host = _own_address(sock.family)
     elif len(more) == 2 and more[1] and "%" not in host:
         # By the interface's name, which other hosts' interfaces to that link have more often than its number.

@@ -251,8 +251,7 @@ class Connection:
                 if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(came) >= max_fds):
                     raise WireError(f"{self.describe} handed over more than {max_fds} descriptors")
                 if flags & socket.MSG_CTRUNC:
-                    with NamedExhaustion(f"taking a descriptor from {self.describe}"):
-                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 if not chunk:
                     raise PeerGoneError(f"{self.describe} hung up")
                 data += chunk
@@ -285,15 +284,19 @@ class Connection:
 
         Raises:
             ResourceExhaustedError: they do; the peer's process lacks that resource.
-            PeerGoneError, WireError: they do, and it is not whole.
+            PeerGoneError, TimeoutError, WireError: they do, and it is not whole.
         """
         if data[: len(MAGIC)] != MAGIC or data[_KIND_AT : _KIND_AT + 1] != bytes([FrameKind.LACK]):
             return
-        who = self.describe
-        data = _up_to(self, data, HEADER_SIZE, deadline)
+        data = self._filled_up(data, HEADER_SIZE, deadline)
         header = decode_header(data[:HEADER_SIZE], max_length=_MAX_PAYLOAD)
-        data = _up_to(self, data, HEADER_SIZE + header.length, deadline)
-        raise shortage_in(data[HEADER_SIZE:], who)
+        data = self._filled_up(data, HEADER_SIZE + header.length, deadline)
+        raise shortage_in(data[HEADER_SIZE:], self.describe)
+
+    def _filled_up(self, data: bytes, nbytes: int, deadline: Deadline) -> bytes:
+        while len(data) < nbytes:
+            data += self.receive_some(nbytes - len(data), deadline)
+        return data
 
     def decline(self, shortage: ResourceExhaustedError) -> None:
         """Send the peer what this process lacks. Never waits; the peer sees the end of the connection
@@ -451,15 +454,3 @@ def shortage_in(payload: bytes | bytearray, who: str) -> ResourceExhaustedError:
             text = f"{who} has no resources for it now: {peer_text(reason)}"
             return ResourceExhaustedError(text, resource=peer_text(resource))
     raise WireError(f"{who} declined a connection and did not say what it lacks")
-
-
-def _up_to(connection: Connection, data: bytes, nbytes: int, deadline: Deadline) -> bytes:
-    connection.sock.settimeout(_seconds(deadline))
-    try:
-        while len(data) < nbytes and (chunk := connection.sock.recv(nbytes - len(data))):
-            data += chunk
-    except OSError as e:
-        raise PeerGoneError(f"{connection.describe} hung up while it said what it lacks") from e
-    if len(data) < nbytes:
-        raise PeerGoneError(f"{connection.describe} hung up while it said what it lacks")
-    return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -130,20 +131,19 @@ class PeerIdentity:
         except OSError as e:
             NamedExhaustion.check(e, f"watching {self}")
             return None
-        try:
-            start_time = _start_time(self.pid)
-        except (FileNotFoundError, ProcessLookupError) as e:
-            os.close(pidfd)
-            if os.path.isdir("/proc/self"):
-                raise PeerGoneError(f"{self} has ended") from e
-            return None
-        except OSError as e:
-            os.close(pidfd)
-            NamedExhaustion.check(e, f"watching {self}")
-            return None
-        if start_time != self.start_time:
-            os.close(pidfd)
-            raise PeerGoneError(f"{self} has ended; its pid belongs to another process now")
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, pidfd)
+            try:
+                start_time = _start_time(self.pid)
+            except OSError as e:
+                NamedExhaustion.check(e, f"watching {self}")
+                is_missing = isinstance(e, FileNotFoundError | ProcessLookupError)
+                if is_missing and os.path.isdir("/proc/self"):
+                    raise PeerGoneError(f"{self} has ended") from e
+                return None
+            if start_time != self.start_time:
+                raise PeerGoneError(f"{self} has ended; its pid belongs to another process now")
+            undo.pop_all()
         return pidfd
 
 
@@ -178,17 +178,14 @@ def _start_time(pid: int) -> int:
     return int(line.rpartition(b")")[2].split()[19])
 
 
+@functools.cache  # of what it returns; what it raises is not kept
 def boot_id() -> str:
     """Of the running kernel: two processes with equal ones are on one host. Empty where there is none.
 
     Raises:
         ResourceExhaustedError: the process has no free descriptor to read it.
     """
-    try:
-        return _boot_id()
-    except OSError as e:
-        NamedExhaustion.check(e, f"reading {_BOOT_ID}")
-        return ""
+    return _read(_BOOT_ID).strip()
 
 
 def namespace(kind: str) -> str:
@@ -205,10 +202,14 @@ def namespace(kind: str) -> str:
         return ""
 
 
-@functools.cache  # of what it returns; what it raises is not kept
-def _boot_id() -> str:
-    with open(_BOOT_ID, encoding="utf-8") as f:
-        return f.read().strip()
+def _read(path: str) -> str:
+    """A file of /proc; empty where there is none. Raises ResourceExhaustedError."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            return f.read()
+    except OSError as e:
+        NamedExhaustion.check(e, f"reading {path}")
+        return ""
 
 
 def unix_peer_uid(sock: socket.socket) -> int:
@@ -228,12 +229,7 @@ def same_user(uid: int) -> bool:
     """
     if uid != os.geteuid():
         return False
-    try:
-        with open("/proc/sys/kernel/overflowuid", encoding="utf-8") as f:
-            if int(f.read()) != uid:
-                return True
-        with open("/proc/self/uid_map", encoding="utf-8") as f:
-            return f.read().split() == ["0", "0", str(2**32 - 1)]
-    except OSError as e:
-        NamedExhaustion.check(e, "checking the user of a connection")
+    overflow_uid = _read("/proc/sys/kernel/overflowuid")
+    if not overflow_uid or int(overflow_uid) != uid:
         return True
+    return _read("/proc/self/uid_map").split() == ["0", "0", str(2**32 - 1)]

@@ -15,7 +15,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from typing import Self
 
 from kvplug.config.addresses import Address
@@ -24,7 +23,7 @@ from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.addresses import listening_socket
+from kvplug.net.trust.addresses import BoundSocket
 from kvplug.net.trust.challenge import Exchange, Mode, Refusal, RefusedError, admit
 from kvplug.net.trust.connection import Connection, tune
 from kvplug.net.trust.credentials import Credentials
@@ -57,25 +56,23 @@ class Listener:
 
     def __init__(
         self,
-        sock: socket.socket,
-        address: Address,
-        remove_file: Callable[[], None],
-        challenge: Callable[[bytes], Exchange],
-        *,
+        bound: BoundSocket,
         credentials: Credentials,
         purpose: str,
+        *,
+        label: str,
         proof_timeout_s: float,
         max_unproven: int,
     ) -> None:
-        self._sock = sock
-        self._contact = str(address)
-        self._remove_file = remove_file
-        self._challenge = challenge
+        """Owns ``bound`` from here on, also if it raises. For the rest see :meth:`open`."""
+        self._bound = bound
+        self._sock = bound.sock
+        self._contact = str(bound.address)
+        self._credentials = credentials
         self._purpose = purpose
-        self._mode = credentials.mode_at(address)
+        self._label = label
+        self._mode = credentials.mode_at(bound.address)
         self._proof_timeout_s = proof_timeout_s
-        tls = credentials.tls if not address.is_unix else None
-        self._tls = None if tls is None else ListenerTls(tls)
         self._admission = Admission[Stranger](max_unproven)
         self._proven: collections.deque[Connection] = collections.deque()
         # Code takes the lock, not the condition: Ctrl-C inside of the condition's ``__enter__`` leaves it
@@ -85,20 +82,24 @@ class Listener:
         self._closed = False
         self._refusals: collections.Counter[str] = collections.Counter()
         self._last_refusal: RefusedError | None = None
-        self._paused_until = 0.0
         self._shortage: ResourceExhaustedError | None = None
         """Why the latest connection could not be taken; ``None``: it could."""
         with contextlib.ExitStack() as undo:
+            undo.callback(bound.close)
+            tls = None if bound.address.is_unix else credentials.tls
+            self._tls = None if tls is None else ListenerTls(tls)
             self._wake_in, self._wake_out = socket.socketpair()
             undo.callback(self._wake_in.close)
             undo.callback(self._wake_out.close)
             self._selector = selectors.DefaultSelector()
             undo.callback(self._selector.close)
-            for s in (sock, self._wake_out):
+            for s in (self._sock, self._wake_out):
                 s.setblocking(False)
                 self._selector.register(s, selectors.EVENT_READ)
             close_after_fork(self)
-            self._thread = BackgroundThread(self._run, name=f"kvplug listener {address}", stop=self._stop)
+            self._thread = BackgroundThread(
+                self._run, name=f"kvplug listener {self._contact}", stop=self._stop
+            )
             self._thread.start()
             undo.pop_all()
 
@@ -133,33 +134,15 @@ class Listener:
         with NamedExhaustion(f"listening at {address}"):
             if isinstance(address, str):
                 address = Address.parse(address)
-            mode = credentials.mode_at(address, "host")
-
-            def challenge(binding: bytes) -> Exchange:
-                return admit(
-                    purpose,
-                    mode,
-                    credentials.key,
-                    encode_identity(PeerIdentity.of_this_process(label)),
-                    binding,
-                )
-
-            sock, address, remove_file = listening_socket(address, backlog)
-            try:
-                return cls(
-                    sock,
-                    address,
-                    remove_file,
-                    challenge,
-                    credentials=credentials,
-                    purpose=purpose,
-                    proof_timeout_s=proof_timeout_s,
-                    max_unproven=max_unproven,
-                )
-            except BaseException:
-                remove_file()
-                sock.close()
-                raise
+            credentials.mode_at(address, "host")
+            return cls(
+                BoundSocket.listen(address, backlog),
+                credentials,
+                purpose,
+                label=label,
+                proof_timeout_s=proof_timeout_s,
+                max_unproven=max_unproven,
+            )
 
     def __repr__(self) -> str:
         return f"<Listener at {self._contact} for {self._purpose!r}{', closed' if self._closed else ''}>"
@@ -251,7 +234,9 @@ class Listener:
     def _run(self) -> None:
         try:
             while not self._closed:
-                for key, _ in self._selector.select(self._pause()):
+                oldest = self._admission.oldest
+                pause = None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+                for key, _ in self._selector.select(pause):
                     if key.fileobj is self._sock:
                         try:
                             self._take()
@@ -263,13 +248,9 @@ class Listener:
         except Exception:
             logger.exception("the listener at %s stops: a fault of kvplug", self._contact)
         finally:
-            self._remove_file()
+            self._bound.close()
             with self._lock:
                 self._closed = True
-                with contextlib.suppress(OSError):
-                    # A child that was forked a moment ago may still hold the socket open: nothing may connect
-                    # to it.
-                    self._sock.shutdown(socket.SHUT_RDWR)
                 self._close_descriptors()
                 self._changed.notify_all()
 
@@ -283,13 +264,6 @@ class Listener:
             connection.close()
         self._proven.clear()
 
-    def _pause(self) -> float | None:
-        """How long to sleep if nothing happens."""
-        oldest = self._admission.oldest
-        moments = [self._paused_until or None, None if oldest is None else oldest.deadline]
-        first = min((each for each in moments if each is not None), default=None)
-        return None if first is None else max(0.0, first - time.monotonic())
-
     def _take(self) -> None:
         try:
             sock, _ = self._sock.accept()
@@ -299,11 +273,9 @@ class Listener:
             self._shortage = NamedExhaustion.of(e, f"accepting a connection at {self._contact}")
             logger.warning("%s", self._shortage or f"accept failed at {self._contact}: {e}")
             if self._shortage is not None:
-                # Connections in the backlog keep the socket readable: do not poll it for a moment.
-                self._selector.unregister(self._sock)
-                self._paused_until = time.monotonic() + _PAUSE_S
                 if self._admission.oldest is not None:
                     self._refuse(self._admission.oldest, RefusedError.for_lack(self._shortage))
+                time.sleep(_PAUSE_S)  # connections in the backlog keep the socket readable
             return
         self._shortage = None
         now = time.monotonic()
@@ -333,6 +305,11 @@ class Listener:
             self._refuse(crowding, RefusedError(Refusal.BUSY))
         self._admission.add(stranger, origin)
         self._selector.register(sock, selectors.EVENT_READ, stranger)
+
+    def _challenge(self, binding: bytes) -> Exchange:
+        """This end of the challenge. ``binding`` identifies the TLS session."""
+        identity = encode_identity(PeerIdentity.of_this_process(self._label))
+        return admit(self._purpose, self._mode, self._credentials.key, identity, binding)
 
     def _proceed(self, stranger: Stranger) -> None:
         try:
@@ -381,9 +358,6 @@ class Listener:
         now = time.monotonic()
         while (oldest := self._admission.oldest) is not None and oldest.deadline <= now:
             self._refuse(oldest, RefusedError(Refusal.SILENT))
-        if self._paused_until and self._paused_until <= now:
-            self._paused_until = 0.0
-            self._selector.register(self._sock, selectors.EVENT_READ)
 
     def _turned_away(self) -> str:
         counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(self._refusals.items()))

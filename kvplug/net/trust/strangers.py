@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from kvplug.config.addresses import ip_address
 from kvplug.errors import ResourceExhaustedError
 from kvplug.net.trust.challenge import MAGIC, Exchange, Refusal, RefusedError
 from kvplug.net.trust.identity import PeerIdentity, same_user, unix_peer_uid
@@ -41,9 +42,7 @@ def origin_of(sock: socket.socket) -> str:
     if sock.family == socket.AF_UNIX:
         uid = unix_peer_uid(sock)
         return THIS_USER if uid == os.geteuid() else f"user {uid} of this host"
-    host = ipaddress.ip_address(sock.getpeername()[0].partition("%")[0])
-    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
-        host = host.ipv4_mapped
+    host = ip_address(sock.getpeername()[0])
     if host.is_loopback:
         return THIS_HOST
     # one host may have all addresses of such a network
