@@ -34,17 +34,8 @@ HOOKS: Final = {
         *("_on_peer_gone", "_on_failure", "_release_in_child", "_peer_gone", "_fail"),
     ),
     "DeviceCommunicator": (
-        *("_all_reduce", "_all_gather", "_reduce_scatter", "_broadcast", "_send", "_recv", "_destroy"),
-        *(
-            "_gather",
-            "_batch",
-            "_compare",
-            "_compare_pairs",
-            "_give_up",
-            "_synchronize",
-            "_suspend",
-            "_resume",
-        ),
+        *("_all_reduce", "_all_gather", "_reduce_scatter", "_broadcast", "_exchange", "_destroy"),
+        *("_compare", "_compare_pairs", "_give_up", "_synchronize", "_suspend", "_resume"),
     ),
 }
 """Methods that only a subclass implements or calls, by their class."""

@@ -145,5 +145,5 @@ def test_of_a_rank_that_cannot_make_its_end_of_a_queue(said: Any) -> None:
 def test_of_a_ranks_call(theirs: dict[str, Any]) -> None:
     ours = Call("all_reduce", "dtype float32, shape [2]")
     with pytest.raises(TensorMismatchError) as caught:
-        check_same("all_reduce", [ours, Call.of(1, theirs)])
+        check_same("all_reduce", [ours, Call.decoded(1, msgspec.msgpack.encode(theirs))])
     check(str(caught.value), lines=3)

@@ -1,7 +1,6 @@
 """The device communicator: the ABC, and the comparison of calls before each collective."""
 
 from kvplug.transport.communicator.communicator import DeviceCommunicator, RecvOp, SendOp
-from kvplug.transport.communicator.experts import All2AllManager, TokenSplit
 from kvplug.transport.communicator.rank import CommunicatorContext
 
-__all__ = ["All2AllManager", "CommunicatorContext", "DeviceCommunicator", "RecvOp", "SendOp", "TokenSplit"]
+__all__ = ["CommunicatorContext", "DeviceCommunicator", "RecvOp", "SendOp"]

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import attrs
-from msgspec import Meta
+import msgspec
 
 from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError
 from kvplug.net.peer_text import peer_text
-from kvplug.net.wire import from_plain
+from kvplug.net.wire import decode, from_plain
 from kvplug.net.wire.tensors import as_bits, dtype_name
 
 if TYPE_CHECKING:
@@ -31,16 +31,20 @@ class Call:
     """All that must be the same at every rank, in words."""
     refused: str | None = None
     """Why that rank does not begin the call."""
-    tokens: Annotated[int, Meta(ge=0)] = 0
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The rank's tokens for experts, which may differ by rank."""
     sends: tuple[str, ...] = ()
     """What a paired call sends the other rank."""
     recvs: tuple[str, ...] = ()
 
+    def encoded(self) -> bytes:
+        """For the other ranks. Equal calls have equal bytes."""
+        return msgspec.msgpack.encode(self)
+
     @classmethod
-    def of(cls, rank: int, plain: object) -> Call:
-        """The call that another rank sent, which may be anything. Raises WireError: it is none."""
-        return from_plain(plain, cls, f"the next call of rank {rank}")
+    def decoded(cls, rank: int, data: bytes) -> Call:
+        """The call that ``rank`` sent, which may be any bytes. Raises WireError: it is not a call."""
+        return from_plain(decode(data), cls, f"the next call of rank {rank}")
 
     def __str__(self) -> str:
         arguments = (

@@ -10,8 +10,8 @@ implements the abstract methods of :class:`~kvplug.transport.communicator.rank.G
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
@@ -20,19 +20,15 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.net.memory.room import check_room
 from kvplug.net.threads import ExitGuard
 from kvplug.net.wire.tensors import dtype_name
-from kvplug.transport.communicator.calls import check_same, empty, joined, plain, row_bytes, write_back
-from kvplug.transport.communicator.experts import (
-    DEFAULT_BACKEND,
-    MANAGERS,
-    All2AllManager,
-    TokenSplit,
-    width_of,
-)
+from kvplug.transport.communicator.calls import empty, joined, plain, row_bytes, write_back
+from kvplug.transport.communicator.experts import DEFAULT_BACKEND, NAIVE, TokenSplit, width_of
 from kvplug.transport.communicator.rank import CommunicatorContext, GroupRank
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kvplug.net.deadline import Deadline
 
 
 @attrs.frozen
@@ -77,29 +73,21 @@ class DeviceCommunicator(GroupRank):
     errors of earlier calls, and results are valid once ``synchronize`` has returned.
 
     Raises:
-        ConfigError: the context's ``ranks`` are not as many as the group has, or none of its managers is
-            called like its ``all2all_backend``.
+        ConfigError: the context's ``ranks`` are not as many as the group has, or its ``all2all_backend`` is
+            unknown.
     """
-
-    all2all_managers: ClassVar[Mapping[str, type[All2AllManager]]] = MANAGERS
-    """The managers by the value of ``all2all_backend``. A transport may add its own."""
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
-        self.all2all_manager: All2AllManager | None = None
-        """The manager that dispatch and combine use; ``None``: they return their arguments unchanged."""
         self._split: TokenSplit | None = None
         self._width = 1
         if self.use_all2all:
             self._width = width_of(self.world_size, context.data_parallel_size)
-            name = self.all2all_backend or DEFAULT_BACKEND
-            manager = self.all2all_managers.get(name)
-            if manager is None:
-                known = ", ".join(sorted(self.all2all_managers))
+            if self.all2all_backend not in (NAIVE, DEFAULT_BACKEND):
                 raise ConfigError(
-                    f"all2all_backend={name!r} is unknown to {type(self).__name__}, which has: {known}"
+                    f"all2all_backend={self.all2all_backend!r} is unknown; {type(self).__name__} has"
+                    f" {DEFAULT_BACKEND!r} and {NAIVE!r}"
                 )
-            self.all2all_manager = manager(self)
         ExitGuard.register(self)
 
     # -- collectives ---------------------------------------------------------------------------------
@@ -115,7 +103,7 @@ class DeviceCommunicator(GroupRank):
             ClosedError, BusyError: as the law says. All these hold for every collective below.
         """
         with self._call(
-            "all_reduce", timeout, lambda: self._said(input_, summing=True, filled=True)
+            "all_reduce", timeout, lambda: self._described(input_, summing=True, filled=True)
         ) as deadline:
             if self.world_size > 1:
                 work = plain(input_)
@@ -125,11 +113,8 @@ class DeviceCommunicator(GroupRank):
 
     def all_gather(self, input_: Tensor, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
         """All ranks' tensors, of one shape, concatenated along ``dim`` in the order of ranks."""
-        with self._call("all_gather", timeout, lambda: self._said(input_, dim=dim)) as deadline:
-            if self.world_size == 1:
-                return input_
-            length = input_.shape[dim]
-            return self._gathered(input_, dim % input_.dim(), [length] * self.world_size, deadline)
+        with self._call("all_gather", timeout, lambda: self._described(input_, dim=dim)) as deadline:
+            return self._all_gathered(input_, dim, None, deadline)
 
     def all_gatherv(
         self,
@@ -146,17 +131,20 @@ class DeviceCommunicator(GroupRank):
         tensors = input_ if isinstance(input_, list) else [input_]
 
         def check() -> str:
-            said = [self._said(tensor, dim=dim, sizes=sizes, vary=True) for tensor in tensors]
-            return f"tensors {said}" if isinstance(input_, list) else said[0]
+            texts = [self._described(tensor, dim=dim, sizes=sizes, vary=True) for tensor in tensors]
+            return f"tensors {texts}" if isinstance(input_, list) else texts[0]
 
         with self._call("all_gatherv", timeout, check) as deadline:
-            if self.world_size == 1:
-                return input_
-            made = []
-            for tensor in tensors:
-                lengths = [tensor.shape[dim]] * self.world_size if sizes is None else list(sizes)
-                made.append(self._gathered(tensor, dim % tensor.dim(), lengths, deadline))
-            return made if isinstance(input_, list) else made[0]
+            found = [self._all_gathered(tensor, dim, sizes, deadline) for tensor in tensors]
+            return found if isinstance(input_, list) else found[0]
+
+    def _all_gathered(
+        self, tensor: Tensor, dim: int, sizes: Sequence[int] | None, deadline: Deadline
+    ) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        lengths = [tensor.shape[dim]] * self.world_size if sizes is None else sizes
+        return self._gathered(tensor, dim % tensor.dim(), lengths, deadline)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
         """This rank's part of the sum of all ranks' tensors, cut into equal parts along ``dim``."""
@@ -180,7 +168,7 @@ class DeviceCommunicator(GroupRank):
         self, name: str, input_: Tensor, dim: int, sizes: Sequence[int] | None, timeout: Timeout
     ) -> Tensor:
         def check() -> str:
-            said = self._said(input_, dim=dim, sizes=sizes, summing=True)
+            text = self._described(input_, dim=dim, sizes=sizes, summing=True)
             length = input_.shape[dim]
             if sizes is None and length % self.world_size:
                 raise TensorMismatchError(
@@ -191,13 +179,13 @@ class DeviceCommunicator(GroupRank):
                 raise TensorMismatchError(
                     f"sizes {list(sizes)} add up to {sum(sizes)}, and dimension {dim} has {length} elements"
                 )
-            return said
+            return text
 
         with self._call(name, timeout, check) as deadline:
             if self.world_size == 1:
                 return input_
             equal = [input_.shape[dim] // self.world_size] * self.world_size
-            lengths = equal if sizes is None else list(sizes)
+            lengths = equal if sizes is None else sizes
             return self._scattered(input_, dim % input_.dim(), lengths, deadline)
 
     def gather(
@@ -210,17 +198,18 @@ class DeviceCommunicator(GroupRank):
 
         def check() -> str:
             self._check_rank("dst", dst)
-            return self._said(input_, dim=dim, root=dst)
+            return self._described(input_, dim=dim, root=dst)
 
         with self._call("gather", timeout, check) as deadline:
             if self.world_size == 1:
                 return input_
             work = plain(input_)
-            if self.rank_in_group != dst:
-                self._gather(None, work, dst, deadline)
+            here = self.rank_in_group
+            if here != dst:
+                self._exchange([(work, dst)], [], deadline)
                 return None
-            parts = [empty(work, work.shape) for _ in self.ranks]
-            self._gather(parts, work, dst, deadline)
+            parts = [work if rank == here else empty(work, work.shape) for rank in range(self.world_size)]
+            self._exchange([], [(part, rank) for rank, part in enumerate(parts) if rank != here], deadline)
             return joined(parts, dim)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
@@ -228,7 +217,7 @@ class DeviceCommunicator(GroupRank):
 
         def check() -> str:
             self._check_rank("src", src)
-            return self._said(tensor, root=src, filled=True)
+            return self._described(tensor, root=src, filled=True)
 
         with self._call("broadcast", timeout, check) as deadline:
             if self.world_size > 1:
@@ -249,7 +238,7 @@ class DeviceCommunicator(GroupRank):
         """
         peer = (self.rank_in_group + 1) % self.world_size if dst is None else dst
         with self._pairs_call([(tensor, peer)], [], timeout) as deadline:
-            self._send(plain(tensor), peer, deadline)
+            self._exchange([(plain(tensor), peer)], [], deadline)
 
     def recv(
         self,
@@ -269,7 +258,7 @@ class DeviceCommunicator(GroupRank):
         self._check_usable()
         tensor = torch.empty(tuple(size), dtype=dtype, device=self.device)
         with self._pairs_call([], [(tensor, peer)], timeout) as deadline:
-            self._recv(tensor, peer, deadline)
+            self._exchange([], [(tensor, peer)], deadline)
         return tensor
 
     def batch_isend_irecv(
@@ -295,7 +284,7 @@ class DeviceCommunicator(GroupRank):
         recvs = [(op.tensor, op.src) for op in p2p_ops if isinstance(op, RecvOp)]
         with self._pairs_call(sends, recvs, timeout) as deadline:
             into = [(plain(tensor), src) for tensor, src in recvs]
-            self._batch([(plain(tensor), dst) for tensor, dst in sends], into, deadline)
+            self._exchange([(plain(tensor), dst) for tensor, dst in sends], into, deadline)
             for (tensor, _), (work, _) in zip(recvs, into, strict=True):
                 write_back(tensor, work)
 
@@ -316,7 +305,7 @@ class DeviceCommunicator(GroupRank):
 
         A tensor has a row for each token; ranks may have different numbers of tokens, or none. The ranks of
         one data-parallel rank have the same tokens, which are sent once; with ``is_sequence_parallel`` each
-        rank has its own. Without an all-to-all manager the arguments are returned unchanged.
+        rank has its own. Unless :attr:`use_all2all`, the arguments are returned unchanged.
 
         Raises:
             TensorMismatchError: tensors without a row for each token, or ranks whose tensors differ in dtype
@@ -355,21 +344,21 @@ class DeviceCommunicator(GroupRank):
         """Return the experts' results to the tokens' ranks: this rank's rows of the sum over all ranks.
 
         ``hidden_states`` has a row for each token that the last dispatch returned: zeros for tokens that no
-        expert of this rank processed. The sum is complete: no rank has to add anything. Without an all-to-all
-        manager the argument is returned unchanged.
+        expert of this rank processed. The sum is complete: no rank has to add anything. Unless
+        :attr:`use_all2all`, the argument is returned unchanged.
 
         Raises:
             TensorMismatchError: the number of rows differs from the dispatch, or nothing was dispatched, or
                 with another ``is_sequence_parallel``.
             The rest as the collectives.
         """
-        if self.all2all_manager is None:
+        if not self.use_all2all:
             self._check_usable()
             return hidden_states
         split = self._split
 
         def check() -> str:
-            said = self._said(hidden_states, summing=True, dim=0)
+            text = self._described(hidden_states, summing=True, dim=0)
             if split is None:
                 raise TensorMismatchError("combine takes back what was dispatched, and nothing was")
             if hidden_states.shape[0] != split.total:
@@ -380,14 +369,22 @@ class DeviceCommunicator(GroupRank):
                 raise TensorMismatchError(
                     f"is_sequence_parallel=True was given to {to}, and not to {and_not}"
                 )
-            return f"{said}, is_sequence_parallel {bool(is_sequence_parallel)}"
+            return f"{text}, is_sequence_parallel {bool(is_sequence_parallel)}"
 
         with self._call("combine", timeout, check) as deadline:
             if self.world_size > 1:
                 assert split is not None
-                hidden_states = self.all2all_manager.combine(hidden_states, split, deadline)
+                hidden_states = self._returned(hidden_states, split, deadline)
             self._split = None
         return hidden_states
+
+    def _returned(self, hidden_states: Tensor, split: TokenSplit, deadline: Deadline) -> Tensor:
+        """This rank's rows of the sum. Ranks that share their tokens need the same rows."""
+        if self.all2all_backend != NAIVE and not split.shared:
+            return self._scattered(hidden_states, 0, split.sizes, deadline)
+        total = plain(hidden_states).clone()
+        self._all_reduce(total, deadline)
+        return total[split.rows(self.rank_in_group)].clone()
 
     def prepare_communication_buffer_for_model(self, model: Any) -> None:
         """Call this once after a model was loaded: if this communicator serves experts, it calls the method
@@ -413,12 +410,12 @@ class DeviceCommunicator(GroupRank):
         timeout: Timeout,
     ) -> tuple[Any, ...]:
         found = [*tensors, *(extra_tensors or ())]
-        if self.all2all_manager is None:
+        if not self.use_all2all:
             self._check_usable()
         else:
 
             def check() -> str:
-                rows = [self._said(tensor, dim=0) and tensor.shape[0] for tensor in found]
+                rows = [self._described(tensor, dim=0) and tensor.shape[0] for tensor in found]
                 if len(set(rows)) > 1:
                     raise TensorMismatchError(
                         f"tensors with a row for each token are wanted, and they have {rows}"
@@ -426,13 +423,12 @@ class DeviceCommunicator(GroupRank):
                 return (
                     f"rows {[f'{dtype_name(each.dtype)} {list(each.shape[1:])}' for each in found]},"
                     f" is_sequence_parallel {bool(is_sequence_parallel)},"
-                    f" all2all_backend {self.all2all_backend or DEFAULT_BACKEND},"
+                    f" all2all_backend {self.all2all_backend},"
                     f" data_parallel_size {self.context.data_parallel_size}"
                 )
 
             with self._attempt(timeout) as deadline:
                 calls = self._agreed(name, check, deadline, tokens=found)
-                check_same(name, calls)
                 width = 1 if is_sequence_parallel or self.world_size == 1 else self._width
                 split = TokenSplit.of([call.tokens for call in calls], width)
                 if self.device.partition(":")[0] == "cpu":  # the memory of others is never promised in excess
@@ -440,11 +436,25 @@ class DeviceCommunicator(GroupRank):
                         what = f"a tensor with the {split.total} tokens of all ranks"
                         check_room(split.total * row_bytes(tensor), what)
                 if self.world_size > 1:
-                    found = self.all2all_manager.dispatch(found, split, deadline)
+                    found = [self._dispatched(tensor, split, deadline) for tensor in found]
                 self._split = split
         if extra_tensors is None:
             return tuple(found)
         return (*found[: len(tensors)], found[len(tensors) :])
+
+    def _dispatched(self, tensor: Tensor, split: TokenSplit, deadline: Deadline) -> Tensor:
+        """The rows of all ranks."""
+        here = self.rank_in_group
+        if self.all2all_backend != NAIVE:
+            return self._gathered(tensor[: split.sizes[here]], 0, split.sizes, deadline)
+        whole = empty(tensor, (split.total, *tensor.shape[1:]))
+        for rank, size in enumerate(split.sizes):
+            if size:
+                part = whole[split.rows(rank)]
+                if rank == here:
+                    part.copy_(tensor.detach())
+                self._broadcast(part, rank, deadline)
+        return whole
 
     # -- the end ------------------------------------------------------------------------------------
 

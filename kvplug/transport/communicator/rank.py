@@ -26,7 +26,6 @@ from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import ExitGuard
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.wire import to_plain
 from kvplug.net.wire.tensors import dtype_name
 from kvplug.transport.communicator.calls import (
     PAIRED,
@@ -41,6 +40,7 @@ from kvplug.transport.communicator.calls import (
     joined,
     plain,
 )
+from kvplug.transport.communicator.experts import DEFAULT_BACKEND
 from kvplug.transport.group.group import StatelessGroup
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class CommunicatorContext:
     data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     """How many replicas of the model the engine has whose ranks share their experts."""
     all2all_backend: str = ""
-    """How experts' tokens are exchanged: "naive", "allgather_reducescatter" (the default), or another backend
-    of the transport."""
+    """How experts' tokens are exchanged: "naive" or "allgather_reducescatter", the default."""
     timeout_s: float = 30.0
     """The default timeout of a collective."""
 
@@ -98,8 +97,8 @@ class GroupRank(abc.ABC):
     """What all calls of a device communicator share: attributes, checks, what a transport writes.
 
     Tensors that a transport's methods get are contiguous, of one dtype, on ``self.device``, and there is more
-    than one rank. Those of a list that is gathered into, or scattered, lie one behind the other, but for
-    ``_gather``. Each method raises TimeoutError or PeerGoneError that names the ranks that are missing,
+    than one rank. Those of a list that is gathered into, or scattered, lie one behind the other. Each method
+    raises TimeoutError or PeerGoneError that names the ranks that are missing,
     ClosedError after ``_destroy``.
     """
 
@@ -145,8 +144,8 @@ class GroupRank(abc.ABC):
         """Whether it serves expert parallelism: its name contains the word "ep"."""
         self.use_all2all = self.is_ep_communicator and context.data_parallel_size > 1
         """Whether tokens of experts are exchanged: it serves expert parallelism, with several replicas."""
-        self.all2all_backend = context.all2all_backend
-        """The context's; empty: the default one."""
+        self.all2all_backend = context.all2all_backend or DEFAULT_BACKEND
+        """How experts' tokens are exchanged."""
         self._busy = threading.Lock()
         self._broken = ""
         self._suspended = False
@@ -193,58 +192,25 @@ class GroupRank(abc.ABC):
         """Fill the tensor with that of rank ``src``."""
 
     @abc.abstractmethod
-    def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        """Send to rank ``dst``; when it returns the tensor may be overwritten."""
+    def _exchange(self, sends: Pairs, recvs: Pairs, deadline: Deadline) -> None:
+        """Send each tensor to its rank, and fill each of the others from its rank, all at once.
 
-    @abc.abstractmethod
-    def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        """Fill the tensor with the one that rank ``src`` sends."""
+        Tensors to one rank arrive in order. When it returns, those that were sent may be overwritten.
+        """
 
     @abc.abstractmethod
     def _destroy(self) -> None:
         """Release everything, and wake this rank's calls and the calls of other ranks that need it."""
 
-    def _gather(self, outputs: list[Tensor] | None, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        """``outputs`` is given at ``dst`` only. By default one rank after another; a transport may override
-        it.
-        """
-        if outputs is None:
-            self._send(tensor, dst, deadline)
-            return
-        for rank, output in enumerate(outputs):
-            if rank == dst:
-                output.copy_(tensor)
-            else:
-                self._recv(output, rank, deadline)
-
-    def _batch(
-        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
-    ) -> None:
-        """Send each tensor to its rank, and fill each of the others from its rank.
-
-        By default one pair of ranks after another, in the same order at every rank; in a pair the lower rank
-        sends first. So ranks cannot deadlock, though ``_send`` may wait for its receiver. A transport that
-        can do all at once overrides it.
-        """
-        here = self.rank_in_group
-        peers = {peer for _, peer in sends} | {peer for _, peer in recvs}
-        for peer in sorted(peers, key=lambda each: (min(each, here), max(each, here))):
-            out = [(self._send, tensor) for tensor, dst in sends if dst == peer]
-            into = [(self._recv, tensor) for tensor, src in recvs if src == peer]
-            for act, tensor in out + into if here < peer else into + out:
-                act(tensor, peer, deadline)
-
-    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
-        """Every rank's ``call``, plain values. By default through the group; a transport may override it."""
-        found: list[Mapping[str, Any]] = self.cpu_group.all_gather(dict(call), deadline.remaining())
+    def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
+        """Every rank's ``call``. By default through the group; a transport may override it."""
+        found: list[bytes] = self.cpu_group.all_gather(call, deadline.remaining())
         return found
 
-    def _compare_pairs(
-        self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
-    ) -> Mapping[int, Mapping[str, Any]]:
+    def _compare_pairs(self, calls: Mapping[int, bytes], deadline: Deadline) -> Mapping[int, bytes]:
         """The next calls of some other ranks with this one, each of which receives ``calls[its rank]``."""
         for peer, call in calls.items():
-            self.cpu_group.send(dict(call), peer)
+            self.cpu_group.send(call, peer)
         return {peer: self.cpu_group.recv(peer, deadline.remaining()) for peer in calls}
 
     def _give_up(self, error: BaseException) -> None:  # noqa: B027 - not every transport has to
@@ -268,13 +234,14 @@ class GroupRank(abc.ABC):
     def _call(self, name: str, timeout: Timeout, check: Callable[[], str]) -> Iterator[Deadline]:
         """Runs one collective: checks its arguments here, then compares them with the other ranks'."""
         with self._attempt(timeout) as deadline:
-            check_same(name, self._agreed(name, check, deadline))
+            self._agreed(name, check, deadline)
             yield deadline
 
     def _agreed(
         self, name: str, check: Callable[[], str], deadline: Deadline, tokens: Sequence[Tensor] = ()
     ) -> Sequence[Call]:
-        """The next calls of all ranks; a rank whose own arguments are wrong sends that to the others first.
+        """The next calls of all ranks, which are the same but for their numbers of tokens. A rank whose own
+        arguments are wrong sends that to the others first.
 
         ``tokens``: tensors with a row for each token. The ranks exchange their numbers of tokens even where
         they do not compare calls.
@@ -286,10 +253,13 @@ class GroupRank(abc.ABC):
             fault, call = e, Call(name, refused=str(e))
         calls: Sequence[Call] = [call]
         if self.world_size > 1 and (self.compares or tokens):
-            found = self._exchanged(lambda: self._compare(to_plain(call), deadline), fault)
-            calls = [Call.of(rank, each) for rank, each in enumerate(found)]
+            ours = call.encoded()
+            found = self._exchanged(lambda: self._compare(ours, deadline), fault)
+            # Almost always all ranks send the same bytes.
+            calls = [call if each == ours else Call.decoded(rank, each) for rank, each in enumerate(found)]
         if fault is not None:
             raise fault
+        check_same(name, calls)
         return calls
 
     def _exchanged(self, exchange: Callable[[], T], fault: KvplugError | None) -> T:
@@ -322,23 +292,23 @@ class GroupRank(abc.ABC):
         fault: KvplugError | None = None
         try:
             out, into = (
-                [(self._said(tensor, filled=pairs is recvs), peer) for tensor, peer in pairs]
+                [(self._described(tensor, filled=pairs is recvs), peer) for tensor, peer in pairs]
                 for pairs in (sends, recvs)
             )
             calls = {
                 peer: Call(
                     PAIRED,
-                    sends=tuple(said for said, dst in out if dst == peer),
-                    recvs=tuple(said for said, src in into if src == peer),
+                    sends=tuple(text for text, dst in out if dst == peer),
+                    recvs=tuple(text for text, src in into if src == peer),
                 )
                 for peer in peers
             }
         except KvplugError as e:
             fault, calls = e, {peer: Call(PAIRED, refused=str(e)) for peer in peers}
         if self.compares and peers:
-            given = {peer: to_plain(call) for peer, call in calls.items()}
-            found = self._exchanged(lambda: self._compare_pairs(given, deadline), fault)
-            theirs = {peer: Call.of(peer, call) for peer, call in found.items()}
+            ours = {peer: call.encoded() for peer, call in calls.items()}
+            found = self._exchanged(lambda: self._compare_pairs(ours, deadline), fault)
+            theirs = {peer: Call.decoded(peer, each) for peer, each in found.items()}
             try:
                 if fault is None:
                     check_paired(self.rank_in_group, calls, theirs)
@@ -382,7 +352,7 @@ class GroupRank(abc.ABC):
             self._broken = f"{type(error).__name__}: {error}"
             self._give_up(error)
 
-    def _said(self, tensor: Tensor, *, summing: bool = False, filled: bool = False, **given: Any) -> str:
+    def _described(self, tensor: Tensor, *, summing: bool = False, filled: bool = False, **given: Any) -> str:
         """Check a tensor and what comes with it; what must be the same at every rank, in words.
 
         ``filled``: the call writes to it.

@@ -4,8 +4,8 @@ A library of collectives (gloo, NCCL) does not report which rank is missing, and
 it has given up. The pipes do both: each reports when its peer's process has ended, and carries calls to be
 compared, tensors from one rank to another, and news.
 
-A pipe carries calls (encoded values, as bytes), tensors that a call announced, and news: a message ``None``,
-followed by the encoded news.
+A pipe carries calls (any bytes), tensors that a call announced, and news: a message ``None``, followed by the
+encoded news.
 """
 
 from __future__ import annotations
@@ -158,17 +158,13 @@ class Mesh:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def send(self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> None:
-        """Send each of these ranks its call. Raises as :meth:`recv`."""
-        encoded: dict[int, torch.Tensor] = {}  # the same object is encoded once
+    def send(self, calls: Mapping[int, bytes], deadline: Deadline) -> None:
+        """Send each of these ranks its call, which is not empty. Raises as :meth:`recv`."""
         for rank, call in calls.items():
-            message = encoded.get(id(call))
-            if message is None:
-                message = encoded[id(call)] = _bytes_of(dict(call))
             with self._sending(rank):
-                self._ends[rank].pipe.send_tensor(message, timeout=deadline.remaining())
+                self._ends[rank].pipe.send_tensor(_tensor_of(call), timeout=deadline.remaining())
 
-    def recv(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, Mapping[str, Any]]:
+    def recv(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, bytes]:
         """The next call of each of these ranks.
 
         Raises:
@@ -178,14 +174,14 @@ class Mesh:
             ClosedError: ``abort`` was called.
         """
         missing = list(ranks)
-        found: dict[int, Mapping[str, Any]] = {}
+        found: dict[int, bytes] = {}
         while missing:
             end = self._ends[missing[0]]
             if not end.early:
                 left = deadline.remaining()
                 self._look(missing[0], Deadline.after(_STEP_S if left is None else min(left, _STEP_S)))
             if end.early:
-                found[missing.pop(0)] = _call_of(end.early.popleft())
+                found[missing.pop(0)] = _bytes_of(end.early.popleft())
                 continue
             if end.bad is not None:
                 raise end.error()
@@ -197,15 +193,14 @@ class Mesh:
         self._check_ends()  # do not wait in the library for a rank that gave up earlier
         return found
 
-    def compare(self, call: Mapping[str, Any], deadline: Deadline) -> list[Mapping[str, Any]]:
+    def compare(self, call: bytes, deadline: Deadline) -> list[bytes]:
         """Before a collective: every rank's call, in the order of ranks, this one's too. Raises as
         :meth:`recv`.
         """
         self._collectives += 1
         self.send(dict.fromkeys(self._ends, call), deadline)
         found = self.recv(self._ends, deadline)
-        ranks = range(len(self._ends) + 1)
-        return [found.get(rank, call) for rank in ranks]
+        return [found.get(rank, call) for rank in range(len(self._ends) + 1)]
 
     def check(self) -> None:
         """Return if all ranks still take part.
@@ -300,7 +295,7 @@ class Mesh:
             self._announce(["left", self._collectives])
 
     def _announce(self, news: list[Any]) -> None:
-        message = _bytes_of(news)
+        message = _tensor_of(encode(news))
         for end in self._ends.values():
             with contextlib.suppress(KvplugError):
                 end.pipe.send_tensor(None, timeout=0)
@@ -392,7 +387,7 @@ class Mesh:
                 if message is not None:
                     end.early.append(message)
                     return
-                news = _value_of(end.pipe.recv_tensor(timeout=_NEWS_S))
+                news = decode(_bytes_of(end.pipe.recv_tensor(timeout=_NEWS_S)))
         except TimeoutError:
             return
         except (ClosedError, ResourceExhaustedError):
@@ -440,22 +435,15 @@ def _all(ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks)
 
 
-def _bytes_of(value: object) -> torch.Tensor:
+def _tensor_of(data: bytes) -> torch.Tensor:
     import torch
 
-    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _value_of(message: torch.Tensor | None) -> Any:
+def _bytes_of(message: torch.Tensor | None) -> bytes:
     import torch
 
     if message is None or message.dtype != torch.uint8 or message.dim() != 1:
-        raise WireError("a value was expected, and a tensor came")
-    return decode(memoryview(message.numpy()))
-
-
-def _call_of(message: torch.Tensor) -> Mapping[str, Any]:
-    found = _value_of(message)
-    if not isinstance(found, dict):
-        raise WireError(f"a call was expected, and {found!r:.60} came")
-    return found
+        raise WireError("bytes were expected, and a tensor came")
+    return bytes(message.numpy())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,7 +60,7 @@ class CpuCommunicator(DeviceCommunicator):
                         self._gloo = Gloo.meet(
                             store, self.rank_in_group, self.world_size, address, deadline, self._mesh.check
                         )
-                    self._compare({"call": "ready"}, deadline)
+                    self._mesh.compare(b"ready", deadline)
                 finally:
                     store.abandon()
                     store.forget()
@@ -94,7 +94,7 @@ class CpuCommunicator(DeviceCommunicator):
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
         if max(output.nbytes for output in outputs) <= _COPIED:  # equal at all ranks
-            self._exchange([tensor] * self.world_size, outputs, deadline)
+            self._all_to_all([tensor] * self.world_size, outputs, deadline)
             return
         outputs[self.rank_in_group].copy_(tensor)
         for rank, output in enumerate(outputs):
@@ -102,17 +102,12 @@ class CpuCommunicator(DeviceCommunicator):
 
     def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
         parts = [torch.empty_like(output) for _ in inputs]
-        self._exchange(inputs, parts, deadline)
+        self._all_to_all(inputs, parts, deadline)
         output.copy_(parts[0])
         for part in parts[1:]:
             output += part
 
-    def _gather(self, outputs: list[Tensor] | None, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        nothing = tensor.new_empty(0)
-        inputs = [tensor if rank == dst else nothing for rank in range(self.world_size)]
-        self._exchange(inputs, [nothing] * self.world_size if outputs is None else outputs, deadline)
-
-    def _exchange(self, inputs: list[Tensor], outputs: list[Tensor], deadline: Deadline) -> None:
+    def _all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], deadline: Deadline) -> None:
         """``inputs[r]`` to rank r, and ``outputs[r]`` from it: gloo's all-to-all, on bytes."""
         sizes = [each.nbytes for each in outputs]
         given = torch.cat([_bytes(each) for each in inputs])
@@ -129,25 +124,17 @@ class CpuCommunicator(DeviceCommunicator):
 
     # -- from one rank to another ----------------------------------------------------------------
 
-    def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        self._mesh.exchange([(tensor, dst)], [], deadline)
-
-    def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        self._mesh.exchange([], [(tensor, src)], deadline)
-
-    def _batch(
+    def _exchange(
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
     ) -> None:
         self._mesh.exchange(sends, recvs, deadline)
 
     # -- beside them -----------------------------------------------------------------------------
 
-    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
+    def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
         return self._mesh.compare(call, deadline)
 
-    def _compare_pairs(
-        self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
-    ) -> Mapping[int, Mapping[str, Any]]:
+    def _compare_pairs(self, calls: Mapping[int, bytes], deadline: Deadline) -> Mapping[int, bytes]:
         self._mesh.send(calls, deadline)
         return self._mesh.recv(calls, deadline)
 

@@ -64,7 +64,7 @@ def test_only_ranks_that_have_said_nothing_are_named_and_what_came_meanwhile_is_
     meshes: list[Mesh],
 ) -> None:
     sent, got = torch.arange(5.0), torch.empty(5)
-    meshes[1].send({0: {"call": "send"}}, within(SOON))
+    meshes[1].send({0: b"send"}, within(SOON))
     meshes[1].exchange([(sent, 0)], [], within(SOON))
     with pytest.raises(TimeoutError, match="rank 2 did not come in time") as caught:
         meshes[0].recv([1, 2], within(AT_ONCE))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from kvplug import ConfigError, TransportError
+from kvplug.net.wire import from_plain
 from kvplug.transport import WireError
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import UNIQUE_ID_BYTES, UniqueId, Version
@@ -41,25 +42,18 @@ class RankHello:
             id=b"" if rank else bytes(nccl.get_unique_id()),
         )
 
-    @classmethod
-    def unpack(cls, fields: Mapping[str, Any]) -> RankHello:
-        """Raises WireError: a field is missing, or of another type."""
-        values = {field.name: fields.get(field.name) for field in attrs.fields(cls)}
-        kinds = {"rank": int, "world_size": int, "nccl": int, "check_order": bool, "gpu": str, "id": bytes}
-        if any(type(values[name]) is not kind for name, kind in kinds.items()):
-            raise WireError(f"a rank does not start as this version does: {dict(fields)!r:.200}")
-        return cls(**values)  # type: ignore[arg-type]
 
-
-def agree(messages: Sequence[Mapping[str, Any]]) -> tuple[UniqueId, list[RankHello]]:
-    """The unique id and the hellos of all ranks, whose messages these are, in order. Pure.
+def agree(messages: Sequence[Any]) -> tuple[UniqueId, list[RankHello]]:
+    """The unique id and the hellos of all ranks, whose plain values these are, in order. Pure.
 
     Raises:
         ConfigError: they do not agree on the world size, on their ranks, or on an option.
         TransportError: they have different releases of NCCL.
         WireError: a message is not a hello, or the unique id is not rank 0's.
     """
-    hellos = [RankHello.unpack(each) for each in messages]
+    hellos = [
+        from_plain(each, RankHello, f"the first message of rank {rank}") for rank, each in enumerate(messages)
+    ]
     for number, each in enumerate(hellos):
         if (each.rank, each.world_size) != (number, len(hellos)):
             raise ConfigError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from kvplug import ClosedError, KvplugError, UnsupportedError, connect_ranks
+from kvplug.net.wire import decode, encode, to_plain
 from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator, Mesh
 from kvplug_pynccl.communicator.bootstrap import RankHello, agree, explain_invalid_usage
 from kvplug_pynccl.communicator.inflight import Call, Inflight
@@ -81,7 +82,8 @@ class PyncclCommunicator(DeviceCommunicator):
         hello = RankHello.of(
             self.rank_in_group, self.world_size, self._nccl, self._gpu, check_order=self.compares
         )
-        unique_id, hellos = agree(self._mesh.compare(attrs.asdict(hello), deadline))
+        messages = self._mesh.compare(encode(to_plain(hello)), deadline)
+        unique_id, hellos = agree([decode(each) for each in messages])
         comm = MonitoredCommunicator(
             self._nccl,
             unique_id,
@@ -100,7 +102,7 @@ class PyncclCommunicator(DeviceCommunicator):
             "NCCL did not start in time, though all ranks are there",
             lambda error: explain_invalid_usage(error, hellos),
         )
-        self._mesh.compare({"call": "ready"}, deadline)
+        self._mesh.compare(b"ready", deadline)
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -161,15 +163,6 @@ class PyncclCommunicator(DeviceCommunicator):
             "reduce_scatter", calls if any(part.count for part in parts) else [], [output, *inputs], deadline
         )
 
-    def _gather(self, outputs: list[Tensor] | None, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        if outputs is None:
-            self._exchange("gather", [(tensor, dst)], [], deadline)
-            return
-        outputs[dst].copy_(tensor)
-        self._exchange(
-            "gather", [], [(output, src) for src, output in enumerate(outputs) if src != dst], deadline
-        )
-
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         part = Part.of(tensor)
         call = functools.partial(
@@ -179,23 +172,8 @@ class PyncclCommunicator(DeviceCommunicator):
 
     # -- from one rank to another ----------------------------------------------------------------
 
-    def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        self._exchange("send", [(tensor, dst)], [], deadline)
-
-    def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        self._exchange("recv", [], [(tensor, src)], deadline)
-
-    def _batch(
-        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
-    ) -> None:
-        self._exchange("batch_isend_irecv", sends, recvs, deadline)
-
     def _exchange(
-        self,
-        name: str,
-        sends: Sequence[tuple[Tensor, int]],
-        recvs: Sequence[tuple[Tensor, int]],
-        deadline: Deadline,
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
     ) -> None:
         """All of them in one group of NCCL's, which is one operation. Empty tensors are not sent."""
         calls = [
@@ -205,7 +183,8 @@ class PyncclCommunicator(DeviceCommunicator):
             if (part := Part.of(tensor)).count
         ]
         pairs = [*sends, *recvs]
-        self._run(name, calls, [tensor for tensor, _ in pairs], deadline, {peer for _, peer in pairs})
+        peers = {peer for _, peer in pairs}
+        self._run("send and recv", calls, [tensor for tensor, _ in pairs], deadline, peers)
 
     # -- calls of NCCL -----------------------------------------------------------------------------
 
@@ -249,13 +228,11 @@ class PyncclCommunicator(DeviceCommunicator):
 
     # -- beside NCCL -------------------------------------------------------------------------------
 
-    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
+    def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
         with self._running().exclusive_mesh() as mesh:
             return mesh.compare(call, deadline)
 
-    def _compare_pairs(
-        self, calls: Mapping[int, Mapping[str, Any]], deadline: Deadline
-    ) -> Mapping[int, Mapping[str, Any]]:
+    def _compare_pairs(self, calls: Mapping[int, bytes], deadline: Deadline) -> Mapping[int, bytes]:
         with self._running().exclusive_mesh() as mesh:
             mesh.send(calls, deadline)
             return mesh.recv(calls, deadline)

@@ -50,11 +50,13 @@ class MemoryCommunicator(DeviceCommunicator):
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         tensor.copy_(self._everyones(tensor if self.rank == src else None, deadline)[src])
 
-    def _send(self, tensor: Tensor, dst: int, deadline: Deadline) -> None:
-        self.cpu_group.send(tensor, dst)
-
-    def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        tensor.copy_(self.cpu_group.recv(src, deadline.remaining()))
+    def _exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
+    ) -> None:
+        for tensor, dst in sends:
+            self.cpu_group.send(tensor, dst)
+        for tensor, src in recvs:
+            tensor.copy_(self.cpu_group.recv(src, deadline.remaining()))
 
     def _destroy(self) -> None:
         self.cpu_group.abort()

@@ -54,7 +54,7 @@ def check_layer(ranks: Ranks, given: Sequence[list[Any]], owners: Sequence[int],
 
 
 class ExpertLayers(CommunicatorSuite):
-    """``dispatch``, ``dispatch_router_logits`` and ``combine``, with an all-to-all manager."""
+    """``dispatch``, ``dispatch_router_logits`` and ``combine``, in a group that exchanges experts' tokens."""
 
     @law("COMM-4")
     @pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
@@ -96,10 +96,10 @@ class ExpertLayers(CommunicatorSuite):
         still_works(ranks)
 
     @law("COMM-4")
-    def test_without_an_all_to_all_manager_dispatch_and_combine_change_nothing(self) -> None:
+    def test_in_a_group_that_exchanges_no_tokens_dispatch_and_combine_change_nothing(self) -> None:
         ranks = self.ranks(2, unique_name="ep:0")
         if ranks.ask(0, "use_all2all"):
-            pytest.skip(f"{self.called} has an all-to-all manager with one data-parallel rank")
+            pytest.skip(f"{self.called} exchanges experts' tokens with one data-parallel rank")
         given = tokens(4, 0)
         check(ranks.ask(0, "dispatch", *given, extra_tensors=[given[1]])[:3], given, "dispatch")
         check(ranks.ask(0, "dispatch_router_logits", *given[:2]), given[:2], "dispatch_router_logits")
