@@ -24,13 +24,11 @@ FOLDER: Final = Path(__file__).parents[1] / "reference" / "api"
 HEAD: Final = "<!-- Written by docs/tools/doc_reference.py from the docstrings: edit those. -->"
 
 HOOKS: Final = {
-    "PipeAcceptor": ("_join",),
-    "ContactEndpoint": ("_addresses", "_listener", "_connect", "_dial"),
-    "DuplexEndpoint": ("_join",),
-    "Pipe": ("_send_tensor", "_receive_tensor", "_close", "_abort"),
+    "DuplexEndpoint": ("_join", "_addresses", "_listener", "_connect", "_dial"),
+    "Pipe": ("_send_tensor", "_receive_tensor", "_send_blocks", "_receive_blocks", "_close", "_abort"),
     "Store": ("_lookup", "_put", "_get"),
     "DuplexPipe": (
-        *("_send", "_receive", "_send_blocks", "_receive_blocks", "_drain", "_release", "_join_threads"),
+        *("_deadline", "_drain", "_release", "_join_threads"),
         *("_on_peer_gone", "_on_failure", "_release_in_child", "_peer_gone", "_fail"),
     ),
     "DeviceCommunicator": (

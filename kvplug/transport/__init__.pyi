@@ -69,7 +69,6 @@ from kvplug.net.trust.relay import (
 )
 from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
-    PipeAcceptor as PipeAcceptor,
 )
 from kvplug.transport.block_views import (
     BlockViews as BlockViews,
@@ -88,22 +87,6 @@ from kvplug.transport.directory import (
     Directory as Directory,
     DirectoryContext as DirectoryContext,
 )
-from kvplug.transport.duplex.endpoint import (
-    Contact as Contact,
-    ContactEndpoint as ContactEndpoint,
-    DuplexEndpoint as DuplexEndpoint,
-)
-from kvplug.transport.duplex.partial import (
-    MessageLimit as MessageLimit,
-    PartialMessage as PartialMessage,
-)
-from kvplug.transport.duplex.pipe import (
-    DescriptorGuard as DescriptorGuard,
-    DuplexPipe as DuplexPipe,
-    Lifecycle as Lifecycle,
-    PipeSettings as PipeSettings,
-    SendWindow as SendWindow,
-)
 from kvplug.transport.group.mesh import (
     Mesh as Mesh,
 )
@@ -119,13 +102,31 @@ from kvplug.transport.lookup import (
     LookupEndpoint as LookupEndpoint,
     LookupStore as LookupStore,
 )
-from kvplug.transport.pipe import (
+from kvplug.transport.pipe.blocks import (
     Blocks as Blocks,
-    PathReport as PathReport,
-    Pipe as Pipe,
+)
+from kvplug.transport.pipe.endpoint import (
+    Contact as Contact,
+    DuplexEndpoint as DuplexEndpoint,
+    PipeAcceptor as PipeAcceptor,
     PipeContext as PipeContext,
     PipeEndpoint as PipeEndpoint,
     PipeListener as PipeListener,
+    PipeSettings as PipeSettings,
+)
+from kvplug.transport.pipe.partial import (
+    MessageLimit as MessageLimit,
+    PartialMessage as PartialMessage,
+)
+from kvplug.transport.pipe.pipe import (
+    DescriptorGuard as DescriptorGuard,
+    DuplexPipe as DuplexPipe,
+    Lifecycle as Lifecycle,
+    PathReport as PathReport,
+    Pipe as Pipe,
+)
+from kvplug.transport.pipe.transfer import (
+    SendWindow as SendWindow,
     Transfer as Transfer,
 )
 from kvplug.transport.queue import (

@@ -7,7 +7,6 @@ thread of its own serves each of them.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import logging
 import socket
@@ -25,7 +24,6 @@ from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
-from kvplug.transport.pipe import Pipe, PipeListener
 
 T = TypeVar("T")
 
@@ -41,11 +39,6 @@ def hang_up(connection: Connection) -> None:
     """End a connection that another thread uses, which closes it then."""
     with contextlib.suppress(OSError):  # the peer hung up, or its thread closed it
         connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def decline_connection(connection: Connection, shortage: ResourceExhaustedError) -> None:
-    """Tell the peer what this process lacks. Never waits."""
-    connection.decline(shortage)
 
 
 class Acceptor(Generic[T]):
@@ -64,7 +57,7 @@ class Acceptor(Generic[T]):
         discard: Callable[[T], object] = lambda made: None,
         timeout_s: float | None = None,
         max_served: int = 0,
-        lost: Callable[[Connection, ResourceExhaustedError], object] = decline_connection,
+        lost: Callable[[Connection, ResourceExhaustedError], object] = Connection.decline,
         end: Callable[[Connection], object] = hang_up,
     ) -> None:
         """Owns the listeners from here on, also if it raises.
@@ -250,47 +243,3 @@ class Acceptor(Generic[T]):
             self.release(connection)
             if shortage is not None:
                 self._shortage, self._lost_since = shortage, connection.since
-
-
-class PipeAcceptor(Acceptor[Pipe], PipeListener, abc.ABC):
-    """The listening end of a pipe transport over connections: a transport turns each one into a pipe.
-
-    In a forked child it is closed.
-    """
-
-    def __init__(
-        self, listeners: Sequence[Listener], *, transport: str, contact: str, timeout_s: float
-    ) -> None:
-        """Owns the listeners from here on, also if it raises. :meth:`_join` may be called at once.
-
-        ``timeout_s`` is the default timeout of :meth:`accept`.
-
-        Raises:
-            ResourceExhaustedError: this process can have no more threads.
-        """
-        self._contact = contact
-        super().__init__(
-            listeners,
-            self._join,
-            what=f"the pipe {transport!r}",
-            name=f"kvplug-{transport}",
-            discard=lambda pipe: pipe.abort(),
-            timeout_s=timeout_s,
-            lost=self._note_shortage,
-        )
-
-    @abc.abstractmethod
-    def _join(self, connection: Connection) -> Pipe | None:
-        """The pipe over this connection, or ``None`` if the connection is part of another one's pipe: then
-        :meth:`release` comes before that pipe can be accepted.
-
-        In a thread of its own. If it raises, the connection is closed.
-        """
-
-    @property
-    def contact(self) -> str:
-        return self._contact
-
-    def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
-        """A resource ran out, and this connection becomes no pipe: tell the peer. May be extended."""
-        decline_connection(connection, shortage)

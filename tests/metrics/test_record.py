@@ -20,10 +20,9 @@ from kvplug.errors import (
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.deadline import Timeout
 from kvplug.transport.block_views import BlockViews
-from kvplug.transport.pipe import Pipe, Transfer
-from kvplug.transport.pipe.blocks import nbytes_of_blocks
+from kvplug.transport.pipe import Blocks, Pipe, Transfer
 
 
 class Sized:
@@ -34,12 +33,21 @@ class Sized:
 
 
 class Rows:
-    """As much of a cache of rows [8, 5] in float16 as is counted."""
+    """As much of a cache of rows [8, 5] in float16 as is checked and counted."""
 
     shape = (100, 8, 5)
+    device = None
 
     class dtype:  # noqa: N801 - as tensors have it
         itemsize = 2
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
 
 
 class Inside(Pipe):
@@ -67,18 +75,11 @@ class Inside(Pipe):
     def _receive_tensor(self, out: Any, timeout: Timeout) -> Any:
         return self._call("recv", out, timeout)
 
-    def send_blocks(self, views: Any, block_ids: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        return self._counted_send(
-            lambda: self._call("send", block_ids, timeout), lambda: nbytes_of_blocks(views, block_ids)
-        )
+    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
+        return self._call("send", list(blocks.block_ids), timeout)
 
-    def recv_blocks(
-        self, views: Any, block_ids: Any, *, on_layer: Any = None, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> None:
-        self._counted_receive(
-            lambda: self._call("recv", block_ids, on_layer, timeout),
-            lambda _: nbytes_of_blocks(views, block_ids),
-        )
+    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
+        self._call("recv", list(blocks.block_ids), timeout)
 
     def _close(self, timeout: Timeout) -> None:
         self.calls.append(("close", timeout))
@@ -171,7 +172,9 @@ def test_tensors_and_blocks_are_counted_with_the_bytes_that_came_or_went(
     inside.calls.clear()
     inside.transfer.finish()
     assert pipe.send_blocks(BlockViews([[Rows()], [Rows()]]), [4, 1, 2], timeout=2.0) is inside.transfer
-    pipe.recv_blocks([Rows(), Rows()], [3], on_layer=print, timeout=1.0)
-    assert inside.calls == [("send", [4, 1, 2], 2.0), ("recv", [3], print, 1.0)]
+    layers: list[int] = []
+    pipe.recv_blocks([Rows(), Rows()], [3], on_layer=layers.append, timeout=1.0)
+    assert layers == [0, 1]
+    assert inside.calls == [("send", [4, 1, 2], 2.0), ("recv", [3], 1.0)]
     counted = stats.snapshot()["ops"]
     assert (counted["send"]["bytes"], counted["recv"]["bytes"]) == (2 * 3 * 8 * 5 * 2, 100 + 2 * 8 * 5 * 2)

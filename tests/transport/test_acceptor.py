@@ -13,7 +13,7 @@ from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError, Ti
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
-from kvplug.transport.acceptor import PipeAcceptor
+from kvplug.transport import PipeAcceptor
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
@@ -55,7 +55,9 @@ class Plain(PipeAcceptor):
         self.parts: list[Connection] = []
         self.go_on = threading.Event()
         self.go_on.set()
-        super().__init__([listener], transport="plain", contact="plain contact", timeout_s=PATIENCE_S)
+        super().__init__(
+            [listener], self._join, transport="plain", contact="plain contact", timeout_s=PATIENCE_S
+        )
 
     def _join(self, connection: Connection) -> Any:
         self.served.append(connection)

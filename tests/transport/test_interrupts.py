@@ -53,12 +53,12 @@ call = lambda: listener.accept(0)
 end = listener.close
 """
 ACCEPTOR = """
-class Acceptor(PipeAcceptor):
-    def _join(self, connection):
-        return None
-
-acceptor = Acceptor(
-    [Listener.open("unix:", Credentials(), "test")], transport="test", contact="test", timeout_s=0
+acceptor = PipeAcceptor(
+    [Listener.open("unix:", Credentials(), "test")],
+    lambda connection: None,
+    transport="test",
+    contact="test",
+    timeout_s=0,
 )
 call = acceptor.accept
 end = acceptor.close

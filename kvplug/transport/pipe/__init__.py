@@ -1,11 +1,18 @@
 """The pipe: ordered, point-to-point tensors between two processes, full duplex.
 
 A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`PipeListener` and
-:class:`Pipe` it hands out).
+:class:`Pipe` it hands out). What all pipes between two processes share is here, too:
+
+- :mod:`~kvplug.transport.pipe.endpoint`: contacts, listening and connecting
+- :mod:`~kvplug.transport.pipe.pipe`: a pipe, its calls, and how it ends
+- :mod:`~kvplug.transport.pipe.transfer`: a message under way, and the window of the sender
+- :mod:`~kvplug.transport.pipe.partial`: a message of which a part has arrived, and its bound
+- :mod:`~kvplug.transport.pipe.blocks`: blocks of a paged cache as one message
 """
 
 from kvplug.transport.pipe.blocks import Blocks
-from kvplug.transport.pipe.pipe import PathReport, Pipe, PipeContext, PipeEndpoint, PipeListener
+from kvplug.transport.pipe.endpoint import PipeContext, PipeEndpoint, PipeListener
+from kvplug.transport.pipe.pipe import PathReport, Pipe
 from kvplug.transport.pipe.transfer import Transfer
 
 __all__ = ["Blocks", "PathReport", "Pipe", "PipeContext", "PipeEndpoint", "PipeListener", "Transfer"]

@@ -1,4 +1,4 @@
-"""What a transport of kind "pipe" implements.
+"""A pipe: its calls, what a transport implements, and how it ends.
 
 ``Tensor`` below is ``torch.Tensor``; this module does not import torch.
 """
@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 import abc
+import logging
+import threading
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 
-from kvplug.config.addresses import DEFAULT_HOST
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.net.trust.credentials import Credentials
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TransportError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import ExitGuard
 from kvplug.transport.block_views import BlockViews
-from kvplug.transport.pipe.blocks import Blocks
+from kvplug.transport.pipe.blocks import Blocks, nbytes_of_blocks
+from kvplug.transport.pipe.partial import MessageLimit
 from kvplug.transport.pipe.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -66,8 +73,8 @@ class Pipe(abc.ABC):
     Not promised. Delivery once the sender has been told ``done()``: it means that the source may be
     overwritten, not that the peer has read the message. Nothing is retried.
 
-    A subclass implements the methods whose names begin with ``_``; the others call them, and have what passes
-    counted. :class:`~kvplug.transport.DuplexPipe` is the base of those of transports.
+    A subclass implements the abstract methods whose names begin with ``_``; the others call them, and have
+    what passes counted. :class:`~kvplug.transport.DuplexPipe` is the base of those of transports.
     """
 
     recorder: Recorder | None = None
@@ -110,7 +117,7 @@ class Pipe(abc.ABC):
             ResourceExhaustedError: there is no free thread or memory for it. Nothing was queued, or the pipe
                 is broken and says so.
         """
-        return self._counted_send(lambda: self._send_tensor(tensor, timeout), lambda: _nbytes(tensor))
+        return self._send_counted(lambda: self._send_tensor(tensor, timeout), lambda: _nbytes(tensor))
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         """The next message. With ``out`` it is received into that memory, and ``out`` is returned.
@@ -129,7 +136,7 @@ class Pipe(abc.ABC):
             ResourceExhaustedError: there is no free thread or memory for it; the same holds.
             PeerGoneError, ClosedError, BusyError: as the law says.
         """
-        return self._counted_receive(lambda: self._receive_tensor(out, timeout), _nbytes)
+        return self._receive_counted(lambda: self._receive_tensor(out, timeout), _nbytes)
 
     def send_blocks(
         self,
@@ -142,15 +149,18 @@ class Pipe(abc.ABC):
 
         ``views`` is best made once for each cache, by :meth:`kvplug.engine.KVLayout.page_views` or as
         :class:`BlockViews`. Plain tensors are layers with one part each, and are checked in each call. The
-        message is the tensor that :class:`Blocks` describes, and may be received as one. Written here for
-        every pipe: it is gathered first. A transport that can gather into its own memory does that instead.
+        message is the tensor that :class:`Blocks` describes, and may be received as one. It is gathered
+        first, unless the transport can gather into its own memory.
 
         Raises:
             LayoutError: as :class:`Blocks` says; nothing was queued.
             TimeoutError, PeerGoneError, ClosedError, BusyError, UnsupportedError: as :meth:`send_tensor`
                 says.
         """
-        return self.send_tensor(Blocks(views, block_ids).gathered(), timeout=timeout)
+        return self._send_counted(
+            lambda: self._send_blocks(Blocks(views, block_ids), timeout),
+            lambda: nbytes_of_blocks(views, block_ids),
+        )
 
     def recv_blocks(
         self,
@@ -164,7 +174,7 @@ class Pipe(abc.ABC):
 
         Blocks on a device are written in the order of the caller's current stream, as ``out`` of
         :meth:`recv_tensor` is. After an error they may hold a part of the message; it stays, or is resumed by
-        the next call. Written here for every pipe, as :meth:`send_blocks` is.
+        the next call.
 
         Args:
             on_layer: Called in this thread with the index of each layer of ``views``, in order, once its
@@ -176,12 +186,14 @@ class Pipe(abc.ABC):
             TensorMismatchError, TimeoutError, PeerGoneError, ClosedError, BusyError: as :meth:`recv_tensor`
                 says, with ``out``.
         """
-        blocks = Blocks(views, block_ids, on_layer=on_layer)
-        blocks.check_distinct()
-        tensor = blocks.empty()
-        self.recv_tensor(tensor, timeout=timeout)
-        blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
-        blocks.arrived(blocks.nbytes)
+
+        def receive() -> None:
+            blocks = Blocks(views, block_ids, on_layer=on_layer)
+            blocks.check_distinct()
+            self._receive_blocks(blocks, timeout)
+            blocks.arrived(blocks.nbytes)
+
+        self._receive_counted(receive, lambda _: nbytes_of_blocks(views, block_ids))
 
     def limit_messages(self, nbytes: int) -> None:  # noqa: B027 - a transport need not be able to
         """Take no memory for messages of more than ``nbytes`` bytes from now on.
@@ -217,6 +229,16 @@ class Pipe(abc.ABC):
     def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         """:meth:`recv_tensor`."""
 
+    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
+        """:meth:`send_blocks`; gathers them first unless a transport overrides it."""
+        return self._send_tensor(blocks.gathered(), timeout)
+
+    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
+        """:meth:`recv_blocks`; scatters them at the end unless a transport overrides it."""
+        tensor = blocks.empty()
+        self._receive_tensor(tensor, timeout)
+        blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
+
     @abc.abstractmethod
     def _close(self, timeout: Timeout) -> None:
         """:meth:`close`."""
@@ -225,11 +247,23 @@ class Pipe(abc.ABC):
     def _abort(self) -> None:
         """:meth:`abort`."""
 
-    def _counted_send(self, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
-        return send() if self.recorder is None else self.recorder.sent(self, send, nbytes)
+    # -- around each call ------------------------------------------------------------------------------
 
-    def _counted_receive(self, receive: Callable[[], T], nbytes: Callable[[T], int]) -> T:
-        return receive() if self.recorder is None else self.recorder.received(self, receive, nbytes)
+    def _send_counted(self, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
+        if self.recorder is None:
+            return self._call_sending(send)
+        return self.recorder.sent(self, lambda: self._call_sending(send), nbytes)
+
+    def _receive_counted(self, receive: Callable[[], T], nbytes: Callable[[T], int]) -> T:
+        if self.recorder is None:
+            return self._call_receiving(receive)
+        return self.recorder.received(self, lambda: self._call_receiving(receive), nbytes)
+
+    def _call_sending(self, send: Callable[[], T]) -> T:
+        return send()
+
+    def _call_receiving(self, receive: Callable[[], T]) -> T:
+        return receive()
 
     def __enter__(self) -> Pipe:
         return self
@@ -245,76 +279,317 @@ def _nbytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else int(tensor.nbytes)
 
 
-class PipeListener(abc.ABC):
-    """Waits for peers. Each ``accept`` returns one more pipe; peers connect and leave independently."""
+class Lifecycle:
+    """Whether a pipe, for example, has ended, and why. The first reason is kept, but closing here replaces
+    it.
+
+    A forked child finds it closed.
+
+    >>> pipe = Lifecycle("the pipe to pid 7")
+    >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
+    (True, False)
+    >>> pipe.error()
+    PeerGoneError('the pipe to pid 7: it was killed')
+    """
+
+    CLOSED_BY_PEER = "the peer closed it"
+    """The reason of :meth:`lose_peer` where the peer has said so, and all that it sent was received."""
+
+    def __init__(self, what: str) -> None:
+        """``what`` names it in errors: "the pipe to pid 7"."""
+        self._what = what
+        self._lock = threading.Lock()
+        self._error: type[KvplugError] = KvplugError
+        self._reason = ""
+        self._closed = ""
+        close_after_fork(self)
 
     @property
-    @abc.abstractmethod
-    def contact(self) -> str:
-        """A short opaque string, for one ``connect`` or many."""
+    def closed(self) -> bool:
+        """Whether it was closed here, or this is a forked child."""
+        return bool(self._closed)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ended in any way."""
+        return bool(self._closed or self._reason)
+
+    @property
+    def peer_lost(self) -> bool:
+        """Whether the peer ended it."""
+        return self._error is PeerGoneError
+
+    @property
+    def broken(self) -> bool:
+        """Whether the stream's position is lost: even messages that have arrived cannot be received."""
+        return self._error is TransportError
+
+    @property
+    def state(self) -> str:
+        """One of open, closed (here) and ended, for a ``repr``."""
+        return "closed" if self.closed else "ended" if self.ended else "open"
+
+    def close(self, reason: str) -> bool:
+        """It was closed here; False if it already was."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = reason
+            return True
+
+    def lose_peer(self, reason: str) -> bool:
+        """The peer is gone; False if it had ended before.
+
+        That it has said so counts more than that its connection ended, which may be seen first.
+        """
+        if reason == self.CLOSED_BY_PEER and self.peer_lost:
+            self._reason = reason
+        return self._end(PeerGoneError, reason)
+
+    def fail(self, reason: str) -> bool:
+        """The stream cannot be trusted any more; False if it had ended before."""
+        return self._end(TransportError, reason)
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = self._closed or "belongs to the process that this one was forked from"
+
+    def error(self) -> KvplugError:
+        """A fresh exception that says how it ended."""
+        if self._closed:
+            return ClosedError(f"{self._what} {self._closed}")
+        if self._reason:
+            error = self._error(f"{self._what}: {self._reason}")
+            if isinstance(error, PeerGoneError):
+                error.closed = self._reason == self.CLOSED_BY_PEER
+            return error
+        return PeerGoneError(f"{self._what}: the connection ended")
+
+    def _end(self, error: type[KvplugError], reason: str) -> bool:
+        with self._lock:
+            if self._reason:
+                return False
+            self._error, self._reason = error, reason
+            return True
+
+
+class DescriptorGuard:
+    """Counts the threads that use descriptors, and closes them when the last has left after the end.
+
+    A descriptor that is closed under a blocked call may be reused for another file, and the call continues
+    with that file. So ending a pipe shuts its sockets down, which wakes every thread, and the last thread to
+    leave closes them.
+
+    ``with guard:`` around a call that uses them; it raises what ``refusal`` makes once they are retired. In a
+    forked child they are closed at once.
+    """
+
+    def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
+        """``close`` must be idempotent: a forked child calls it also for what its parent had closed. A number
+        that is closed twice may be another file's by then.
+        """
+        self._close = close
+        self._refusal = refusal
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._over = False
+        self._closed = False
+        close_after_fork(self)
+
+    @property
+    def retired(self) -> bool:
+        """Whether no thread enters any more."""
+        return self._over
+
+    def enter(self) -> bool:
+        """Whether the descriptors may be used; if so, call :meth:`leave` afterwards."""
+        with self._lock:
+            if self._over:
+                return False
+            self._inside += 1
+            return True
+
+    def leave(self) -> None:
+        """The thread uses them no more."""
+        with self._lock:
+            self._inside -= 1
+        if self._over:
+            self._maybe_close()
+
+    def retire(self) -> None:
+        """No thread enters any more; close them when the last one has left. Idempotent."""
+        with self._lock:
+            self._over = True
+        self._maybe_close()
+
+    def _after_fork_in_child(self) -> None:
+        """Close them now, even if threads of the parent were inside."""
+        self._over = self._closed = True
+        self._close()
+
+    def __enter__(self) -> None:
+        if not self.enter():
+            raise self._refusal()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def _maybe_close(self) -> None:
+        with self._lock:
+            if not self._over or self._inside or self._closed:
+                return
+            self._closed = True
+        self._close()
+
+
+class DuplexPipe(Pipe, abc.ABC):
+    """The base of pipes: a transport implements how bytes move, and what is released at the end.
+
+    It checks each call, keeps deadlines, lets one thread send and one receive, and ends once, for one reason;
+    in a forked child it is closed. A transport implements the methods whose names begin with ``_``, and gets
+    their deadlines from :meth:`_deadline`; it calls :meth:`_peer_gone` and :meth:`_fail` from any thread,
+    without locks.
+
+    Only one thread at a time is in ``_send_tensor`` or ``_send_blocks``, and one in ``_receive_tensor`` or
+    ``_receive_blocks``.
+    """
+
+    def __init__(self, peer: str, timeout_s: float, limit: MessageLimit | None = None) -> None:
+        """``peer`` names the other end in messages; ``timeout_s`` is the default timeout of calls. ``limit``
+        bounds the messages that the transport takes memory for: it checks it before.
+        """
+        self._peer = peer
+        self._timeout_s = timeout_s
+        self._limit = limit or MessageLimit()
+        self._lifecycle = Lifecycle(f"the pipe to {peer}")
+        self._doing = f"the pipe to {peer}"
+        self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
+        self._let_go = False
+        """Everything was released."""
+        ExitGuard.register(self)
+        close_after_fork(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to {self._peer}, {self._lifecycle.state}>"
+
+    @property
+    def closed(self) -> bool:
+        return self._lifecycle.closed
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    # -- the calls -------------------------------------------------------------------------------------
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        """The deadline of a call with this ``timeout``."""
+        return Deadline.after(timeout, self._timeout_s)
+
+    def _call_sending(self, send: Callable[[], T]) -> T:
+        return self._in_turn(self._sending, self._check_sending, send)
+
+    def _call_receiving(self, receive: Callable[[], T]) -> T:
+        return self._in_turn(self._receiving, self._check_receiving, receive)
+
+    def _in_turn(self, use: ExclusiveUse, check: Callable[[], None], call: Callable[[], T]) -> T:
+        # Checks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for
+        # those in use. A call that begins at that moment sees the end, or is waited for; one that has failed
+        # then does not return.
+        try:
+            check()
+            with use.taken():
+                check()
+                return call()
+        except BaseException as e:
+            ExitGuard.hold()
+            NamedExhaustion.check(e, self._doing)
+            raise
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._limit.lower(nbytes)
+
+    def _close(self, timeout: Timeout) -> None:
+        deadline = self._deadline(timeout)
+        if not self._lifecycle.close("is closed"):
+            return
+        with NamedExhaustion(self._doing):
+            try:
+                self._drain(deadline)
+            finally:
+                self._end()
+            self._join_threads()
+
+    def _abort(self) -> None:
+        # Also ends a close() that is still draining in another thread.
+        if self._lifecycle.close("was aborted") or not self._let_go:
+            self._end()
+
+    def _end_at_exit(self) -> None:
+        self.abort()
+
+    def _is_in_use(self) -> bool:
+        return self._sending.busy or self._receiving.busy
+
+    def _check_sending(self) -> None:
+        if self._lifecycle.ended:
+            raise self._lifecycle.error()
+
+    def _check_receiving(self) -> None:
+        # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
+        if self._lifecycle.closed or self._lifecycle.broken:
+            raise self._lifecycle.error()
+
+    # -- what a transport writes: how it ends ------------------------------------------------------------
+
+    def _drain(self, deadline: Deadline) -> None:
+        """After ``close``: wake the receiver, and send what is queued until the deadline. May raise."""
 
     @abc.abstractmethod
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """The pipe to the next peer that has connected and proved itself.
+    def _release(self) -> None:
+        """Wake every thread, fail what is queued, release everything. Never blocks. Idempotent.
 
-        Pipes that one peer connects one after the other may be accepted in another order.
-
-        Raises:
-            TimeoutError: no peer connected.
-            ResourceExhaustedError: a peer connected, and the process has no free descriptor, thread or memory
-                for its pipe. The listener goes on.
-            ClosedError: the listener is closed (also when that happens during the wait).
+        Called in any thread, also in a signal handler.
         """
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Stop listening; accepted pipes live on. Idempotent."""
+    def _join_threads(self) -> None:
+        """After ``close``: wait for the pipe's threads, for a moment, except for the calling one."""
 
+    def _on_peer_gone(self) -> None:
+        """The peer is gone: wake every thread. Messages that have wholly arrived can still be received."""
+        self._end()
 
-class PipeEndpoint(abc.ABC):
-    """What a pipe transport's factory returns: the two verbs a transport implements."""
+    def _on_failure(self) -> None:
+        """The stream has lost its place: wake every thread. Nothing is received any more."""
+        self._end()
 
-    @abc.abstractmethod
-    def listen(self) -> PipeListener:
-        """Start to listen where the context says.
+    def _release_in_child(self) -> None:
+        """In a forked child: close descriptors and memory that no :class:`DescriptorGuard`, connection or
+        channel closes. Transfers end by themselves, and so do calls."""
 
-        Raises:
-            AddressInUseError, InsecureAddressError, TransportError: it cannot, and why.
-            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
-        """
+    # -- how it ends, from any thread --------------------------------------------------------------------
 
-    @abc.abstractmethod
-    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """A pipe to the listener that gave out ``contact``.
+    def _end(self) -> None:
+        self._release()
+        self._let_go = True
 
-        Raises:
-            TimeoutError: it did not answer in time.
-            PeerGoneError: no process listens there any more.
-            AuthenticationError: one end did not prove itself to the other.
-            WireError: the contact is not one of this transport's.
-            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
-        """
+    def _peer_gone(self, reason: str) -> None:
+        """The peer is gone. Called without locks, by the thread that notices it first."""
+        if self._lifecycle.lose_peer(reason):
+            self._logger.debug("%r: %s", self, reason)
+        self._on_peer_gone()
 
+    def _fail(self, reason: str) -> None:
+        """The stream cannot be trusted any more. Called without locks."""
+        if self._lifecycle.fail(reason):
+            self._logger.warning("%r: %s", self, reason)
+        self._on_failure()
 
-@attrs.frozen(kw_only=True)
-class PipeContext:
-    """For the factory of a pipe transport, which returns a ``PipeEndpoint``."""
+    @property
+    def _logger(self) -> logging.Logger:
+        return logging.getLogger(type(self).__module__)
 
-    options: Any
-    """An instance of the spec's options class, or ``None``."""
-    credentials: Credentials
-    """What its listeners and connections prove themselves with."""
-    host: str = DEFAULT_HOST
-    """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
-    device: str = "cpu"
-    """The device of the tensors, such as ``cuda:0``."""
-    timeout_s: float = 30.0
-    """Seconds that a call waits where it says nothing else."""
-    heartbeat_timeout_s: float = 10.0
-    """Seconds of silence after which a peer on another host counts as dead."""
-    max_message_bytes: int | None = None
-    """The largest message for which a pipe takes memory of its own; ``None``: what the process or device can
-    have. It is compared with what a peer announces, before memory is asked for."""
-    make_inner: Callable[[], PipeEndpoint] | None = None
-    """For a transport that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
-    its own options and the rest of this context. ``None`` for all others."""
+    def _after_fork_in_child(self) -> None:
+        self._let_go = True
+        self._release_in_child()

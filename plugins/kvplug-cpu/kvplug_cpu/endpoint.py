@@ -6,8 +6,8 @@ from kvplug import ConfigError
 from kvplug.transport import (
     Address,
     Contact,
-    ContactEndpoint,
     Deadline,
+    DuplexEndpoint,
     Listener,
     Pipe,
     PipeContext,
@@ -29,7 +29,7 @@ class CpuContact(Contact):
     )
 
 
-class CpuEndpoint(ContactEndpoint):
+class CpuEndpoint(DuplexEndpoint):
     """Listens on an abstract Unix socket, on TCP, or on both, depending on options and host."""
 
     CONTACT = CpuContact

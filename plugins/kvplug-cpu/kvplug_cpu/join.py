@@ -145,7 +145,9 @@ class CpuListener(PipeAcceptor):
         self._arrived = threading.Condition(self._joining)
         self._sessions: dict[bytes, _Session] = {}
         self._ends = False
-        super().__init__(listeners, transport="cpu", contact=contact, timeout_s=settings.timeout_s)
+        super().__init__(
+            listeners, self._join, transport="cpu", contact=contact, timeout_s=settings.timeout_s
+        )
 
     def close(self) -> None:
         with self._joining:

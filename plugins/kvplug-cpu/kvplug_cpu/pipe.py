@@ -16,6 +16,7 @@ from kvplug.transport import (
     DuplexPipe,
     MessageLimit,
     PipeSettings,
+    Timeout,
     Transfer,
     Watch,
 )
@@ -89,13 +90,13 @@ class CpuPipe(DuplexPipe):
             on_gone=self._peer_gone,
         )
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         with self._descriptors:
-            return self._outbox.send(tensor, deadline)
+            return self._outbox.send(tensor, self._deadline(timeout))
 
-    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         with self._descriptors:
-            return self._inbox.receive(out, deadline)
+            return self._inbox.receive(out, self._deadline(timeout))
 
     # -- how it ends -----------------------------------------------------------------------------------
 

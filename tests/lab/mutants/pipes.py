@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any, ClassVar
 
 from kvplug.errors import CapacityError, PeerGoneError, TimeoutError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import Transfer
 from kvplug_lab.mutants import breaks
@@ -419,10 +419,10 @@ class TestHasOneTurnForBoth(MemoryPipe):
 class TestWritesWhatAKernelStillReads(MemoryPipe):
     """A message is written into memory of a device at once, as a network card does it."""
 
-    def _receive(self, out: Any, deadline: Deadline) -> Any:
+    def _receive_tensor(self, out: Any, timeout: Timeout) -> Any:
         if out is None or out.is_cpu:
-            return super()._receive(out, deadline)
-        here = super()._receive(memory.empty_like_meta(memory.meta_of(out)), deadline)
+            return super()._receive_tensor(out, timeout)
+        here = super()._receive_tensor(memory.empty_like_meta(memory.meta_of(out)), timeout)
         ctypes.memmove(out.data_ptr(), here.data_ptr(), here.nbytes)
         return out
 
@@ -431,9 +431,9 @@ class TestWritesWhatAKernelStillReads(MemoryPipe):
 class TestSendsWhatNoKernelHasWritten(MemoryPipe):
     """A tensor is copied from a device on a stream of the pipe's own, which waits for no other."""
 
-    def _send(self, *given: Any) -> Any:
+    def _send_tensor(self, *given: Any) -> Any:
         with on_stream(Stream()):
-            return super()._send(*given)
+            return super()._send_tensor(*given)
 
 
 # -- how it ends -----------------------------------------------------------------------------------

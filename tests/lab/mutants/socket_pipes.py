@@ -306,8 +306,8 @@ class NeverEndsInAForkedChild(Transfer):
 class TestForgetsTransfersInAForkedChild(SamplePipe):
     """In a forked child the parent's transfers stay under way for ever."""
 
-    def _send(self, tensor: Any, deadline: Deadline) -> Transfer:
-        transfer = super()._send(tensor, deadline)
+    def _send_tensor(self, tensor: Any, timeout: Timeout) -> Transfer:
+        transfer = super()._send_tensor(tensor, timeout)
         transfer.__class__ = NeverEndsInAForkedChild
         return transfer
 

@@ -29,6 +29,7 @@ from kvplug.transport import (
     Pipe,
     PipeContext,
     SendWindow,
+    Timeout,
     Transfer,
     Watch,
     WireError,
@@ -82,11 +83,11 @@ class SamplePipe(DuplexPipe):
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         parts = _parts(tensor)  # refuses what is not carried before anything is queued
         transfer = Transfer(0 if tensor is None else len(parts[1]))
         with self._window.lock:
-            self._window.wait_for_room(transfer.nbytes, deadline)
+            self._window.wait_for_room(transfer.nbytes, self._deadline(timeout))
             if self._writer is None:
                 writer = BackgroundThread(self._write, name="kvplug-sample", stop=self.abort)
                 writer.start()
@@ -126,7 +127,8 @@ class SamplePipe(DuplexPipe):
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
+        deadline = self._deadline(timeout)
         with self._descriptors:
             message = self._message = self._message or self._next_message(deadline)
             message.check_out(out)

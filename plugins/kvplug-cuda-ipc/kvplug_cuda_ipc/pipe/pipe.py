@@ -31,6 +31,7 @@ from kvplug.transport import (
     MessageLimit,
     NamedExhaustion,
     PipeSettings,
+    Timeout,
     Transfer,
     WireError,
 )
@@ -146,21 +147,21 @@ class CudaIpcPipe(DuplexPipe):
 
     # -- moving bytes ----------------------------------------------------------------------------------
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         with self._on_device():
-            return self._outbox.send(content_of(tensor, self._device), deadline)
+            return self._outbox.send(content_of(tensor, self._device), self._deadline(timeout))
 
-    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         with self._on_device():
-            return self._inbox.receive(Target(self._device, out=out), deadline)
+            return self._inbox.receive(Target(self._device, out=out), self._deadline(timeout))
 
-    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
+    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
         with self._on_device():
-            return self._outbox.send(content_of_blocks(blocks, self._device), deadline)
+            return self._outbox.send(content_of_blocks(blocks, self._device), self._deadline(timeout))
 
-    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
+    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
         with self._on_device():
-            self._inbox.receive(Target(self._device, blocks=blocks), deadline)
+            self._inbox.receive(Target(self._device, blocks=blocks), self._deadline(timeout))
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from kvplug.transport import (
     NamedExhaustion,
     PathReport,
     PipeSettings,
+    Timeout,
     Transfer,
     WireError,
 )
@@ -139,17 +140,17 @@ class NixlPipe(DuplexPipe):
 
     # -- moving bytes ----------------------------------------------------------------------------------
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
-        return self._outbox.send(content_of(tensor), deadline)
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
+        return self._outbox.send(content_of(tensor), self._deadline(timeout))
 
-    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
-        return self._inbox.receive(Target(out=out), deadline)
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
+        return self._inbox.receive(Target(out=out), self._deadline(timeout))
 
-    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
-        return self._outbox.send(content_of_blocks(blocks), deadline)
+    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
+        return self._outbox.send(content_of_blocks(blocks), self._deadline(timeout))
 
-    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
-        self._inbox.receive(Target(blocks=blocks), deadline)
+    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
+        self._inbox.receive(Target(blocks=blocks), self._deadline(timeout))
 
     # -- how it ends -----------------------------------------------------------------------------------
 

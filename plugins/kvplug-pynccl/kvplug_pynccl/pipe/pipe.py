@@ -18,6 +18,7 @@ from kvplug.transport import (
     DuplexPipe,
     MessageLimit,
     PipeSettings,
+    Timeout,
     Transfer,
 )
 from kvplug_pynccl.device import Device
@@ -103,25 +104,25 @@ class PyncclPipe(DuplexPipe):
         )
         self._worker.start(pidfd)
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         settings = self._settings
         content = content_of(
             tensor, settings.device, stage=settings.stage_cpu_tensors, copy_bytes=settings.copy_bytes
         )
-        return self.outbox.send(content, deadline)
+        return self.outbox.send(content, self._deadline(timeout))
 
-    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
-        device = self._settings.device
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
+        device, deadline = self._settings.device, self._deadline(timeout)
         if out is None:
             return self.inbox.receive(NewTensor(device), deadline)
         return self.inbox.receive(IntoTensor(out, device, stage=self._settings.stage_cpu_tensors), deadline)
 
-    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
+    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
         content = content_of_blocks(blocks, self._settings.device, copy_bytes=self._settings.copy_bytes)
-        return self.outbox.send(content, deadline)
+        return self.outbox.send(content, self._deadline(timeout))
 
-    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
-        self.inbox.receive(IntoBlocks(blocks, self._settings.device), deadline)
+    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
+        self.inbox.receive(IntoBlocks(blocks, self._settings.device), self._deadline(timeout))
 
     # -- how it ends -----------------------------------------------------------------------------------
 

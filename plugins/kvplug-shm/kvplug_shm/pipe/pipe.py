@@ -142,7 +142,7 @@ class ShmPipe(DuplexPipe):
             lent=self._pool.lent_bytes,
         )
 
-    # -- the fast path: messages that fit at once --------------------------------------------------------
+    # -- moving bytes: first the fast path, of messages that fit at once -----------------------------------
 
     def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
         deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
@@ -153,7 +153,7 @@ class ShmPipe(DuplexPipe):
             header = header_of(tensor.dtype, tensor.shape)
             transfer = self._outbox.send_at_once(header, tensor.data_ptr())
         if transfer is None:
-            transfer = self._send(tensor, deadline or Deadline.after(self._timeout_s))
+            transfer = self._outbox.send(Content(tensor), deadline or Deadline.after(self._timeout_s))
         return transfer
 
     def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
@@ -161,22 +161,15 @@ class ShmPipe(DuplexPipe):
         patient = deadline is None or not deadline.expired
         tensor = self._inbox.receive_at_once(out, patient)
         if tensor is NOT_YET:
-            tensor = self._receive(out, deadline or Deadline.after(self._timeout_s))
+            tensor = self._inbox.receive(out, deadline or Deadline.after(self._timeout_s))
         return tensor
 
-    # -- moving bytes ------------------------------------------------------------------------------------
+    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
+        content = BlockContent(blocks, self._pool, native=self._native)
+        return self._outbox.send(content, self._deadline(timeout))
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
-        return self._outbox.send(Content(tensor), deadline)
-
-    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
-        return self._inbox.receive(out, deadline)
-
-    def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
-        return self._outbox.send(BlockContent(blocks, self._pool, native=self._native), deadline)
-
-    def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
-        self._inbox.receive_blocks(BlockTarget(blocks, native=self._native), deadline)
+    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
+        self._inbox.receive_blocks(BlockTarget(blocks, native=self._native), self._deadline(timeout))
 
     # -- how it ends -------------------------------------------------------------------------------------
 

@@ -159,7 +159,8 @@ class MemoryPipe(DuplexPipe):
         """Connect the two ends."""
         self._other, other._other = other, self
 
-    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
+        deadline = self._deadline(timeout)
         message = PipeMessage.of(self._on_the_cpu(tensor, deadline), eager=self._eager)
         self._queue(message, deadline)
         return message.transfer
@@ -186,7 +187,8 @@ class MemoryPipe(DuplexPipe):
             window.add(window.cost(message.memory.nbytes))
             window.room.notify_all()
 
-    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
+        deadline = self._deadline(timeout)
         window = self._other._window
         with window.lock:
             while not self._other._sent:
