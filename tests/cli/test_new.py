@@ -33,7 +33,7 @@ RULE = "use up to 40 lower-case letters, digits and hyphens, a letter first"
         *(("transport", name, 2, RULE) for name in ("Blue", "1a", "a_b", "", "a" * 41, "../a", "a.b")),
         *(("transport", name, 2, "a hyphen stands between letters or digits") for name in ("a-", "a--b")),
         ("transport", "auto", 2, "'auto' has a meaning"),
-        ("qeue", "blue", 2, "no template of a 'qeue'; did you mean 'queue'?; there are: transport, "),
+        ("qeue", "blue", 2, "'qeue' is not one of 'transport', 'queue', "),
         ("transport", "memory", 1, "the pipe 'memory' is offered by kvplug-testing "),
         ("command", "list", 1, "Error: kvplug list is a command of kvplug's own\n"),
     ],
