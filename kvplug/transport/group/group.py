@@ -329,8 +329,8 @@ class StatelessGroup:
         raise ERRORS.get(status, WireError)(peer_text(answer))
 
     def _check_open(self) -> None:
-        # Checked before a call looks for another thread in the same call: in a forked child there may seem to be
-        # one, which is the parent's.
+        # Checked before a call looks for another thread in the same call: a forked child seems to have one,
+        # which is the parent's.
         if self._closed:
             raise ClosedError("the group is closed")
 
