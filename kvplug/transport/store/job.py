@@ -56,7 +56,7 @@ class Job(Generic[T]):
         self._results: list[T] | None = None
         self._settled = self._reusable = False
         self._callbacks: list[Callable[[Job[T]], None]] = []
-        self._on_cancel: Callable[[], None] | None = None
+        self._on_cancel: Callable[[], object] | None = None
         self._watcher: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
@@ -138,7 +138,7 @@ class Job(Generic[T]):
 
     # -- for stores ----------------------------------------------------------------------------
 
-    def on_cancel(self, cancel: Callable[[], None]) -> None:
+    def on_cancel(self, cancel: Callable[[], object]) -> None:
         """What :meth:`cancel` calls, in the caller's thread, while the job is under way."""
         self._on_cancel = cancel
 

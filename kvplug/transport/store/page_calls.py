@@ -23,6 +23,7 @@ from kvplug.errors import CapacityError, ClosedError, UnsupportedError
 from kvplug.net.exhaustion import SPACE, NamedExhaustion
 from kvplug.net.threads import ExitGuard
 from kvplug.transport.store.blocking import BlockingStore, PageError
+from kvplug.transport.store.engine import in_words
 from kvplug.transport.store.results import MissReason
 
 _log = logging.getLogger(__name__)
@@ -269,8 +270,3 @@ class PageCalls:
             self._reported.add(cause)
         level = logging.WARNING if is_new and not ExitGuard.is_leaving() else logging.DEBUG
         _log.log(level, "the store %r %s. The first one: %s", self._name, what, in_words(error))
-
-
-def in_words(error: BaseException | None) -> str:
-    """The error's class and text."""
-    return f"{type(error).__name__}: {error}" if error is not None else "unknown"

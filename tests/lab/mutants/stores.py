@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -188,9 +189,10 @@ class TestMixesWriters(PagePlace):
 class TestHasNoDeadlines(MemoryStore):
     """Jobs end when they are done."""
 
-    def _keep_deadlines(self) -> None:
-        while not self._closed:
-            time.sleep(0.02)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        at = self._jobs.at
+        self._jobs.at = lambda when, call: at(math.inf, call)  # type: ignore[method-assign]
 
 
 @breaks(Mutant, "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_counts")
@@ -425,8 +427,8 @@ class TestKeepsWhatWasEvicted(PagePlace):
 class TestIsNotTriedAgain(MemoryStore):
     """A store that has failed once is left alone for ever."""
 
-    def _note(self, reason: Any, error: Any, began: float) -> None:
-        super()._note(reason, error, began)
+    def _note(self, reason: Any, error: Any, *, began: float) -> None:
+        super()._note(reason, error, began=began)
         if self._retry_at:
             self._retry_at = time.monotonic() + 1000
 
@@ -505,7 +507,7 @@ class TestAPutBringsBackWhatWasRemoved(MemoryStore):
 
     def submit_remove(self, keys: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
         job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))
-        self._check_open()
+        self._jobs.check_open()
         if keys is None:
             self.place.clear()
         else:
@@ -635,9 +637,16 @@ class TestClosingWaitsForPutsForEver(MemoryStore):
 class TestAbortingLeavesJobs(MemoryStore):
     """Jobs that were under way never end."""
 
-    def _end(self, task: Any, reason: Any) -> None:
-        if reason is not MissReason.CLOSED:
-            super()._end(task, reason)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        begin = self._jobs.begin
+
+        def keep(task: Any) -> bool:
+            end = task.end
+            task.end = lambda reason: reason is not MissReason.CLOSED and end(reason)
+            return begin(task)
+
+        self._jobs.begin = keep  # type: ignore[method-assign]
 
 
 @breaks(
@@ -661,8 +670,9 @@ class TestAnEndTakesItsPlaceWithIt(PagePlace):
 class TestWorksInAForkedChild(MemoryStore):
     """A forked child goes on with a copy of the store."""
 
-    def _after_fork_in_child(self) -> None:
-        self._lock = threading.Condition()
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._jobs._after_fork_in_child = lambda: None  # type: ignore[method-assign]
 
 
 @breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")

@@ -260,21 +260,21 @@ class MemoryStore(ExecutedStore):
 
     def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
-        self._check_open()
+        self._jobs.check_open()
         job.set(self.place.lookup(self, keys, lease_s))
         return job
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = self._deadline(timeout).remaining()
-        self._check_open()
+        self._jobs.check_open()
         self.place.declare(self, series.id, keys, _FOR_EVER_S if for_s is None else for_s)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        self._check_open()
+        self._jobs.check_open()
         self.place.withdraw(self, keys)
 
     def release(self, keys: Sequence[bytes]) -> None:
-        self._check_open()
+        self._jobs.check_open()
         self.place.release(self, keys)
 
     @property
@@ -282,7 +282,7 @@ class MemoryStore(ExecutedStore):
         return True
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        self._check_open()
+        self._jobs.check_open()
         return self.place.subscribe(listener)
 
     def abort(self) -> None:
