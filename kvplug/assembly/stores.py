@@ -25,7 +25,7 @@ from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.staging.memory import PinnedMemory
-from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.staging.staging import Staging
 from kvplug.transport.store.store import Store, StoreContext, StoreLink
 
 logger = logging.getLogger(__name__)
@@ -111,10 +111,10 @@ class StoreOpener:
         if not isinstance(made, Store):
             raise PluginError(f"store {spec.name!r} made {made!r}, which is no Store; subclass it")
         config, stats = self._resolved.config, self._settings.stats
-        store = StagedStore(made, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
-        watch = SlowStoreAlarm(config=config, stats=stats, name=spec.name).watch(store)
-        store.recorder = StoreRecorder(stats, watch)
-        return store
+        made.staging = Staging(made, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
+        watch = SlowStoreAlarm(config=config, stats=stats, name=spec.name).watch(made)
+        made.recorder = StoreRecorder(stats, watch)
+        return made
 
 
 def build_store(config: Config, name: str | None = None, *, registry: Registry | None = None) -> Store:

@@ -99,6 +99,6 @@ from kvplug.transport.store.staging.memory import (
     PinnedMemory as PinnedMemory,
     StagedPages as StagedPages,
 )
-from kvplug.transport.store.staging.store import (
-    StagedStore as StagedStore,
+from kvplug.transport.store.staging.staging import (
+    Staging as Staging,
 )

@@ -155,6 +155,14 @@ from kvplug.transport.store.copy import (
     PageCopy as PageCopy,
     RowGenerations as RowGenerations,
 )
+from kvplug.transport.store.engine import (
+    UNKNOWN as UNKNOWN,
+    Alarm as Alarm,
+    JobEngine as JobEngine,
+    JobOverError as JobOverError,
+    JobTask as JobTask,
+    Steps as Steps,
+)
 from kvplug.transport.store.events import (
     PageEvent as PageEvent,
     PageEventLog as PageEventLog,

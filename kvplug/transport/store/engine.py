@@ -1,8 +1,8 @@
 """The engine of jobs: turns, deadlines, cancelling and settling, in one place for every store.
 
-A :class:`Task` does what one job needs, in steps. A :class:`JobEngine` runs the steps of all tasks of a store
-in a few threads, in turns, so that a job for a few pages is not held up by one for thousands. Another thread
-keeps the deadlines, so a job ends in time whatever the steps wait for.
+A :class:`JobTask` does what one job needs, in steps. A :class:`JobEngine` runs the steps of all tasks of a
+store in a few threads, in turns, so that a job for a few pages is not held up by one for thousands. Another
+thread keeps the deadlines, so a job ends in time whatever the steps wait for.
 
 A task ends once: with its last step, at the deadline, by ``cancel``, or with the engine. If a step copies
 from or into the caller's memory at that moment, the job is done, and settles when the copy has ended.
@@ -37,7 +37,7 @@ _MANY: Final = 8
 """Alarms that were cancelled, from which on they are cleared away."""
 
 
-class OverError(Exception):
+class JobOverError(Exception):
     """The job ended before the copy began."""
 
 
@@ -45,7 +45,7 @@ class CopyError(Exception):
     """The memory that the caller handed in cannot be used. The store is not to blame."""
 
 
-class Work(abc.ABC):
+class Steps(abc.ABC):
     """Something to do in steps, each in any of the engine's threads."""
 
     is_urgent: bool = False
@@ -64,7 +64,7 @@ class Work(abc.ABC):
         """Do that step. Must not raise."""
 
 
-class Task(Work):
+class JobTask(Steps):
     """The steps of one job, which may run in several threads at once."""
 
     is_put: bool = False
@@ -94,7 +94,11 @@ class Task(Work):
         return not self.is_over and self._num_steps is not None and self._begun < self._num_steps
 
     def run(self, step: int) -> None:
-        reason = self.attempt(step)
+        try:
+            reason = self.attempt(step)
+        except Exception:
+            _log.exception("%r failed: a fault of kvplug", self.job)
+            reason = MissReason.OTHER
         with self.lock:
             self._ended += 1
             is_finished = self.is_finished()
@@ -105,7 +109,7 @@ class Task(Work):
         """Do that step. Returns why the job fails with it; ``None``: it does not."""
         try:
             self.do(step)
-        except OverError:
+        except JobOverError:
             pass
         except MemoryError:
             return MissReason.NO_MEMORY
@@ -114,12 +118,11 @@ class Task(Work):
             return MissReason.OTHER
         return None
 
-    @abc.abstractmethod
     def do(self, step: int) -> None:
-        """Do that step.
+        """Do that step. The default is for jobs whose end is not that of a step.
 
         Raises:
-            OverError: the job has ended.
+            JobOverError: the job has ended.
             CopyError, MemoryError: as :meth:`copying`.
         """
 
@@ -138,13 +141,13 @@ class Task(Work):
         """Around a copy from or into the caller's memory.
 
         Raises:
-            OverError: the job has ended, and its memory must not be touched.
+            JobOverError: the job has ended, and its memory must not be touched.
             CopyError: the memory cannot be used.
             MemoryError: there is no memory to copy through.
         """
         with self.lock:
             if self.is_over:
-                raise OverError
+                raise JobOverError
             self._copies += 1
         try:
             yield
@@ -258,11 +261,11 @@ class JobEngine:
         self._has_work = threading.Condition(self._lock)
         self._has_alarm = threading.Condition(self._lock)
         self._has_ended = threading.Condition(self._lock)
-        self._urgent: deque[Work] = deque()
-        self._work: deque[Work] = deque()
-        self._tasks: dict[Task, None] = {}
+        self._urgent: deque[Steps] = deque()
+        self._work: deque[Steps] = deque()
+        self._tasks: dict[JobTask, None] = {}
         """Those that are under way, in the order of coming."""
-        self._running: dict[threading.Thread, tuple[float, Work]] = {}
+        self._running: dict[threading.Thread, tuple[float, Steps]] = {}
         """Threads inside a step, since when, and of what."""
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
@@ -283,7 +286,7 @@ class JobEngine:
 
     # -- tasks ---------------------------------------------------------------------------------
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: JobTask) -> None:
         """Have a job done: :meth:`begin` it, and run its steps."""
         if not self.begin(task):
             return
@@ -292,7 +295,7 @@ class JobEngine:
         elif not self.add(task):
             task.end(MissReason.STORE_GONE)
 
-    def begin(self, task: Task) -> bool:
+    def begin(self, task: JobTask) -> bool:
         """From now on the job ends by its deadline, by ``cancel``, or with the engine.
 
         Returns whether it is under way. Without a thread, it has ended as ``STORE_GONE``; with a closed
@@ -312,7 +315,7 @@ class JobEngine:
             task.end(refused)
         return refused is None
 
-    def note_end(self, task: Task) -> None:
+    def note_end(self, task: JobTask) -> None:
         """The job of the task is done. The engine forgets it unless it is still under way."""
         with self._lock:
             if not task.is_under_way:
@@ -321,15 +324,15 @@ class JobEngine:
                 self._has_ended.notify_all()
                 self._has_alarm.notify_all()
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[JobTask]:
         """Those that are under way, or whose steps are running, in the order of coming."""
         with self._lock:
-            running = [work for _, work in self._running.values() if isinstance(work, Task)]
+            running = [work for _, work in self._running.values() if isinstance(work, JobTask)]
             return list(dict.fromkeys([*self._tasks, *running]))
 
     # -- turns ---------------------------------------------------------------------------------
 
-    def add(self, work: Work) -> bool:
+    def add(self, work: Steps) -> bool:
         """Have its steps run, in turns with those of others. Returns whether there is a thread for it."""
         with self._lock:
             queue = self._urgent if work.is_urgent else self._work
@@ -370,7 +373,7 @@ class JobEngine:
                 _log.exception("a step of the store %r failed: a fault of kvplug", self._name)
             del work, taken  # an idle thread keeps no memory of a caller
 
-    def _next_step(self) -> tuple[Work, int] | None:
+    def _next_step(self) -> tuple[Steps, int] | None:
         me = threading.current_thread()
         with self._lock:
             self._running.pop(me, None)
@@ -385,7 +388,7 @@ class JobEngine:
                 self._rouse()
             return taken
 
-    def _take(self) -> tuple[Work, int] | None:
+    def _take(self) -> tuple[Steps, int] | None:
         for queue in (self._urgent, self._work):
             while queue:
                 work = queue.popleft()
@@ -456,18 +459,19 @@ class JobEngine:
         for task in others:
             task.end(MissReason.CLOSED)
         with self._lock:
-            while not self._is_closed and any(task.is_put and not task.is_over for task in self._tasks):
-                if not self._has_ended.wait(deadline.remaining()) and deadline.expired:
-                    break
+            self._has_ended.wait_for(
+                lambda: self._is_closed or all(task.is_over or not task.is_put for task in self._tasks),
+                deadline.remaining(),
+            )
 
-    def give_up(self) -> bool:
+    def give_up(self, reason: MissReason = MissReason.CLOSED) -> bool:
         """End every job, and then the threads. Does not wait. Returns whether it was the first call."""
         with self._lock:
             is_first = not self._is_closed
             self.is_closing = self._is_closed = True
             tasks = list(self._tasks)
         for task in tasks:
-            task.end(MissReason.CLOSED)
+            task.end(reason)
         with self._lock:
             for each in (self._has_work, self._has_alarm, self._has_ended):
                 each.notify_all()

@@ -110,7 +110,7 @@ class ExecutedStore(Store):
         self._submit(GetTask(job, self._note, self._calls, self.seal, pages))
         return job
 
-    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+    def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
         self._jobs.check_open()
         if keys is None and type(self._store).clear is BlockingStore.clear:
             self._store.clear()  # raises UnsupportedError
@@ -149,7 +149,7 @@ class ExecutedStore(Store):
         else:
             self._jobs.submit(task)
 
-    def _note(self, reason: MissReason | None, error: BaseException | None, *, began: float) -> None:
+    def _note(self, reason: MissReason | None, error: BaseException | None, began: float) -> None:
         """Note whether the store is there, by what a call of it came to."""
         with self._lock:
             if reason is MissReason.STORE_GONE:
@@ -172,11 +172,11 @@ class ExecutedStore(Store):
     def is_lost(self) -> bool:
         return self._jobs.is_closing
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         self._jobs.close(self._deadline(timeout))
-        self.abort()
+        self._abort()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         if not self._jobs.give_up():
             return
         self._jobs.join(Deadline.after(_CLOSE_S))

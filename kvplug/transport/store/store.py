@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeVar
 
 import attrs
 
@@ -21,6 +21,9 @@ from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
 from kvplug.transport.store.memory import PageBuffers, PageMemory
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
+
+if TYPE_CHECKING:
+    from kvplug.transport.store.staging.staging import Staging
 
 J = TypeVar("J", bound=Job[Any])
 _NOW: Final = Deadline.after(0.0)
@@ -96,15 +99,19 @@ class Store(abc.ABC):
     Not promised. That a page which was held is still there when it is got: only a lease postpones eviction,
     and the store may die. That a put is kept.
 
-    A subclass implements ``_lookup(keys, lease_s, timeout)``, ``_put(pages, timeout)`` and
-    ``_get(pages, timeout)``; the methods ``submit_*`` call them, and have the requests counted. A store whose
-    calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
+    A subclass implements ``_lookup(keys, lease_s, timeout)``, ``_put(pages, timeout)``,
+    ``_get(pages, timeout)``, ``_remove(keys, timeout)``, ``_close(timeout)`` and ``_abort()``. The public
+    methods call them; they also have the requests counted, and pages staged whose memory is on a device. A
+    store whose calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
     """
 
     seal: PageSeal = PageSeal()
     """How its pages are protected. Its id is part of the series of every page in it."""
     recorder: Recorder | None = None
     """What counts and measures its requests; set by the program that has opened it."""
+    staging: Staging | None = None
+    """What serves memory on devices that the store does not; set by the program that has opened it. Without
+    it, requests have memory of devices that the store serves."""
 
     @property
     def is_shared(self) -> bool:
@@ -125,7 +132,13 @@ class Store(abc.ABC):
 
     @property
     def route(self) -> str:
-        """How pages come from it to this process, for people: "its memory is mapped", "over the pipe cpu"."""
+        """How pages come from it to this process, for people: "its memory is mapped, staged to cuda:0"."""
+        devices = self.staging.devices if self.staging is not None else ()
+        return ", ".join(filter(None, (self._route, f"staged to {', '.join(devices)}" if devices else "")))
+
+    @property
+    def _route(self) -> str:
+        """The part of :attr:`route` that the store knows."""
         return ""
 
     # -- jobs ----------------------------------------------------------------------------------
@@ -150,9 +163,12 @@ class Store(abc.ABC):
 
         Result: ``None`` for a page that is held now, else why not. No room is a result, not an error.
         """
+        staging = self._staging_of(pages.memory) if pages.keys else None
+        put = self._put if staging is None else staging.put
         if self.recorder is None:
-            return self._put(pages, timeout)
-        put = self._refuse_put if self._is_refused("put") else self._put
+            return put(pages, timeout)
+        if self._is_refused("put"):
+            put = self._refuse_put
         return self.recorder.record("put", pages.series.format.nbytes, lambda: put(pages, timeout))
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
@@ -160,10 +176,33 @@ class Store(abc.ABC):
 
         Result: ``None`` for a page that is there and verified, else why not. Then its memory is as it was,
         zeros, or the page's right bytes, in parts too; never bytes that are not the page's."""
+        staging = self._staging_of(pages.memory) if pages.keys else None
+        get = self._get if staging is None else staging.get
         if self.recorder is None:
-            return self._get(pages, timeout)
-        get = self._refuse_get if self._is_refused("get") else self._get
+            return get(pages, timeout)
+        if self._is_refused("get"):
+            get = self._refuse_get
         return self.recorder.record("get", pages.series.format.nbytes, lambda: get(pages, timeout))
+
+    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        """Forget the pages; ``None``: all pages, and the job has one result. Result: whether it is done.
+
+        Pages that were declared, or whose put had not ended, when this was called are not kept either. A
+        reader that has begun may get its pages or a miss.
+
+        Raises:
+            UnsupportedError: with ``None``: other programs keep pages in the store, too.
+        """
+        if self.staging is not None:
+            self.staging.forget(keys)
+        return self._remove(keys, timeout)
+
+    def _staging_of(self, memory: PageMemory) -> Staging | None:
+        """What copies pages in this memory; ``None``: the store does."""
+        staging = self.staging
+        if staging is None or memory.device.partition(":")[0] in staging.direct:
+            return None
+        return staging
 
     def _is_refused(self, op: Literal["get", "put"]) -> bool:
         """Whether the store is too slow to be asked. A closed one raises that itself."""
@@ -191,6 +230,18 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         """:meth:`submit_get`."""
+
+    @abc.abstractmethod
+    def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
+        """:meth:`submit_remove`."""
+
+    @abc.abstractmethod
+    def _close(self, timeout: Timeout) -> None:
+        """:meth:`close`."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """:meth:`abort`."""
 
     # -- at once -------------------------------------------------------------------------------
 
@@ -230,17 +281,6 @@ class Store(abc.ABC):
         after this call. Until it has, a store that evicts by use may evict them later than all others. Does
         not wait."""
         return None
-
-    @abc.abstractmethod
-    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
-        """Forget the pages; ``None``: all pages, and the job has one result. Result: whether it is done.
-
-        Pages that were declared, or whose put had not ended, when this was called are not kept either. A
-        reader that has begun may get its pages or a miss.
-
-        Raises:
-            UnsupportedError: with ``None``: other programs keep pages in the store, too.
-        """
 
     def keys(self, series: Series) -> Sequence[bytes]:
         """Keys of that series that are held now, in no particular order. May wait.
@@ -282,8 +322,14 @@ class Store(abc.ABC):
         raise UnsupportedError(f"{type(self).__name__} serves no other processes")
 
     def register_memory(self, memory: PageMemory) -> None:
-        """The caller is going to get into this memory, or put from it, often: the store may prepare it."""
-        return None
+        """The caller is going to get into this memory, or put from it, often: the store may prepare it.
+
+        Raises:
+            RuntimeError: a device failed, or its driver gives no more memory.
+        """
+        staging = self._staging_of(memory)
+        if staging is not None:
+            staging.prepare(memory.device)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -292,13 +338,23 @@ class Store(abc.ABC):
     def is_lost(self) -> bool:
         """Whether this end can never answer again: it was closed, or its other end is gone for good."""
 
-    @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Finish the puts that have begun, then end. Idempotent. Other jobs end as ``CLOSED`` at once."""
+        if self.staging is not None:
+            timeout = self.staging.close(timeout)
+        self._close(timeout)
+        if self.staging is not None:
+            self.abort()
+        if self.recorder is not None:
+            self.recorder.close()
 
-    @abc.abstractmethod
     def abort(self) -> None:
         """End at once: every job ends as ``CLOSED``. Idempotent; never waits for another process."""
+        if self.staging is not None:
+            self.staging.give_up()
+        self._abort()
+        if self.staging is not None:
+            self.staging.release()
 
     def __enter__(self) -> Self:
         return self

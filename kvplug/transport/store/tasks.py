@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from kvplug.errors import CapacityError
 from kvplug.transport.store.blocking import PageError
 from kvplug.transport.store.copy import PageCopy
-from kvplug.transport.store.engine import UNKNOWN, Task
+from kvplug.transport.store.engine import UNKNOWN, JobTask
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
@@ -33,13 +33,11 @@ def _scratch_memory(nbytes: int) -> memoryview:
     return memoryview(memory)[:nbytes]
 
 
-class NoteCall(Protocol):
-    """What a call of the store has shown: that it answers, or that it is gone."""
-
-    def __call__(self, reason: MissReason | None, error: BaseException | None, *, began: float) -> None: ...
+NoteCall: TypeAlias = Callable[[MissReason | None, BaseException | None, float], None]
+"""Called after each call of a store: why the job fails, the error, when it began by ``time.monotonic``."""
 
 
-class StoreTask(Task):
+class StoreTask(JobTask):
     """Calls of a blocking store that belong to one job."""
 
     def __init__(self, job: Job[Any], num_calls: int, note: NoteCall) -> None:
@@ -56,7 +54,7 @@ class StoreTask(Task):
             reason, error = e.reason, e
         except Exception as e:
             reason, error = MissReason.STORE_GONE, e
-        self._note_call(reason, error, began=began)
+        self._note_call(reason, error, began)
         return reason
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvplug.transport import Deadline, GetJob, MissReason
-from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.store import Store
 from kvplug_testing import ConnectorContract
 
 SMALL = MappingProxyType({"segment_bytes": 1 << 20})
@@ -36,14 +36,14 @@ class TestOverPipes(ConnectorContract):
         """In the role "both" no pipe is crossed: the store itself answers with a miss."""
         from lookup_engines import missed  # not in the processes that the kit starts
 
-        get = StagedStore.submit_get
+        get = Store.submit_get
 
-        def submit_get(store: StagedStore, pages: Any, **given: Any) -> GetJob:
-            if self._how != "fail" or type(store.store).__name__ != "HostStore":
+        def submit_get(store: Store, pages: Any, **given: Any) -> GetJob:
+            if self._how != "fail" or type(store).__name__ != "HostStore":
                 return get(store, pages, **given)
             return missed(pages, MissReason.STORE_GONE)
 
-        monkeypatch.setattr(StagedStore, "submit_get", submit_get)
+        monkeypatch.setattr(Store, "submit_get", submit_get)
 
     def inject_fault(self, how: str) -> None:
         super().inject_fault(how)
@@ -61,9 +61,9 @@ class TestMapped(TestOverPipes):
         from lookup_engines import missed  # not in the processes that the kit starts
 
         self._held = threading.Event()
-        get = StagedStore.submit_get
+        get = Store.submit_get
 
-        def submit_get(store: StagedStore, pages: Any, **given: Any) -> GetJob:
+        def submit_get(store: Store, pages: Any, **given: Any) -> GetJob:
             if self._how == "hold":
                 deadline = Deadline.after(given.get("timeout"), 20)
                 job = GetJob(len(pages.keys), pages.series.format.num_layers, deadline)
@@ -75,7 +75,7 @@ class TestMapped(TestOverPipes):
                 return missed(pages, reason)
             return get(store, pages, **given)
 
-        monkeypatch.setattr(StagedStore, "submit_get", submit_get)
+        monkeypatch.setattr(Store, "submit_get", submit_get)
 
     def inject_fault(self, how: str) -> None:
         self._how = how

@@ -22,7 +22,7 @@ from kvplug.engine import (
     WorkerOutput,
 )
 from kvplug.transport import Deadline, Job, PutReason
-from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.store import Store
 from kvplug_testing.engine import FakeEngine, PlannedStep, layout_of, model_of, request_of
 from lookup_engines import an_address, config, num_held, tokens
 
@@ -257,12 +257,12 @@ def test_pages_longer_than_a_window_and_groups_whose_blocks_differ_are_refused()
 def test_no_store_reads_blocks_of_a_cache_with_windows_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be another request's then, and no call says so."""
 
-    def submit_put(_: StagedStore, pages: Any, **__: Any) -> Job[PutReason | None]:
+    def submit_put(_: Store, pages: Any, **__: Any) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))
         job.on_cancel(lambda: job.set([PutReason.CANCELLED] * job.count))
         return job
 
-    monkeypatch.setattr(StagedStore, "submit_put", submit_put)
+    monkeypatch.setattr(Store, "submit_put", submit_put)
     with GroupedEngine(config("both", {"max_unsaved": 1}, host=an_address("windows"))) as engine:
         prompt = request_of("a", PROMPT)
         engine.step([(prompt, engine.admit(prompt), 0, 200)])

@@ -12,7 +12,7 @@ import torch
 from kvplug import ClosedError
 from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats
 from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers
-from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.store import Store
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
@@ -95,7 +95,7 @@ def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch:
         def refuse(*_: Any, **__: Any) -> Any:
             raise ValueError("a request for too many pages")
 
-        monkeypatch.setattr(StagedStore, "submit_get", refuse)
+        monkeypatch.setattr(Store, "submit_get", refuse)
         assert len(decode.step([scheduled]).invalid_block_ids) == 6
         assert failures(decode, "load") == {"other": 1}
 
@@ -120,13 +120,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GetJob, Any]]:
     memory."""
     gets: list[tuple[GetJob, Any]] = []
 
-    def submit_get(_: StagedStore, pages: Any, **__: Any) -> GetJob:
+    def submit_get(_: Store, pages: Any, **__: Any) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
         job.on_cancel(lambda: job.set([MissReason.CANCELLED] * job.count, settled=False))
         gets.append((job, pages.memory))
         return job
 
-    monkeypatch.setattr(StagedStore, "submit_get", submit_get)
+    monkeypatch.setattr(Store, "submit_get", submit_get)
     return gets
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvplug.net.wire.token_ids import pack_tokens
 from kvplug.transport import Deadline, Job, PutReason
-from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.store import Store
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_testing.engine import PlannedStep, request_of
 from lookup_engines import (
@@ -81,7 +81,7 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
 def test_pages_that_a_store_refused_are_saved_by_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
 
-    def refuse(store: StagedStore, pages: Any, **given: Any) -> Job[PutReason | None]:
+    def refuse(store: Store, pages: Any, **given: Any) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))
         job.set([PutReason.NO_ROOM] * job.count)
         return job
@@ -90,7 +90,7 @@ def test_pages_that_a_store_refused_are_saved_by_a_later_step(monkeypatch: pytes
         prompt = request_of("a", PROMPT)
         blocks = engine.admit(prompt)
         with monkeypatch.context() as refusing:
-            refusing.setattr(StagedStore, "submit_put", refuse)
+            refusing.setattr(Store, "submit_put", refuse)
             engine.step([(prompt, blocks, 0, 100)])
             assert num_held(engine) == 0
         engine.step([])  # whose report says what was not kept

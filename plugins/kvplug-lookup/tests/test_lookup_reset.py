@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvplug.transport import Presence
-from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.store import Store
 from kvplug_lookup.connector.plan import StepPlan
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import until
@@ -146,19 +146,19 @@ def test_what_was_read_before_a_reset_is_copied_into_no_store_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Its new keys would promise what was computed before."""
-    get = StagedStore.submit_get
+    get = Store.submit_get
     held: list[Any] = []
     stores = {"stores": ["host", "fs"], "options": {"fs": {"path": str(tmp_path)}}}
     with both(**stores) as engine:
 
-        def submit_get(store: StagedStore, pages: Any, **given: Any) -> Any:
+        def submit_get(store: Store, pages: Any, **given: Any) -> Any:
             job = get(store, pages, **given)
             job.wait(10)
             engine.worker.bind_connector_metadata(StepPlan(reset=b"salt").to_plain())  # at this moment
             held.append(store)
             return job
 
-        monkeypatch.setattr(StagedStore, "submit_get", submit_get)
+        monkeypatch.setattr(Store, "submit_get", submit_get)
         engine.prefill(request_of("a", PROMPT))
         num_held(engine)
         until(lambda: held and not engine.worker.num_behind)

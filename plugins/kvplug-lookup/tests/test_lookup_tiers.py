@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from kvplug.transport import MissReason, Presence
-from kvplug.transport.store.staging.store import StagedStore
+from kvplug.transport.store.store import Store
 from kvplug_fs.store import FolderStore
 from kvplug_lookup.connector.warnings import CountedWarnings
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
@@ -183,14 +183,14 @@ def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool)
 
 def refuse_gets(monkeypatch: pytest.MonkeyPatch, for_s: float) -> None:
     """Stores are refused for so long, as by the alarm about slow stores."""
-    get, until_s = StagedStore.submit_get, time.monotonic() + for_s
+    get, until_s = Store.submit_get, time.monotonic() + for_s
 
-    def refuse(store: StagedStore, pages: Any, **given: Any) -> Any:
+    def refuse(store: Store, pages: Any, **given: Any) -> Any:
         if time.monotonic() < until_s and store.recorder is not None:
             return store.recorder.record("get", 0, lambda: missed(pages, MissReason.SLOW))
         return get(store, pages, **given)
 
-    monkeypatch.setattr(StagedStore, "submit_get", refuse)
+    monkeypatch.setattr(Store, "submit_get", refuse)
 
 
 @pytest.mark.parametrize("name", ["host", "fs"])

@@ -16,8 +16,8 @@ import pytest
 
 from kvplug import TimeoutError
 from kvplug.engine import ConnectorSpec, RequestEnd
-from kvplug.kit import Reason, StagedStore
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, GetJob, MissReason, Timeout
+from kvplug.kit import Reason
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, GetJob, MissReason, Store, Timeout
 from kvplug_lab.mutants import breaks
 from kvplug_lookup.connector import worker
 from kvplug_lookup.connector.load import Load
@@ -67,9 +67,9 @@ class Judged(ConnectorContract):
         self._how = ""
         self._is_held = threading.Event()
         self._held: list[tuple[GetJob, Callable[[], GetJob]]] = []
-        get = StagedStore.submit_get
+        get = Store.submit_get
 
-        def submit_get(store: StagedStore, pages: Any, **given: Any) -> GetJob:
+        def submit_get(store: Store, pages: Any, **given: Any) -> GetJob:
             job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(20))
             if self._how == "hold":
                 job.on_cancel(lambda: job.set([MissReason.CANCELLED] * job.count))
@@ -82,7 +82,7 @@ class Judged(ConnectorContract):
             job.set([REASONS[self._how]] * job.count)
             return job
 
-        monkeypatch.setattr(StagedStore, "submit_get", submit_get)
+        monkeypatch.setattr(Store, "submit_get", submit_get)
 
     def make_side(self, config: Any, side: str, **given: Any) -> Any:
         made = {"load_factory": self.scheduler_factory, "load_worker_factory": self.worker_factory}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug.net.streams import DeviceMark
-from kvplug.transport.store.staging import store, transfers
+from kvplug.transport.store.staging import staging, transfers
 from kvplug.transport.store.staging.memory import StagedPages
 from kvplug_testing import ConnectorContract, StoreContract
 from kvplug_testing.simulated import streams
@@ -26,7 +26,7 @@ class Mutant(StoreContract):
 
     @pytest.fixture(autouse=True)
     def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(store, "Lane", self.lane)
+        monkeypatch.setattr(staging, "Lane", self.lane)
 
 
 class _Passed(DeviceMark):
@@ -64,20 +64,11 @@ class TestLendsHostMemoryThatIsStillCopied(Mutant):
     breaks = ("STORE-11",)
     caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
-    @pytest.fixture(autouse=True)
-    def _lending(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        lent: dict[Any, Any] = {}
-
-        def lend(form: Any, count: int, device: Any) -> StagedPages:
-            made: StagedPages = lent.setdefault((form, count), StagedPages(form, count, device))
-            return made
-
-        monkeypatch.setattr(store, "StagedPages", lend)
-
     class lane(transfers.Lane):  # noqa: N801
-        def mark(self) -> DeviceMark:
-            with transfers.on_stream(self.stream):
-                return _Passed(self.device)
+        def pages(self, form: Any, count: int, waiter: object = None) -> StagedPages | None:
+            whole = self.memory._whole
+            assert whole is not None
+            return StagedPages(form, count, whole[: StagedPages.nbytes_of(form, count)])
 
 
 class TestForgetsTheDeadline(Mutant):
@@ -111,7 +102,7 @@ class ConnectorMutant(ConnectorContract):
 
     @pytest.fixture(autouse=True)
     def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(store, "Lane", self.lane)
+        monkeypatch.setattr(staging, "Lane", self.lane)
 
 
 class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
@@ -123,7 +114,7 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
     @pytest.fixture(autouse=True)
     def _late(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """The device runs the copies only when it is asked for them, and it is seldom asked."""
-        monkeypatch.setattr(store, "_LOOK_S", (0.05, 0.05))
+        monkeypatch.setattr(transfers, "_LOOK_S", (0.05, 0.05))
         before = list(streams._streams)
         yield
         streams._streams[:] = [*before, *(each for each in streams._streams if each not in before)]
@@ -142,14 +133,14 @@ class TestGivesUpWhatFindsNoStagingMemory(ConnectorMutant):
 
     @pytest.fixture(autouse=True)
     def _impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        begin = transfers.Put.begin
+        queue = transfers.Put.queue
 
-        def begin_and_drop(put: transfers.Put) -> None:
-            begin(put)
+        def queue_and_drop(put: transfers.Put) -> None:
+            queue(put)
             del put._pieces[put._num_read :]
             put.job.count = sum(len(piece.pages) for piece in put._pieces)
 
-        monkeypatch.setattr(transfers.Put, "begin", begin_and_drop)
+        monkeypatch.setattr(transfers.Put, "queue", queue_and_drop)
 
 
 class TestLoadsCountOnceTheyAreQueued(ConnectorMutant):

@@ -427,8 +427,8 @@ class TestKeepsWhatWasEvicted(PagePlace):
 class TestIsNotTriedAgain(MemoryStore):
     """A store that has failed once is left alone for ever."""
 
-    def _note(self, reason: Any, error: Any, *, began: float) -> None:
-        super()._note(reason, error, began=began)
+    def _note(self, reason: Any, error: Any, began: float) -> None:
+        super()._note(reason, error, began)
         if self._retry_at:
             self._retry_at = time.monotonic() + 1000
 
@@ -683,8 +683,8 @@ class TestAForkedChildHoldsItsDescriptor(MemoryStore):
         super().__init__(*args)
         self._fd = os.dup(0)
 
-    def abort(self) -> None:
-        super().abort()
+    def _abort(self) -> None:
+        super()._abort()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -732,7 +732,7 @@ class TestDoesNotKnowThatItsStoreIsGone(HostClient):
 
     @property
     def is_lost(self) -> bool:
-        return self._closing
+        return self._jobs.is_closing
 
 
 @breaks(

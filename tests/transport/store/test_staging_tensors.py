@@ -15,8 +15,8 @@ from kvplug.transport.store.job import GetJob
 from kvplug.transport.store.results import MissReason
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
-from kvplug.transport.store.staging.store import StagedStore
-from kvplug.transport.store.store import StoreContext
+from kvplug.transport.store.staging.staging import Staging
+from kvplug.transport.store.store import Store, StoreContext
 from kvplug_testing import peers, simulated, waits
 from kvplug_testing.contract.store.devices import Cache
 from kvplug_testing.contract.store.pages import Batch, batch, kv_format
@@ -44,10 +44,10 @@ def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
 
 
 @pytest.fixture
-def staged() -> Iterator[tuple[StagedStore, Batch, Cache]]:
+def staged() -> Iterator[tuple[Store, Batch, Cache]]:
     """A store that has six pages, and a cache for them."""
-    inner = MemoryStore(StoreContext(options=None, credentials=Credentials()))
-    with StagedStore(inner) as store:
+    with MemoryStore(StoreContext(options=None, credentials=Credentials())) as store:
+        store.staging = Staging(store)
         pages = batch(6, kv_format(3), seal=PageSeal())
         assert not any(store.submit_put(pages.filled()).wait(waits.patience_s))
         yield store, pages, Cache(pages)
@@ -60,7 +60,7 @@ def test_a_copy_that_cannot_be_queued_fails_the_load_and_those_before_it_settle_
     scatter = transfers.queue_scatter
 
     def fail_at_the_last(
-        staged: tuple[StagedStore, Batch, Cache], blocks: Any, first: int, layers: Any, *rest: Any
+        staged: tuple[Store, Batch, Cache], blocks: Any, first: int, layers: Any, *rest: Any
     ) -> None:
         scatter(staged, blocks, first, layers[:-1], *rest)
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -77,11 +77,11 @@ def test_layers_that_come_while_others_are_queued_are_copied_too(
     staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, pages, cache = staged
-    scatter, get = transfers.queue_scatter, store.store.submit_get
+    scatter, get = transfers.queue_scatter, store._get  # noqa: SLF001 - the pieces of a request are got with it
     slow = GetJob(6, 3, Deadline.after(waits.patience_s))
 
-    def begin(request: Any, **more: Any) -> GetJob:
-        assert get(request, **more).wait(waits.patience_s) == [None] * 6
+    def begin(request: Any, timeout: Any) -> GetJob:
+        assert get(request, timeout).wait(waits.patience_s) == [None] * 6
         slow.advance(1)
         return slow
 
@@ -90,16 +90,16 @@ def test_layers_that_come_while_others_are_queued_are_copied_too(
         arguments[-1].synchronize()  # the stream: what is queued has run when it is looked at
         slow.set([None] * 6)
 
-    monkeypatch.setattr(store.store, "submit_get", begin)
+    monkeypatch.setattr(store, "_get", begin)
     monkeypatch.setattr(transfers, "queue_scatter", end_meanwhile)
     assert store.submit_get(pages.request(cache.blocks())).wait(waits.patience_s) == [None] * 6
     assert cache.missing(pages) == []
 
 
 def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) -> None:
-    inner, pages, cache = staged
+    store, pages, cache = staged
     memory = PinnedMemory(StagedPages.nbytes_of(pages.form, 2) * 4)
-    store = StagedStore(inner, memory=memory)
+    store.staging = Staging(store, memory=memory)
     others = [Cache(pages[:1]) for _ in range(40)]
     jobs = [store.submit_get(pages.request(cache.blocks()))]
     jobs += [store.submit_get(pages[:1].request(each.blocks())) for each in others]
@@ -136,8 +136,8 @@ def stage_on_a_gpu(parent: peers.Parent, kernels: int) -> None:
     product = torch.empty_like(large)
     pages = batch(6, kv_format(3), seal=PageSeal())
     cache = Cache(pages, "cuda:0")
-    inner = MemoryStore(StoreContext(options=None, credentials=Credentials()))
-    with StagedStore(inner) as store:
+    with MemoryStore(StoreContext(options=None, credentials=Credentials())) as store:
+        store.staging = Staging(store)
         for _ in range(5):
             keep_busy(kernels)
             cache.write(pages)
@@ -178,9 +178,9 @@ class Listened(PinnedMemory):
 
 
 def test_a_load_that_is_given_up_does_not_keep_its_turn(staged: Any) -> None:
-    inner, pages, cache = staged
+    store, pages, cache = staged
     memory = Listened(StagedPages.nbytes_of(pages.form, 2) * 4)
-    store = StagedStore(inner, memory=memory)
+    store.staging = Staging(store, memory=memory)
     with simulated.stalled():  # so that memory is not given back
         first = [store.submit_get(pages.request(cache.blocks())) for _ in range(2)]
         waits.until(lambda: memory.largest() == 0, what="a load that waits for memory")

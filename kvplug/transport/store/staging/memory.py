@@ -57,7 +57,8 @@ class PinnedMemory:
                 self._free = [(0, self.nbytes)]
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever a part was given back. It must not block."""
+        """Call ``listener`` when a part was given back, or the next waiter has its turn. It must not
+        block."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -81,13 +82,17 @@ class PinnedMemory:
                 if waiter is not None and waiter not in self._waiting:
                     self._waiting.append(waiter)
                 return None
-            if self._waiting and waiter is not None:
+            has_waited = bool(self._waiting)
+            if has_waited:
                 self._waiting.popleft()
             begin, end = self._free[at]
             taken = min(end, begin + -(-nbytes // _LENT_ALIGN) * _LENT_ALIGN)
             self._free[at : at + 1] = [(taken, end)] if taken < end else []
             assert self._whole is not None
-            return self._whole[begin : begin + nbytes]
+            part = self._whole[begin : begin + nbytes]
+        if has_waited:
+            self._tell()  # it is the next one's turn
+        return part
 
     def give_back(self, part: Tensor) -> None:
         assert self._whole is not None

@@ -1,23 +1,27 @@
 """Requests for pages whose memory is on a device: what each waits for, and does next.
 
-The thread of :class:`~kvplug.transport.store.staging.store.StagedStore` calls :meth:`Transfer.step` again and
-again. It never waits for the device: marks say what has run there.
+The clock of the engine of jobs looks at each request whenever something has changed for it, and now and then
+while the device has copies of it to do: marks, which say what has run there, cannot be waited for together,
+nor with a deadline. So nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplug.errors import ClosedError
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.streams import DeviceMark, on_stream
 from kvplug.transport.store.cache_blocks import PageBlocks
+from kvplug.transport.store.engine import Alarm, JobTask
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import MissReason, PutReason
@@ -27,6 +31,11 @@ from kvplug.transport.store.store import PageRequest, Store
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger(__name__)
+
+_LOOK_S: Final = (50e-6, 1e-3)
+"""Before it is looked again at what the device has to do: at first, and at most; doubled each time."""
+
 
 @attrs.define(eq=False)
 class Lane:
@@ -35,8 +44,6 @@ class Lane:
     device: torch.device
     stream: Any
     memory: PinnedMemory
-    wake: Callable[[], None]
-    """The thread is to look at the transfer again."""
 
     def on_device(self) -> Any:
         """A context in which the device is the calling thread's current one: events ask the current one."""
@@ -87,13 +94,13 @@ class _Piece:
     """Of a get: some copies could not be queued, and no more of them are."""
 
 
-class Transfer(abc.ABC):
+class Transfer(JobTask):
     """One request, in pieces: each is staged when there is memory for it."""
 
     def __init__(self, store: Store, job: Job[Any], request: PageRequest, lane: Lane, max_pages: int) -> None:
         """``max_pages``: that are staged together."""
         assert isinstance(request.memory, PageBlocks)
-        self.job = job
+        super().__init__(job, None)
         self.lane = lane
         self.is_on_device = False
         """Whether the device has copies of it to do: then it is looked at often."""
@@ -103,37 +110,90 @@ class Transfer(abc.ABC):
         self._pieces = [
             _Piece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
         ]
-        job.on_cancel(self._cancel)
+        self._is_finished = False
+        self._look: Alarm | None = None
+        """The next look."""
+        self._pause = _LOOK_S[0]
 
-    def _cancel(self) -> None:
-        self.end(MissReason.CANCELLED)
-        self.lane.wake()
-
-    def end(self, reason: MissReason) -> None:
-        """The job is done, if it was not: nothing more is queued for it. What is under way settles it."""
-        self.job.set(self.results_for(reason), settled=False)
-
-    def results_for(self, reason: MissReason) -> list[Any]:
+    def final(self, reason: MissReason | None) -> list[Any]:
         """What is known, and for the other pages this reason."""
         found: list[Any] = []
+        left = reason or MissReason.OTHER
         for piece in self._pieces:
             known = piece.results
-            found += [self._reason(piece, reason)] * len(piece.pages) if known is None else known
+            found += [self._reason(piece, left)] * len(piece.pages) if known is None else known
         return found
+
+    # -- looks ---------------------------------------------------------------------------------
+
+    @property
+    def is_under_way(self) -> bool:
+        return not self._is_finished
+
+    @property
+    def is_copying(self) -> bool:
+        """The job settles apart from its end, when the device is done with the blocks."""
+        return True
+
+    def ended(self) -> None:
+        super().ended()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has changed for it: have it looked at now. Any thread."""
+        self._pause = _LOOK_S[0]
+        self._look_at(0.0)
+
+    def _look_at(self, when: float) -> None:
+        with self.lock:
+            if self._engine is None or self._is_finished:
+                return
+            if self._look is not None:
+                self._look.cancel()
+            try:
+                self._look = self._engine.at(when, self.look)
+                return
+            except RuntimeError:  # there can be no more threads, so the job has ended
+                self._is_finished = True
+        self.end(MissReason.NO_MEMORY)
+        self.lane.stream.synchronize()  # some copies may have been queued
+        self.abandon()
+        super().ended()
+
+    def look(self) -> None:
+        """Do what can be done now."""
+        if self._is_finished:
+            return
+        was_over = self.is_over
+        try:
+            with self.lane.on_device():
+                self._is_finished = self.step()
+        except Exception as e:  # of the device, or of the store's own
+            if was_over:
+                self.abandon()
+                self._is_finished = True
+            elif isinstance(e, ClosedError):
+                self.end(MissReason.CLOSED)
+            else:
+                _log.warning("staging pages failed: %s", e)
+                self.end(MissReason.NO_MEMORY if NamedExhaustion.of(e) else MissReason.OTHER)
+        if self._is_finished:
+            super().ended()
+        elif self.is_on_device:
+            self._look_at(time.monotonic() + self._pause)
+            self._pause = min(2 * self._pause, _LOOK_S[1])
 
     def step(self) -> bool:
         """Do what can be done now. Returns whether the request is over: nothing of it is under way."""
-        if not self.job.done and self.job.deadline.expired:
-            self.end(MissReason.TIMEOUT)
         for piece in self._pieces:
             if not piece.is_over and not self._step(piece):
                 break  # the next one is staged when this one has its memory
         self.is_on_device = any(piece.marks for piece in self._pieces)
-        over = self._look()
-        if over:
-            self.job.set(self.results_for(MissReason.OTHER))
+        is_finished = self._note_progress()
+        if is_finished:
+            self.end(None)
             self.abandon()
-        return over
+        return is_finished
 
     def abandon(self) -> None:
         """Give the memory back, and settle the job: the device is done with both, or has failed."""
@@ -158,8 +218,8 @@ class Transfer(abc.ABC):
         )
 
     @abc.abstractmethod
-    def begin(self) -> None:
-        """To be called in the thread that asks.
+    def queue(self) -> None:
+        """Queue what can be queued for the device. To be called in the thread that asks.
 
         Raises:
             RuntimeError: the device failed, or has no memory.
@@ -174,7 +234,7 @@ class Transfer(abc.ABC):
         """Do what can be done for one piece. Returns whether it has its memory."""
 
     @abc.abstractmethod
-    def _look(self) -> bool:
+    def _note_progress(self) -> bool:
         """Note what has come, after each piece had its step. Returns whether the request is over."""
 
 
@@ -183,7 +243,7 @@ class Get(Transfer):
 
     job: GetJob
 
-    def begin(self) -> None:
+    def queue(self) -> None:
         self._after = self._blocks.after or DeviceMark(self.lane.device)
 
     def _reason(self, piece: _Piece, reason: MissReason) -> MissReason:
@@ -191,24 +251,24 @@ class Get(Transfer):
 
     def _step(self, piece: _Piece) -> bool:
         if piece.job is None:
-            if self.job.done:
+            if self.is_over:
                 return False
             piece.staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
             if piece.staged is None:
                 return False
-            piece.job = self._store.submit_get(self._part(piece), timeout=self.job.deadline.remaining())
-            piece.job.watch(self.lane.wake)
+            piece.job = self._store._get(self._part(piece), self.job.deadline.remaining())
+            piece.job.watch(self.wake)
         inner, staged = piece.job, piece.staged
         assert staged is not None
         has_ended = inner.done and inner.settled  # asked first: what comes meanwhile is queued next time
-        if self.job.done:
+        if self.is_over:
             inner.cancel()
         else:
             self._queue(piece, inner, staged)
         while piece.marks and piece.marks[0][0].is_passed:
             piece.num_landed = piece.marks.popleft()[1]
         if has_ended and not piece.marks:
-            if piece.results is None and not self.job.done:
+            if piece.results is None and not self.is_over:
                 piece.results = inner.results()
             piece.is_over = True
             self._give_back(piece)  # for the next piece
@@ -233,8 +293,8 @@ class Get(Transfer):
         finally:  # some copies may be queued though others could not be
             piece.marks.append((self.lane.mark(), piece.num_queued))
 
-    def _look(self) -> bool:
-        if self.job.done:
+    def _note_progress(self) -> bool:
+        if self.is_over:
             self.lane.memory.forget(self)  # what is under way may take long, and others wait behind it
             if not self.is_on_device:
                 self.job.settle()  # the store may still write into host memory
@@ -269,16 +329,16 @@ class Put(Transfer):
     back, behind every get that waits, at most until the deadline; until then the blocks are in use.
     """
 
-    def __init__(
-        self, store: Store, job: Job[PutReason | None], request: PageRequest, lane: Lane, max_pages: int
-    ) -> None:
-        super().__init__(store, job, request, lane, max_pages)
+    is_put = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._num_read = 0
         """Pieces whose copies were queued."""
-        self._lock = threading.RLock()
+        self._handing_over = threading.Lock()
         """Held while pages go to the store: a removal finds them either here or there."""
 
-    def begin(self) -> None:
+    def queue(self) -> None:
         """What the thread that asks queues next for the device runs after the pages that are copied at once;
         where these are all of the request, the blocks may be used again."""
         self.lane.wait_for(self._blocks.after)
@@ -310,26 +370,26 @@ class Put(Transfer):
 
         ``None``: every page is removed.
         """
-        with self._lock:
+        with self._handing_over:
             for piece in self._pieces:
                 mine = self._request.keys[piece.pages.start : piece.pages.stop]
                 if piece.job is None and (keys is None or not keys.isdisjoint(mine)):
-                    self._cancel()
+                    self.end(MissReason.CANCELLED)
 
     def _step(self, piece: _Piece) -> bool:
-        if piece.staged is None and (self.job.done or not self._gather(piece)):
+        if piece.staged is None and (self.is_over or not self._gather(piece)):
             return False
         if piece.marks:
             if not piece.marks[0][0].is_passed:
                 return True
             piece.marks.clear()
-        with self._lock:
-            if piece.job is None and not self.job.done:
-                piece.job = self._store.submit_put(self._part(piece), timeout=self.job.deadline.remaining())
-                piece.job.watch(self.lane.wake)
+        with self._handing_over:
+            if piece.job is None and not self.is_over:
+                piece.job = self._store._put(self._part(piece), self.job.deadline.remaining())
+                piece.job.watch(self.wake)
         inner = piece.job
         if inner is not None:
-            if self.job.done:
+            if self.is_over:
                 inner.cancel()
             if not (inner.done and inner.settled):
                 return True
@@ -338,10 +398,10 @@ class Put(Transfer):
         self._give_back(piece)  # for the next piece
         return True
 
-    def _look(self) -> bool:
-        if not self.is_on_device and (self.job.done or self._num_read == len(self._pieces)):
+    def _note_progress(self) -> bool:
+        if not self.is_on_device and (self.is_over or self._num_read == len(self._pieces)):
             self.job.settle()
-        return all(piece.is_over or (self.job.done and piece.staged is None) for piece in self._pieces)
+        return all(piece.is_over or (self.is_over and piece.staged is None) for piece in self._pieces)
 
     def abandon(self) -> None:
         super().abandon()

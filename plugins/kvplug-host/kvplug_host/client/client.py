@@ -20,9 +20,10 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BackgroundThread,
     Deadline,
-    ExitGuard,
     GetJob,
     Job,
+    JobEngine,
+    JobTask,
     MissReason,
     NamedExhaustion,
     PageEvent,
@@ -45,11 +46,8 @@ from kvplug_host.client.mapping import Mapping, offered_mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.remote_put import RemotePut, Reserved
-from kvplug_host.client.requests import Answer, Requests, Waiting, end_for
+from kvplug_host.client.requests import Answer, Requests
 from kvplug_host.client.subscriptions import Subscriptions
-from kvplug_host.jobs.clock import Clock
-from kvplug_host.jobs.steps import Steps
-from kvplug_host.jobs.workers import Task, Workers
 from kvplug_host.options import HostOptions
 from kvplug_host.outbox import Outbox
 from kvplug_host.protocol import Op
@@ -90,14 +88,10 @@ class HostClient(Store):
         self._link = link
         self._on_lost = on_lost
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._jobs: set[Waiting] = set()
-        self._puts: set[RemotePut] = set()
-        self._closing = self._closed = self._is_gone = False
+        self._is_closed = self._is_gone = False
         self._pages: PagePipe | None = None
         self._mapping: Mapping | None = None
-        self._workers = Workers(NAME, options.threads, self._give_up)
-        self._clock = Clock(NAME, self._give_up)
+        self._jobs = JobEngine(NAME, options.threads, stop=self._give_up)
         self._outbox = Outbox(link.channel, "kvplug-host")
         self._requests = Requests(self._outbox)
         self._subscriptions = Subscriptions(self._requests)
@@ -113,7 +107,7 @@ class HostClient(Store):
         close_after_fork(self)
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ", gone" if self._is_gone else ""
+        state = ", closed" if self._is_closed else ", gone" if self._is_gone else ""
         return f"<store 'host' of {self._link.channel.peer}{state}>"
 
     def _begin(self, context: StoreContext, options: HostOptions, deadline: Deadline) -> None:
@@ -134,7 +128,7 @@ class HostClient(Store):
         _log.info("the store of %s is read: %s", self._link.channel.peer, self.route)
 
     @property
-    def route(self) -> str:
+    def _route(self) -> str:
         if self._mapping is not None:
             return "its memory is mapped"
         pages = self._pages
@@ -145,27 +139,21 @@ class HostClient(Store):
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._timeout_s)
 
-    def _check_open(self) -> None:
-        if self._closing:
-            ExitGuard.hold()
-            raise ClosedError(f"the store {NAME!r} is closed")
-
     def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
-        self._check_open()
+        self._jobs.check_open()
         question = Question(job, Presence.ABSENT, protocol.num_batches(keys))
         self._ask(question, {"op": Op.LOOKUP, "lease_s": float(lease_s)}, keys, protocol.presences_from)
         return job
 
-    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
-        self._check_open()
+    def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
+        self._jobs.check_open()
         if keys is None:
             raise UnsupportedError("other programs keep pages in this store, too")
         job: Job[bool] = Job(len(keys), self._deadline(timeout))
-        with self._lock:
-            puts = list(self._puts)
-        for put in puts:
-            put.forget(keys)
+        for task in self._jobs.tasks():
+            if isinstance(task, RemotePut):
+                task.forget(keys)
         question = Question(job, False, protocol.num_batches(keys))
         self._ask(question, {"op": Op.REMOVE}, keys, lambda message, count: [True] * count)
         return job
@@ -186,32 +174,22 @@ class HostClient(Store):
 
             return answer
 
-        self._begin_question(question)
+        self._start(question)
         for number, batch in enumerate(protocol.key_batches(keys)):
             answer = answered(number * protocol.MAX_KEYS, len(batch) // protocol.KEY_BYTES)
             self._requests.ask(self._requests.new_number(), question, {**message, "keys": batch}, answer)
 
-    def _begin_question(self, question: Question[Any]) -> None:
-        with self._lock:
-            self._jobs.add(question)
-        question.job.add_done_callback(lambda job: self._ended(question))
-        try:
-            question.begin(self._clock)
-        except RuntimeError as e:
-            _log.warning("the store %r needs another thread: %s", NAME, e)
-            question.end()
+    def _start(self, task: JobTask) -> None:
+        task.job.add_done_callback(lambda _: self._ended(task))
+        if self._jobs.begin(task) and task.job.count == 0:
+            task.end(None)
 
-    def _ended(self, job: Waiting) -> None:
-        with self._lock:
-            self._jobs.discard(job)
-            if isinstance(job, RemotePut):
-                self._puts.discard(job)
-            self._changed.notify_all()
-        self._requests.ended(job)
+    def _ended(self, task: JobTask) -> None:
+        self._requests.ended(task)
 
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
-        self._check_open()
+        self._jobs.check_open()
         if job.count > protocol.MAX_KEYS:
             raise ValueError(f"a request for {job.count} pages; the most are {protocol.MAX_KEYS}")
         if not job.count:
@@ -248,19 +226,8 @@ class HostClient(Store):
         if self._pages is None or not self._pages.ask(number, get, job, pages):
             get.end(MissReason.STORE_GONE)
 
-    def _start(self, task: Steps) -> None:
-        with self._lock:
-            self._jobs.add(task)
-            if isinstance(task, RemotePut):
-                self._puts.add(task)
-        try:
-            task.begin(self._clock, self._ended)
-        except RuntimeError as e:
-            _log.warning("the store %r needs another thread: %s", NAME, e)
-            task.end(MissReason.STORE_GONE)
-
-    def _work(self, task: Task) -> None:
-        if not self._workers.add(task) and isinstance(task, Steps):
+    def _work(self, task: JobTask) -> None:
+        if not self._jobs.add(task):
             task.end(self._requests.over or MissReason.STORE_GONE)
 
     def _unmap(self, error: KvplugError) -> None:
@@ -268,7 +235,7 @@ class HostClient(Store):
         with self._lock:
             mapping, self._mapping = self._mapping, None
         if mapping is not None:
-            if not self._is_gone and not self._closed:
+            if not self._is_gone and not self._is_closed:
                 _log.warning("the memory of the store is not mapped any more: %s", error)
             mapping.close()
 
@@ -280,7 +247,7 @@ class HostClient(Store):
 
     def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
-        self._check_open()
+        self._jobs.check_open()
         page_pipe = self._pages
         if page_pipe is None:
             job.set([PutReason.READ_ONLY] * job.count)
@@ -306,7 +273,7 @@ class HostClient(Store):
     # -- at once -------------------------------------------------------------------------------
 
     def _tell_of_keys(self, op: str, keys: Sequence[bytes], **more: Any) -> None:
-        self._check_open()
+        self._jobs.check_open()
         for batch in protocol.key_batches(keys):
             self._requests.tell({"op": op, "keys": batch, **more})
 
@@ -327,7 +294,7 @@ class HostClient(Store):
         self._tell_of_keys(Op.EXPECT, keys)
 
     def keys(self, series: Series) -> Sequence[bytes]:
-        self._check_open()
+        self._jobs.check_open()
         found: list[bytes] = []
         job: Job[bool] = Job(1, self._deadline(DEFAULT_TIMEOUT))
         question, number = Question(job, False, 1), self._requests.new_number()
@@ -338,14 +305,14 @@ class HostClient(Store):
                 self._requests.forget(number)
                 question.answer(0, [True])
 
-        self._begin_question(question)
+        self._start(question)
         self._requests.ask(number, question, {"op": Op.KEYS, "series": series.id}, answer)
         if not job.wait()[0]:
             raise PeerGoneError("the store did not list its keys: it is gone, or does not answer")
         return found
 
     def usage(self) -> Usage:
-        self._check_open()
+        self._jobs.check_open()
         return self._usage
 
     @property
@@ -353,7 +320,7 @@ class HostClient(Store):
         return True
 
     def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
-        self._check_open()
+        self._jobs.check_open()
         return self._subscriptions.add(listener)
 
     # -- what comes ----------------------------------------------------------------------------
@@ -378,7 +345,7 @@ class HostClient(Store):
 
     def _lose(self) -> None:
         """The store is gone: what was asked of it is a miss. Copies out of mapped memory go on."""
-        reason = MissReason.CLOSED if self._closed else MissReason.STORE_GONE
+        reason = MissReason.CLOSED if self._is_closed else MissReason.STORE_GONE
         with self._lock:
             self._is_gone = True
             mapping, self._mapping = self._mapping, None
@@ -387,13 +354,12 @@ class HostClient(Store):
         self._outbox.end()
         if self._pages is not None:
             waiting.update(self._pages.end())
-        with self._lock:
-            waiting.update(self._puts)
+        waiting.update(task for task in self._jobs.tasks() if task.is_put)
         if mapping is not None:
             mapping.close()
-        for job in waiting:
-            end_for(job, reason)
-        if not self._closed:
+        for task in waiting:
+            task.end(reason)
+        if not self._is_closed:
             self._subscriptions.lose()
         self._on_lost()
 
@@ -401,42 +367,25 @@ class HostClient(Store):
 
     @property
     def is_lost(self) -> bool:
-        return self._closing or self._is_gone
+        return self._jobs.is_closing or self._is_gone
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        deadline = self._deadline(timeout)
-        with self._lock:
-            if self._closed:
-                return
-            self._closing = True
-            others = [job for job in self._jobs if not isinstance(job, RemotePut)]
-        for job in others:
-            end_for(job, MissReason.CLOSED)
-        with self._lock:
-            while self._puts and not self._closed:
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    break
-        self.abort()
+    def _close(self, timeout: Timeout) -> None:
+        self._jobs.close(self._deadline(timeout))
+        self._abort()
 
     def _give_up(self) -> bool:
         """End every job, and have the threads end. Does not wait. Returns whether it was the first call."""
         with self._lock:
-            if self._closed:
-                return False
-            self._closing = self._closed = True
-            jobs = list(self._jobs)
-            self._changed.notify_all()
-        reason = self._requests.over or MissReason.CLOSED  # of one that is gone: that it is gone
-        for job in jobs:
-            end_for(job, reason)
-        self._requests.end(reason)
-        self._subscriptions.end()
-        self._link.close()
-        self._workers.close()
-        self._clock.close()
-        return True
+            is_first, self._is_closed = not self._is_closed, True
+        if is_first:
+            reason = self._requests.over or MissReason.CLOSED  # of one that is gone: that it is gone
+            self._jobs.give_up(reason)
+            self._requests.end(reason)
+            self._subscriptions.end()
+            self._link.close()
+        return is_first
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         if self._give_up():
             self._release()
             self._join(Deadline.after(_CLOSE_S))
@@ -454,13 +403,9 @@ class HostClient(Store):
             self._thread.join(deadline.remaining())
         if self._pages is not None:
             self._pages.join(deadline)
-        self._workers.join(deadline)
-        self._clock.join(deadline)
+        self._jobs.join(deadline)
         self._mapping = None
 
     def _after_fork_in_child(self) -> None:
-        self._closing = self._closed = True
-        jobs, self._jobs, self._puts = self._jobs, set(), set()
+        self._is_closed = True
         self._subscriptions.end()
-        for job in jobs:
-            job.after_fork()

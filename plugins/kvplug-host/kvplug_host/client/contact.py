@@ -82,7 +82,7 @@ class ContactStore(Store):
             with NamedExhaustion("a store in another process"):
                 self._thread.start()
         except BaseException:
-            self.abort()
+            self._abort()
             raise
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class ContactStore(Store):
         return self.address
 
     @property
-    def route(self) -> str:
+    def _route(self) -> str:
         client = self._client
         return "not at all" if client is None else client.route
 
@@ -220,7 +220,7 @@ class ContactStore(Store):
         job.set([MissReason.STORE_GONE] * job.count)
         return job
 
-    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+    def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
         deadline = self._deadline(timeout)
         client = self._current()
         if keys is None:
@@ -302,13 +302,13 @@ class ContactStore(Store):
     def is_lost(self) -> bool:
         return self._closed
 
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def _close(self, timeout: Timeout) -> None:
         deadline = self._deadline(timeout)
         self._give_up()  # the end of the client is no loss
         client = self._client
         if client is not None:
             client.close(deadline.remaining())
-        self.abort()
+        self._abort()
 
     def _give_up(self) -> None:
         """Have the thread end, without waiting."""
@@ -319,7 +319,7 @@ class ContactStore(Store):
         if link is not None:
             link.close()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self._give_up()
         client = self._client
         if client is not None:

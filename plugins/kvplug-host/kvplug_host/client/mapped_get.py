@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvplug import KvplugError
-from kvplug.transport import GetJob, MissReason, PageRequest, PageSeal, RowGenerations
+from kvplug.transport import GetJob, JobTask, MissReason, PageRequest, PageSeal, RowGenerations
 from kvplug_host import protocol
 from kvplug_host.arena.segments import WORD
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.requests import Requests
 from kvplug_host.jobs.get import SlotGet
-from kvplug_host.jobs.workers import Task
 from kvplug_host.protocol import Op
 
 _READ_LEASE_S: Final = 30.0
@@ -33,13 +32,13 @@ class MappedGet(SlotGet):
         requests: Requests,
         native: bool,
         wrong: Callable[[bytes, MissReason, int], None],
-        again: Callable[[Task], object],
+        again: Callable[[JobTask], object],
         unmap: Callable[[KvplugError], None],
     ) -> None:
         """
         Args:
             wrong: called with the key of a page that is wrong, why, and its generation.
-            again: puts this task to the workers.
+            again: has the steps of this task run.
             unmap: the memory cannot be mapped.
         """
         super().__init__(
@@ -71,11 +70,11 @@ class MappedGet(SlotGet):
         is_read = None in (self.job.results() or ())
         self._requests.tell({"op": Op.DONE, "id": self._number, "read": is_read})
 
-    def end(self, reason: MissReason | None) -> None:
-        is_over = self.job.done
-        super().end(reason)
-        if self._is_read and not is_over:  # the caller is woken first; the store is told twice at worst
+    def end(self, reason: MissReason | None) -> bool:
+        is_first = super().end(reason)
+        if is_first and self._is_read:  # the caller is woken first; the store is told twice at worst
             self._tell()
+        return is_first
 
     def ask(self) -> None:
         """Ask where the pages are."""

@@ -10,11 +10,19 @@ from typing import Any, Final
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.net.wire import memory_of_writable
-from kvplug.transport import BackgroundThread, Deadline, GetJob, PageRequest, Pipe, Transfer, WireError
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    GetJob,
+    JobTask,
+    PageRequest,
+    Pipe,
+    Transfer,
+    WireError,
+)
 from kvplug_host import protocol
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
-from kvplug_host.jobs.steps import Steps
 from kvplug_host.protocol import Op
 
 _log = logging.getLogger(__name__)
@@ -160,9 +168,9 @@ class PagePipe:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def end(self) -> list[Steps]:
+    def end(self) -> list[JobTask]:
         """Abort the pipe. Returns the gets of which pieces were to come."""
-        gets: list[Steps] = list(self._gets.values())
+        gets: list[JobTask] = list(self._gets.values())
         self._gets.clear()
         self.pipe.abort()
         return gets

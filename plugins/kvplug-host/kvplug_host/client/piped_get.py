@@ -8,9 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvplug import PeerGoneError
-from kvplug.transport import GetJob, MissReason, PageCopy, PageRequest, PageRows, PageSeal, WireError
+from kvplug.transport import (
+    UNKNOWN,
+    GetJob,
+    JobOverError,
+    MissReason,
+    PageCopy,
+    PageRequest,
+    PageRows,
+    PageSeal,
+    WireError,
+)
 from kvplug_host.jobs.get import Landing
-from kvplug_host.jobs.steps import UNKNOWN, OverError
 from kvplug_host.protocol import Pieces
 
 _SENT, _OTHER_SIZE = 1, 2
@@ -101,7 +110,7 @@ class PipedGet(Landing):
 
         try:
             self.land(self.ranges[number], load)
-        except OverError:
+        except JobOverError:
             return
         except MemoryError:
             self.end(MissReason.NO_MEMORY)
@@ -116,10 +125,11 @@ class PipedGet(Landing):
         if self._coming and any(each is UNKNOWN for each in self.results):
             self.end(MissReason.STORE_GONE)
 
-    def end(self, reason: MissReason | None) -> None:
-        super().end(reason)
+    def end(self, reason: MissReason | None) -> bool:
+        is_first = super().end(reason)
         if reason in (MissReason.STORE_GONE, MissReason.CLOSED):
             self._answered.set()
+        return is_first
 
-    def _settled(self) -> None:
+    def settled(self) -> None:
         self._on_settled()

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvplug.transport import (
     Job,
+    JobTask,
     MissReason,
     PageCopy,
     PageRequest,
@@ -21,7 +22,7 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
-from kvplug_host.jobs.steps import PUT_STEP_BYTES, Steps, page_ranges, put_results, runs_of
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, page_ranges, put_results, runs_of
 from kvplug_host.protocol import Op
 
 _AHEAD: Final = 3
@@ -63,8 +64,10 @@ class Reserved:
 Send = Callable[[int, int, int, int, Callable[[memoryview], None]], None]
 
 
-class RemotePut(Steps):
+class RemotePut(JobTask):
     """Ranges of pages: each is asked for, gathered and sent, and answered, a few at the same time."""
+
+    is_put = True
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class RemotePut(Steps):
             send: ``send(request, first, rows, row_bytes, fill)``: rows over the pipe, filled by ``fill``;
                 ``first`` counts in the pages of the request.
             note_usage: called with what the store says of its usage.
-            again: puts this task to the workers.
+            again: has the steps of this task run.
         """
         super().__init__(job, None)
         self.pages = pages
@@ -263,10 +266,11 @@ class RemotePut(Steps):
         forgotten = [key in self._forgotten for key in self.pages.keys]
         return put_results(self.results, reason, forgotten)
 
-    def end(self, reason: MissReason | None) -> None:
+    def end(self, reason: MissReason | None) -> bool:
         with self.lock:
             asked = [] if self.is_over else list(self._asked)
-        super().end(reason)
+        is_first = super().end(reason)
         for request in asked:
             self._requests.tell({"op": Op.CANCEL, "id": request})
         self._give_back(list(self._taken))
+        return is_first

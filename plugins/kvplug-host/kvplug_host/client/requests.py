@@ -7,22 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvplug.transport import MissReason, close_after_fork
+from kvplug.transport import JobTask, MissReason, close_after_fork
 from kvplug_host import protocol
-from kvplug_host.client.asking import Question
-from kvplug_host.jobs.steps import Steps
 from kvplug_host.outbox import Outbox
 
 Answer = Callable[[Any], None]
-Waiting = Question[Any] | Steps
-
-
-def end_for(job: Waiting, reason: MissReason) -> None:
-    """The job ends with what is known; what is not known is missed for that reason."""
-    if isinstance(job, Question):
-        job.end()
-    else:
-        job.end(reason)
 
 
 class Requests:
@@ -33,7 +22,7 @@ class Requests:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answer] = {}
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, JobTask] = {}
         """The jobs of those requests: they end when the store is gone."""
         self._kept: set[int] = set()
         """Requests that may be answered after the end of their jobs, and are forgotten later."""
@@ -49,7 +38,7 @@ class Requests:
         return next(self._numbers)
 
     def ask(
-        self, number: int, job: Waiting, message: dict[str, Any], answer: Answer, *, keep: bool = False
+        self, number: int, job: JobTask, message: dict[str, Any], answer: Answer, *, keep: bool = False
     ) -> bool:
         """Send a request of that job. Returns whether it was sent: else the job has ended.
 
@@ -57,7 +46,7 @@ class Requests:
         """
         if self.listen(number, message, answer, job, keep=keep):
             return True
-        end_for(job, self.over or MissReason.STORE_GONE)
+        job.end(self.over or MissReason.STORE_GONE)
         return False
 
     def listen(
@@ -65,7 +54,7 @@ class Requests:
         number: int,
         message: dict[str, Any],
         answer: Answer,
-        job: Waiting | None = None,
+        job: JobTask | None = None,
         *,
         keep: bool = False,
     ) -> bool:
@@ -101,7 +90,7 @@ class Requests:
             self._waiting.pop(number, None)
             self._kept.discard(number)
 
-    def ended(self, job: Waiting) -> None:
+    def ended(self, job: JobTask) -> None:
         """A job has ended: it waits for no answer."""
         with self._lock:
             for number in [number for number, each in self._waiting.items() if each is job]:
@@ -109,7 +98,7 @@ class Requests:
                 if number not in self._kept:
                     self._answers.pop(number, None)
 
-    def end(self, reason: MissReason) -> set[Waiting]:
+    def end(self, reason: MissReason) -> set[JobTask]:
         """Send nothing any more. Returns the jobs that wait for an answer. The first reason counts."""
         with self._lock:
             self.over = self.over or reason

@@ -6,14 +6,24 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvplug.transport import GetJob, MissReason, PageCopy, PageRequest, PageRows, PageSeal, RowGenerations
-from kvplug_host.jobs.steps import UNKNOWN, Steps, layer_ranges, page_ranges
+from kvplug.transport import (
+    UNKNOWN,
+    GetJob,
+    JobTask,
+    MissReason,
+    PageCopy,
+    PageRequest,
+    PageRows,
+    PageSeal,
+    RowGenerations,
+)
+from kvplug_host.jobs.steps import layer_ranges, page_ranges
 
 WRONG: Final = frozenset({MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT})
 """Why a page under the right key is wrong: it makes room for a right one."""
 
 
-class Landing(Steps):
+class Landing(JobTask):
     """Where the pages of one request come in, from wherever: the results, and the layers that may be used.
 
     A layer is released when it is verified for all pages. As soon as a page is missed no more layers are: the
@@ -80,7 +90,7 @@ class Landing(Steps):
             load: ``load(run)``: does so for some of the pages, as :meth:`PageCopy.load` does.
 
         Raises:
-            OverError: the job has ended.
+            JobOverError: the job has ended.
         """
         for run in self._runs(pages):
             with self.copying():
@@ -114,17 +124,11 @@ class Landing(Steps):
             ready = 0 if self._is_missing or not self._complete else self.layers[self._complete - 1].stop
         self.job.advance(ready)
 
-    def final(self, reason: MissReason | None) -> list[MissReason | None]:
-        return [reason if each is UNKNOWN else each for each in self.results]
-
-    def do(self, step: int) -> None:
-        """A step in a worker: none, where the pages come over a pipe."""
-
 
 class SlotGet(Landing):
     """Out of slots that this process can read: its own, or those of a store in another process.
 
-    Once :meth:`found` was called it is put to the workers. The first step checks the headers, the others
+    Once :meth:`found` was called its steps are run. The first step checks the headers, the others
     copy.
     """
 
@@ -144,7 +148,7 @@ class SlotGet(Landing):
         Args:
             discard: as for :class:`Landing`.
             settled: called once, when no slot is read any more.
-            again: puts this task to the workers once more.
+            again: has the steps of this task run once more.
             prepare: called in the first step. May raise what the caller of :meth:`end` should know.
         """
         super().__init__(job, pages, seal, discard, native=native)
@@ -224,5 +228,5 @@ class SlotGet(Landing):
             copy.use(0, PageRows(self._buffer, offsets, form.nbytes), self.headers)
         return copy
 
-    def _settled(self) -> None:
+    def settled(self) -> None:
         self._on_settled()

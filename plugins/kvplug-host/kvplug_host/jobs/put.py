@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvplug.transport import Job, MissReason, PageRequest, PutReason
-from kvplug_host.jobs.steps import PUT_STEP_BYTES, Steps, page_ranges, put_results
+from kvplug.transport import Job, JobTask, MissReason, PageRequest, PutReason
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, page_ranges, put_results
 
 
-class Put(Steps):
+class Put(JobTask):
     """Pages of one request, some in each step; none, where they come over a pipe."""
 
     def __init__(
@@ -25,9 +25,6 @@ class Put(Steps):
         self._forgotten: set[bytes] = set()
         self._all_forgotten = False
 
-    def do(self, step: int) -> None:
-        """Do nothing."""
-
     def forget(self, keys: Iterable[bytes] | None) -> None:
         """Pages are removed before they were put: they are not kept. ``None``: all."""
         if keys is None:
@@ -39,15 +36,14 @@ class Put(Steps):
         """Whether the page was removed meanwhile."""
         return self._all_forgotten or key in self._forgotten
 
-    def note(self, results: Sequence[tuple[int, PutReason | None]]) -> None:
+    def note_all(self, results: Sequence[tuple[int, PutReason | None]]) -> None:
         """The results of some pages."""
         with self.lock:
-            if not self.is_over:
-                for index, result in results:
-                    self.results[index] = result
+            for index, result in results:
+                self.note(index, result)
 
     def final(self, reason: MissReason | None) -> list[Any]:
         return put_results(self.results, reason, list(map(self.is_forgotten, self.pages.keys)))
 
-    def _settled(self) -> None:
+    def settled(self) -> None:
         self._on_settled(self)

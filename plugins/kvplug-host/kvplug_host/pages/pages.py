@@ -13,6 +13,9 @@ from typing import Final
 
 from kvplug import CapacityError, ResourceExhaustedError
 from kvplug.transport import (
+    Alarm,
+    JobEngine,
+    JobOverError,
     MissReason,
     PageEvent,
     PageFormat,
@@ -23,9 +26,7 @@ from kvplug.transport import (
 )
 from kvplug_host.arena.segments import Segments
 from kvplug_host.arena.slots import Slot, SlotTable
-from kvplug_host.jobs.clock import Alarm, Clock
 from kvplug_host.jobs.put import Put
-from kvplug_host.jobs.steps import OverError, Steps
 from kvplug_host.pages.index import Entry, Holder, Index
 from kvplug_host.pages.slot_buffers import SlotBuffers
 from kvplug_host.pages.subscribers import Subscribers
@@ -38,17 +39,17 @@ _WARN_EVERY_S: Final = 60.0
 class Pages:
     """Thread-safe. Listeners of events are called without the lock."""
 
-    def __init__(self, num_segments: int, segment_bytes: int, clock: Clock, *, native: bool) -> None:
+    def __init__(self, num_segments: int, segment_bytes: int, jobs: JobEngine, *, native: bool) -> None:
         """
         Args:
-            clock: calls at the deadlines of declared pages and of puts.
+            jobs: has the puts, and calls at the deadlines of declared pages.
             native: whether compiled code may copy and hash.
 
         Raises:
             CapacityError: there are not enough addresses for the memory.
         """
         self.segments = Segments(num_segments, segment_bytes)
-        self.clock = clock
+        self.jobs = jobs
         self.native = native
         self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
         self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
@@ -56,7 +57,6 @@ class Pages:
         """For all of this."""
         self.is_closed = False
         self._subscribers = Subscribers()
-        self._puts: set[Put] = set()
         self._abandoned: deque[list[Slot | None]] = deque()
         self._expiry: Alarm | None = None
         self._said_no_memory = False
@@ -127,25 +127,6 @@ class Pages:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def begin_put(self, put: Put, ended: Callable[[Steps], None] = lambda put: None) -> None:
-        """A put begins: it ends by its deadline, and pages that are removed meanwhile are not kept.
-
-        Raises:
-            RuntimeError: this process can have no more threads.
-        """
-
-        def forget(steps: Steps) -> None:
-            with self.lock:
-                self._puts.discard(put)
-            ended(steps)
-
-        with self.lock:
-            self._puts.add(put)
-            closed = self.is_closed
-        put.begin(self.clock, forget)
-        if closed:
-            put.end(MissReason.CLOSED)
-
     def reserve(
         self, put: Put, sizes: Mapping[int, int], most_bytes: float = math.inf
     ) -> tuple[dict[int, Slot], list[tuple[int, PutReason | None]]]:
@@ -153,14 +134,14 @@ class Pages:
         those that need none. Pages that would exceed ``most_bytes`` together have no room.
 
         Raises:
-            OverError: the put has ended.
+            JobOverError: the put has ended.
         """
         pages, memory = put.pages, put.pages.memory
         slots: dict[int, Slot] = {}
         results: list[tuple[int, PutReason | None]] = []
         with self.changing() as index:
             if put.is_over or self.is_closed:
-                raise OverError
+                raise JobOverError
             held = []
             for at, nbytes in sizes.items():
                 key = pages.keys[at]
@@ -244,7 +225,7 @@ class Pages:
                     stored.append(key)
                 noted.append((at, None))
             index.tell_stored(pages.series.id, stored)
-            put.note(noted)
+            put.note_all(noted)
 
     def settled(self, put: Put) -> None:
         """Nothing of a put is copied any more: slots of its memory that it did not need are free."""
@@ -283,15 +264,16 @@ class Pages:
             if self._expiry is not None:
                 self._expiry.cancel()
             try:
-                self._expiry = None if again is None else self.clock.at(again, self._expire)
+                self._expiry = None if again is None else self.jobs.at(again, self._expire)
             except RuntimeError as e:  # a lookup knows the time without it
                 _log.warning("the store needs another thread: %s", e)
 
     def remove(self, keys: Sequence[bytes] | None) -> None:
         """Forget pages, also those that are declared or being put; ``None``: all."""
         with self.changing() as index:
-            for put in self._puts:
-                put.forget(keys)
+            for task in self.jobs.tasks():
+                if isinstance(task, Put):
+                    task.forget(keys)
             if keys is None:
                 index.clear()
             else:
@@ -305,11 +287,6 @@ class Pages:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def puts(self) -> list[Put]:
-        """Those under way."""
-        with self.lock:
-            return list(self._puts)
-
     def close(self) -> None:
         """No page is held any more. The memory lives on with the last copy out of it."""
         with self.lock:
@@ -319,4 +296,3 @@ class Pages:
 
     def _after_fork_in_child(self) -> None:
         self.is_closed = True
-        self._puts = set()

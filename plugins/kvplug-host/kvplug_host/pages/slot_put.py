@@ -12,6 +12,8 @@ from kvplug_host.pages.slot_buffers import SlotBuffers
 class SlotPut(Put):
     """Some pages in each step. Pages that lie in slots of the store already are not copied."""
 
+    is_put = True
+
     def __init__(self, job: Job[PutReason | None], pages: PageRequest, seal: PageSeal, store: Pages) -> None:
         super().__init__(job, pages, store.settled)
         self._seal = seal

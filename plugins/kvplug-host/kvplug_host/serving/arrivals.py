@@ -91,17 +91,17 @@ class Arrival:
             reserved_bytes: what the peer has still to send of other puts.
 
         Raises:
-            OverError: the store is closed.
+            JobOverError: the store is closed.
         """
         store, form = self._store, self.put.pages.series.format
-        store.begin_put(self.put)
+        store.jobs.begin(self.put)
         most = protocol.most_reserved(store.segments.nbytes * store.segments.count)
         slots, results = store.reserve(
             self.put,
             {at: form.nbytes + nbytes for at, nbytes in self._header_bytes.items()},
             most - reserved_bytes if reserved_bytes else max(most, self._page_bytes),
         )
-        self.put.note(results)
+        self.put.note_all(results)
         codes = [protocol.SEND] * len(self.put.pages.keys)
         for at, result in results:
             codes[at] = protocol.results_to_bytes([result])[0]

@@ -12,8 +12,11 @@ from typing import Any, Final
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import (
+    Alarm,
     BackgroundThread,
     Deadline,
+    JobEngine,
+    JobOverError,
     MissReason,
     PageEvent,
     PageRequest,
@@ -24,9 +27,6 @@ from kvplug.transport import (
     WireError,
 )
 from kvplug_host import protocol
-from kvplug_host.jobs.clock import Alarm
-from kvplug_host.jobs.steps import OverError
-from kvplug_host.jobs.workers import Workers
 from kvplug_host.outbox import Outbox
 from kvplug_host.pages.index import Entry
 from kvplug_host.pages.pages import Pages
@@ -71,7 +71,7 @@ class Session:
         self._outbox = Outbox(link.channel, "kvplug-host")
         self._pipe: Pipe | None = None
         self._memory: Any = None
-        self._sender = Workers("host-pages", 1, link.close)
+        self._sender = JobEngine("host-pages", 1, stop=link.close)
         self._receiver: BackgroundThread | None = None
         self._lock = threading.Lock()
         self._over = False
@@ -162,7 +162,7 @@ class Session:
             unsubscribe()
         for fetch in list(self._fetches.values()):
             fetch.cancel()
-        self._sender.close()
+        self._sender.give_up()
         for arrival in list(self._arrivals.values()):
             arrival.put.end(MissReason.CANCELLED)
         if self._stall is not None:
@@ -273,7 +273,7 @@ class Session:
 
     def _at(self, when: float, call: Callable[[], None]) -> Alarm:
         try:
-            return self._pages.clock.at(when, call)
+            return self._pages.jobs.at(when, call)
         except RuntimeError as e:
             raise PeerGoneError(f"there is no thread that ends what the peer holds: {e}") from e
 
@@ -403,7 +403,7 @@ class Session:
         self._arrivals[request] = arrival
         try:
             codes = arrival.begin(reserved_bytes)
-        except OverError:
+        except JobOverError:
             return  # its results have been sent
         if self._stall is None:
             self._end_stalled()

@@ -285,8 +285,8 @@ class MemoryStore(ExecutedStore):
         self._jobs.check_open()
         return self.place.subscribe(listener)
 
-    def abort(self) -> None:
-        super().abort()
+    def _abort(self) -> None:
+        super()._abort()
         with _entering:
             self.place.leave(self)
             if not self.place.ends and _places.get(self._path) is self.place:

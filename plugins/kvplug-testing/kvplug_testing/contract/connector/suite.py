@@ -17,8 +17,8 @@ import pytest
 
 from kvplug import Config, build_connector
 from kvplug.engine import Request, WorkerOutput
-from kvplug.kit import Kind, StagedStore
-from kvplug.transport import Deadline, Job, PageBuffers, PutReason
+from kvplug.kit import Kind
+from kvplug.transport import Deadline, Job, PageBuffers, PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
@@ -300,7 +300,7 @@ class ConnectorSuite(Contract):
         """
         refused: list[Any] = []
 
-        def refuse(store: StagedStore, pages: Any, **_: Any) -> Job[PutReason | None]:
+        def refuse(store: Store, pages: Any, **_: Any) -> Job[PutReason | None]:
             refused.append(pages)
             store.withdraw(pages.keys)
             if isinstance(pages.memory, PageBuffers):
@@ -309,7 +309,7 @@ class ConnectorSuite(Contract):
             job.set([PutReason.NO_ROOM] * job.count)
             return job
 
-        with mock.patch.object(StagedStore, "submit_put", refuse):
+        with mock.patch.object(Store, "submit_put", refuse):
             yield
         if not refused:
             pytest.skip(f"{self.called} puts nothing into a store: override refusing_saves")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvplug.kit import PinnedMemory, StagedPages, StagedStore
+from kvplug.kit import PinnedMemory, StagedPages, Staging
 from kvplug.transport import MissReason, PageBlocks, PutReason, Store
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
@@ -77,13 +77,13 @@ class Cache:
 class Devices(StoreSuite):
     """Each seed is one order in which the device runs what is queued on its streams."""
 
-    def _staged(self, store: Store, **given: Any) -> StagedStore:
+    def _staged(self, store: Store, **given: Any) -> Store:
         """The store, staged for devices that it does not serve itself."""
         pytest.importorskip("torch")
         devices = self.spec.devices if self.spec is not None else frozenset({"cpu"})
-        staged = StagedStore(store, timeout_s=self.timeout_s, devices=devices, **given)
-        self.later(staged.abort)
-        return staged
+        store.staging = Staging(store, timeout_s=self.timeout_s, devices=devices, **given)
+        self.later(store.abort)
+        return store
 
     @law("STORE-11", "STORE-1")
     @pytest.mark.parametrize("seed", range(4))
