@@ -216,18 +216,14 @@ def _places() -> frozenset[int]:
     return frozenset(found)
 
 
-_libraries: dict[bool, list[Any]] = {}
-"""The libraries that bind threads, by whether torch, which brings one, was loaded at the search."""
-
-
 def _loaded() -> list[Any]:
-    has_torch = "torch" in sys.modules
-    if has_torch not in _libraries:
-        _libraries[has_torch] = [library for library in _mapped() if _binds(library)]
-    return _libraries[has_torch]
+    """The libraries of OpenMP that are loaded and bind threads. torch brings one."""
+    return _search(with_torch="torch" in sys.modules)
 
 
-def _mapped() -> list[Any]:
+@functools.cache
+def _search(*, with_torch: bool) -> list[Any]:
+    """The same, once for each answer."""
     found = []
     with contextlib.suppress(OSError):
         with open("/proc/self/maps") as maps:
@@ -236,9 +232,7 @@ def _mapped() -> list[Any]:
             import ctypes
         for path in paths:
             with contextlib.suppress(OSError):  # its file was removed since
-                found.append(ctypes.CDLL(path))
+                library = ctypes.CDLL(path)
+                if hasattr(library, "omp_get_place_proc_ids") and library.omp_get_proc_bind():
+                    found.append(library)
     return found
-
-
-def _binds(library: Any) -> bool:
-    return hasattr(library, "omp_get_place_proc_ids") and bool(library.omp_get_proc_bind())

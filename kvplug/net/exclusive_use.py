@@ -24,7 +24,7 @@ class ExclusiveUse:
         self._what = what
         self._lock = threading.Lock()
 
-    def _renew(self) -> None:
+    def _at_fork_reinit(self) -> None:
         """In a forked child: no thread is inside, whichever thread of the parent was."""
         self._lock = threading.Lock()
 

@@ -51,7 +51,8 @@ _SENTENCES: Final = (
 """What libraries write that have no number: torch, gloo, the loader of shared libraries."""
 _STACK_BYTES: Final = 8 << 20
 """Of a thread that a library starts, where ``RLIMIT_STACK`` sets no other size."""
-_MAP_NORESERVE: Final = 0x4000
+_ADDRESSES_ALONE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+"""Of a mapping that is never used: with MAP_NORESERVE."""
 _KEPT: Final = (ClosedError, CancelledError, BusyError)
 """Errors that stay what they are, whatever their cause."""
 _LONGEST_CHAIN: Final = 16
@@ -136,32 +137,18 @@ class NamedExhaustion(contextlib.ContextDecorator):
             ResourceExhaustedError: they cannot.
         """
         over = threading.Event()
-        started: list[BackgroundThread] = []
-        opened: list[int] = []
-        try:
-            with NamedExhaustion(doing):
-                opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(descriptors))
-                _ensure_addresses(threads * _stack_bytes())
-                for _ in range(threads):
-                    thread = BackgroundThread(over.wait, name="kvplug ensures threads", stop=over.set)
-                    thread.start()
-                    started.append(thread)
-        finally:
-            over.set()
-            for thread in started:
-                thread.join()
-            for fd in opened:
-                os.close(fd)
-
-
-def _ensure_addresses(nbytes: int) -> None:
-    if nbytes:
-        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE).close()
-
-
-def _stack_bytes() -> int:
-    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    return stack if stack > 0 else _STACK_BYTES  # -1: unlimited
+        with contextlib.ExitStack() as undo, NamedExhaustion(doing):
+            for _ in range(descriptors):
+                undo.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            if threads:
+                stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+                nbytes = threads * (stack if stack > 0 else _STACK_BYTES)  # -1: unlimited
+                mmap.mmap(-1, nbytes, flags=_ADDRESSES_ALONE).close()
+            for _ in range(threads):
+                thread = BackgroundThread(over.wait, name="kvplug ensures threads", stop=over.set)
+                thread.start()
+                undo.callback(thread.join)
+                undo.callback(over.set)  # called before it
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from kvplug.net.exclusive_use import ExclusiveUse
 
@@ -22,38 +22,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
-"""What Python itself makes free in a forked child, by a method that they have for that."""
-
-
-class LiveObjects(Generic[T]):
-    """The registered objects that are still alive, by identity.
-
-    There is no lock: every method is a single operation on a dict, which another thread, a fork or a signal
-    handler finds either not begun or done.
-    """
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[T]] = {}
-
-    def add(self, thing: T) -> None:
-        """Register it for as long as it lives."""
-        key = id(thing)
-
-        def forget(ref: weakref.ref[T]) -> None:
-            if self._refs.get(key) is ref:
-                del self._refs[key]
-
-        self._refs[key] = weakref.ref(thing, forget)
-
-    def all(self) -> list[T]:
-        """Those that are alive."""
-        found = [ref() for ref in list(self._refs.values())]
-        return [thing for thing in found if thing is not None]
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._refs.clear()
+_LOCKS: Final = (
+    *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
+    ExclusiveUse,
+)
+"""They have the method by which Python itself makes its own ones free in a forked child."""
 
 
 class Inherited(Protocol):
@@ -68,14 +41,20 @@ class Inherited(Protocol):
         """
 
 
-_registered: Final = LiveObjects[Inherited]()
+_registered: Final[weakref.WeakValueDictionary[int, Inherited]] = weakref.WeakValueDictionary()
+"""By identity."""
 _modules: Final[list[ModuleType]] = []
 
 
 def close_after_fork(thing: Inherited) -> None:
     """Free the locks in the attributes of ``thing`` and call ``thing._after_fork_in_child()`` in every forked
     child, as long as ``thing`` lives."""
-    _registered.add(thing)
+    _registered[id(thing)] = thing
+
+
+def alive(things: weakref.WeakValueDictionary[int, T]) -> list[T]:
+    """The values; other threads, and a signal's handler, may add some meanwhile."""
+    return [thing for ref in things.valuerefs() if (thing := ref()) is not None]
 
 
 def free_locks_after_fork(module: ModuleType) -> None:
@@ -85,9 +64,7 @@ def free_locks_after_fork(module: ModuleType) -> None:
 
 def _free_locks(owner: object) -> None:
     for each in getattr(owner, "__dict__", {}).values():
-        if isinstance(each, ExclusiveUse):
-            each._renew()
-        elif isinstance(each, _LOCKS):
+        if isinstance(each, _LOCKS):
             each._at_fork_reinit()  # type: ignore[union-attr]
 
 
@@ -96,7 +73,7 @@ def _close(thing: Inherited) -> None:
 
 
 def _in_child() -> None:
-    inherited = _registered.all()
+    inherited = alive(_registered)
     _registered.clear()
     _call(_free_locks, (*_modules, *inherited))
     _call(_close, inherited)

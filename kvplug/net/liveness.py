@@ -183,7 +183,7 @@ class Watch:
                 with contextlib.suppress(BlockingIOError):
                     if not self._sock.recv(_READ_BYTES):
                         return _CLOSED
-                    self._heard = now
+                    self._heard = time.monotonic()  # not ``now``: this process may have been stopped since
         except OSError:
             return _CLOSED
         silence_s = now - self._heard

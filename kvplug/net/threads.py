@@ -25,13 +25,14 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 from kvplug.net.affinity import set_own_cpus, thread_cpus
 from kvplug.net.deadline import Deadline
-from kvplug.net.fork import LiveObjects
+from kvplug.net.fork import alive
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class CalledByProgram(Protocol):
 
 
 _running: Final[dict[BackgroundThread, Stop]] = {}
-_called: Final = LiveObjects[CalledByProgram]()
+_called: Final[weakref.WeakValueDictionary[int, CalledByProgram]] = weakref.WeakValueDictionary()
 _is_leaving = _has_left = False
 
 
@@ -113,7 +114,7 @@ class ExitGuard:
     def register(thing: CalledByProgram) -> None:
         """When the program leaves, end ``thing`` if it still lives, and wait until no thread is inside a
         call."""
-        _called.add(thing)
+        _called[id(thing)] = thing
 
     @staticmethod
     def is_leaving() -> bool:
@@ -139,7 +140,7 @@ def _leave() -> None:
     _is_leaving = True
     deadline = Deadline.after(EXIT_S)
     ended: dict[int, object] = {}
-    while (_is_busy() or _called.all()) and not deadline.expired:
+    while (_is_busy() or alive(_called)) and not deadline.expired:
         # A second Ctrl-C, or another signal whose handler raises, does not end the wait: it is short. It all
         # happens in this thread, since Python 3.12 starts no more threads by now.
         with contextlib.suppress(BaseException), _interrupted_at(deadline):
@@ -157,7 +158,7 @@ def _end_all(deadline: Deadline, ended: dict[int, object]) -> None:
     """
     while not deadline.expired:
         # Objects first: one whose thread ended before it was closed would report a failure.
-        ends: list[tuple[object, Stop]] = [(thing, thing._end_at_exit) for thing in _called.all()]
+        ends: list[tuple[object, Stop]] = [(thing, thing._end_at_exit) for thing in alive(_called)]
         ends += _running.items()
         for thing, end in ends:
             if id(thing) not in ended:  # others may have been made meanwhile
@@ -196,7 +197,7 @@ def _interrupted_at(deadline: Deadline) -> Iterator[None]:
 
 
 def _is_busy() -> bool:
-    return bool(_running) or any(thing._is_in_use() for thing in _called.all())
+    return bool(_running) or any(thing._is_in_use() for thing in alive(_called))
 
 
 def _in_child() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Final
 
-from kvplug.errors import IntegrityError, UnsupportedError
+from kvplug.errors import UnsupportedError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -52,27 +52,3 @@ def digest(name: str, *buffers: Buffer) -> bytes:
     for buffer in buffers:
         state.update(buffer)
     return state.digest()
-
-
-def verify(name: str, expected: bytes, *buffers: Buffer, what: str) -> None:
-    """Return if the buffers hash to ``expected``.
-
-    >>> verify("xxh3_64", digest("xxh3_64", b"value"), b"value", what="layer 3")
-    >>> verify("xxh3_64", digest("xxh3_64", b"value"), b"walue", what="layer 3")
-    Traceback (most recent call last):
-        ...
-    kvplug.errors.IntegrityError: layer 3 was corrupted on its way: ...
-
-    Args:
-        what: names the received data in the error: "layer 3 of entry 17".
-
-    Raises:
-        IntegrityError: the digests differ; names ``what`` and both digests.
-        UnsupportedError: as for :func:`digest`.
-    """
-    found = digest(name, *buffers)
-    if found != expected:
-        raise IntegrityError(
-            f"{what} was corrupted on its way: its {name} is {found.hex()}, and its sender stated"
-            f" {expected.hex() or 'nothing'}"
-        )

@@ -36,35 +36,19 @@ def address_of(view: memoryview) -> int:
         return ctypes.addressof(_Byte.from_buffer(view))  # a third of the time
     buffer = _Buffer()
     _get_buffer(view, buffer, _SIMPLE)  # raises BufferError itself
-    address: int | None = buffer.buf
+    address: int | None = buffer[0]
     _release_buffer(buffer)
     return address or 0
 
 
-class _Buffer(ctypes.Structure):
-    """CPython's ``Py_buffer``, of its stable ABI."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
+_Buffer: Final = ctypes.c_void_p * 16
+"""Room for CPython's ``Py_buffer``, of its stable ABI. Its first word is the address."""
 _SIMPLE: Final = 0
 _Byte: Final = ctypes.c_char
 # ctypes itself gives the address of a writable buffer only. By item: what is named as an attribute is one
 # object for all of the process, and so are its argtypes.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
+_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]
-_release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
+_release_buffer.argtypes = (ctypes.c_void_p,)
 _release_buffer.restype = None

@@ -9,8 +9,8 @@ from array import array
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.errors import IntegrityError, UnsupportedError
-from kvplug.net.wire.checksum import NAMES, available, digest, verify
+from kvplug.errors import UnsupportedError
+from kvplug.net.wire.checksum import NAMES, available, digest
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,7 @@ def test_one_flipped_bit_is_found(data: bytes, at: st.DataObject, name: str) -> 
     bit = at.draw(st.integers(0, 8 * len(data) - 1))
     flipped = bytearray(data)
     flipped[bit // 8] ^= 1 << bit % 8
-    verify(name, digest(name, data), data, what="the entry")
-    with pytest.raises(IntegrityError):
-        verify(name, digest(name, data), flipped, what="the entry")
-
-
-@pytest.mark.parametrize("expected", [b"", b"\x78", b"\x01" * 8])
-def test_a_digest_that_is_missing_short_or_wrong_never_passes_and_both_are_named(expected: bytes) -> None:
-    with pytest.raises(IntegrityError) as caught:
-        verify("xxh3_64", expected, b"abc", what="layer 3 of entry 17")
-    for said in ("layer 3 of entry 17", "xxh3_64", "78af5f94892f3950", expected.hex()):
-        assert said in str(caught.value)
+    assert digest(name, data) != digest(name, flipped)
 
 
 def test_without_xxhash_nothing_is_available_and_a_digest_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
