@@ -42,6 +42,7 @@ from kvplug.transport.communicator.calls import (
 )
 from kvplug.transport.communicator.experts import DEFAULT_BACKEND
 from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.group.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +147,9 @@ class GroupRank(abc.ABC):
         """Whether tokens of experts are exchanged: it serves expert parallelism, with several replicas."""
         self.all2all_backend = context.all2all_backend or DEFAULT_BACKEND
         """How experts' tokens are exchanged."""
+        self._mesh = Mesh({})
+        """Pipes to all other ranks, which a transport may connect. Calls, and what a failed call is blamed
+        on, go over them; without them calls go through the group."""
         self._busy = threading.Lock()
         self._broken = ""
         self._suspended = False
@@ -191,33 +195,48 @@ class GroupRank(abc.ABC):
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         """Fill the tensor with that of rank ``src``."""
 
-    @abc.abstractmethod
     def _exchange(self, sends: Pairs, recvs: Pairs, deadline: Deadline) -> None:
         """Send each tensor to its rank, and fill each of the others from its rank, all at once.
 
-        Tensors to one rank arrive in order. When it returns, those that were sent may be overwritten.
+        Tensors to one rank arrive in order. When it returns, those that were sent may be overwritten. By
+        default over the mesh, whose pipes must carry such tensors.
         """
+        self._mesh.exchange(sends, recvs, deadline)
 
-    @abc.abstractmethod
     def _destroy(self) -> None:
-        """Release everything, and wake this rank's calls and the calls of other ranks that need it."""
+        """Release everything, and wake this rank's calls and the calls of other ranks that need it.
+
+        By default it leaves the mesh: a transport calls that, and releases what it has besides.
+        """
+        if self._busy.acquire(blocking=False):  # else it leaves in the middle of a call
+            try:
+                self._mesh.leave()
+            finally:
+                self._busy.release()
+        self._mesh.abort()
 
     def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
-        """Every rank's ``call``. By default through the group; a transport may override it."""
+        """Every rank's ``call``."""
+        if self._mesh:
+            return self._mesh.compare(call, deadline)
         found: list[bytes] = self.cpu_group.all_gather(call, deadline.remaining())
         return found
 
     def _compare_pairs(self, calls: Mapping[int, bytes], deadline: Deadline) -> Mapping[int, bytes]:
         """The next calls of some other ranks with this one, each of which receives ``calls[its rank]``."""
+        if self._mesh:
+            self._mesh.send(calls, deadline)
+            return self._mesh.recv(calls, deadline)
         for peer, call in calls.items():
             self.cpu_group.send(call, peer)
         return {peer: self.cpu_group.recv(peer, deadline.remaining()) for peer in calls}
 
-    def _give_up(self, error: BaseException) -> None:  # noqa: B027 - not every transport has to
+    def _give_up(self, error: BaseException) -> None:
         """A call failed after it had begun, and no other will begin: inform the other ranks where possible.
 
         Never waits, raises nothing.
         """
+        self._mesh.give_up(error)
 
     def _synchronize(self, deadline: Deadline) -> None:  # noqa: B027 - not every transport has to
         """Wait for everything that calls have begun, if they return earlier. By default none does."""

@@ -151,6 +151,10 @@ class Mesh:
         self._given_up = False
         self._said_why = False
 
+    def __len__(self) -> int:
+        """How many other ranks it has."""
+        return len(self._ends)
+
     def abort(self) -> None:
         """Never blocks. Calls that wait here raise ClosedError; other ranks see that this one is gone."""
         for end in self._ends.values():
@@ -160,9 +164,10 @@ class Mesh:
 
     def send(self, calls: Mapping[int, bytes], deadline: Deadline) -> None:
         """Send each of these ranks its call, which is not empty. Raises as :meth:`recv`."""
+        messages = {call: _tensor_of(call) for call in set(calls.values())}
         for rank, call in calls.items():
             with self._sending(rank):
-                self._ends[rank].pipe.send_tensor(_tensor_of(call), timeout=deadline.remaining())
+                self._ends[rank].pipe.send_tensor(messages[call], timeout=deadline.remaining())
 
     def recv(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, bytes]:
         """The next call of each of these ranks.
@@ -382,18 +387,18 @@ class Mesh:
         if end.bad is not None:
             return
         try:
-            with self._named(rank):
-                message = end.pipe.recv_tensor(timeout=0 if deadline is None else deadline.remaining())
-                if message is not None:
-                    end.early.append(message)
-                    return
-                news = decode(_bytes_of(end.pipe.recv_tensor(timeout=_NEWS_S)))
+            message = end.pipe.recv_tensor(timeout=0 if deadline is None else deadline.remaining())
+            if message is not None:
+                end.early.append(message)
+                return
+            news = decode(_bytes_of(end.pipe.recv_tensor(timeout=_NEWS_S)))
         except TimeoutError:
             return
         except (ClosedError, ResourceExhaustedError):
             raise
         except KvplugError as e:
-            end.bad = functools.partial(type(e), str(e))
+            text = f"rank {rank} is gone: {e}" if isinstance(e, PeerGoneError) else str(e)
+            end.bad = functools.partial(type(e), text)
             return
         match news:
             case ["left", int(collectives)]:

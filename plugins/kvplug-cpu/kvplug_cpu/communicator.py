@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,8 +38,7 @@ class CpuCommunicator(DeviceCommunicator):
             raise ConfigError(
                 f"the communicator 'cpu' takes CPU tensors, and the device is {context.device!r}"
             )
-        self._mesh = Mesh({})
-        self._gloo = Gloo(None, self._mesh.check, owned=False)
+        self._gloo = Gloo(None, lambda: None, owned=False)
         super().__init__(context)
         if self.world_size == 1:
             return
@@ -122,32 +120,8 @@ class CpuCommunicator(DeviceCommunicator):
             with self._mesh.diagnose():
                 self._gloo.broadcast(_bytes(tensor), src, deadline)
 
-    # -- from one rank to another ----------------------------------------------------------------
-
-    def _exchange(
-        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], deadline: Deadline
-    ) -> None:
-        self._mesh.exchange(sends, recvs, deadline)
-
-    # -- beside them -----------------------------------------------------------------------------
-
-    def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
-        return self._mesh.compare(call, deadline)
-
-    def _compare_pairs(self, calls: Mapping[int, bytes], deadline: Deadline) -> Mapping[int, bytes]:
-        self._mesh.send(calls, deadline)
-        return self._mesh.recv(calls, deadline)
-
-    def _give_up(self, error: BaseException) -> None:
-        self._mesh.give_up(error)
-
     def _destroy(self) -> None:
-        if self._busy.acquire(blocking=False):  # else it leaves in the middle of a call
-            try:
-                self._mesh.leave()
-            finally:
-                self._busy.release()
-        self._mesh.abort()
+        super()._destroy()
         self.device_group = self.context.device_group
         self._gloo.close()
 

@@ -58,7 +58,6 @@ class PyncclCommunicator(DeviceCommunicator):
         """
         options = context.options if context.options is not None else PyncclCommunicatorOptions()
         self._gpu = CudaDevice(context.device) if device is None else device
-        self._mesh = Mesh({})
         self._inflight: Inflight | None = None
         super().__init__(attrs.evolve(context, device=self._gpu.name))
         self.compares = options.check_order
@@ -240,7 +239,7 @@ class PyncclCommunicator(DeviceCommunicator):
     def _give_up(self, error: BaseException) -> None:
         if self._inflight is not None:
             self._inflight.abort()
-        self._mesh.give_up(error)
+        super()._give_up(error)
 
     def _suspend(self) -> None:
         if self._inflight is None:
