@@ -199,7 +199,35 @@ class _Spec(_Offered):
 
 
 @attrs.frozen(kw_only=True)
-class TransportSpec(_Spec):
+class _ProbedSpec(_Spec):
+    probe: str | None = attrs.field(default=None, validator=_check_target)
+    """A function without arguments that returns a :class:`Probe`."""
+
+    def run_probe(self) -> Probe:
+        """The probe's result. A probe that fails gives a result too: not viable, with the reason.
+
+        Raises:
+            ResourceExhaustedError: it failed because the process has no free descriptor, thread or memory.
+                That says nothing of what it probes: a later probe may find that it works.
+        """
+        if self.probe is None:
+            return Probe()
+        try:
+            probe = self._load("probe")
+        except PluginLoadError as e:
+            return Probe(viable=False, reason=str(e))
+        try:
+            found = probe()
+        except (Exception, SystemExit) as e:
+            NamedExhaustion.check(e, self._called("probe"))
+            return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
+        if not isinstance(found, Probe):
+            return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class TransportSpec(_ProbedSpec):
     """One transport: a pipe, message queue, lookup buffer or device communicator.
 
     ``factory`` is called with one argument, the kind's context: for a pipe a :class:`PipeContext`.
@@ -212,8 +240,6 @@ class TransportSpec(_Spec):
     """``PIPE``, ``QUEUE``, ``LOOKUP_BUFFER`` or ``COMMUNICATOR``, or the same as text."""
     capabilities: Capabilities = attrs.field(factory=Capabilities)
     """What it claims; tests check it, and ``"auto"`` compares it."""
-    probe: str | None = attrs.field(default=None, validator=_check_target)
-    """A function without arguments that returns a :class:`Probe`."""
     protocol: int = 1
     """Version of what the transport itself puts on the wire; both ends must have the same."""
     auto: bool = attrs.field()
@@ -240,18 +266,9 @@ class TransportSpec(_Spec):
                 f"only a pipe or a queue can be around another transport of its kind, not a {self.kind}"
             )
 
-    def run_probe(self) -> Probe:
-        """The probe's result. A probe that fails gives a result too: not viable, with the reason.
-
-        Raises:
-            ResourceExhaustedError: it failed because the process has no free descriptor, thread or memory.
-                That says nothing of the transport: a later probe may find that it works.
-        """
-        return _probed(self)
-
 
 @attrs.frozen(kw_only=True)
-class StoreSpec(_Spec):
+class StoreSpec(_ProbedSpec):
     """One store of KV pages.
 
     ``factory`` is called with one argument, a ``kvplug.transport.StoreContext``, and returns a ``Store`` or a
@@ -261,8 +278,6 @@ class StoreSpec(_Spec):
     client: str | None = attrs.field(default=None, validator=_check_target)
     """Makes the ``Store`` of a process that reaches one which a peer serves: called with the same context and
     the link. ``None``: it serves no peers."""
-    probe: str | None = attrs.field(default=None, validator=_check_target)
-    """A function without arguments that returns a :class:`Probe`."""
     persistent: bool = False
     """Its pages outlive the processes that use it."""
     cross_host: bool = False
@@ -280,30 +295,19 @@ class StoreSpec(_Spec):
         """The maker of clients, as :meth:`load_factory` loads the factory."""
         return self._load_callable("client")
 
-    def run_probe(self) -> Probe:
-        """The probe's result, as :meth:`TransportSpec.run_probe` gives it."""
-        return _probed(self)
-
 
 @attrs.frozen(kw_only=True)
-class DirectorySpec(_Spec):
+class DirectorySpec(_ProbedSpec):
     """One directory of engines. A config chooses it by the scheme of a URL in ``peers``, which is its name.
 
     ``factory`` is called with one argument, a ``kvplug.transport.DirectoryContext``, and returns a
     ``Directory``.
     """
 
-    probe: str | None = attrs.field(default=None, validator=_check_target)
-    """A function without arguments that returns a :class:`Probe`."""
-
     @property
     def kind(self) -> Kind:
         """``Kind.DIRECTORY``."""
         return Kind.DIRECTORY
-
-    def run_probe(self) -> Probe:
-        """The probe's result, as :meth:`TransportSpec.run_probe` gives it."""
-        return _probed(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -375,23 +379,6 @@ class CommandSpec(_Offered):
             PluginLoadError: it does not import or is not there.
         """
         return self._load("target")
-
-
-def _probed(spec: TransportSpec | StoreSpec | DirectorySpec) -> Probe:
-    if spec.probe is None:
-        return Probe()
-    try:
-        probe = spec._load("probe")
-    except PluginLoadError as e:
-        return Probe(viable=False, reason=str(e))
-    try:
-        found = probe()
-    except (Exception, SystemExit) as e:
-        NamedExhaustion.check(e, f"the probe of the {spec.kind.replace('_', ' ')} {spec.name!r}")
-        return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
-    if not isinstance(found, Probe):
-        return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")
-    return found
 
 
 Spec = TransportSpec | StoreSpec | DirectorySpec | ConnectorSpec | SinkSpec | CommandSpec
