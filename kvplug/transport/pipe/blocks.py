@@ -9,12 +9,12 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvplug.net.wire.tensors import as_bits
 from kvplug.transport.block_views import (
     BlockViews,
     RowMemory,
     RowViews,
-    as_bits,
-    as_wide,
+    as_elements,
     block_table,
     check_distinct,
 )
@@ -156,11 +156,8 @@ class Blocks:
 
     def scatter(self, first: int, rows: Tensor) -> None:
         """The inverse of :meth:`gather`: into the views."""
-        rows = as_bits(rows)
-        wide = as_wide(rows)
-        rows = self._by_part(rows)
-        if wide is not None:
-            wide = wide.unflatten(1, (rows.shape[1], -1)) if wide.shape[1] % rows.shape[1] == 0 else None
+        rows = self._by_part(as_bits(rows))
+        wide = as_elements(rows, axes=2)
         for layer, index, begin, end in self._runs(first, len(rows)):
             for part, view in enumerate(self._of.wide[layer]):
                 if len(self._ids) == 1:  # one piece of memory, as a rule, which an index copies byte by byte

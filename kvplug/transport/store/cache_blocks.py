@@ -10,7 +10,8 @@ import attrs
 
 from kvplug.errors import LayoutError
 from kvplug.net.streams import DeviceMark
-from kvplug.transport.block_views import BlockViews, as_bits, as_elements, block_table, check_distinct
+from kvplug.net.wire.tensors import as_bits
+from kvplug.transport.block_views import BlockViews, as_elements, block_table, check_distinct
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.memory import PageMemory, PagePlaces, PageRows
 
@@ -240,7 +241,7 @@ def copy_tokens(
     import torch
 
     # as integers: bits stay bits, and torch indexes few of its float8 and unsigned types
-    wide = as_elements(view), as_elements(tokens[None])
+    wide = as_elements(view, axes=2), as_elements(tokens[None], axes=2)
     if wide[0] is not None and wide[1] is not None:
         view, tokens = wide[0], wide[1][0]
     else:
