@@ -24,7 +24,7 @@ from kvplug.assembly.members import Announcement
 from kvplug.engine import CacheEvent
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE
-from kvplug.transport import PageBuffers, PageEvent, PageEventLog, PageRemoval, PageRequest, Series, Store
+from kvplug.transport import PageBuffers, PageEvent, PageEventLog, PageRequest, Series, Store
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.publisher import encode_batch
@@ -188,7 +188,7 @@ def wire() -> PerEvent:
         events = [
             log.declared(bytes(16), keys, 2.0),
             log.stored(bytes(16), keys),
-            log.removed(bytes(16), keys, PageRemoval.EVICTED),
+            log.removed(bytes(16), keys, PageEvent.Removal.EVICTED),
         ]
         return sum(HEADER_SIZE + len(values.encode(each.to_plain())) for each in events) / len(events)
 

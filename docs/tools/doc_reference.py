@@ -9,6 +9,7 @@ import enum
 import functools
 import importlib
 import inspect
+import operator
 import re
 import sys
 import textwrap
@@ -85,7 +86,8 @@ class Name:
 
     @property
     def found(self) -> Any:
-        return getattr(importlib.import_module(self.door), self.name)
+        found: Any = operator.attrgetter(self.name)(importlib.import_module(self.door))
+        return found
 
     @property
     def is_error(self) -> bool:
@@ -101,10 +103,26 @@ class Name:
 
 
 def names_of(door: str) -> list[Name]:
-    """In the order of the stub; a module without one in the order of its ``__all__``."""
+    """In the order of the stub; a module without one in the order of its ``__all__``. Public classes
+    that stand in a class follow it."""
     module = importlib.import_module(door)
     homes = module._door.homes() if hasattr(module, "_door") else dict.fromkeys(module.__all__, door)
-    return [Name(door, name, home) for name, home in homes.items()]
+    return [
+        Name(door, each, home)
+        for name, home in homes.items()
+        for each in (name, *(f"{name}.{inner}" for inner in inner_classes(getattr(module, name))))
+    ]
+
+
+def inner_classes(found: Any) -> list[str]:
+    """The public classes that stand in a class, or in one of its bases that no door shows."""
+    if not inspect.isclass(found) or not found.__module__.startswith("kvplug"):
+        return []
+    return [
+        name
+        for name, value in vars(found).items()
+        if inspect.isclass(value) and value.__module__.startswith("kvplug") and not name.startswith("_")
+    ]
 
 
 def is_within(home: str, room: str) -> bool:

@@ -37,7 +37,7 @@ from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
 from kvplug.net.fork import free_locks_after_fork
 from kvplug.transport.capabilities import Capabilities, Cost
-from kvplug.transport.pipe import PathReport, Pipe
+from kvplug.transport.pipe import Pipe
 from kvplug.transport.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -244,13 +244,13 @@ class SlowStoreAlarm:
         return seen or ["no cause is seen from here"]
 
 
-def _report_of(pipe: Pipe) -> PathReport:
+def _report_of(pipe: Pipe) -> Pipe.PathReport:
     """What the transport says; a fault of it is logged, and ends no pipe that works."""
     try:
         return pipe.path_report()
     except Exception:
         _log.warning("%r cannot say how fast its path is", pipe, exc_info=True)
-        return PathReport()
+        return Pipe.PathReport()
 
 
 def _interface_of(host: str) -> str:

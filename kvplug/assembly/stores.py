@@ -26,7 +26,7 @@ from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.staging import Staging
-from kvplug.transport.store.store import Store, StoreContext, StoreLink
+from kvplug.transport.store.store import Store, StoreContext
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class StoreOpener:
                 )
         return self._recorded(spec, made)
 
-    def client(self, name: str, link: StoreLink) -> Store:
+    def client(self, name: str, link: Store.Link) -> Store:
         """This process's end of the store that the peer at the other end of the link serves.
 
         Raises:
@@ -103,7 +103,7 @@ class StoreOpener:
         context: StoreContext = self._resolved.context(spec, seal=seal, connect=self._connect)
         return context
 
-    def _connect(self, address: str, timeout: float | None) -> StoreLink:
+    def _connect(self, address: str, timeout: float | None) -> Store.Link:
         peers = ControlPeers(self._settings, connect=address)
         return peers.connect(0, PURPOSE, timeout=timeout, retry=False)
 

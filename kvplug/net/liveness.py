@@ -46,52 +46,52 @@ _MAX_MS: Final = 2**32 - 1
 """What fits the field of a join message."""
 
 
-@attrs.frozen
-class HeartbeatTerms:
-    """The terms of one end when it joins; :meth:`agreed` computes those that hold for both.
-
-    >>> ours, theirs = HeartbeatTerms.of(10.0, sees_death=True), HeartbeatTerms.of(4.0, sees_death=False)
-    >>> ours.agreed(theirs).silence_s()
-    4.0
-    """
-
-    BEATS_PER_TIMEOUT: ClassVar[int] = 5
-    """How many heartbeats an end sends in the silence that would count as its death."""
-
-    sees_death: bool
-    """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""
-    heartbeat_ms: int
-    """Milliseconds of silence that count as death for this end, where heartbeats are needed."""
-
-    @classmethod
-    def of(cls, timeout_s: float, *, sees_death: bool) -> Self:
-        """Of an end whose config has ``timeout_s`` as its ``heartbeat_timeout_s``."""
-        return cls(sees_death, max(1, min(int(timeout_s * 1000), _MAX_MS)))
-
-    def agreed(self, theirs: HeartbeatTerms) -> HeartbeatTerms:
-        """The terms of both ends together. Symmetric."""
-        return HeartbeatTerms(
-            self.sees_death and theirs.sees_death, min(self.heartbeat_ms, theirs.heartbeat_ms)
-        )
-
-    def silence_s(self, timeout_s: float | None = None, *, at_least_s: float = 0.0) -> float | None:
-        """Seconds of silence that count as death; ``None``: both ends have a pidfd and send no heartbeats.
-
-        At most ``timeout_s``, which milliseconds round.
-        """
-        if self.sees_death:
-            return None
-        agreed_s = self.heartbeat_ms / 1000
-        return max(at_least_s, agreed_s if timeout_s is None else min(agreed_s, timeout_s))
-
-    def interval_s(self, timeout_s: float, *, at_least_s: float) -> float | None:
-        """Seconds between two heartbeats of one end; ``None``: it sends none. For :class:`Watch`."""
-        silence_s = self.silence_s(timeout_s)
-        return None if silence_s is None else max(at_least_s, silence_s / self.BEATS_PER_TIMEOUT)
-
-
 class Watch:
     """One peer being watched: :attr:`reason` is set, and a function called once, when it is gone."""
+
+    @attrs.frozen
+    class Terms:
+        """The terms of one end when it joins; :meth:`agreed` computes those that hold for both.
+
+        >>> ours, theirs = Watch.Terms.of(10.0, sees_death=True), Watch.Terms.of(4.0, sees_death=False)
+        >>> ours.agreed(theirs).silence_s()
+        4.0
+        """
+
+        BEATS_PER_TIMEOUT: ClassVar[int] = 5
+        """How many heartbeats an end sends in the silence that would count as its death."""
+
+        sees_death: bool
+        """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""
+        heartbeat_ms: int
+        """Milliseconds of silence that count as death for this end, where heartbeats are needed."""
+
+        @classmethod
+        def of(cls, timeout_s: float, *, sees_death: bool) -> Self:
+            """Of an end whose config has ``timeout_s`` as its ``heartbeat_timeout_s``."""
+            return cls(sees_death, max(1, min(int(timeout_s * 1000), _MAX_MS)))
+
+        def agreed(self, theirs: Watch.Terms) -> Watch.Terms:
+            """The terms of both ends together. Symmetric."""
+            return Watch.Terms(
+                self.sees_death and theirs.sees_death, min(self.heartbeat_ms, theirs.heartbeat_ms)
+            )
+
+        def silence_s(self, timeout_s: float | None = None, *, at_least_s: float = 0.0) -> float | None:
+            """Seconds of silence that count as death; ``None``: both ends have a pidfd and send no
+            heartbeats.
+
+            At most ``timeout_s``, which milliseconds round.
+            """
+            if self.sees_death:
+                return None
+            agreed_s = self.heartbeat_ms / 1000
+            return max(at_least_s, agreed_s if timeout_s is None else min(agreed_s, timeout_s))
+
+        def interval_s(self, timeout_s: float, *, at_least_s: float) -> float | None:
+            """Seconds between two heartbeats of one end; ``None``: it sends none. For :class:`Watch`."""
+            silence_s = self.silence_s(timeout_s)
+            return None if silence_s is None else max(at_least_s, silence_s / self.BEATS_PER_TIMEOUT)
 
     def __init__(
         self,

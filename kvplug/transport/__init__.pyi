@@ -28,7 +28,6 @@ from kvplug.net.fork import (
     close_after_fork as close_after_fork,
 )
 from kvplug.net.liveness import (
-    HeartbeatTerms as HeartbeatTerms,
     Watch as Watch,
 )
 from kvplug.net.memory.memfd import (
@@ -80,8 +79,6 @@ from kvplug.transport.capabilities import (
 from kvplug.transport.communicator import (
     CommunicatorContext as CommunicatorContext,
     DeviceCommunicator as DeviceCommunicator,
-    RecvOp as RecvOp,
-    SendOp as SendOp,
 )
 from kvplug.transport.directory import (
     Directory as Directory,
@@ -95,8 +92,6 @@ from kvplug.transport.hookspecs import (
 )
 from kvplug.transport.lookup import (
     Entry as Entry,
-    EntryHeader as EntryHeader,
-    EntrySink as EntrySink,
     LookupBuffer as LookupBuffer,
     LookupContext as LookupContext,
     LookupEndpoint as LookupEndpoint,
@@ -112,7 +107,6 @@ from kvplug.transport.pipe.endpoint import (
     PipeContext as PipeContext,
     PipeEndpoint as PipeEndpoint,
     PipeListener as PipeListener,
-    PipeSettings as PipeSettings,
 )
 from kvplug.transport.pipe.partial import (
     MessageLimit as MessageLimit,
@@ -122,7 +116,6 @@ from kvplug.transport.pipe.pipe import (
     DescriptorGuard as DescriptorGuard,
     DuplexPipe as DuplexPipe,
     Lifecycle as Lifecycle,
-    PathReport as PathReport,
     Pipe as Pipe,
 )
 from kvplug.transport.pipe.transfer import (
@@ -134,7 +127,6 @@ from kvplug.transport.queue import (
     QueueContext as QueueContext,
     QueueEndpoint as QueueEndpoint,
     QueueHandle as QueueHandle,
-    Reader as Reader,
     Wait as Wait,
 )
 from kvplug.transport.spec import (
@@ -148,12 +140,10 @@ from kvplug.transport.store.blocking import (
     PageError as PageError,
 )
 from kvplug.transport.store.cache_blocks import (
-    LayerBlocks as LayerBlocks,
     PageBlocks as PageBlocks,
 )
 from kvplug.transport.store.copy import (
     PageCopy as PageCopy,
-    RowGenerations as RowGenerations,
 )
 from kvplug.transport.store.engine import (
     UNKNOWN as UNKNOWN,
@@ -167,7 +157,6 @@ from kvplug.transport.store.events import (
     PageEvent as PageEvent,
     PageEventLog as PageEventLog,
     PageFollower as PageFollower,
-    PageRemoval as PageRemoval,
 )
 from kvplug.transport.store.format import (
     PageFormat as PageFormat,
@@ -201,5 +190,4 @@ from kvplug.transport.store.store import (
     PageRequest as PageRequest,
     Store as Store,
     StoreContext as StoreContext,
-    StoreLink as StoreLink,
 )

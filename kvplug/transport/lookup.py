@@ -27,26 +27,25 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class EntryHeader:
-    """The part of an entry that is known before its tensors arrive."""
-
-    entry_id: int
-    """Unique in its buffer, ascending with age."""
-    tokens: Tensor
-    """int64, shape [num_tokens]: as inserted, not masked."""
-    roi: Tensor
-    """bool, shape [num_tokens]."""
-    num_layers: int
-    """First dimension of key and value; 0 when both are ``None``."""
-    metadata: dict[str, Any]
-    """Plain values the producer attached (say, hashes and the producer's dtype)."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
 class Entry:
     """The five parts of an entry, in the order in which they travel, and its header."""
 
-    header: EntryHeader
+    @attrs.frozen(kw_only=True, eq=False)
+    class Header:
+        """The part of an entry that is known before its tensors arrive."""
+
+        entry_id: int
+        """Unique in its buffer, ascending with age."""
+        tokens: Tensor
+        """int64, shape [num_tokens]: as inserted, not masked."""
+        roi: Tensor
+        """bool, shape [num_tokens]."""
+        num_layers: int
+        """First dimension of key and value; 0 when both are ``None``."""
+        metadata: dict[str, Any]
+        """Plain values the producer attached (say, hashes and the producer's dtype)."""
+
+    header: Entry.Header
     """What is known before the tensors arrive."""
     tokens: Tensor
     """int64, shape [num_tokens]: as inserted, not masked."""
@@ -58,19 +57,6 @@ class Entry:
     """Like ``key``; ``None`` where a model has one latent tensor per token."""
     hidden: Tensor | None
     """The last hidden states, shape [num_tokens, hidden_size] or as the producer likes."""
-
-
-class EntrySink(Protocol):
-    """Takes an entry layer by layer instead of whole, for callers that scatter it at once."""
-
-    def begin(self, header: EntryHeader) -> None:
-        """Called before the first layer. Raising refuses the entry, which stays in the buffer."""
-
-    def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
-        """One layer has arrived whole: shapes [num_tokens, num_kv_heads, head_size].
-
-        The tensors are only valid during the call. Raising ends the transfer; the entry stays.
-        """
 
 
 class LookupBuffer(abc.ABC):
@@ -87,6 +73,18 @@ class LookupBuffer(abc.ABC):
     two ends: the one that holds the entries, and any number of ends that reach it over pipes; both
     are LookupBuffers, and the law is the same at both.
     """
+
+    class Sink(Protocol):
+        """Takes an entry layer by layer instead of whole, for callers that scatter it at once."""
+
+        def begin(self, header: Entry.Header) -> None:
+            """Called before the first layer. Raising refuses the entry, which stays in the buffer."""
+
+        def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
+            """One layer has arrived whole: shapes [num_tokens, num_kv_heads, head_size].
+
+            The tensors are only valid during the call. Raising ends the transfer; the entry stays.
+            """
 
     @abc.abstractmethod
     def insert(
@@ -138,7 +136,7 @@ class LookupBuffer(abc.ABC):
         *,
         extra: bytes = b"",
         min_tokens: int = 1,
-        sink: EntrySink | None = None,
+        sink: LookupBuffer.Sink | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Entry:
         """Read the entry that shares the longest prefix with the query, and leave it where it is.

@@ -90,6 +90,13 @@ def names_now() -> dict[str, Line]:
     for room, names in WIRE.items():
         module = importlib.import_module(room)
         shown += [(f"{room}.{name}", getattr(module, name)) for name in names]
+    shown += [
+        (f"{path}.{name}", inner)
+        for path, value in shown
+        if isinstance(value, type) and value.__module__.startswith("kvplug")
+        for name, inner in vars(value).items()
+        if isinstance(inner, type) and inner.__module__.startswith("kvplug") and not name.startswith("_")
+    ]
     for path, value in shown:
         if isinstance(value, type):
             public.setdefault(value, path)
@@ -145,6 +152,8 @@ def _members(cls: type, public: Mapping[type, str]) -> Iterator[tuple[str, str, 
         inner = getattr(raw, "__func__", None) or getattr(raw, "fget", None) or raw
         is_abstract = getattr(raw, "__isabstractmethod__", False)
         is_theirs = is_abstract or (subclassed and name in PROTECTED)
+        if isinstance(raw, type):
+            continue  # a line of its own
         if name.startswith("__") or (name.startswith("_") and not is_theirs) or name in fields:
             continue
         if isinstance(raw, classmethod):

@@ -17,20 +17,12 @@ from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identi
 from kvplug.net.wire import decode, decode_out_of_band, encode, to_plain
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
-from kvplug.transport import (
-    HeartbeatTerms,
-    PageEvent,
-    PageFormat,
-    PageRemoval,
-    PageSeal,
-    QueueHandle,
-    Series,
-)
+from kvplug.transport import PageEvent, PageFormat, PageSeal, QueueHandle, Series, Watch
 from kvplug.transport.store.format import opaque_format
 
 Targets = Mapping[str, tuple[Target, Sequence[bytes]]]
 _SERIES = Series(opaque_format(64), b"rank 0", PageSeal().id)
-_PAGE_EVENTS: tuple[Any, ...] = ({"kind": "stored"}, {"kind": "removed", "reason": PageRemoval.EVICTED})
+_PAGE_EVENTS: tuple[Any, ...] = ({"kind": "stored"}, {"kind": "removed", "reason": PageEvent.Removal.EVICTED})
 _HANDLE = QueueHandle(transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data={"contact": "c"})
 _CONNECTION: Any = SimpleNamespace(describe="a peer", peer=PeerIdentity.of_this_process())
 
@@ -138,9 +130,7 @@ def _of_plugins() -> dict[str, tuple[Target, Sequence[bytes]]]:
         from kvplug_cuda_ipc.pipe import frames, join
 
         found["cuda-ipc-frames"] = (plain(frames.decode), [encode(frames.encode(frames.FrameKind.GOODBYE))])
-        ours = join.Hello(
-            gpu="g", token=bytes(16), handle=bytes(64), nbytes=64, terms=HeartbeatTerms(True, 100)
-        )
+        ours = join.Hello(gpu="g", token=bytes(16), handle=bytes(64), nbytes=64, terms=Watch.Terms(True, 100))
         found["cuda-ipc-joins"] = (plain(join.Hello.decode), [encode(ours.encode())])
     return found
 

@@ -24,7 +24,7 @@ from kvplug.negotiation.agreement import agree
 from kvplug.negotiation.hello import Hello
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity
-from kvplug.transport import Capabilities, Cost, PathReport, Pipe
+from kvplug.transport import Capabilities, Cost, Pipe
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call
@@ -169,7 +169,7 @@ def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         transport="cpu",
         device="cpu",
     )
-    slow: Any = SimpleNamespace(peer="pid 2", path_report=lambda: PathReport(measured_gb_per_s=0.1))
+    slow: Any = SimpleNamespace(peer="pid 2", path_report=lambda: Pipe.PathReport(measured_gb_per_s=0.1))
 
     def causes(**changes: Any) -> str:
         with pytest.raises(SlowPathError, match="less than a tenth of the 6 GB/s") as refused:

@@ -31,26 +31,6 @@ if TYPE_CHECKING:
     from kvplug.net.deadline import Deadline
 
 
-@attrs.frozen
-class SendOp:
-    """In a batch: send ``tensor`` to rank ``dst`` of the group."""
-
-    tensor: Any
-    """A tensor of the communicator's device."""
-    dst: int
-    """A rank of the group."""
-
-
-@attrs.frozen
-class RecvOp:
-    """In a batch: fill ``tensor`` with what rank ``src`` of the group sends."""
-
-    tensor: Any
-    """A contiguous tensor of the communicator's device, of the shape and dtype that is sent."""
-    src: int
-    """A rank of the group."""
-
-
 class DeviceCommunicator(GroupRank):
     """One rank's end of the collectives of a group.
 
@@ -76,6 +56,24 @@ class DeviceCommunicator(GroupRank):
         ConfigError: the context's ``ranks`` are not as many as the group has, or its ``all2all_backend`` is
             unknown.
     """
+
+    @attrs.frozen
+    class RecvOp:
+        """In a batch: fill ``tensor`` with what rank ``src`` of the group sends."""
+
+        tensor: Any
+        """A contiguous tensor of the communicator's device, of the shape and dtype that is sent."""
+        src: int
+        """A rank of the group."""
+
+    @attrs.frozen
+    class SendOp:
+        """In a batch: send ``tensor`` to rank ``dst`` of the group."""
+
+        tensor: Any
+        """A tensor of the communicator's device."""
+        dst: int
+        """A rank of the group."""
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
@@ -262,7 +260,10 @@ class DeviceCommunicator(GroupRank):
         return tensor
 
     def batch_isend_irecv(
-        self, p2p_ops: Sequence[SendOp | RecvOp], *, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        p2p_ops: Sequence[DeviceCommunicator.SendOp | DeviceCommunicator.RecvOp],
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         """Send and receive all of these at once; returns when all are done.
 
@@ -278,10 +279,10 @@ class DeviceCommunicator(GroupRank):
         """
         self._check_usable()
         for op in p2p_ops:
-            if not isinstance(op, (SendOp, RecvOp)):
+            if not isinstance(op, (DeviceCommunicator.SendOp, DeviceCommunicator.RecvOp)):
                 raise UnsupportedError(f"a SendOp or a RecvOp is needed, not a {type(op).__qualname__}")
-        sends = [(op.tensor, op.dst) for op in p2p_ops if isinstance(op, SendOp)]
-        recvs = [(op.tensor, op.src) for op in p2p_ops if isinstance(op, RecvOp)]
+        sends = [(op.tensor, op.dst) for op in p2p_ops if isinstance(op, DeviceCommunicator.SendOp)]
+        recvs = [(op.tensor, op.src) for op in p2p_ops if isinstance(op, DeviceCommunicator.RecvOp)]
         with self._pairs_call(sends, recvs, timeout) as deadline:
             into = [(plain(tensor), src) for tensor, src in recvs]
             self._exchange([(plain(tensor), dst) for tensor, dst in sends], into, deadline)

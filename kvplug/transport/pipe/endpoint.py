@@ -53,20 +53,6 @@ class PipeContext:
     its own options and the rest of this context. ``None`` for all others."""
 
 
-@attrs.frozen(kw_only=True)
-class PipeSettings:
-    """The settings of every pipe of an endpoint. A transport adds its own."""
-
-    max_in_flight_bytes: int
-    """Bytes that may be sent and not yet taken, before ``send_tensor`` blocks."""
-    timeout_s: float
-    """The default timeout of calls, in seconds."""
-    heartbeat_timeout_s: float
-    """Seconds of silence that count as the peer's death, if its process cannot be watched."""
-    max_message_bytes: int | None = None
-    """The context's: the largest message that is received into memory of the pipe's."""
-
-
 class PipeListener(abc.ABC):
     """Waits for peers. Each ``accept`` returns one more pipe; peers connect and leave independently."""
 

@@ -32,19 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@attrs.frozen(kw_only=True)
-class PathReport:
-    """What a transport knows of the path of one pipe. Rates are in 10^9 bytes per second."""
-
-    measured_gb_per_s: float | None = None
-    """What it measured itself when the pipe began; ``None``: nothing."""
-    expected_gb_per_s: float | None = None
-    """What the path should carry, where that is better known than by the spec's ``Cost``: by an option, for
-    example. ``0``: nothing is expected. ``None``: what the ``Cost`` claims."""
-    reason: str = ""
-    """Why the path may be slow, as far as the transport sees, and what to change; empty: it sees nothing."""
-
-
 class Recorder(Protocol):
     """Counts and measures what passes through one pipe."""
 
@@ -77,6 +64,20 @@ class Pipe(abc.ABC):
     what passes counted. :class:`~kvplug.transport.DuplexPipe` is the base of those of transports.
     """
 
+    @attrs.frozen(kw_only=True)
+    class PathReport:
+        """What a transport knows of the path of one pipe. Rates are in 10^9 bytes per second."""
+
+        measured_gb_per_s: float | None = None
+        """What it measured itself when the pipe began; ``None``: nothing."""
+        expected_gb_per_s: float | None = None
+        """What the path should carry, where that is better known than by the spec's ``Cost``: by an option,
+        for
+        example. ``0``: nothing is expected. ``None``: what the ``Cost`` claims."""
+        reason: str = ""
+        """Why the path may be slow, as far as the transport sees, and what to change; empty: it sees
+        nothing."""
+
     recorder: Recorder | None = None
     """What counts and measures what passes; set by the program that has opened the pipe."""
 
@@ -97,10 +98,10 @@ class Pipe(abc.ABC):
         does not say."""
         return ""
 
-    def path_report(self) -> PathReport:
+    def path_report(self) -> Pipe.PathReport:
         """What the transport knows of its path's speed. Asked once when the pipe begins, and again before an
         alarm that the path is slow, so it may look at the host; it must not wait for the peer."""
-        return PathReport()
+        return Pipe.PathReport()
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         """Queue one message and return at once, unless ``max_in_flight_bytes`` are unsent: then block.
@@ -454,6 +455,19 @@ class DuplexPipe(Pipe, abc.ABC):
     Only one thread at a time is in ``_send_tensor`` or ``_send_blocks``, and one in ``_receive_tensor`` or
     ``_receive_blocks``.
     """
+
+    @attrs.frozen(kw_only=True)
+    class Settings:
+        """The settings of every pipe of an endpoint. A transport adds its own."""
+
+        max_in_flight_bytes: int
+        """Bytes that may be sent and not yet taken, before ``send_tensor`` blocks."""
+        timeout_s: float
+        """The default timeout of calls, in seconds."""
+        heartbeat_timeout_s: float
+        """Seconds of silence that count as the peer's death, if its process cannot be watched."""
+        max_message_bytes: int | None = None
+        """The context's: the largest message that is received into memory of the pipe's."""
 
     def __init__(self, peer: str, timeout_s: float, limit: MessageLimit | None = None) -> None:
         """``peer`` names the other end in messages; ``timeout_s`` is the default timeout of calls. ``limit``

@@ -7,7 +7,7 @@ the two ends of :class:`MessageQueue`.
 """
 
 from kvplug.transport.queue.endpoint import QueueContext, QueueEndpoint
-from kvplug.transport.queue.handle import QueueHandle, Reader
+from kvplug.transport.queue.handle import QueueHandle
 from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, MessageQueue, Wait
 
 __all__ = [
@@ -18,6 +18,5 @@ __all__ = [
     "QueueContext",
     "QueueEndpoint",
     "QueueHandle",
-    "Reader",
     "Wait",
 ]

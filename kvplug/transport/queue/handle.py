@@ -24,6 +24,25 @@ def _ranks(value: Iterable[int]) -> tuple[int, ...]:
 class QueueHandle:
     """What a reader needs to attach: plain values, to be carried by whatever carries values."""
 
+    @attrs.frozen(kw_only=True)
+    class Reader:
+        """One reader, as the writer sees it."""
+
+        rank: int
+        """Its rank among the readers of the handle."""
+        process: str
+        """``"pid 12"``, with the host where it is another one; "has not come yet" before it has attached."""
+        lag: int
+        """Messages that it has not received yet."""
+        gone: str = ""
+        """Why it was evicted ("has left", "its process ended"); empty while it is attached or expected."""
+        died: bool = False
+        """Whether it was evicted because it died, and not because it left."""
+
+        def __str__(self) -> str:
+            behind = "" if self.gone else f", {self.lag} message{'' if self.lag == 1 else 's'} behind"
+            return f"reader rank {self.rank} ({self.process}{f'; {self.gone}' if self.gone else ''}){behind}"
+
     transport: str
     """Name of the queue that made it; another one refuses it."""
     reader_ranks: tuple[int, ...] = attrs.field(converter=_ranks)
@@ -62,26 +81,6 @@ class QueueHandle:
             raise ConfigError(
                 f"rank {rank} is no reader of this queue; its readers are {listed(self.reader_ranks)}"
             )
-
-
-@attrs.frozen(kw_only=True)
-class Reader:
-    """One reader, as the writer sees it."""
-
-    rank: int
-    """Its rank among the readers of the handle."""
-    process: str
-    """``"pid 12"``, with the host where it is another one; "has not come yet" before it has attached."""
-    lag: int
-    """Messages that it has not received yet."""
-    gone: str = ""
-    """Why it was evicted ("has left", "its process ended"); empty while it is attached or expected."""
-    died: bool = False
-    """Whether it was evicted because it died, and not because it left."""
-
-    def __str__(self) -> str:
-        behind = "" if self.gone else f", {self.lag} message{'' if self.lag == 1 else 's'} behind"
-        return f"reader rank {self.rank} ({self.process}{f'; {self.gone}' if self.gone else ''}){behind}"
 
 
 def listed(ranks: Iterable[int]) -> str:

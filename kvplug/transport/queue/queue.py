@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvplug.errors import CancelledError, TimeoutError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.queue.handle import QueueHandle, Reader
+from kvplug.transport.queue.handle import QueueHandle
 
 MAX_CHUNK_BYTES: Final = 24 << 20
 MAX_CHUNKS: Final = 10
@@ -58,7 +58,7 @@ class MessageQueue(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[QueueHandle.Reader, ...]:
         """All readers of the handle, in its order. At the writer's end only.
 
         Raises:

@@ -20,29 +20,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@attrs.frozen(kw_only=True)
-class LayerBlocks:
-    """The blocks of some layers of a sequence, where not all layers have the same block table."""
-
-    layers: frozenset[int]
-    """Their numbers in the format."""
-    block_ids: Sequence[int]
-    """The block table, from the sequence's first block on."""
-    begin: int = 0
-    """The first token that may be written; blocks wholly before it need not exist."""
-
-
 class PageBlocks(PageMemory):
     """Pages of one sequence in the blocks of a paged cache.
 
     The cache is seen through *views*: for each layer one tensor for each part of the format, with any
     strides. Its shape is (blocks, tokens in a block), and then the rest of the part's shape."""
 
+    @attrs.frozen(kw_only=True)
+    class Group:
+        """The blocks of some layers of a sequence, where not all layers have the same block table."""
+
+        layers: frozenset[int]
+        """Their numbers in the format."""
+        block_ids: Sequence[int]
+        """The block table, from the sequence's first block on."""
+        begin: int = 0
+        """The first token that may be written; blocks wholly before it need not exist."""
+
     def __init__(
         self,
         form: PageFormat,
         views: Sequence[Sequence[Tensor]],
-        block_ids: Sequence[int] | Sequence[LayerBlocks],
+        block_ids: Sequence[int] | Sequence[PageBlocks.Group],
         first_token: int,
         count: int,
         *,
@@ -85,9 +84,9 @@ class PageBlocks(PageMemory):
         self._writable = range(first_token, end) if writable is None else writable
         self._end = min(end, self._writable.stop)
         """Tokens from this one on are not written, and may have no blocks."""
-        groups: Sequence[LayerBlocks] = ()
-        if block_ids and isinstance(block_ids[0], LayerBlocks):
-            groups = cast("Sequence[LayerBlocks]", block_ids)
+        groups: Sequence[PageBlocks.Group] = ()
+        if block_ids and isinstance(block_ids[0], PageBlocks.Group):
+            groups = cast("Sequence[PageBlocks.Group]", block_ids)
             layers = sorted(layer for group in groups for layer in group.layers)
             if layers != list(range(form.num_layers)):
                 raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")

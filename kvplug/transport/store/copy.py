@@ -42,23 +42,6 @@ _IS_GONE: Final = 2
 _NO_SEAL: Final = PageSeal(checksums=False)
 
 
-@attrs.frozen(eq=False)
-class RowGenerations:
-    """What the slots of a request's pages must hold after a copy, where the store may use them again."""
-
-    words: memoryview
-    """The memory of all slots, as words."""
-    at: array[int]
-    """The word of each page's slot, counted in words."""
-    expected: array[int]
-    """The value that each of these words must have after the copy."""
-
-    def are_there(self, pages: Sequence[int]) -> list[bool]:
-        """Whether the slots of these pages still hold them."""
-        words, at, expected = self.words, self.at, self.expected
-        return [words[at[page]] == expected[page] for page in pages]
-
-
 class _Used(NamedTuple):
     """The arguments of :meth:`PageCopy.use`."""
 
@@ -84,12 +67,28 @@ class PageCopy:
     b'abcd'
     """
 
+    @attrs.frozen(eq=False)
+    class Generations:
+        """What the slots of a request's pages must hold after a copy, where the store may use them again."""
+
+        words: memoryview
+        """The memory of all slots, as words."""
+        at: array[int]
+        """The word of each page's slot, counted in words."""
+        expected: array[int]
+        """The value that each of these words must have after the copy."""
+
+        def are_there(self, pages: Sequence[int]) -> list[bool]:
+            """Whether the slots of these pages still hold them."""
+            words, at, expected = self.words, self.at, self.expected
+            return [words[at[page]] == expected[page] for page in pages]
+
     def __init__(
         self,
         memory: PageMemory,
         seal: PageSeal = _NO_SEAL,
         *,
-        generations: RowGenerations | None = None,
+        generations: PageCopy.Generations | None = None,
         native: bool = True,
     ) -> None:
         """

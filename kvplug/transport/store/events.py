@@ -28,23 +28,6 @@ _SNAPSHOT_PAGES: Final = 4096
 """Keys in one event of a snapshot."""
 
 
-class PageRemoval(enum.StrEnum):
-    """Why a page is no longer there, or does not come."""
-
-    EVICTED = "evicted"
-    """It made room for another."""
-    EXPIRED = "expired"
-    """It reached its maximum age, or was declared and did not come in time."""
-    WITHDRAWN = "withdrawn"
-    """It was declared, and its writer gave it up."""
-    REMOVED = "removed"
-    """A program removed it."""
-    CORRUPT = "corrupt"
-    """Its bytes were found to be wrong."""
-    OTHER = "other"
-    """A reason this version does not know."""
-
-
 def _shown(keys: Sequence[bytes]) -> str:
     return f"<{len(keys)} keys>"
 
@@ -65,6 +48,22 @@ class PageEvent:
     - ``cleared``: no page is held from now on, and none that was declared comes
     """
 
+    class Removal(enum.StrEnum):
+        """Why a page is no longer there, or does not come."""
+
+        EVICTED = "evicted"
+        """It made room for another."""
+        EXPIRED = "expired"
+        """It reached its maximum age, or was declared and did not come in time."""
+        WITHDRAWN = "withdrawn"
+        """It was declared, and its writer gave it up."""
+        REMOVED = "removed"
+        """A program removed it."""
+        CORRUPT = "corrupt"
+        """Its bytes were found to be wrong."""
+        OTHER = "other"
+        """A reason this version does not know."""
+
     kind: EventKind
     """What happened."""
     epoch: str
@@ -77,7 +76,7 @@ class PageEvent:
     """Keys of the pages, 32 bytes each."""
     for_s: float = 0.0
     """Of ``declared``: seconds from the event on."""
-    reason: PageRemoval = PageRemoval.OTHER
+    reason: PageEvent.Removal = Removal.OTHER
     """Of ``removed``: why the pages are gone."""
     count: int = 0
     """Of ``snapshot``: how many events follow that belong to it."""
@@ -113,7 +112,7 @@ class PageEvent:
                 raise WireError(f"store event: a series of {len(series)} bytes, keys of {len(joined)} bytes")
             fields["keys"] = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
         if type(reason := fields.get("reason")) is str and reason not in _REASONS:
-            fields["reason"] = PageRemoval.OTHER
+            fields["reason"] = PageEvent.Removal.OTHER
         event = from_plain(fields, PageEvent, "store event")
         numbers = event.seq, event.count, event.for_s
         if not all(0 <= number < 1 << 63 for number in numbers):
@@ -128,7 +127,7 @@ _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "removed": ("epoch", "seq", "series", "keys", "reason"),
     "cleared": ("epoch", "seq"),
 }
-_REASONS: Final = frozenset(PageRemoval)
+_REASONS: Final = frozenset(PageEvent.Removal)
 
 
 # -- the store's side --------------------------------------------------------------------------
@@ -171,7 +170,7 @@ class PageEventLog:
         """The event of pages that are going to be put within ``for_s`` seconds."""
         return self._event("declared", series=series, keys=tuple(keys), for_s=for_s)
 
-    def removed(self, series: bytes, keys: Sequence[bytes], reason: PageRemoval) -> PageEvent:
+    def removed(self, series: bytes, keys: Sequence[bytes], reason: PageEvent.Removal) -> PageEvent:
         """The event of pages that are held, or expected, no more."""
         return self._event("removed", series=series, keys=tuple(keys), reason=reason)
 

@@ -58,20 +58,6 @@ class PageRequest:
             )
 
 
-class StoreLink(Protocol):
-    """An agreed connection to another process, over which a store is served."""
-
-    @property
-    def channel(self) -> Channel:
-        """Small plain values both ways."""
-
-    def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """A pipe over the transport that both ends agreed on. Both ends call it, with the same label."""
-
-    def close(self) -> None:
-        """Close the channel; pipes live on. Idempotent."""
-
-
 class Recorder(Protocol):
     """Counts and measures the requests to one store, each in the one place where its job ends."""
 
@@ -104,6 +90,19 @@ class Store(abc.ABC):
     methods call them; they also have the requests counted, and pages staged whose memory is on a device. A
     store whose calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
     """
+
+    class Link(Protocol):
+        """An agreed connection to another process, over which a store is served."""
+
+        @property
+        def channel(self) -> Channel:
+            """Small plain values both ways."""
+
+        def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+            """A pipe over the transport that both ends agreed on. Both ends call it, with the same label."""
+
+        def close(self) -> None:
+            """Close the channel; pipes live on. Idempotent."""
 
     seal: PageSeal = PageSeal()
     """How its pages are protected. Its id is part of the series of every page in it."""
@@ -311,7 +310,7 @@ class Store(abc.ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} has no events")
 
-    def serve(self, link: StoreLink) -> None:
+    def serve(self, link: Store.Link) -> None:
         """Serve this store to one peer over the link. Returns when the peer is gone, or this store is closed.
 
         The peer makes its end with the ``client`` of the store's spec.
@@ -391,7 +390,7 @@ class StoreContext:
     """The default deadline of a job."""
     heartbeat_timeout_s: float = 10.0
     """Seconds of silence after which a peer on another host counts as dead."""
-    connect: Callable[[str, float | None], StoreLink] | None = None
+    connect: Callable[[str, float | None], Store.Link] | None = None
     """``connect(address, timeout)``: a link to a program that serves a store there (``kvplug store serve``).
 
     Raises what a handshake raises. ``None`` where the caller has no way to connect."""

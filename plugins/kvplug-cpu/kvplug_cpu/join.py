@@ -19,15 +19,7 @@ from typing import Final
 import attrs
 
 from kvplug import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
-from kvplug.transport import (
-    Connection,
-    Deadline,
-    HeartbeatTerms,
-    Listener,
-    Pipe,
-    PipeAcceptor,
-    WireError,
-)
+from kvplug.transport import Connection, Deadline, Listener, Pipe, PipeAcceptor, Watch, WireError
 from kvplug_cpu.pipe import CpuPipe, CpuPipeSettings
 
 PURPOSE: Final = "pipe-cpu"
@@ -38,7 +30,7 @@ _MAGIC = b"KVJ1"
 _STRUCT = struct.Struct("<4sBBBxI16s")
 _SEES_DEATH = 1
 _SHORTEST_BEAT_S = 0.001
-_UNUSED = HeartbeatTerms(True, 0)
+_UNUSED = Watch.Terms(True, 0)
 _JOIN_TIMEOUT_S = 10.0
 """How long the connections of one pipe may take to arrive, once the first has proved itself."""
 _SEND_S = 10.0
@@ -52,7 +44,7 @@ class Join:
     index: int
     connections: int
     """The number of data connections."""
-    terms: HeartbeatTerms = _UNUSED
+    terms: Watch.Terms = _UNUSED
     """The sender's own; answered: what was agreed."""
     session: bytes = b"\0" * 16
 
@@ -74,7 +66,7 @@ class Join:
         return cls(
             index=index,
             connections=connections,
-            terms=HeartbeatTerms(bool(flags & _SEES_DEATH), heartbeat_ms),
+            terms=Watch.Terms(bool(flags & _SEES_DEATH), heartbeat_ms),
             session=session,
         )
 
@@ -97,7 +89,7 @@ def connect(
         control = dial()
         opened.append(control)
         pidfd = control.peer.open_pidfd()
-        ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
+        ours = Watch.Terms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
         Join(index=CONTROL, connections=count, terms=ours).send(control)
         answer = Join.receive(control, deadline)
         agreed = answer.connections
@@ -191,7 +183,7 @@ class CpuListener(PipeAcceptor):
         session_id, session = secrets.token_bytes(16), _Session()
         pidfd = control.peer.open_pidfd()
         try:
-            ours = HeartbeatTerms.of(self._settings.heartbeat_timeout_s, sees_death=pidfd is not None)
+            ours = Watch.Terms.of(self._settings.heartbeat_timeout_s, sees_death=pidfd is not None)
             with self._joining:
                 self._sessions[session_id] = session
             answer = Join(index=CONTROL, connections=count, terms=ours.agreed(join.terms), session=session_id)

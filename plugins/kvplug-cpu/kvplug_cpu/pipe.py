@@ -15,7 +15,6 @@ from kvplug.transport import (
     DescriptorGuard,
     DuplexPipe,
     MessageLimit,
-    PipeSettings,
     Timeout,
     Transfer,
     Watch,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class CpuPipeSettings(PipeSettings):
+class CpuPipeSettings(DuplexPipe.Settings):
     """The settings of a pipe. Sizes are in bytes."""
 
     split_bytes: int

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvplug import KvplugError, StatelessGroup
-from kvplug.transport import RecvOp, SendOp
+from kvplug.transport import DeviceCommunicator
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.groups import local_groups
 from kvplug_testing.peers import Parent, Peer
@@ -136,7 +136,10 @@ def call(made: Any, method: str, timeout: float | None) -> None:
     match method:
         case "batch_isend_irecv":
             into = torch.empty_like(large)
-            made.batch_isend_irecv([SendOp(large, after), RecvOp(into, before)], timeout=timeout)
+            made.batch_isend_irecv(
+                [DeviceCommunicator.SendOp(large, after), DeviceCommunicator.RecvOp(into, before)],
+                timeout=timeout,
+            )
         case "all_gatherv":
             made.all_gatherv(large[: uneven[made.rank]], 0, uneven, timeout=timeout)
         case "reduce_scatterv":

@@ -14,15 +14,7 @@ import cuda_ipc_ends as ends
 from device_pipes import PipesOverAFake, noise
 from kvplug import ClosedError, PeerGoneError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.transport import (
-    Channel,
-    Connection,
-    Credentials,
-    Deadline,
-    HeartbeatTerms,
-    Lifecycle,
-    WireError,
-)
+from kvplug.transport import Channel, Connection, Credentials, Deadline, Lifecycle, Watch, WireError
 from kvplug_cuda_ipc.device import CudaDevice
 from kvplug_cuda_ipc.memory import GRANULARITY, Mapping, Ring, Staging
 from kvplug_cuda_ipc.pipe import join
@@ -207,7 +199,7 @@ def test_any_value_is_a_hello_or_a_wire_error(value: Any) -> None:
 
 def test_a_gpus_name_is_short_and_printable() -> None:
     hello = join.Hello(
-        gpu="x", token=bytes(16), handle=bytes(64), nbytes=1, terms=HeartbeatTerms(True, 1)
+        gpu="x", token=bytes(16), handle=bytes(64), nbytes=1, terms=Watch.Terms(True, 1)
     ).encode()
     found = join.Hello.decode({**hello, "gpu": "GPU\n\x1b[2J" + "x" * 10_000})
     assert found.gpu.isprintable() and len(found.gpu) <= 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Store, StoreContext, StoreLink
+from kvplug.transport import Store, StoreContext
 
 
 def make_store(context: StoreContext) -> Store:
@@ -17,7 +17,7 @@ def make_store(context: StoreContext) -> Store:
     return HostStore(context)
 
 
-def make_client(context: StoreContext, link: StoreLink) -> Store:
+def make_client(context: StoreContext, link: Store.Link) -> Store:
     """This process's end of the store that the peer at the other end of the link serves."""
     from kvplug_host.client.client import HostClient
 

@@ -23,7 +23,6 @@ from kvplug.transport import (
     Series,
     Store,
     StoreContext,
-    StoreLink,
     Timeout,
     Usage,
     close_after_fork,
@@ -63,7 +62,7 @@ class HostStore(Store):
         self.pages = Pages(*shape, self._jobs, native=options.native)
         self._server = Server(self.pages, context, options)
         self._lock = threading.Lock()
-        self._links: set[StoreLink] = set()
+        self._links: set[Store.Link] = set()
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -194,7 +193,7 @@ class HostStore(Store):
         self._jobs.check_open()
         return self.pages.subscribe(listener)
 
-    def serve(self, link: StoreLink) -> None:
+    def serve(self, link: Store.Link) -> None:
         with self._lock:
             self._jobs.check_open()
             self._links.add(link)

@@ -8,7 +8,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvplug.engine import CacheEvent
-from kvplug.transport import PageEvent, PageEventLog, PageRemoval, Series
+from kvplug.transport import PageEvent, PageEventLog, Series
 from kvplug.transport.store.format import opaque_format
 from kvplug_lookup.connector import block_events
 from kvplug_lookup.connector.block_events import BlockEvents
@@ -110,7 +110,7 @@ class Believing(RuleBasedStateMachine):
         """Or a page that was declared does not come."""
         worker = self.workers[rank]
         worker.held.discard(page)
-        worker.say(worker.log.removed(worker.series.id, worker.keys([page]), PageRemoval.EVICTED))
+        worker.say(worker.log.removed(worker.series.id, worker.keys([page]), PageEvent.Removal.EVICTED))
 
     @rule(rank=st.integers(0, 2))
     def clear(self, rank: int) -> None:
@@ -201,4 +201,4 @@ def test_blocks_of_pages_that_no_worker_holds_are_forgotten(monkeypatch: pytest.
     planned = [series.keys_of(plan(number)) for number in range(200)]
     assert hear(log.stored(series.id, planned[194])) == [], "they are remembered"
     assert hear(log.stored(series.id, planned[195])) == ["stored"] * 2
-    assert hear(log.removed(series.id, kept, PageRemoval.EVICTED)) == ["removed"]
+    assert hear(log.removed(series.id, kept, PageEvent.Removal.EVICTED)) == ["removed"]

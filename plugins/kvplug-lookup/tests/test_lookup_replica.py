@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError, TimeoutError
-from kvplug.transport import Deadline, PageEvent, PageEventLog, PageRemoval, Presence, Series
+from kvplug.transport import Deadline, PageEvent, PageEventLog, Presence, Series
 from kvplug_lookup.connector import replica as replicas
 from kvplug_lookup.connector.keys import hello_of
 from kvplug_lookup.connector.replica import Replica
@@ -135,7 +135,7 @@ def test_what_is_stored_declared_removed_and_cleared_is_followed(follow: Any) ->
     it.say(it.log.declared(it.series.id, it.keys(CHAINS[1]), 30.0), it.stored(CHAINS[2]))
     it.until([HELD, COMING, HELD])
     it.say(it.log.stored(bytes(16), it.keys(CHAINS[3])))  # of another series
-    it.say(it.stored(CHAINS[1]), it.log.removed(it.series.id, it.keys(CHAINS[0]), PageRemoval.EVICTED))
+    it.say(it.stored(CHAINS[1]), it.log.removed(it.series.id, it.keys(CHAINS[0]), PageEvent.Removal.EVICTED))
     it.until([])
     assert it.replica.presences(CHAINS, 1) == [HELD, HELD]
     it.say(it.log.cleared(), it.stored(CHAINS[0]), it.log.declared(it.series.id, it.keys(CHAINS[1]), 0.05))

@@ -19,7 +19,7 @@ from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, Transp
 from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.transport import Connection, Credentials, HeartbeatTerms, PeerIdentity, WireError
+from kvplug.transport import Connection, Credentials, PeerIdentity, Watch, WireError
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.device import CudaDevice
 from kvplug_pynccl.nccl.abi import Result
@@ -289,9 +289,9 @@ def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(
 def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end() -> None:
     settings: Any = SimpleNamespace(heartbeat_timeout_s=10.0)
     for terms, silence_s in (
-        (HeartbeatTerms(False, 0), 0.05),
-        (HeartbeatTerms(False, 2**32 - 1), 10.0),
-        (HeartbeatTerms(True, 2**32 - 1), None),
+        (Watch.Terms(False, 0), 0.05),
+        (Watch.Terms(False, 2**32 - 1), 10.0),
+        (Watch.Terms(True, 2**32 - 1), None),
     ):
         assert join.Join(step=join.Step.ID, terms=terms).silence_s(settings) == silence_s
 

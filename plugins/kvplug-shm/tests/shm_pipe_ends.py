@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug.transport import (
-    Connection,
-    Credentials,
-    Deadline,
-    HeartbeatTerms,
-    PipeContext,
-    Segment,
-)
+from kvplug.transport import Connection, Credentials, Deadline, PipeContext, Segment, Watch
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
@@ -56,13 +49,13 @@ def meet(end: ShmEndpoint, listener: Any) -> None:
         assert torch.equal(other.recv_tensor(), torch.arange(3))
 
 
-TERMS: HeartbeatTerms = Join(step=0).terms
+TERMS: Watch.Terms = Join(step=0).terms
 
 
 class PeerByHand:
     """The connecting end of a pipe, which has the memory of both rings and writes into it what it likes."""
 
-    def __init__(self, contact: str, terms: HeartbeatTerms = TERMS) -> None:
+    def __init__(self, contact: str, terms: Watch.Terms = TERMS) -> None:
         self.connection, deadline = guest(contact), Deadline.after(PATIENCE_S)
         self.connection.send(Join(step=0, terms=terms).pack(), deadline)
         data, (fd,) = self.connection.receive_fds(len(Join(step=0).pack()), 1, deadline)

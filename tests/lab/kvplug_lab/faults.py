@@ -20,7 +20,6 @@ from kvplug import KvplugError, TimeoutError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
-    PathReport,
     Pipe,
     PipeContext,
     PipeEndpoint,
@@ -75,7 +74,7 @@ class FaultyPipe(PipeAround):
         self._last: Transfer | None = None
         self._over = threading.Event()
 
-    def path_report(self) -> PathReport:
+    def path_report(self) -> Pipe.PathReport:
         return self._pipe.path_report()
 
     def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:

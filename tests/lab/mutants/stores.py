@@ -14,7 +14,7 @@ from unittest import mock
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.store import tasks
 from kvplug.transport.store.copy import PageCopy
-from kvplug.transport.store.events import PageEventLog, PageRemoval
+from kvplug.transport.store.events import PageEvent, PageEventLog
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
@@ -160,7 +160,7 @@ class TestTheLastPutWins(PagePlace):
 
     def keep(self, key: bytes, page: bytes) -> bool:
         with self.lock:
-            self._drop([key], PageRemoval.REMOVED)
+            self._drop([key], PageEvent.Removal.REMOVED)
             return super().keep(key, page)
 
 
@@ -410,7 +410,7 @@ _kept: list[Any] = []
 class TestKeepsWhatWasEvicted(PagePlace):
     """Evicted pages stay in memory."""
 
-    def _drop(self, keys: Any, reason: PageRemoval) -> None:
+    def _drop(self, keys: Any, reason: PageEvent.Removal) -> None:
         keys = list(keys)
         _kept.extend(self.pages.get(key) for key in keys)
         super()._drop(keys, reason)

@@ -13,7 +13,6 @@ from hypothesis import assume, given, strategies as st
 
 from kvplug.transport import (
     BlockViews,
-    LayerBlocks,
     MissReason,
     PageBlocks,
     PageBuffers,
@@ -22,7 +21,6 @@ from kvplug.transport import (
     PageMemory,
     PageRows,
     PageSeal,
-    RowGenerations,
     Series,
 )
 from kvplug.transport.store.copy import library
@@ -154,8 +152,8 @@ def test_layers_with_block_tables_of_their_own_are_copied_as_python_does(
         missing = window // block_size
         own = [-1] * missing + blocks[::-1][missing:]
         tables = [
-            LayerBlocks(layers=frozenset({0, 2}), block_ids=blocks),
-            LayerBlocks(layers=frozenset({1}), block_ids=own, begin=window),
+            PageBlocks.Group(layers=frozenset({0, 2}), block_ids=blocks),
+            PageBlocks.Group(layers=frozenset({1}), block_ids=own, begin=window),
         ]
         writable = range(first + 1, end - 1) if clip else None
         return PageBlocks(form, views, tables, first, count, writable=writable if window else None)
@@ -197,7 +195,9 @@ def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
     at, expected = array("Q", [1, 3, 5]), array("Q", [7, 2**63 + 1, 9])
     for word, generation in zip(at, expected, strict=True):
         words[word] = generation
-    copy = loading(rows, headers, pages, generations=RowGenerations(words, at, expected), native=is_native)
+    copy = loading(
+        rows, headers, pages, generations=PageCopy.Generations(words, at, expected), native=is_native
+    )
     some, layers = range(1, 3), range(1, LAYERS)
     assert not any(copy.load(some, layers) or ())
     rows.row(2)[form.layer_nbytes] ^= 1

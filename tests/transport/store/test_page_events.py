@@ -9,12 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug.errors import WireError
-from kvplug.transport.store.events import (
-    PageEvent,
-    PageEventLog,
-    PageFollower,
-    PageRemoval,
-)
+from kvplug.transport.store.events import PageEvent, PageEventLog, PageFollower
 
 SERIES = bytes(range(16))
 
@@ -55,7 +50,9 @@ EVENTS: list[PageEvent] = [
     PageEvent(kind="stored", epoch="e", seq=1, series=SERIES, keys=(key(1), key(2))),
     PageEvent(kind="stored", epoch="e", seq=1, series=SERIES, keys=()),
     PageEvent(kind="declared", epoch="e", seq=2, series=SERIES, keys=(key(1),), for_s=0.5),
-    PageEvent(kind="removed", epoch="e", seq=3, series=SERIES, keys=(key(1),), reason=PageRemoval.EVICTED),
+    PageEvent(
+        kind="removed", epoch="e", seq=3, series=SERIES, keys=(key(1),), reason=PageEvent.Removal.EVICTED
+    ),
     PageEvent(kind="cleared", epoch="e", seq=4),
 ]
 
@@ -81,7 +78,7 @@ def test_an_event_with_a_field_missing_or_of_another_kind_is_refused(event: Page
 
 def test_a_reason_of_a_newer_version_is_another_reason() -> None:
     event = PageEvent.from_plain({**EVENTS[4].to_plain(), "reason": "melted"})
-    assert event.kind == "removed" and event.reason is PageRemoval.OTHER
+    assert event.kind == "removed" and event.reason is PageEvent.Removal.OTHER
 
 
 # -- any store, any loss -----------------------------------------------------------------------
@@ -127,7 +124,7 @@ class Following(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         gone = data.draw(st.sampled_from(sorted(self.held)))
         self.held.discard(gone)
-        self.publish(self.log.removed(SERIES, [gone], PageRemoval.EVICTED))
+        self.publish(self.log.removed(SERIES, [gone], PageEvent.Removal.EVICTED))
 
     @rule()
     def clear(self) -> None:

@@ -26,7 +26,6 @@ from kvplug.transport import (
     Listener,
     QueueContext,
     QueueHandle,
-    Reader as ReaderState,
     Timeout,
     Wait,
     Watch,
@@ -55,8 +54,8 @@ class Attached:
     gone: str = ""
     died: bool = False
 
-    def state(self, sent: int) -> ReaderState:
-        return ReaderState(
+    def state(self, sent: int) -> QueueHandle.Reader:
+        return QueueHandle.Reader(
             rank=self.rank, process=self.process, lag=sent - self.taken, gone=self.gone, died=self.died
         )
 
@@ -88,7 +87,7 @@ class Writer(End):
             raise
 
     @property
-    def readers(self) -> tuple[ReaderState, ...]:
+    def readers(self) -> tuple[QueueHandle.Reader, ...]:
         self._check_open()
         with self._lock, self._descriptors:
             self._listen_to_readers()

@@ -20,8 +20,8 @@ from kvplug.transport import (
     Channel,
     Connection,
     Deadline,
-    HeartbeatTerms,
     NamedExhaustion,
+    Watch,
     WireError,
     peer_text,
 )
@@ -55,7 +55,7 @@ class Hello:
     handle: bytes
     nbytes: int
     """Of its staging memory."""
-    terms: HeartbeatTerms
+    terms: Watch.Terms
 
     def encode(self) -> dict[str, Any]:
         """As a value of a channel."""
@@ -84,7 +84,7 @@ class Hello:
                 and len(handle) == IPC_HANDLE_BYTES
                 and min(nbytes, heartbeat_ms) > 0
             ):
-                terms = HeartbeatTerms(sees_death, heartbeat_ms)
+                terms = Watch.Terms(sees_death, heartbeat_ms)
                 gpu = peer_text(gpu, _MAX_GPU)
                 return cls(gpu=gpu, token=token, handle=handle, nbytes=nbytes, terms=terms)
         raise WireError("it does not join as this version does")
@@ -184,7 +184,7 @@ class _Join:
             token=staging.token,
             handle=staging.handle,
             nbytes=staging.nbytes,
-            terms=HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=self._peer_process.sees_death),
+            terms=Watch.Terms.of(settings.heartbeat_timeout_s, sees_death=self._peer_process.sees_death),
         )
 
     def _map(self, ours: Hello, theirs: Hello) -> None:

@@ -27,12 +27,11 @@ from kvplug.transport import (
     Channel,
     Deadline,
     DuplexPipe,
-    HeartbeatTerms,
     MessageLimit,
     NamedExhaustion,
-    PipeSettings,
     Timeout,
     Transfer,
+    Watch,
     WireError,
 )
 from kvplug_cuda_ipc.backoff import Backoff
@@ -60,7 +59,7 @@ _JOIN_WORKER_S: Final = 1.0
 
 
 @attrs.frozen(kw_only=True)
-class CudaIpcPipeSettings(PipeSettings):
+class CudaIpcPipeSettings(DuplexPipe.Settings):
     """What a pipe needs to know besides its connection and memory. Sizes are in bytes."""
 
     device: Device
@@ -238,7 +237,7 @@ class CudaIpcPipe(DuplexPipe):
 
     def _read_frames(self) -> None:
         silence_s = self._silence_s
-        interval_s = _POLL_S if silence_s is None else silence_s / HeartbeatTerms.BEATS_PER_TIMEOUT
+        interval_s = _POLL_S if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
         heard = next_beat = time.monotonic()
         kind: FrameKind | None = None
         while kind is not FrameKind.UNMAPPED:

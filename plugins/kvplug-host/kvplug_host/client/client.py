@@ -34,7 +34,6 @@ from kvplug.transport import (
     Series,
     Store,
     StoreContext,
-    StoreLink,
     Timeout,
     Usage,
     close_after_fork,
@@ -66,7 +65,7 @@ class HostClient(Store):
     def __init__(
         self,
         context: StoreContext,
-        link: StoreLink,
+        link: Store.Link,
         *,
         deadline: Deadline | None = None,
         on_lost: Callable[[], None] = lambda: None,

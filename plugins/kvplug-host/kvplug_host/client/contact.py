@@ -25,7 +25,6 @@ from kvplug.transport import (
     Series,
     Store,
     StoreContext,
-    StoreLink,
     Timeout,
     Usage,
     close_after_fork,
@@ -64,7 +63,7 @@ class ContactStore(Store):
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._client: HostClient | None = None
-        self._link: StoreLink | None = None
+        self._link: Store.Link | None = None
         """A link on which the store is being opened."""
         self._listeners: dict[object, Listener] = {}
         self._ends: dict[object, Callable[[], None]] = {}

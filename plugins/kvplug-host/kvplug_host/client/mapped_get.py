@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvplug import KvplugError
-from kvplug.transport import GetJob, JobTask, MissReason, PageRequest, PageSeal, RowGenerations
+from kvplug.transport import GetJob, JobTask, MissReason, PageCopy, PageRequest, PageSeal
 from kvplug_host import protocol
 from kvplug_host.arena.segments import WORD
 from kvplug_host.client.mapping import Mapping
@@ -106,7 +106,7 @@ class MappedGet(SlotGet):
             [place.offset if place else 0 for place in places],
             [place.header_bytes if place else 0 for place in places],
             [place.payload_bytes if place else 0 for place in places],
-            RowGenerations(mapping.words, words, self._numbers),
+            PageCopy.Generations(mapping.words, words, self._numbers),
         )
         if self._segments:
             self._again(self)

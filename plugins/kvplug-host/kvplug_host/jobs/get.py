@@ -6,17 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvplug.transport import (
-    UNKNOWN,
-    GetJob,
-    JobTask,
-    MissReason,
-    PageCopy,
-    PageRequest,
-    PageRows,
-    PageSeal,
-    RowGenerations,
-)
+from kvplug.transport import UNKNOWN, GetJob, JobTask, MissReason, PageCopy, PageRequest, PageRows, PageSeal
 from kvplug_host.jobs.steps import layer_ranges, page_ranges
 
 WRONG: Final = frozenset({MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT})
@@ -162,7 +152,7 @@ class SlotGet(Landing):
         self._offsets: Sequence[int] = ()
         self._header_bytes: Sequence[int] = ()
         self._payload_bytes: Sequence[int] = ()
-        self._generations: RowGenerations | None = None
+        self._generations: PageCopy.Generations | None = None
 
     def found(
         self,
@@ -170,7 +160,7 @@ class SlotGet(Landing):
         offsets: Sequence[int],
         header_bytes: Sequence[int],
         payload_bytes: Sequence[int],
-        generations: RowGenerations | None = None,
+        generations: PageCopy.Generations | None = None,
     ) -> None:
         """Where the pages are.
 

@@ -12,14 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final
 
-from kvplug.transport import (
-    PageEvent,
-    PageEventLog,
-    PageRemoval,
-    Presence,
-    PutReason,
-    Usage,
-)
+from kvplug.transport import PageEvent, PageEventLog, Presence, PutReason, Usage
 from kvplug_host.arena.slots import Chunk, SizeClass, Slot, SlotTable
 
 REBALANCE_AFTER: Final = 64
@@ -263,7 +256,7 @@ class Index:
         self._undeclare(
             [key for key, each in self._declared.items() if holder in each.until],
             holder,
-            PageRemoval.WITHDRAWN,
+            PageEvent.Removal.WITHDRAWN,
         )
 
     # -- pages come ----------------------------------------------------------------------------
@@ -319,7 +312,7 @@ class Index:
         if key is None:
             return False
         size.num_evictions += 1
-        self._drop(self.pages[key], PageRemoval.EVICTED, forget=False)
+        self._drop(self.pages[key], PageEvent.Removal.EVICTED, forget=False)
         return True
 
     def _restore_expired(self) -> None:
@@ -359,7 +352,7 @@ class Index:
         for chunk in found:
             for entry in list(chunk.pages.values()):
                 self.num_unread += waits(entry)
-                self._drop(entry, PageRemoval.EVICTED)
+                self._drop(entry, PageEvent.Removal.EVICTED)
         return True
 
     def publish(
@@ -394,7 +387,7 @@ class Index:
 
     # -- pages go ------------------------------------------------------------------------------
 
-    def _drop(self, entry: Entry, reason: PageRemoval, *, forget: bool = True) -> None:
+    def _drop(self, entry: Entry, reason: PageEvent.Removal, *, forget: bool = True) -> None:
         """A page is gone. ``forget``: also from the order of eviction."""
         del self.pages[entry.key]
         del entry.chunk.pages[entry.offset]
@@ -411,7 +404,7 @@ class Index:
             entry.is_gone = True
         else:
             self.slots.free(entry)
-        if reason is PageRemoval.EVICTED:
+        if reason is PageEvent.Removal.EVICTED:
             self.num_evicted += 1
             self._evicted[entry.series].append(entry.key)
 
@@ -419,7 +412,7 @@ class Index:
         if self._evicted:
             evicted, self._evicted = self._evicted, defaultdict(list)
             for series, keys in evicted.items():
-                self.events.append(self._log.removed(series, keys, PageRemoval.EVICTED))
+                self.events.append(self._log.removed(series, keys, PageEvent.Removal.EVICTED))
 
     def take_events(self) -> list[PageEvent]:
         """All that has happened and was not told yet."""
@@ -427,7 +420,7 @@ class Index:
         events, self.events = self.events, []
         return events
 
-    def remove(self, keys: Iterable[bytes], reason: PageRemoval = PageRemoval.REMOVED) -> None:
+    def remove(self, keys: Iterable[bytes], reason: PageEvent.Removal = PageEvent.Removal.REMOVED) -> None:
         """Forget pages, and that they were declared."""
         keys = [*keys]
         gone: dict[bytes, list[bytes]] = defaultdict(list)
@@ -440,13 +433,13 @@ class Index:
         self._tell_removed(gone, reason)
         self._undeclare(keys, None, reason)
 
-    def remove_entry(self, entry: Entry, reason: PageRemoval) -> None:
+    def remove_entry(self, entry: Entry, reason: PageEvent.Removal) -> None:
         """Forget this page, if it is still the one under its key."""
         if self.pages.get(entry.key) is entry:
             self._drop(entry, reason)
             self._tell_removed({entry.series: [entry.key]}, reason)
 
-    def _tell_removed(self, gone: dict[bytes, list[bytes]], reason: PageRemoval) -> None:
+    def _tell_removed(self, gone: dict[bytes, list[bytes]], reason: PageEvent.Removal) -> None:
         if gone:
             self._tell_evicted()
         for series, keys in gone.items():
@@ -455,7 +448,7 @@ class Index:
     def clear(self) -> None:
         """Forget all pages, declared ones too."""
         for entry in list(self.pages.values()):
-            self._drop(entry, PageRemoval.REMOVED)
+            self._drop(entry, PageEvent.Removal.REMOVED)
         for size in self.slots.sizes.values():
             size.eviction.clear()
         self._aside.clear()
@@ -489,7 +482,7 @@ class Index:
             who, num_readers = self._expected.pop(key, (None, 0))
             if num_readers > 1:
                 self._expected[key] = who, num_readers - 1
-        self._undeclare(keys, holder, PageRemoval.WITHDRAWN)
+        self._undeclare(keys, holder, PageEvent.Removal.WITHDRAWN)
 
     def expire(self) -> float | None:
         """End what was declared and did not come in time. Returns when to call again; ``None``: never."""
@@ -498,10 +491,10 @@ class Index:
             _, _, key, holder = heapq.heappop(self._due)
             declared = self._declared.get(key)
             if declared is not None and declared.until.get(holder, math.inf) <= now:
-                self._undeclare([key], holder, PageRemoval.EXPIRED)
+                self._undeclare([key], holder, PageEvent.Removal.EXPIRED)
         return self._due[0][0] if self._due else None
 
-    def _undeclare(self, keys: Iterable[bytes], holder: Holder, reason: PageRemoval) -> None:
+    def _undeclare(self, keys: Iterable[bytes], holder: Holder, reason: PageEvent.Removal) -> None:
         """Pages are not expected from that end any more; ``None``: from any."""
         gone: dict[bytes, list[bytes]] = defaultdict(list)
         for key in keys:

@@ -19,7 +19,6 @@ from kvplug.transport import (
     MissReason,
     PageEvent,
     PageFormat,
-    PageRemoval,
     PutReason,
     Usage,
     close_after_fork,
@@ -123,7 +122,7 @@ class Pages:
             return
         _log.warning("a page in the store is wrong (%s), and is removed", reason)
         with self.changing() as index:
-            index.remove_entry(entry, PageRemoval.CORRUPT)
+            index.remove_entry(entry, PageEvent.Removal.CORRUPT)
 
     # -- writing -------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvplug.transport import Address, StoreContext, StoreLink
+from kvplug.transport import Address, Store, StoreContext
 from kvplug_host.options import HostOptions
 from kvplug_host.pages.pages import Pages
 from kvplug_host.serving.memory_door import MemoryDoor, open_door
@@ -25,7 +25,7 @@ class Server:
         self._door: MemoryDoor | None = None
         self._is_opened = self._closed = False
 
-    def serve(self, link: StoreLink) -> None:
+    def serve(self, link: Store.Link) -> None:
         """Serve one peer, until it is gone or the link is closed.
 
         Raises:

@@ -23,7 +23,7 @@ from kvplug.transport import (
     PageSeal,
     Pipe,
     Series,
-    StoreLink,
+    Store,
     WireError,
 )
 from kvplug_host import protocol
@@ -51,7 +51,7 @@ class Session:
     def __init__(
         self,
         pages: Pages,
-        link: StoreLink,
+        link: Store.Link,
         door: MemoryDoor | None,
         timeout_s: float,
         stall_timeout_s: float,

@@ -34,7 +34,7 @@ from kvplug.transport import (
     BackgroundThread,
     Deadline,
     Entry,
-    EntrySink,
+    LookupBuffer,
     MessageLimit,
     NamedExhaustion,
     Pipe,
@@ -118,7 +118,7 @@ class Deliveries:
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def receive(self, delivery: Delivery, sink: EntrySink | None, deadline: Deadline) -> Entry:
+    def receive(self, delivery: Delivery, sink: LookupBuffer.Sink | None, deadline: Deadline) -> Entry:
         """Receive an entry when it is its turn.
 
         Raises:

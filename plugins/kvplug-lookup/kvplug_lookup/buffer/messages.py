@@ -31,7 +31,7 @@ from torch import Tensor
 from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire import TensorMeta, decode, encode, memory_of
 from kvplug.net.wire.tensors import meta_of
-from kvplug.transport import Deadline, EntryHeader, NamedExhaustion, WireError, peer_text
+from kvplug.transport import Deadline, Entry, NamedExhaustion, WireError, peer_text
 from kvplug_lookup.buffer.index import TokenArray
 
 MAX_SIGNAL_BYTES: Final = 16 << 20
@@ -179,8 +179,8 @@ class Coming:
         tokens: TokenArray = key_from_bytes(self.tokens)[np.frombuffer(self.roi, np.bool_)]
         return tokens
 
-    def header(self) -> EntryHeader:
-        return EntryHeader(
+    def header(self) -> Entry.Header:
+        return Entry.Header(
             entry_id=self.entry_id,
             tokens=torch.from_numpy(key_from_bytes(self.tokens)),
             roi=torch.from_numpy(np.frombuffer(self.roi, np.bool_).copy()),

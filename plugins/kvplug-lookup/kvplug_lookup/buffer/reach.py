@@ -39,7 +39,6 @@ from kvplug.transport import (
     BackgroundThread,
     Deadline,
     Entry,
-    EntrySink,
     ExitGuard,
     LookupBuffer,
     NamedExhaustion,
@@ -228,7 +227,7 @@ class ReachingEnd(LookupBuffer):
         *,
         extra: bytes = b"",
         min_tokens: int = 1,
-        sink: EntrySink | None = None,
+        sink: LookupBuffer.Sink | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
@@ -331,7 +330,7 @@ class ReachingEnd(LookupBuffer):
 
     # -- entries -------------------------------------------------------------------------------
 
-    def _fetch(self, call: _Call, query: _Query, sink: EntrySink | None, deadline: Deadline) -> Entry:
+    def _fetch(self, call: _Call, query: _Query, sink: LookupBuffer.Sink | None, deadline: Deadline) -> Entry:
         """Receive the entry that answers a call, when it is its turn."""
         what = describe_query(query.key)
         coming = self._answer(call, deadline, what)

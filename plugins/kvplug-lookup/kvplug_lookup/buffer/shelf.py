@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import attrs
 from torch import Tensor
 
-from kvplug.transport import EntryHeader
+from kvplug.transport import Entry
 from kvplug_lookup.buffer.index import TokenArray, TokenIndex
 from kvplug_lookup.buffer.leases import Lease, Leases
 
@@ -27,7 +27,7 @@ from kvplug_lookup.buffer.leases import Lease, Leases
 class Held:
     """One entry and what the store knows about it."""
 
-    header: EntryHeader
+    header: Entry.Header
     extra: bytes
     key_tokens: TokenArray
     """Those under the roi."""

@@ -17,8 +17,7 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
     Entry,
-    EntryHeader,
-    EntrySink,
+    LookupBuffer,
     LookupStore,
     NamedExhaustion,
     Pipe,
@@ -119,7 +118,7 @@ class SimpleStore(LookupStore):
             copies = [copy_of(part, self._device) for part in (key, value, hidden)]
 
             def make(entry_id: int) -> Held:
-                header = EntryHeader(
+                header = Entry.Header(
                     entry_id=entry_id, tokens=tokens, roi=kept_roi, num_layers=num_layers, metadata=plain
                 )
                 return Held(
@@ -177,7 +176,7 @@ class SimpleStore(LookupStore):
         *,
         extra: bytes = b"",
         min_tokens: int = 1,
-        sink: EntrySink | None = None,
+        sink: LookupBuffer.Sink | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
@@ -188,7 +187,7 @@ class SimpleStore(LookupStore):
         try:
             held = loan.held
             with NamedExhaustion("copying an entry"):
-                header = EntryHeader(
+                header = Entry.Header(
                     entry_id=held.entry_id,
                     tokens=held.header.tokens.clone(),
                     roi=held.header.roi.clone(),
@@ -255,5 +254,5 @@ def _here() -> str:
     return f"thread {threading.current_thread().name} of this process"
 
 
-def _entry(header: EntryHeader, key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> Entry:
+def _entry(header: Entry.Header, key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> Entry:
     return Entry(header=header, tokens=header.tokens, roi=header.roi, key=key, value=value, hidden=hidden)

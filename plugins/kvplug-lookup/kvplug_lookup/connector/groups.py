@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvplug import UnsupportedError
 from kvplug.engine import NO_BLOCK, BlockIds, KVCacheConfig, KVLayout, LayoutError
-from kvplug.transport import DeviceMark, LayerBlocks, PageBlocks, PageFormat
+from kvplug.transport import DeviceMark, PageBlocks, PageFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,7 +136,7 @@ class Groups:
         if writable is not None:
             begins = self.begins(block_ids, writable.start, writable.stop)
         tables = [
-            LayerBlocks(layers=layers, block_ids=table, begin=begin)
+            PageBlocks.Group(layers=layers, block_ids=table, begin=begin)
             for layers, table, begin in zip(self._layers, block_ids, begins, strict=True)
         ]
         return PageBlocks(form, views, tables, first_token, count, writable=writable, after=after)

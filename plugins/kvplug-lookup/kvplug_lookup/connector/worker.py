@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvplug import ClosedError
 from kvplug.engine import ConnectorContext, LayoutError, PeerLink, Plain, Role, StalledError, WorkerConnector
 from kvplug.net.wire import to_plain
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Deadline,
-    DeviceMark,
-    PageBlocks,
-    PageEvent,
-    PageRemoval,
-    Timeout,
-)
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, DeviceMark, PageBlocks, PageEvent, Timeout
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.keys import Shard, hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
@@ -132,7 +124,7 @@ class LookupWorker(WorkerConnector):
                 store.abort()  # a store of this process's own, which nothing would be put into
 
     def _count_evicted(self, event: PageEvent) -> None:
-        if event.kind == "removed" and event.reason is PageRemoval.EVICTED:
+        if event.kind == "removed" and event.reason is PageEvent.Removal.EVICTED:
             self._context.stats.record("evict", count=len(event.keys))
 
     @property

@@ -16,7 +16,7 @@ import attrs
 from kvplug import HandshakeError, IntegrityError, KvplugError
 from kvplug.engine import ConnectorContext, KVLayout, LayoutError, PeerLink, Plain, WorkerConnector, reason_of
 from kvplug.net.wire.token_ids import unpack_tokens
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, EntryHeader, EntrySink, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Entry, LookupBuffer, Timeout
 from kvplug_lookup.simple.entries import Entries, digest_of
 from kvplug_lookup.simple.peer import PeerBuffer, group_of
 
@@ -162,7 +162,7 @@ class SimpleWorker(WorkerConnector):
 
 
 @attrs.define
-class Blocks(EntrySink):
+class Blocks(LookupBuffer.Sink):
     """Scatters the layers of an entry into a request's blocks, each after it has been verified."""
 
     caches: Sequence[Tensor]
@@ -176,7 +176,7 @@ class Blocks(EntrySink):
     """Of the KV that was scattered."""
     digests: Sequence[bytes] = ()
 
-    def begin(self, header: EntryHeader) -> None:
+    def begin(self, header: Entry.Header) -> None:
         self.digests = header.metadata.get("digests", ())
         if header.num_layers != len(self.caches) or len(self.digests) != len(self.caches):
             raise IntegrityError(

@@ -18,15 +18,7 @@ import attrs
 from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.net.wire.checksum import digest
 from kvplug.net.wire.tensors import memory_of
-from kvplug.transport import (
-    Channel,
-    Connection,
-    Deadline,
-    HeartbeatTerms,
-    NamedExhaustion,
-    WireError,
-    peer_text,
-)
+from kvplug.transport import Channel, Connection, Deadline, NamedExhaustion, Watch, WireError, peer_text
 from kvplug_nixl.agent import Agent
 from kvplug_nixl.pipe.fence import FENCE_BYTES, OwnFence, PeerFence
 from kvplug_nixl.pipe.lanes import Lanes
@@ -61,7 +53,7 @@ class Hello:
     fence_place: tuple[int, int]
     probe_place: tuple[int, int]
     probe_digest: bytes
-    terms: HeartbeatTerms
+    terms: Watch.Terms
 
     def encode(self) -> dict[str, Any]:
         """As a value of a channel."""
@@ -105,7 +97,7 @@ class Hello:
                     fence_place=(fence_address, fence_number),
                     probe_place=(probe_address, probe_number),
                     probe_digest=probe_digest,
-                    terms=HeartbeatTerms(sees_death, heartbeat_ms),
+                    terms=Watch.Terms(sees_death, heartbeat_ms),
                 )
         raise WireError("it does not join as this version does")
 
@@ -168,7 +160,7 @@ class _Join:
         self._mode = options.error_handling
         if self._mode == "auto":
             self._mode = "none" if sees_death else "peer"
-        self._terms = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=sees_death)
+        self._terms = Watch.Terms.of(settings.heartbeat_timeout_s, sees_death=sees_death)
         self._channel = Channel(attrs.evolve(connection, sock=connection.sock.dup()), timeout_s=None)
 
     def run(self, *, only_loopback: bool, accepted: bool) -> NixlPipe:

@@ -25,13 +25,12 @@ from kvplug.transport import (
     Channel,
     Deadline,
     DuplexPipe,
-    HeartbeatTerms,
     MessageLimit,
     NamedExhaustion,
-    PathReport,
-    PipeSettings,
+    Pipe,
     Timeout,
     Transfer,
+    Watch,
     WireError,
 )
 from kvplug_nixl.agent import Agent
@@ -57,7 +56,7 @@ _JOIN_S: Final = 1.0
 
 
 @attrs.frozen(kw_only=True)
-class NixlPipeSettings(PipeSettings):
+class NixlPipeSettings(DuplexPipe.Settings):
     """What a pipe needs to know besides its connection and agent. Sizes are in bytes."""
 
     device: str
@@ -131,8 +130,8 @@ class NixlPipe(DuplexPipe):
         """The lanes of this end's reads."""
         return f"nixl {self.lanes.text}"
 
-    def path_report(self) -> PathReport:
-        return PathReport(
+    def path_report(self) -> Pipe.PathReport:
+        return Pipe.PathReport(
             measured_gb_per_s=self.lanes.gb_per_s,
             expected_gb_per_s=self._expected_gb_per_s,
             reason=f"UCX reads through {self.lanes.text}: {self.lanes.reason()}",
@@ -214,7 +213,7 @@ class NixlPipe(DuplexPipe):
 
     def _read_frames(self) -> None:
         silence_s = self._silence_s
-        interval_s = _POLL_S if silence_s is None else silence_s / HeartbeatTerms.BEATS_PER_TIMEOUT
+        interval_s = _POLL_S if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
         heard = next_beat = time.monotonic()
         help_s, longest = _HELP_S
         while True:

@@ -19,14 +19,7 @@ from typing import Final
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TransportError
-from kvplug.transport import (
-    Connection,
-    Deadline,
-    HeartbeatTerms,
-    NamedExhaustion,
-    WireError,
-    peer_text,
-)
+from kvplug.transport import Connection, Deadline, NamedExhaustion, Watch, WireError, peer_text
 from kvplug_pynccl.device import Stream
 from kvplug_pynccl.interface import check_reach
 from kvplug_pynccl.monitored import MonitoredCommunicator
@@ -40,7 +33,7 @@ PURPOSE: Final = "pipe-pynccl"
 _MAGIC: Final = b"KVC1"
 _STRUCT: Final = struct.Struct(f"<4sBBxxII{UNIQUE_ID_BYTES}s256s")
 _SEES_DEATH: Final = 1
-_UNUSED: Final = HeartbeatTerms(True, 0)
+_UNUSED: Final = Watch.Terms(True, 0)
 _ACCEPTED, _CONNECTED = 0, 1
 """The ranks of the two ends."""
 _SHORTEST_SILENCE_S: Final = 0.05
@@ -65,7 +58,7 @@ class Join:
     """What both ends say while they become a pipe."""
 
     step: Step
-    terms: HeartbeatTerms = _UNUSED
+    terms: Watch.Terms = _UNUSED
     """The sender's own; answered: what was agreed."""
     version: int = 0
     """``NCCL_VERSION_CODE`` of the sender."""
@@ -96,7 +89,7 @@ class Join:
             raise TransportError(why)
         return cls(
             step=Step(step),
-            terms=HeartbeatTerms(bool(flags & _SEES_DEATH), heartbeat_ms),
+            terms=Watch.Terms(bool(flags & _SEES_DEATH), heartbeat_ms),
             version=version,
             id=id_,
             reason=text,
@@ -185,7 +178,7 @@ class _PipeBuilder:
         """What the accepting end answers, which holds for both."""
         ours = Join(
             step=Step.HELLO,
-            terms=HeartbeatTerms.of(self._settings.heartbeat_timeout_s, sees_death=sees_death),
+            terms=Watch.Terms.of(self._settings.heartbeat_timeout_s, sees_death=sees_death),
             version=self._settings.nccl.version.code,
         )
         if self._rank == _CONNECTED:

@@ -17,7 +17,6 @@ from kvplug.transport import (
     Deadline,
     DuplexPipe,
     MessageLimit,
-    PipeSettings,
     Timeout,
     Transfer,
 )
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class PyncclPipeSettings(PipeSettings):
+class PyncclPipeSettings(DuplexPipe.Settings):
     """What a pipe needs to know beside its connection. Sizes are in bytes."""
 
     nccl: Library

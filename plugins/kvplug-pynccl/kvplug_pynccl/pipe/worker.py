@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from kvplug import TransportError, UnsupportedError
-from kvplug.transport import BackgroundThread, Deadline, HeartbeatTerms, Lifecycle, Watch, WireError
+from kvplug.transport import BackgroundThread, Deadline, Lifecycle, Watch, WireError
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
@@ -202,7 +202,7 @@ class PipeWorker:
             elif asked - last_received >= self._silence_s:
                 self._lose(f"silent for {asked - last_received:.1f} s")
             elif now >= next_beat:
-                next_beat = now + self._silence_s / HeartbeatTerms.BEATS_PER_TIMEOUT
+                next_beat = now + self._silence_s / Watch.Terms.BEATS_PER_TIMEOUT
                 control.send(Frame(FrameType.HEARTBEAT).pack())
 
     def _handle(self, frame: Frame) -> None:

@@ -13,7 +13,7 @@ from typing import Final, Self
 import attrs
 
 from kvplug import ResourceExhaustedError, TransportError
-from kvplug.transport import Connection, Deadline, HeartbeatTerms, Segment, WireError
+from kvplug.transport import Connection, Deadline, Segment, Watch, WireError
 from kvplug_shm.pipe.geometry import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
 from kvplug_shm.pipe.pipe import Shared, ShmPipe, ShmPipeSettings
 
@@ -24,7 +24,7 @@ _HELLO, _MEMORY, _REFUSED, _READY = range(4)
 _SEES_DEATH: Final = 1
 _LACKS: Final = ("", "descriptors", "threads", "memory", "space")
 """What a refusing end has no more of, by its number: :attr:`Join.slots` of its answer."""
-_UNUSED: Final = HeartbeatTerms(True, 0)
+_UNUSED: Final = Watch.Terms(True, 0)
 _SHORTEST_BEAT_S: Final = 0.01
 """The shortest interval of heartbeats, whatever the two ends ask for: each one wakes both watchers."""
 
@@ -34,7 +34,7 @@ class Join:
     """The message of both ends while they join."""
 
     step: int
-    terms: HeartbeatTerms = _UNUSED
+    terms: Watch.Terms = _UNUSED
     """The sender's own; answered: what was agreed."""
     slots: int = 0
     slot_bytes: int = 0
@@ -51,7 +51,7 @@ class Join:
             raise WireError(f"{connection.describe} does not join as this version does")
         return cls(
             step=step,
-            terms=HeartbeatTerms(bool(flags & _SEES_DEATH), heartbeat_ms),
+            terms=Watch.Terms(bool(flags & _SEES_DEATH), heartbeat_ms),
             slots=slots,
             slot_bytes=slot_bytes,
         )
@@ -72,7 +72,7 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
     fds: list[int] = []
     try:
         pidfd = control.peer.open_pidfd()
-        ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
+        ours = Watch.Terms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
         control.send(Join(step=_HELLO, terms=ours).pack(), deadline)
         data, fds = control.receive_fds(_STRUCT.size, 1, deadline)
         answer = Join.unpack(data, control, _MEMORY, _REFUSED)
@@ -111,7 +111,7 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
         pidfd = control.peer.open_pidfd()
         data = control.receive(_STRUCT.size, deadline)
         hello = Join.unpack(data, control, _HELLO)
-        ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
+        ours = Watch.Terms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
         try:
             segment, fd = Segment.create("pipe", segment_size(settings.slots * settings.slot_bytes))
         except TransportError as e:

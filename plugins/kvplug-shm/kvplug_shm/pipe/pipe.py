@@ -16,7 +16,6 @@ from kvplug.transport import (
     Deadline,
     DuplexPipe,
     MessageLimit,
-    PipeSettings,
     Segment,
     Timeout,
     Transfer,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
-class ShmPipeSettings(PipeSettings):
+class ShmPipeSettings(DuplexPipe.Settings):
     """The settings of a pipe."""
 
     slots: int

@@ -17,7 +17,6 @@ from kvplug.transport import (
     NamedExhaustion,
     QueueContext,
     QueueHandle,
-    Reader,
     Timeout,
 )
 from kvplug_shm.memory.pool import Pool
@@ -65,7 +64,7 @@ class ShmReader(ShmEnd):
         self._pool = pool
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[QueueHandle.Reader, ...]:
         self._check_writer()
         return ()
 

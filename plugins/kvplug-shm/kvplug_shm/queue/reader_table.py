@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from kvplug import ClosedError
-from kvplug.transport import Reader
+from kvplug.transport import QueueHandle
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
@@ -28,7 +28,7 @@ class _RegisteredReader:
     attached: bool = False
     joining: bool = False
     """Admitted, but the join is not complete yet."""
-    gone: Reader | None = None
+    gone: QueueHandle.Reader | None = None
     stand_in: ReadingEnd | None = None
     """The ring's words of a remote reader, which the network half moves."""
 
@@ -65,7 +65,7 @@ class ReaderTable:
         """The index of that reader in the ring."""
         return self._members[rank].index
 
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[QueueHandle.Reader, ...]:
         """All readers, as they are now, or as they were when they left. Raises ClosedError."""
         with self._lock:
             return tuple(map(self._reader, self._members.values()))
@@ -76,7 +76,7 @@ class ReaderTable:
         most = max((reader.lag for reader in here), default=0)
         return listed(reader for reader in here if reader.lag == most)
 
-    def unready(self) -> list[Reader]:
+    def unready(self) -> list[QueueHandle.Reader]:
         """The readers that take part and are not ready yet. Raises ClosedError."""
         with self._lock:
             ring, _ = self._memory()
@@ -133,7 +133,7 @@ class ReaderTable:
             self._join_ended.notify_all()
 
     def dismiss(self, rank: int) -> None:
-        """Reader ``rank`` was admitted but could not attach; it may try again."""
+        """QueueHandle.Reader ``rank`` was admitted but could not attach; it may try again."""
         with self._lock:
             member = self._members[rank]
             member.attached = member.joining = False
@@ -162,7 +162,7 @@ class ReaderTable:
         self.say_ready(self.index_of(rank))
 
     def say_ready(self, index: int | None) -> None:
-        """Reader ``index`` waits until all are ready; ``None``: the writer waits."""
+        """QueueHandle.Reader ``index`` waits until all are ready; ``None``: the writer waits."""
         with self._lock:
             if self._shared is not None:
                 ring, _ = self._shared
@@ -191,7 +191,7 @@ class ReaderTable:
             gone = self._evict(member, HAS_LEFT if left else reason, died=not left)
         _tell(gone)
 
-    def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> Reader | None:
+    def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> QueueHandle.Reader | None:
         """Evict the reader. Returns its last state, if this call evicted it."""
         if member.gone or self._closed or self._shared is None:
             return None
@@ -202,12 +202,12 @@ class ReaderTable:
         ring.words.wake(ring.ready_word(member.index))
         return member.gone
 
-    def _reader(self, member: _RegisteredReader) -> Reader:
+    def _reader(self, member: _RegisteredReader) -> QueueHandle.Reader:
         if member.gone is not None:
             return member.gone
         _, end = self._memory()
         over = end.over(member.index)  # it has announced that; its hang-up is not noticed yet
-        return Reader(
+        return QueueHandle.Reader(
             rank=member.rank,
             process=member.process,
             lag=max(0, end.lag(member.index)),
@@ -220,12 +220,12 @@ class ReaderTable:
         return self._shared
 
 
-def _tell(gone: Reader | None) -> None:
+def _tell(gone: QueueHandle.Reader | None) -> None:
     """Without a lock: a signal handler cannot deadlock here."""
     if gone is not None:
         logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)
 
 
-def listed(readers: Iterable[Reader]) -> str:
+def listed(readers: Iterable[QueueHandle.Reader]) -> str:
     """Readers, for messages."""
     return ", ".join(map(str, readers)) or "no reader"

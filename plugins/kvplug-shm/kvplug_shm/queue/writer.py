@@ -9,15 +9,7 @@ from typing import Any, Final
 
 from kvplug import CapacityError, PeerGoneError
 from kvplug.net.wire import aligned, encode_out_of_band
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Deadline,
-    NamedExhaustion,
-    QueueContext,
-    QueueHandle,
-    Reader,
-    Timeout,
-)
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, NamedExhaustion, QueueContext, QueueHandle, Timeout
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into
 from kvplug_shm.memory.waiting import NAP_S
@@ -77,7 +69,7 @@ class ShmWriter(ShmEnd):
         """The word of a reader for which this end has waited in vain, and what it was."""
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[QueueHandle.Reader, ...]:
         self._use_guard.check()
         return self._reader_table.readers()
 

@@ -16,7 +16,6 @@ from kvplug.transport import (
     Job,
     PageEvent,
     PageEventLog,
-    PageRemoval,
     PageSeal,
     Presence,
     Series,
@@ -110,10 +109,10 @@ class PagePlace(BlockingStore):
                 free += len(page)
         if free < nbytes:
             return False
-        self._drop(evicted, PageRemoval.EVICTED)
+        self._drop(evicted, PageEvent.Removal.EVICTED)
         return True
 
-    def _drop(self, keys: Iterable[bytes], reason: PageRemoval) -> None:
+    def _drop(self, keys: Iterable[bytes], reason: PageEvent.Removal) -> None:
         for key in keys:
             page = self.pages.pop(key, None)
             if page is not None:
@@ -124,9 +123,9 @@ class PagePlace(BlockingStore):
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget pages, and that they were declared."""
         with self.lock:
-            self._drop(keys, PageRemoval.REMOVED)
+            self._drop(keys, PageEvent.Removal.REMOVED)
             for end in list(self.ends):
-                self._undeclare(end, keys, PageRemoval.REMOVED)
+                self._undeclare(end, keys, PageEvent.Removal.REMOVED)
 
     def clear(self) -> None:
         with self.lock:
@@ -183,15 +182,15 @@ class PagePlace(BlockingStore):
     def withdraw(self, end: End, keys: Sequence[bytes]) -> None:
         """The end does not write these pages after all."""
         with self.lock:
-            self._undeclare(end, keys, PageRemoval.WITHDRAWN)
+            self._undeclare(end, keys, PageEvent.Removal.WITHDRAWN)
 
     def _expire(self) -> None:
         now = time.monotonic()
         for key, ends in list(self._declared.items()):
             for end in [end for end, until in ends.items() if until <= now]:
-                self._undeclare(end, [key], PageRemoval.EXPIRED)
+                self._undeclare(end, [key], PageEvent.Removal.EXPIRED)
 
-    def _undeclare(self, end: End, keys: Iterable[bytes], reason: PageRemoval) -> None:
+    def _undeclare(self, end: End, keys: Iterable[bytes], reason: PageEvent.Removal) -> None:
         for key in keys:
             ends = self._declared.get(key, {})
             if ends.pop(end, None) and not ends:

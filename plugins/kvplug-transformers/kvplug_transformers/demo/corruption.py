@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvplug.transport import PathReport, Pipe, Timeout, Transfer
+from kvplug.transport import Pipe, Timeout, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class CorruptingPipe(Pipe):
     def peer(self) -> str:
         return self._pipe.peer
 
-    def path_report(self) -> PathReport:
+    def path_report(self) -> Pipe.PathReport:
         return self._pipe.path_report()
 
     def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:

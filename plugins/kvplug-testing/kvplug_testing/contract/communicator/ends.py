@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from kvplug import StatelessGroup, TransportError
-from kvplug.transport import DeviceCommunicator, NamedExhaustion, RecvOp, SendOp
+from kvplug.transport import DeviceCommunicator, NamedExhaustion
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_answer
 from kvplug_testing.contract.communicator.tensors import tensor_of, tokens
@@ -131,7 +131,10 @@ class RankEnd(End):
 
     def batch(self, sends: Sequence[Any], recvs: Sequence[Any], **given: Any) -> list[Any]:
         """``batch_isend_irecv`` of pairs of a tensor and a rank. Returns the tensors received into."""
-        ops: list[Any] = [*(SendOp(*each) for each in sends), *(RecvOp(*each) for each in recvs)]
+        ops: list[Any] = [
+            *(DeviceCommunicator.SendOp(*each) for each in sends),
+            *(DeviceCommunicator.RecvOp(*each) for each in recvs),
+        ]
         self.thing.batch_isend_irecv(ops, **given)
         return [tensor for tensor, _ in recvs]
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvplug.net.wire import copy_into, empty_like_meta, memory_of, meta_of
-from kvplug.transport import Entry, EntryHeader
+from kvplug.transport import Entry
 from kvplug_testing.comparison import difference
 from kvplug_testing.contract.pipe.content import tensor_of
 
@@ -125,12 +125,12 @@ class Sink:
     """Keeps a copy of each layer. It can wait or raise at ``"begin"`` or at a layer."""
 
     def __init__(self, wait_at: Any = None, raise_at: Any = None) -> None:
-        self.headers: list[EntryHeader] = []
+        self.headers: list[Entry.Header] = []
         self.layers: list[tuple[int, Any, Any]] = []
         self.waits, self.go_on = threading.Event(), threading.Event()
         self._wait_at, self._raise_at = wait_at, raise_at
 
-    def begin(self, header: EntryHeader) -> None:
+    def begin(self, header: Entry.Header) -> None:
         self.headers.append(header)
         self._at("begin")
 

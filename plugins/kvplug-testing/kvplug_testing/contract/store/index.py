@@ -11,14 +11,7 @@ from collections import defaultdict
 import pytest
 
 from kvplug import UnsupportedError
-from kvplug.transport import (
-    PageEvent,
-    PageFollower,
-    PageRemoval,
-    Presence,
-    Series,
-    Store,
-)
+from kvplug.transport import PageEvent, PageFollower, Presence, Series, Store
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.calls import ended, forgotten, got, held, kept, looked_up, missed, put
 from kvplug_testing.contract.store.pages import Batch, held_request, sized_format
@@ -65,7 +58,7 @@ class Index:
         assert not self._faults, "; ".join(self._faults)
         assert self._follower.ready, "the snapshot is not whole"
 
-    def removals(self, key: bytes) -> list[PageRemoval]:
+    def removals(self, key: bytes) -> list[PageEvent.Removal]:
         """Why a key was removed, each time."""
         removed = [event for event in self.events if event.kind == "removed"]
         return [event.reason for event in removed if key in event.keys]
@@ -111,7 +104,7 @@ class WhatIsThere(StoreSuite):
         for index in [gone, *indices]:
             self._follows(store, index, batches[0].series)
         removed = [event for event in gone.events if event.kind == "removed"]
-        assert {event.reason for event in removed} == {PageRemoval.EVICTED, PageRemoval.REMOVED}
+        assert {event.reason for event in removed} == {PageEvent.Removal.EVICTED, PageEvent.Removal.REMOVED}
         leave()
         leave()
         count = len(gone.events)
@@ -152,8 +145,8 @@ class WhatIsThere(StoreSuite):
         for index in indices:
             until(lambda index=index: index.removals(pages.keys[1]))  # type: ignore[misc]
             assert [index.removals(key) for key in pages.keys] == [
-                [PageRemoval.EXPIRED],
-                [PageRemoval.WITHDRAWN],
+                [PageEvent.Removal.EXPIRED],
+                [PageEvent.Removal.WITHDRAWN],
                 [],
             ]
 

@@ -28,15 +28,7 @@ from kvplug.kit import (
     StoreServer,
     option_fields,
 )
-from kvplug.transport import (
-    BlockingStore,
-    Credentials,
-    PageFormat,
-    PageSeal,
-    Store,
-    StoreContext,
-    StoreLink,
-)
+from kvplug.transport import BlockingStore, Credentials, PageFormat, PageSeal, Store, StoreContext
 from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
@@ -109,7 +101,7 @@ class StoreSuite(Contract):
         """The store's factory, called. Override it for a store that is not installed."""
         return self.installed("make_store").load_factory()(context)  # type: ignore[no-any-return]
 
-    def make_client(self, context: StoreContext, link: StoreLink) -> Store:
+    def make_client(self, context: StoreContext, link: Store.Link) -> Store:
         """The maker of the store's clients, called. Override it for a store that is not installed."""
         return self.installed("make_client").load_client()(context, link)  # type: ignore[no-any-return]
 
@@ -232,7 +224,7 @@ class StoreSuite(Contract):
     def _links(self) -> Any:
         return LinkSettings(resolved=self._resolved)
 
-    def _connect(self, address: str, timeout: float | None) -> StoreLink:
+    def _connect(self, address: str, timeout: float | None) -> Store.Link:
         made = ControlPeers(self._links, connect=address)
         return made.connect(0, PURPOSE, timeout=timeout, retry=False)
 
