@@ -91,8 +91,8 @@ def _pynccl(library: str) -> kvplug.transport.PipeEndpoint:
     return PyncclEndpoint(_context(PyncclPipeOptions(library=library)), HostDevice(library))
 
 
-def _context(options: object) -> kvplug.transport.PipeContext:
-    return kvplug.transport.PipeContext(options=options, credentials=kvplug.transport.Credentials())
+def _context(options: object) -> kvplug.transport.PipeEndpoint.Context:
+    return kvplug.transport.PipeEndpoint.Context(options=options, credentials=kvplug.transport.Credentials())
 
 
 _ENDPOINTS = {"cuda-ipc": _cuda_ipc, "pynccl": _pynccl}
@@ -354,7 +354,7 @@ def _communicator(
     from kvplug_pynccl.communicator.communicator import PyncclCommunicator
     from kvplug_pynccl.options import PyncclCommunicatorOptions
 
-    context = kvplug.transport.CommunicatorContext(
+    context = kvplug.transport.DeviceCommunicator.Context(
         options=PyncclCommunicatorOptions(library=library),
         credentials=kvplug.transport.Credentials(),
         group=group,

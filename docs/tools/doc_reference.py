@@ -107,21 +107,26 @@ def names_of(door: str) -> list[Name]:
     that stand in a class follow it."""
     module = importlib.import_module(door)
     homes = module._door.homes() if hasattr(module, "_door") else dict.fromkeys(module.__all__, door)
-    return [
-        Name(door, each, home)
-        for name, home in homes.items()
-        for each in (name, *(f"{name}.{inner}" for inner in inner_classes(getattr(module, name))))
-    ]
+    described = {id(getattr(module, name)) for name in homes}
+    found = []
+    for name, home in homes.items():
+        found.append(Name(door, name, home))
+        for inner, value in inner_classes(getattr(module, name)):
+            if id(value) not in described:
+                described.add(id(value))
+                found.append(Name(door, f"{name}.{inner}", home))
+    return found
 
 
-def inner_classes(found: Any) -> list[str]:
-    """The public classes that stand in a class, or in one of its bases that no door shows."""
+def inner_classes(found: Any) -> list[tuple[str, type]]:
+    """The public classes of kvplug that stand in a class, or in one of its bases."""
     if not inspect.isclass(found) or not found.__module__.startswith("kvplug"):
         return []
+    places = {cls.__qualname__ for cls in found.__mro__}
     return [
-        name
-        for name, value in vars(found).items()
-        if inspect.isclass(value) and value.__module__.startswith("kvplug") and not name.startswith("_")
+        (name, value)
+        for name, value in inspect.getmembers_static(found, inspect.isclass)
+        if value.__qualname__.rpartition(".")[0] in places and not name.startswith("_")
     ]
 
 
@@ -187,7 +192,8 @@ class Links:
 
     def seen_from(self, file: str) -> source.Link:
         def link(target: str) -> str | None:
-            for part in reversed(target.split(".")):
+            inner = ".".join(target.split(".")[-2:])
+            for part in (inner, *reversed(target.split("."))):
                 if part in self.places:
                     there, anchor = self.places[part]
                     return f"#{anchor}" if there == file else f"{there}#{anchor}"

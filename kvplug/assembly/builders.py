@@ -50,7 +50,7 @@ def build_queue(
     """The endpoint of the message queue that the config's ``queue`` names. It makes the ends.
 
     If that queue wraps another, the inner one must work here as if the config named it. The arguments are
-    those of :class:`~kvplug.transport.queue.QueueContext`; ``warning_interval_s`` defaults to the config's
+    those of :class:`~kvplug.transport.QueueEndpoint.Context`; ``warning_interval_s`` defaults to the config's
     ``queue_warning_interval_s``.
 
     Raises:
@@ -108,7 +108,7 @@ def build_communicator(
     """This rank's end of the device communicator that the config's ``communicator`` names.
 
     All ranks of the group call it. ``device`` defaults to the config's; the other arguments are those of
-    :class:`~kvplug.transport.communicator.CommunicatorContext`.
+    :class:`~kvplug.transport.DeviceCommunicator.Context`.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.

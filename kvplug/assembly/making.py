@@ -10,21 +10,21 @@ from kvplug.engine.context import ConnectorContext
 from kvplug.errors import KvplugError, PluginError
 from kvplug.metrics.sinks import Sink
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.communicator import CommunicatorContext, DeviceCommunicator
-from kvplug.transport.directory import Directory, DirectoryContext
-from kvplug.transport.lookup import LookupContext, LookupEndpoint
-from kvplug.transport.pipe import PipeContext, PipeEndpoint
-from kvplug.transport.queue import QueueContext, QueueEndpoint
+from kvplug.transport.communicator import DeviceCommunicator
+from kvplug.transport.directory import Directory
+from kvplug.transport.lookup import LookupEndpoint
+from kvplug.transport.pipe import PipeEndpoint
+from kvplug.transport.queue import QueueEndpoint
 from kvplug.transport.spec import Kind
-from kvplug.transport.store.store import Store, StoreContext
+from kvplug.transport.store.store import Store
 
 MADE: Final[Mapping[Kind, tuple[type, type]]] = {
-    Kind.PIPE: (PipeContext, PipeEndpoint),
-    Kind.QUEUE: (QueueContext, QueueEndpoint),
-    Kind.LOOKUP_BUFFER: (LookupContext, LookupEndpoint),
-    Kind.COMMUNICATOR: (CommunicatorContext, DeviceCommunicator),
-    Kind.DIRECTORY: (DirectoryContext, Directory),
-    Kind.STORE: (StoreContext, Store),
+    Kind.PIPE: (PipeEndpoint.Context, PipeEndpoint),
+    Kind.QUEUE: (QueueEndpoint.Context, QueueEndpoint),
+    Kind.LOOKUP_BUFFER: (LookupEndpoint.Context, LookupEndpoint),
+    Kind.COMMUNICATOR: (DeviceCommunicator.Context, DeviceCommunicator),
+    Kind.DIRECTORY: (Directory.Context, Directory),
+    Kind.STORE: (Store.Context, Store),
     Kind.CONNECTOR: (ConnectorContext, SchedulerConnector),
     Kind.SINK: (object, Sink),
 }

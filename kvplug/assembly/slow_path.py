@@ -36,7 +36,7 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
 from kvplug.net.fork import free_locks_after_fork
-from kvplug.transport.capabilities import Capabilities, Cost
+from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.store.store import Store
 
@@ -54,7 +54,9 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
     "put": ("saving to", "saves nothing to it"),
 }
 
-_rates: Final[WeakValueDictionary[tuple[str, str, str, Cost | None], Rate]] = WeakValueDictionary()
+_rates: Final[WeakValueDictionary[tuple[str, str, str, Capabilities.Cost | None], Rate]] = (
+    WeakValueDictionary()
+)
 """By peer, transport, device and claim: of the pipes that are there, and what is remembered."""
 _rates_lock = threading.Lock()
 free_locks_after_fork(sys.modules[__name__])
@@ -67,7 +69,7 @@ def _remember(rate: Rate) -> None:
     Nothing stays of a peer to which little was sent."""
 
 
-def _rate_of(peer: str, transport: str, device: str, claim: Cost | None) -> Rate:
+def _rate_of(peer: str, transport: str, device: str, claim: Capabilities.Cost | None) -> Rate:
     key = (peer, transport, device, claim)
     with _rates_lock:  # of two pipes that open at the same time
         if (rate := _rates.get(key)) is None:
@@ -117,7 +119,7 @@ class SlowPathAlarm:
                 raise refusal
         return PathWatch(rate, lambda found: self._alarm(found, pipe, rate))
 
-    def _claim(self) -> Cost | None:
+    def _claim(self) -> Capabilities.Cost | None:
         """As at the selection: the claim of the end where it is dearer."""
         offers = self.agreement.remote.transports
         claims = [offer.capabilities.cost for offer in offers if offer.name == self.transport]

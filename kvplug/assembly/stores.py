@@ -26,7 +26,7 @@ from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.staging import Staging
-from kvplug.transport.store.store import Store, StoreContext
+from kvplug.transport.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +94,13 @@ class StoreOpener:
             made = maker(self._context(spec), link)
         return self._recorded(spec, made)
 
-    def _context(self, spec: StoreSpec) -> StoreContext:
+    def _context(self, spec: StoreSpec) -> Store.Context:
         config, settings = self._resolved.config, self._settings
         secret = settings.credentials.secret
         seal = PageSeal(
             checksums=config.integrity != "off", secret=None if secret is None else secret.reveal()
         )
-        context: StoreContext = self._resolved.context(spec, seal=seal, connect=self._connect)
+        context: Store.Context = self._resolved.context(spec, seal=seal, connect=self._connect)
         return context
 
     def _connect(self, address: str, timeout: float | None) -> Store.Link:

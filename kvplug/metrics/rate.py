@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import attrs
 
-from kvplug.transport.capabilities import Cost
+from kvplug.transport.capabilities import Capabilities
 
 CLAIM_FACTOR: Final = 10
 """A path is slow that needs this many times as long as its transport claims."""
@@ -128,7 +128,7 @@ class Rate:
 
     def __init__(
         self,
-        claim: Cost | None = None,
+        claim: Capabilities.Cost | None = None,
         *,
         factor: int = HISTORY_FACTOR,
         keeps_best: bool = False,

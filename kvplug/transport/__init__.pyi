@@ -74,15 +74,12 @@ from kvplug.transport.block_views import (
 )
 from kvplug.transport.capabilities import (
     Capabilities as Capabilities,
-    Cost as Cost,
 )
 from kvplug.transport.communicator import (
-    CommunicatorContext as CommunicatorContext,
     DeviceCommunicator as DeviceCommunicator,
 )
 from kvplug.transport.directory import (
     Directory as Directory,
-    DirectoryContext as DirectoryContext,
 )
 from kvplug.transport.group.mesh import (
     Mesh as Mesh,
@@ -93,7 +90,6 @@ from kvplug.transport.hookspecs import (
 from kvplug.transport.lookup import (
     Entry as Entry,
     LookupBuffer as LookupBuffer,
-    LookupContext as LookupContext,
     LookupEndpoint as LookupEndpoint,
     LookupStore as LookupStore,
 )
@@ -104,7 +100,6 @@ from kvplug.transport.pipe.endpoint import (
     Contact as Contact,
     DuplexEndpoint as DuplexEndpoint,
     PipeAcceptor as PipeAcceptor,
-    PipeContext as PipeContext,
     PipeEndpoint as PipeEndpoint,
     PipeListener as PipeListener,
 )
@@ -124,7 +119,6 @@ from kvplug.transport.pipe.transfer import (
 )
 from kvplug.transport.queue import (
     MessageQueue as MessageQueue,
-    QueueContext as QueueContext,
     QueueEndpoint as QueueEndpoint,
     QueueHandle as QueueHandle,
     Wait as Wait,
@@ -189,5 +183,4 @@ from kvplug.transport.store.results import (
 from kvplug.transport.store.store import (
     PageRequest as PageRequest,
     Store as Store,
-    StoreContext as StoreContext,
 )

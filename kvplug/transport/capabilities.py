@@ -15,34 +15,6 @@ import attrs
 from kvplug.errors import PluginError
 
 
-@attrs.frozen(kw_only=True)
-class Cost:
-    """The cost of moving bytes: claimed by the transport, compared by ``transport = "auto"``.
-
-    Claims are for the transport's usual case on common hardware; only their order matters.
-
-    >>> Cost(latency_us=100.0, gb_per_s=2.0).seconds(2_000_000_000)
-    1.0001
-    """
-
-    latency_us: float
-    """Microseconds until a small message has arrived."""
-    gb_per_s: float
-    """Throughput of large tensors, 10^9 bytes per second."""
-
-    def __attrs_post_init__(self) -> None:
-        if not (self.latency_us > 0 and self.gb_per_s > 0):
-            raise ValueError(f"both must be above 0: latency_us {self.latency_us}, gb_per_s {self.gb_per_s}")
-
-    def seconds(self, nbytes: int) -> float:
-        """Seconds that one message of ``nbytes`` takes by this claim."""
-        return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
-
-
-UNSTATED: Final = Cost(latency_us=1000.0, gb_per_s=0.1)
-"""The cost of a transport that states none; the conformance kit refuses such a transport."""
-
-
 def device_names(given: Any) -> frozenset[str]:
     names = None if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if names is None or not all(isinstance(name, str) for name in names):
@@ -61,6 +33,31 @@ class Capabilities:
         PluginError: ``devices`` is not a set of names; one name alone is none.
     """
 
+    @attrs.frozen(kw_only=True)
+    class Cost:
+        """The cost of moving bytes: claimed by the transport, compared by ``transport = "auto"``.
+
+        Claims are for the transport's usual case on common hardware; only their order matters.
+
+        >>> Capabilities.Cost(latency_us=100.0, gb_per_s=2.0).seconds(2_000_000_000)
+        1.0001
+        """
+
+        latency_us: float
+        """Microseconds until a small message has arrived."""
+        gb_per_s: float
+        """Throughput of large tensors, 10^9 bytes per second."""
+
+        def __attrs_post_init__(self) -> None:
+            if not (self.latency_us > 0 and self.gb_per_s > 0):
+                raise ValueError(
+                    f"both must be above 0: latency_us {self.latency_us}, gb_per_s {self.gb_per_s}"
+                )
+
+        def seconds(self, nbytes: int) -> float:
+            """Seconds that one message of ``nbytes`` takes by this claim."""
+            return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
+
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=device_names)
     """Device types (``"cpu"``, ``"cuda"``) whose tensors it sends from and receives into."""
     cross_host: bool = False
@@ -73,7 +70,7 @@ class Capabilities:
     """Both ends may send at once."""
     max_dims: int | None = None
     """The most dimensions a tensor may have; ``None`` is no limit of its own."""
-    cost: Cost = UNSTATED
+    cost: Capabilities.Cost = Cost(latency_us=1000.0, gb_per_s=0.1)
     """What it claims that moving bytes takes. The default is that of a slow transport."""
 
     def missing(self, required: Requirements) -> tuple[str, ...]:
@@ -106,3 +103,7 @@ class Requirements:
     """The two ends are on different hosts."""
     authenticated: bool = False
     """The data plane must authenticate, because other hosts can reach it."""
+
+
+UNSTATED: Final = Capabilities().cost
+"""The cost of a transport that states none; the conformance kit refuses such a transport."""

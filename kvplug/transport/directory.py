@@ -23,6 +23,18 @@ class Directory(abc.ABC):
     raise: kvplug logs and counts that, keeps what it knows, and calls again later.
     """
 
+    @attrs.frozen(kw_only=True)
+    class Context:
+        """For the factory of a directory, which returns a ``Directory``."""
+
+        options: Any
+        """An instance of the spec's options class, or ``None``."""
+        url: str = attrs.field(repr=False)
+        """As the config's ``peers`` names it, for example ``redis://10.0.0.7:6379/0``. May hold a
+        password."""
+        timeout_s: float = 3.0
+        """Every call ends within it."""
+
     @abc.abstractmethod
     def announce(self, name: str, entry: bytes, lease_s: float) -> None:
         """Keep the entry (at most 16 KiB) under the name for ``lease_s`` seconds from now, in place of any
@@ -43,15 +55,3 @@ class Directory(abc.ABC):
     def close(self) -> None:
         """End connections; announced entries stay until their leases end. No call follows. Idempotent."""
         return None
-
-
-@attrs.frozen(kw_only=True)
-class DirectoryContext:
-    """For the factory of a directory, which returns a ``Directory``."""
-
-    options: Any
-    """An instance of the spec's options class, or ``None``."""
-    url: str = attrs.field(repr=False)
-    """As the config's ``peers`` names it, for example ``redis://10.0.0.7:6379/0``. May hold a password."""
-    timeout_s: float = 3.0
-    """Every call ends within it."""

@@ -191,6 +191,22 @@ class LookupStore(LookupBuffer):
 class LookupEndpoint(abc.ABC):
     """What a lookup buffer's factory returns."""
 
+    @attrs.frozen(kw_only=True)
+    class Context:
+        """For the factory of a lookup buffer, which returns a ``LookupEndpoint``."""
+
+        options: Any
+        """An instance of the spec's options class, or ``None``."""
+        buffer_size: int
+        """Bytes of tensors it may hold."""
+        device: str = "cpu"
+        """Where the tensors of entries are put that are received."""
+        timeout_s: float = 30.0
+        """Seconds that a call waits where it says nothing else."""
+        max_message_bytes: int | None = None
+        """The largest entry for which an end that reaches a store takes memory; ``None``: what the process or
+        device can have."""
+
     @abc.abstractmethod
     def hold(self) -> LookupStore:
         """A new, empty store in this process."""
@@ -198,20 +214,3 @@ class LookupEndpoint(abc.ABC):
     @abc.abstractmethod
     def reach(self, signal: Pipe, data: Pipe) -> LookupBuffer:
         """An end that reaches a store, to which the other ends of these pipes are attached."""
-
-
-@attrs.frozen(kw_only=True)
-class LookupContext:
-    """For the factory of a lookup buffer, which returns a ``LookupEndpoint``."""
-
-    options: Any
-    """An instance of the spec's options class, or ``None``."""
-    buffer_size: int
-    """Bytes of tensors it may hold."""
-    device: str = "cpu"
-    """Where the tensors of entries are put that are received."""
-    timeout_s: float = 30.0
-    """Seconds that a call waits where it says nothing else."""
-    max_message_bytes: int | None = None
-    """The largest entry for which an end that reaches a store takes memory; ``None``: what the process or
-    device can have."""

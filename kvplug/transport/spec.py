@@ -230,7 +230,7 @@ class _ProbedSpec(_Spec):
 class TransportSpec(_ProbedSpec):
     """One transport: a pipe, message queue, lookup buffer or device communicator.
 
-    ``factory`` is called with one argument, the kind's context: for a pipe a :class:`PipeContext`.
+    ``factory`` is called with one argument, the kind's context: for a pipe a :class:`PipeEndpoint.Context`.
 
     Raises:
         PluginError: the kind is none of a transport, or the fields contradict each other.
@@ -271,8 +271,8 @@ class TransportSpec(_ProbedSpec):
 class StoreSpec(_ProbedSpec):
     """One store of KV pages.
 
-    ``factory`` is called with one argument, a ``kvplug.transport.StoreContext``, and returns a ``Store`` or a
-    ``BlockingStore``.
+    ``factory`` is called with one argument, a ``kvplug.transport.Store.Context``, and returns a ``Store`` or
+    a ``BlockingStore``.
     """
 
     client: str | None = attrs.field(default=None, validator=_check_target)
@@ -300,7 +300,7 @@ class StoreSpec(_ProbedSpec):
 class DirectorySpec(_ProbedSpec):
     """One directory of engines. A config chooses it by the scheme of a URL in ``peers``, which is its name.
 
-    ``factory`` is called with one argument, a ``kvplug.transport.DirectoryContext``, and returns a
+    ``factory`` is called with one argument, a ``kvplug.transport.Directory.Context``, and returns a
     ``Directory``.
     """
 

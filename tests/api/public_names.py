@@ -90,16 +90,16 @@ def names_now() -> dict[str, Line]:
     for room, names in WIRE.items():
         module = importlib.import_module(room)
         shown += [(f"{room}.{name}", getattr(module, name)) for name in names]
-    shown += [
-        (f"{path}.{name}", inner)
-        for path, value in shown
-        if isinstance(value, type) and value.__module__.startswith("kvplug")
-        for name, inner in vars(value).items()
-        if isinstance(inner, type) and inner.__module__.startswith("kvplug") and not name.startswith("_")
-    ]
-    for path, value in shown:
-        if isinstance(value, type):
-            public.setdefault(value, path)
+    classes = [(path, value) for path, value in shown if isinstance(value, type)]
+    for path, value in classes:
+        public.setdefault(value, path)
+    for path, value in classes:
+        for name, inner in inspect.getmembers_static(value, inspect.isclass):
+            places = {cls.__qualname__ for cls in value.__mro__ if cls.__module__.startswith("kvplug")}
+            stands_there = inner.__qualname__.rpartition(".")[0] in places
+            if stands_there and not name.startswith("_") and inner not in public:
+                public[inner] = f"{path}.{name}"
+                shown.append((public[inner], inner))
     for path, value in shown:
         for name, kind, text in _lines_of(path, value, public):
             found[name] = Line(since, kind, text)

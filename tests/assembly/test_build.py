@@ -26,7 +26,7 @@ from kvplug.assembly import builtin
 from kvplug.engine import ConnectorSpec, KVCacheConfig, KVLayout, ModelInfo
 from kvplug.engine.connector.values import CacheGroup
 from kvplug.errors import InsecureAddressError, UnknownConnectorError, UnknownTransportError
-from kvplug.transport import Capabilities, Cost, Pipe, PipeEndpoint, Probe, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, Pipe, PipeEndpoint, Probe, TransportSpec, hookimpl
 from kvplug.transport.spec import Kind
 from kvplug_testing.memory.options import MemoryPipeOptions
 from kvplug_testing.memory.pipe import MemoryEndpoint
@@ -64,7 +64,7 @@ def transport(name: str = "queues", *, gb_per_s: float = 1.0, **more: Any) -> Tr
     given: dict[str, Any] = {
         "factory": "test_build_parts:Endpoint",
         "options": "kvplug_testing.memory.options:MemoryPipeOptions",
-        "capabilities": Capabilities(cost=Cost(latency_us=1.0, gb_per_s=gb_per_s)),
+        "capabilities": Capabilities(cost=Capabilities.Cost(latency_us=1.0, gb_per_s=gb_per_s)),
     }
     return TransportSpec(kind=Kind.PIPE, name=name, **given | more)
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvplug import Config, ConfigError, PluginError, Registry, build_queue
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 from kvplug.transport.spec import Kind
 from kvplug_testing.sources import module_at
 
@@ -75,8 +75,10 @@ class Offers:
     @staticmethod
     @hookimpl
     def kvplug_transports() -> list[TransportSpec]:
-        able = Capabilities(authenticated=False, cross_host=True, cost=Cost(latency_us=50.0, gb_per_s=1.0))
-        fast = Capabilities(cost=Cost(latency_us=1.0, gb_per_s=1.0))
+        able = Capabilities(
+            authenticated=False, cross_host=True, cost=Capabilities.Cost(latency_us=50.0, gb_per_s=1.0)
+        )
+        fast = Capabilities(cost=Capabilities.Cost(latency_us=1.0, gb_per_s=1.0))
         inner, around = "kvplug_relay.queue:RelayEndpoint", "kvplug_lab.around:around"
         return [
             TransportSpec(kind=Kind.QUEUE, name="trusting", factory=inner, capabilities=able),

@@ -72,7 +72,7 @@ def site(tmp_path: Path, fork_server: ForkServer) -> Programs:
 
 HEADER = """\
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.transport import Capabilities, Cost, StoreSpec, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, StoreSpec, TransportSpec, hookimpl
 KVPLUG_API = (1, 0)
 """
 BIRDS = (
@@ -85,7 +85,7 @@ def kvplug_transports():
                       options="kvplug_birds.light:Options", probe="kvplug_birds.light:describe",
                       summary="Tensors by air", capabilities=Capabilities(
                           devices={"cpu", "cuda"}, cross_host=True, authenticated=False,
-                          cost=Cost(latency_us=9e9, gb_per_s=0.5))),
+                          cost=Capabilities.Cost(latency_us=9e9, gb_per_s=0.5))),
         TransportSpec(kind="queue", name="flock", factory="kvplug_birds.heavy:Queue",
                       probe="kvplug_birds.light:no_luck"),
         TransportSpec(kind="communicator", name="swarm", factory="kvplug_birds.heavy:Comm",

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvplug.transport import Credentials, PipeContext  # noqa: E402
+from kvplug.transport import Credentials, PipeEndpoint  # noqa: E402
 from kvplug_lab.faults import FaultyEndpoint, Rule  # noqa: E402
 from kvplug_testing.memory.options import MemoryPipeOptions  # noqa: E402
 from kvplug_testing.memory.pipe import MemoryEndpoint  # noqa: E402
@@ -16,7 +16,7 @@ from kvplug_testing.waits import Call  # noqa: E402
 
 
 def test_so_many_bits_are_flipped_and_the_caller_s_tensor_is_unchanged() -> None:
-    inner = MemoryEndpoint(PipeContext(options=MemoryPipeOptions(), credentials=Credentials()))
+    inner = MemoryEndpoint(PipeEndpoint.Context(options=MemoryPipeOptions(), credentials=Credentials()))
     endpoint = FaultyEndpoint(inner, [Rule.parsed("flip message=2 bits=9 min_bytes=100")])
     source = torch.randn(50, 3, dtype=torch.bfloat16).t()
     little = torch.zeros(8, dtype=torch.uint8)

@@ -12,16 +12,16 @@ import pytest
 
 from kvplug.metrics import rate as rates
 from kvplug.metrics.rate import PathWatch, Rate, SlowRate, host_load
-from kvplug.transport import Cost
+from kvplug.transport import Capabilities
 
 MIB = 1 << 20
-CLAIM = Cost(latency_us=50.0, gb_per_s=10.0)
+CLAIM = Capabilities.Cost(latency_us=50.0, gb_per_s=10.0)
 
 
 class Path:
     """Sends messages one after the other, each at a rate."""
 
-    def __init__(self, claim: Cost | None = CLAIM, busy: float = 1.0) -> None:
+    def __init__(self, claim: Capabilities.Cost | None = CLAIM, busy: float = 1.0) -> None:
         self.rate, self.busy = Rate(claim), busy
 
     def send(self, gb_per_s: Iterable[float], mib: int = 8) -> list[SlowRate]:

@@ -16,18 +16,25 @@ from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity
-from kvplug.transport.capabilities import Capabilities, Cost
+from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.spec import Probe
 
 MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32", weights="w")
-NET = Offer(name="net", capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=50, gb_per_s=2)))
+NET = Offer(
+    name="net", capabilities=Capabilities(cross_host=True, cost=Capabilities.Cost(latency_us=50, gb_per_s=2))
+)
 LOCAL = Offer(
-    name="local", capabilities=Capabilities(cost=Cost(latency_us=5, gb_per_s=8)), probe=Probe(domain="d")
+    name="local",
+    capabilities=Capabilities(cost=Capabilities.Cost(latency_us=5, gb_per_s=8)),
+    probe=Probe(domain="d"),
 )
 GPU = Offer(
     name="gpu",
     capabilities=Capabilities(
-        devices={"cuda"}, cross_host=True, authenticated=False, cost=Cost(latency_us=9, gb_per_s=90)
+        devices={"cuda"},
+        cross_host=True,
+        authenticated=False,
+        cost=Capabilities.Cost(latency_us=9, gb_per_s=90),
     ),
 )
 OURS = Hello(

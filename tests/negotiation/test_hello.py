@@ -12,7 +12,7 @@ from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import decode, encode, to_plain
-from kvplug.transport.capabilities import Capabilities, Cost
+from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.spec import Probe
 
 FULL = Hello(
@@ -42,7 +42,7 @@ FULL = Hello(
                 receive_into=False,
                 full_duplex=False,
                 max_dims=8,
-                cost=Cost(latency_us=7, gb_per_s=2.5),
+                cost=Capabilities.Cost(latency_us=7, gb_per_s=2.5),
             ),
             probe=Probe(viable=False, reason="no such device", domain="boot/net"),
         ),

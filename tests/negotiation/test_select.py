@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from kvplug.errors import HandshakeError
 from kvplug.negotiation.select import Candidate, Offer, Selection, select
-from kvplug.transport.capabilities import Capabilities, Cost, Requirements
+from kvplug.transport.capabilities import Capabilities, Requirements
 from kvplug.transport.spec import Probe
 
 HERE = Requirements()
@@ -21,7 +21,7 @@ def offer(
     name: str, *, us: float = 10.0, gb: float = 1.0, protocol: int = 1, auto: bool = True, **more: Any
 ) -> Offer:
     probe = Probe(**{key: more.pop(key) for key in ("viable", "reason", "domain") if key in more})
-    capabilities = Capabilities(cost=Cost(latency_us=us, gb_per_s=gb), **more)
+    capabilities = Capabilities(cost=Capabilities.Cost(latency_us=us, gb_per_s=gb), **more)
     return Offer(name=name, protocol=protocol, capabilities=capabilities, probe=probe, auto=auto)
 
 
@@ -29,7 +29,7 @@ NET = offer("net", us=50, gb=2, cross_host=True)
 LOCAL = offer("local", us=5, gb=8, domain="d1")
 
 COSTS = st.builds(
-    Cost, latency_us=st.sampled_from([1.0, 5.0, 50.0]), gb_per_s=st.sampled_from([0.5, 2.0, 8.0])
+    Capabilities.Cost, latency_us=st.sampled_from([1.0, 5.0, 50.0]), gb_per_s=st.sampled_from([0.5, 2.0, 8.0])
 )
 OFFERS = st.lists(
     st.builds(

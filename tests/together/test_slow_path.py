@@ -24,7 +24,7 @@ from kvplug.negotiation.agreement import agree
 from kvplug.negotiation.hello import Hello
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity
-from kvplug.transport import Capabilities, Cost, Pipe
+from kvplug.transport import Capabilities, Pipe
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call
@@ -159,7 +159,7 @@ def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_told(
 
 
 def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    offer = Offer(name="cpu", capabilities=Capabilities(cost=Cost(latency_us=50, gb_per_s=6)))
+    offer = Offer(name="cpu", capabilities=Capabilities(cost=Capabilities.Cost(latency_us=50, gb_per_s=6)))
     ours, theirs = (Hello(transports=(offer,), identity=PeerIdentity(boot_id="b", pid=pid)) for pid in (1, 2))
     alarm = slow_path.SlowPathAlarm(
         config=Config(slow_path="refuse", host="127.0.0.1"),

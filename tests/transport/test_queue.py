@@ -11,15 +11,7 @@ import pytest
 
 from kvplug import AuthenticationError, ConfigError, TransportError
 from kvplug.net.wire import decode, encode
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Credentials,
-    QueueContext,
-    QueueEndpoint,
-    QueueHandle,
-    Timeout,
-    WireError,
-)
+from kvplug.transport import DEFAULT_TIMEOUT, Credentials, QueueEndpoint, QueueHandle, Timeout, WireError
 from kvplug_testing import peers
 from kvplug_testing.groups import local_groups
 from kvplug_testing.sources import module_at
@@ -99,7 +91,7 @@ class Shy(RelayEndpoint):
 
 def in_a_group(kind: type[QueueEndpoint], writer_rank: int = 2) -> list[Any]:
     """What three ranks have made, or what was raised there."""
-    end = kind(QueueContext(options=None, credentials=Credentials(), timeout_s=WITHIN_S))
+    end = kind(QueueEndpoint.Context(options=None, credentials=Credentials(), timeout_s=WITHIN_S))
     with local_groups(WITHIN_S) as make:
         calls = [
             Call(lambda group=group: end.create_from_process_group(group, writer_rank=writer_rank))  # type: ignore[misc]

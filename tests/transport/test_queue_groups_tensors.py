@@ -18,7 +18,7 @@ if not torch.distributed.is_available():
 import torch.distributed as dist  # noqa: E402
 
 from kvplug import CapacityError  # noqa: E402
-from kvplug.transport import Credentials, QueueContext, WireError  # noqa: E402
+from kvplug.transport import Credentials, QueueEndpoint, WireError  # noqa: E402
 from kvplug.transport.group.group import _TorchRanks  # noqa: E402
 from kvplug_testing import peers  # noqa: E402
 from kvplug_testing.sources import module_at  # noqa: E402
@@ -48,7 +48,7 @@ def joined(store: str, rank: int, world_size: int) -> Iterator[None]:
 
 def endpoint(kind: Any = None) -> Any:
     made_by = kind or module_at(SUBJECT).RelayEndpoint
-    return made_by(QueueContext(options=None, credentials=Credentials(), timeout_s=LIFE_S / 2))
+    return made_by(QueueEndpoint.Context(options=None, credentials=Credentials(), timeout_s=LIFE_S / 2))
 
 
 def broadcasts(parent: peers.Parent, store: str, rank: int, world_size: int) -> Any:

@@ -13,7 +13,7 @@ from kvplug.config.options import check_options, option_fields
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net.affinity import missing_cpus
 from kvplug.net.wire import checksum
-from kvplug.transport.directory import DirectoryContext
+from kvplug.transport.directory import Directory
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {
@@ -96,7 +96,7 @@ def _directory_faults(
     if not spec.run_probe().viable:
         return ()
     try:
-        made(spec, DirectoryContext(options=filled, url=url)).close()
+        made(spec, Directory.Context(options=filled, url=url)).close()
     except ConfigError as e:
         return e.faults
     return ()

@@ -10,25 +10,32 @@ implements the abstract methods of :class:`~kvplug.transport.communicator.rank.G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
+from kvplug.config.addresses import DEFAULT_HOST
 from kvplug.errors import ConfigError, TensorMismatchError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.net.memory.room import check_room
 from kvplug.net.threads import ExitGuard
+from kvplug.net.trust.credentials import Credentials
 from kvplug.net.wire.tensors import dtype_name
 from kvplug.transport.communicator.calls import empty, joined, plain, row_bytes, write_back
 from kvplug.transport.communicator.experts import DEFAULT_BACKEND, NAIVE, TokenSplit, width_of
-from kvplug.transport.communicator.rank import CommunicatorContext, GroupRank
+from kvplug.transport.communicator.rank import GroupRank
+from kvplug.transport.group.group import StatelessGroup
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from kvplug.net.deadline import Deadline
+
+
+def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
 
 
 class DeviceCommunicator(GroupRank):
@@ -57,6 +64,38 @@ class DeviceCommunicator(GroupRank):
             unknown.
     """
 
+    @attrs.frozen(kw_only=True)
+    class Context:
+        """For the factory of a device communicator, which returns a ``DeviceCommunicator``."""
+
+        options: Any
+        """An instance of the spec's options class, or ``None``."""
+        credentials: Credentials
+        """What its connections prove themselves with."""
+        host: str = DEFAULT_HOST
+        """The interface its data plane may use; loopback, for a Unix socket."""
+        group: StatelessGroup
+        """The ranks that take part; it carries their messages before the transport does. The caller owns
+        it."""
+        device_group: Any = None
+        """A group of the device's own library, where the engine has one already."""
+        device: str = "cpu"
+        """The device of this rank's tensors."""
+        unique_name: str = ""
+        """Distinguishes the engine's groups. With the word "ep" in it, the group serves expert
+        parallelism."""
+        ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+        """The engine-wide ranks of the members, in the order of the group; ``None``: the group is all
+        ranks."""
+        global_world_size: int | None = None
+        """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
+        data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+        """How many replicas of the model the engine has whose ranks share their experts."""
+        all2all_backend: str = ""
+        """How experts' tokens are exchanged: "naive" or "allgather_reducescatter", the default."""
+        timeout_s: float = 30.0
+        """The default timeout of a collective."""
+
     @attrs.frozen
     class RecvOp:
         """In a batch: fill ``tensor`` with what rank ``src`` of the group sends."""
@@ -75,7 +114,7 @@ class DeviceCommunicator(GroupRank):
         dst: int
         """A rank of the group."""
 
-    def __init__(self, context: CommunicatorContext) -> None:
+    def __init__(self, context: DeviceCommunicator.Context) -> None:
         super().__init__(context)
         self._split: TokenSplit | None = None
         self._width = 1

@@ -5,13 +5,10 @@ from __future__ import annotations
 import abc
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
-import attrs
-
-from kvplug.config.addresses import DEFAULT_HOST
 from kvplug.errors import (
     BusyError,
     ClosedError,
@@ -25,7 +22,6 @@ from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import ExitGuard
-from kvplug.net.trust.credentials import Credentials
 from kvplug.net.wire.tensors import dtype_name
 from kvplug.transport.communicator.calls import (
     PAIRED,
@@ -41,12 +37,13 @@ from kvplug.transport.communicator.calls import (
     plain,
 )
 from kvplug.transport.communicator.experts import DEFAULT_BACKEND
-from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kvplug.transport.communicator.communicator import DeviceCommunicator
 
 T = TypeVar("T")
 Pairs = Sequence[tuple["Tensor", int]]
@@ -58,40 +55,6 @@ MOVED: Final = SUMMED | {"bool", "complex64", "complex128", "float8_e4m3fn", "fl
 REFUSALS: Final = (UnsupportedError, TensorMismatchError, ConfigError, BusyError, ClosedError)
 """After these errors the communicator stays usable: no rank has begun the call."""
 _EP = re.compile(r"(?<![a-zA-Z0-9])ep(?![a-zA-Z0-9])")
-
-
-def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
-
-
-@attrs.frozen(kw_only=True)
-class CommunicatorContext:
-    """For the factory of a device communicator, which returns a ``DeviceCommunicator``."""
-
-    options: Any
-    """An instance of the spec's options class, or ``None``."""
-    credentials: Credentials
-    """What its connections prove themselves with."""
-    host: str = DEFAULT_HOST
-    """The interface its data plane may use; loopback, for a Unix socket."""
-    group: StatelessGroup
-    """The ranks that take part; it carries their messages before the transport does. The caller owns it."""
-    device_group: Any = None
-    """A group of the device's own library, where the engine has one already."""
-    device: str = "cpu"
-    """The device of this rank's tensors."""
-    unique_name: str = ""
-    """Distinguishes the engine's groups. With the word "ep" in it, the group serves expert parallelism."""
-    ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
-    """The engine-wide ranks of the members, in the order of the group; ``None``: the group is all ranks."""
-    global_world_size: int | None = None
-    """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
-    data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    """How many replicas of the model the engine has whose ranks share their experts."""
-    all2all_backend: str = ""
-    """How experts' tokens are exchanged: "naive" or "allgather_reducescatter", the default."""
-    timeout_s: float = 30.0
-    """The default timeout of a collective."""
 
 
 class GroupRank(abc.ABC):
@@ -114,7 +77,7 @@ class GroupRank(abc.ABC):
     """Whether ranks compare their calls before each one, so that calls that do not match are refused at every
     rank. Where that costs too much, a transport makes it an option."""
 
-    def __init__(self, context: CommunicatorContext) -> None:
+    def __init__(self, context: DeviceCommunicator.Context) -> None:
         self.context = context
         """What its factory was given."""
         self.cpu_group: Any = context.group

@@ -11,8 +11,8 @@ A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`Pip
 """
 
 from kvplug.transport.pipe.blocks import Blocks
-from kvplug.transport.pipe.endpoint import PipeContext, PipeEndpoint, PipeListener
+from kvplug.transport.pipe.endpoint import PipeEndpoint, PipeListener
 from kvplug.transport.pipe.pipe import Pipe
 from kvplug.transport.pipe.transfer import Transfer
 
-__all__ = ["Blocks", "Pipe", "PipeContext", "PipeEndpoint", "PipeListener", "Transfer"]
+__all__ = ["Blocks", "Pipe", "PipeEndpoint", "PipeListener", "Transfer"]

@@ -29,30 +29,6 @@ from kvplug.transport.acceptor import Acceptor
 from kvplug.transport.pipe.pipe import Pipe
 
 
-@attrs.frozen(kw_only=True)
-class PipeContext:
-    """For the factory of a pipe transport, which returns a ``PipeEndpoint``."""
-
-    options: Any
-    """An instance of the spec's options class, or ``None``."""
-    credentials: Credentials
-    """What its listeners and connections prove themselves with."""
-    host: str = DEFAULT_HOST
-    """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
-    device: str = "cpu"
-    """The device of the tensors, such as ``cuda:0``."""
-    timeout_s: float = 30.0
-    """Seconds that a call waits where it says nothing else."""
-    heartbeat_timeout_s: float = 10.0
-    """Seconds of silence after which a peer on another host counts as dead."""
-    max_message_bytes: int | None = None
-    """The largest message for which a pipe takes memory of its own; ``None``: what the process or device can
-    have. It is compared with what a peer announces, before memory is asked for."""
-    make_inner: Callable[[], PipeEndpoint] | None = None
-    """For a transport that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
-    its own options and the rest of this context. ``None`` for all others."""
-
-
 class PipeListener(abc.ABC):
     """Waits for peers. Each ``accept`` returns one more pipe; peers connect and leave independently."""
 
@@ -81,6 +57,30 @@ class PipeListener(abc.ABC):
 
 class PipeEndpoint(abc.ABC):
     """What a pipe transport's factory returns: the two verbs a transport implements."""
+
+    @attrs.frozen(kw_only=True)
+    class Context:
+        """For the factory of a pipe transport, which returns a ``PipeEndpoint``."""
+
+        options: Any
+        """An instance of the spec's options class, or ``None``."""
+        credentials: Credentials
+        """What its listeners and connections prove themselves with."""
+        host: str = DEFAULT_HOST
+        """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
+        device: str = "cpu"
+        """The device of the tensors, such as ``cuda:0``."""
+        timeout_s: float = 30.0
+        """Seconds that a call waits where it says nothing else."""
+        heartbeat_timeout_s: float = 10.0
+        """Seconds of silence after which a peer on another host counts as dead."""
+        max_message_bytes: int | None = None
+        """The largest message for which a pipe takes memory of its own; ``None``: what the process or device
+        can
+        have. It is compared with what a peer announces, before memory is asked for."""
+        make_inner: Callable[[], PipeEndpoint] | None = None
+        """For a transport that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
+        its own options and the rest of this context. ``None`` for all others."""
 
     @abc.abstractmethod
     def listen(self) -> PipeListener:
@@ -197,7 +197,7 @@ class DuplexEndpoint(PipeEndpoint):
     JOIN_TIMEOUT_S: ClassVar[float] = 10.0
     """How long a peer may take to become the other end of a pipe, once it has proved itself."""
 
-    def __init__(self, context: PipeContext) -> None:
+    def __init__(self, context: PipeEndpoint.Context) -> None:
         self._context = context
 
     def listen(self) -> PipeListener:

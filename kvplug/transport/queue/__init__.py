@@ -6,7 +6,7 @@ dead reader that blocks all others) are not. A transport of kind "queue" impleme
 the two ends of :class:`MessageQueue`.
 """
 
-from kvplug.transport.queue.endpoint import QueueContext, QueueEndpoint
+from kvplug.transport.queue.endpoint import QueueEndpoint
 from kvplug.transport.queue.handle import QueueHandle
 from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, MessageQueue, Wait
 
@@ -15,7 +15,6 @@ __all__ = [
     "MAX_CHUNK_BYTES",
     "WARNING_INTERVAL_S",
     "MessageQueue",
-    "QueueContext",
     "QueueEndpoint",
     "QueueHandle",
     "Wait",

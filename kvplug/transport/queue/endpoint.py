@@ -30,39 +30,38 @@ def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if value is None else tuple(value)
 
 
-@attrs.frozen(kw_only=True)
-class QueueContext:
-    """For the factory of a message queue, which returns a ``QueueEndpoint``."""
-
-    options: Any
-    """An instance of the spec's options class, or ``None``."""
-    credentials: Credentials
-    """What its listeners and connections prove themselves with."""
-    host: str = DEFAULT_HOST
-    """The interface it may listen on, for readers that memory does not reach; none, for a Unix socket."""
-    n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
-    """How many readers a queue has if ``create`` does not name them."""
-    local_reader_ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
-    """Readers to reach through shared memory; ``None``: all that can be."""
-    max_chunk_bytes: int = attrs.field(default=MAX_CHUNK_BYTES, validator=attrs.validators.ge(1))
-    """Size of one slot for a message. Larger messages are possible, and cost more."""
-    max_chunks: int = attrs.field(default=MAX_CHUNKS, validator=attrs.validators.ge(1))
-    """How many messages may lie unread by the slowest reader."""
-    timeout_s: float = 30.0
-    """Seconds that a call waits where it says nothing else."""
-    warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
-    """Each time a call has waited for this long, it logs which peers it waits for."""
-    heartbeat_timeout_s: float = 10.0
-    """Seconds of silence after which an end on another host counts as dead."""
-    make_inner: Callable[[], QueueEndpoint] | None = None
-    """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
-    its own options and the rest of this context. ``None`` for all others."""
-
-
 class QueueEndpoint(abc.ABC):
     """What a message queue's factory returns. It makes ends; a transport implements the first two verbs."""
 
-    def __init__(self, context: QueueContext) -> None:
+    @attrs.frozen(kw_only=True)
+    class Context:
+        """For the factory of a message queue, which returns a ``QueueEndpoint``."""
+
+        options: Any
+        """An instance of the spec's options class, or ``None``."""
+        credentials: Credentials
+        """What its listeners and connections prove themselves with."""
+        host: str = DEFAULT_HOST
+        """The interface it may listen on, for readers that memory does not reach; none, for a Unix socket."""
+        n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
+        """How many readers a queue has if ``create`` does not name them."""
+        local_reader_ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+        """Readers to reach through shared memory; ``None``: all that can be."""
+        max_chunk_bytes: int = attrs.field(default=MAX_CHUNK_BYTES, validator=attrs.validators.ge(1))
+        """Size of one slot for a message. Larger messages are possible, and cost more."""
+        max_chunks: int = attrs.field(default=MAX_CHUNKS, validator=attrs.validators.ge(1))
+        """How many messages may lie unread by the slowest reader."""
+        timeout_s: float = 30.0
+        """Seconds that a call waits where it says nothing else."""
+        warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
+        """Each time a call has waited for this long, it logs which peers it waits for."""
+        heartbeat_timeout_s: float = 10.0
+        """Seconds of silence after which an end on another host counts as dead."""
+        make_inner: Callable[[], QueueEndpoint] | None = None
+        """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
+        its own options and the rest of this context. ``None`` for all others."""
+
+    def __init__(self, context: QueueEndpoint.Context) -> None:
         self.context = context
         """What its factory was given."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from kvplug.errors import TransportError, UnsupportedError
 from kvplug.transport.store.results import MissReason, Usage
+from kvplug.transport.store.store import Store
 
 
 class PageError(TransportError):
@@ -44,6 +46,9 @@ class BlockingStore(abc.ABC):
     Forks. In a forked child kvplug calls no method, not even :meth:`close`. A store that keeps descriptors
     open, such as connections, passes itself to ``kvplug.transport.close_after_fork`` and closes them in
     ``_after_fork_in_child``, where it sends nothing."""
+
+    Context: TypeAlias = Store.Context
+    """The argument of its factory."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""

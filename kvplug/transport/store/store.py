@@ -91,6 +91,33 @@ class Store(abc.ABC):
     store whose calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
     """
 
+    @attrs.frozen(kw_only=True)
+    class Context:
+        """For the factory of a store, which returns a ``Store`` or a ``BlockingStore``."""
+
+        options: Any
+        """An instance of the spec's options class, or ``None``."""
+        credentials: Credentials
+        """What its listeners and connections prove themselves with."""
+        seal: PageSeal = attrs.field(factory=PageSeal)
+        """How its pages are protected, where other programs can write to it: with a proof if the config has a
+        secret."""
+        host: str = DEFAULT_HOST
+        """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
+        allow_unauthenticated_data_plane: bool = False
+        """Whether it may use connections between hosts whose ends prove nothing."""
+        buffer_size: int = 2**30
+        """Bytes of memory that it may use for pages, where its options say nothing else."""
+        timeout_s: float = 30.0
+        """The default deadline of a job."""
+        heartbeat_timeout_s: float = 10.0
+        """Seconds of silence after which a peer on another host counts as dead."""
+        connect: Callable[[str, float | None], Store.Link] | None = None
+        """``connect(address, timeout)``: a link to a program that serves a store there (``kvplug store
+        serve``).
+
+        Raises what a handshake raises. ``None`` where the caller has no way to connect."""
+
     class Link(Protocol):
         """An agreed connection to another process, over which a store is served."""
 
@@ -367,30 +394,3 @@ def ended(job: J, result: Any) -> J:
     """The job, which is done at once, with the same result for each key."""
     job.set([result] * job.count)
     return job
-
-
-@attrs.frozen(kw_only=True)
-class StoreContext:
-    """For the factory of a store, which returns a ``Store`` or a ``BlockingStore``."""
-
-    options: Any
-    """An instance of the spec's options class, or ``None``."""
-    credentials: Credentials
-    """What its listeners and connections prove themselves with."""
-    seal: PageSeal = attrs.field(factory=PageSeal)
-    """How its pages are protected, where other programs can write to it: with a proof if the config has a
-    secret."""
-    host: str = DEFAULT_HOST
-    """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
-    allow_unauthenticated_data_plane: bool = False
-    """Whether it may use connections between hosts whose ends prove nothing."""
-    buffer_size: int = 2**30
-    """Bytes of memory that it may use for pages, where its options say nothing else."""
-    timeout_s: float = 30.0
-    """The default deadline of a job."""
-    heartbeat_timeout_s: float = 10.0
-    """Seconds of silence after which a peer on another host counts as dead."""
-    connect: Callable[[str, float | None], Store.Link] | None = None
-    """``connect(address, timeout)``: a link to a program that serves a store there (``kvplug store serve``).
-
-    Raises what a handshake raises. ``None`` where the caller has no way to connect."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvplug import ConfigError, connect_ranks
-from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator, Mesh, PipeContext
+from kvplug.transport import Deadline, DeviceCommunicator, Mesh, PipeEndpoint
 from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.gloo import Gloo
 from kvplug_cpu.interface import address_of
@@ -33,7 +33,7 @@ class CpuCommunicator(DeviceCommunicator):
     Without one, gloo is bound to the context's host: an address, a name, or a network interface.
     """
 
-    def __init__(self, context: CommunicatorContext) -> None:
+    def __init__(self, context: DeviceCommunicator.Context) -> None:
         if context.device.partition(":")[0] != "cpu":
             raise ConfigError(
                 f"the communicator 'cpu' takes CPU tensors, and the device is {context.device!r}"
@@ -70,7 +70,7 @@ class CpuCommunicator(DeviceCommunicator):
 
     def _endpoint(self, address: str) -> CpuEndpoint:
         return CpuEndpoint(
-            PipeContext(
+            PipeEndpoint.Context(
                 options=CpuOptions(max_in_flight_bytes=_UNLIMITED),
                 credentials=self.context.credentials,
                 host=address,

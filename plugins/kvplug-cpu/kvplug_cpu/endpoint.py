@@ -10,7 +10,7 @@ from kvplug.transport import (
     DuplexEndpoint,
     Listener,
     Pipe,
-    PipeContext,
+    PipeEndpoint,
     PipeListener,
 )
 from kvplug_cpu import join
@@ -35,7 +35,7 @@ class CpuEndpoint(DuplexEndpoint):
     CONTACT = CpuContact
     PURPOSE = join.PURPOSE
 
-    def __init__(self, context: PipeContext) -> None:
+    def __init__(self, context: PipeEndpoint.Context) -> None:
         if context.device.partition(":")[0] != "cpu":
             raise ConfigError(f"the pipe 'cpu' moves CPU tensors, and the device is {context.device!r}")
         super().__init__(context)

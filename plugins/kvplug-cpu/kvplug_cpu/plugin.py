@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -24,7 +24,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 receive_into=True,
                 full_duplex=True,
                 max_dims=64,
-                cost=Cost(latency_us=40.0, gb_per_s=6.0),
+                cost=Capabilities.Cost(latency_us=40.0, gb_per_s=6.0),
             ),
         ),
         TransportSpec(
@@ -37,7 +37,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 devices={"cpu"},
                 cross_host=True,
                 authenticated=False,  # gloo's connections; the pipes beside them are
-                cost=Cost(latency_us=400.0, gb_per_s=1.0),
+                cost=Capabilities.Cost(latency_us=400.0, gb_per_s=1.0),
             ),
         ),
     ]

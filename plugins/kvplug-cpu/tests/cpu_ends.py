@@ -8,7 +8,7 @@ from typing import Any
 from kvplug.net.trust.credentials import Secret
 from kvplug.net.wire.messages import tensor_prefix
 from kvplug.net.wire.tensors import memory_of
-from kvplug.transport import Connection, Credentials, Deadline, PipeContext
+from kvplug.transport import Connection, Credentials, Deadline, PipeEndpoint
 from kvplug_cpu.data_connection import SPLIT, parts
 from kvplug_cpu.endpoint import CpuContact, CpuEndpoint
 from kvplug_cpu.join import CONTROL, PURPOSE, Join
@@ -24,7 +24,9 @@ def make_endpoint(socket: str = "unix", **given: Any) -> CpuEndpoint:
     """``given``: of the context, or options."""
     context = {key: given.pop(key) for key in OF_CONTEXT if key in given}
     usual = {"credentials": SECRET, "host": "127.0.0.1", "timeout_s": 20.0, "heartbeat_timeout_s": 10.0}
-    return CpuEndpoint(PipeContext(options=CpuOptions(socket=socket, **given), **{**usual, **context}))
+    return CpuEndpoint(
+        PipeEndpoint.Context(options=CpuOptions(socket=socket, **given), **{**usual, **context})
+    )
 
 
 def num_sockets() -> int:

@@ -11,7 +11,7 @@ import torch
 
 from communicator_ranks import met
 from kvplug import StatelessGroup
-from kvplug.transport import CommunicatorContext, Credentials, Mesh
+from kvplug.transport import Credentials, DeviceCommunicator, Mesh
 from kvplug_cpu import communicator
 from kvplug_cpu.communicator import CpuCommunicator
 from kvplug_cpu.gloo import Gloo
@@ -20,7 +20,7 @@ from kvplug_testing.peers import Parent
 
 def make(group: StatelessGroup, **given: Any) -> CpuCommunicator:
     usual = {"options": None, "credentials": Credentials(), "group": group, "timeout_s": 30.0}
-    return CpuCommunicator(CommunicatorContext(**{**usual, **given}))
+    return CpuCommunicator(DeviceCommunicator.Context(**{**usual, **given}))
 
 
 def strike(made: Any, fault: int) -> None:

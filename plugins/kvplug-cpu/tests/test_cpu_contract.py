@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvplug.net.trust.credentials import Secret
-from kvplug.transport import Credentials, PipeContext, PipeEndpoint
+from kvplug.transport import Credentials, PipeEndpoint
 from kvplug_testing import PipeContract
 
 
@@ -24,7 +24,7 @@ class TestCpuPipeOverTcp(PipeContract):
     options: ClassVar[dict[str, Any]] = {"socket": "tcp"}
     lies = 15
 
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+    def make_endpoint(self, context: PipeEndpoint.Context) -> PipeEndpoint:
         """TCP needs a host, and a secret."""
         if context.host.startswith("unix:"):
             secret = context.credentials.secret or Secret("the secret of both ends")

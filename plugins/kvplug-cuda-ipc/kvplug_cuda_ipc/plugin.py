@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -22,7 +22,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 receive_into=True,
                 full_duplex=True,
                 max_dims=64,
-                cost=Cost(latency_us=150.0, gb_per_s=100.0),
+                cost=Capabilities.Cost(latency_us=150.0, gb_per_s=100.0),
             ),
         )
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import device_pipes
 from kvplug import PeerGoneError
-from kvplug.transport import Credentials, PipeContext
+from kvplug.transport import Credentials, PipeEndpoint
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe import content as content
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
@@ -28,7 +28,7 @@ def endpoint(
 ) -> CudaIpcEndpoint:
     options = {"staging_bytes": 4 * MIB, "piece_bytes": MIB // 2, **options}
     return CudaIpcEndpoint(
-        PipeContext(
+        PipeEndpoint.Context(
             options=CudaIpcPipeOptions(library=path, **options),
             credentials=Credentials(),
             timeout_s=PATIENCE_S,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.transport import PipeContext, PipeEndpoint
+from kvplug.transport import PipeEndpoint
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_testing import PipeContract
 
@@ -23,7 +23,7 @@ class TestCudaIpcPipe(PipeContract):
     def _over_the_fake(cls, fake_path: str) -> None:
         cls.options = {**cls.options, "library": fake_path}
 
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+    def make_endpoint(self, context: PipeEndpoint.Context) -> PipeEndpoint:
         from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
         from kvplug_lab.gpu.cuda_ipc import HostDevice
 

@@ -17,7 +17,6 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Credentials,
     Pipe,
-    PipeContext,
     PipeEndpoint,
     PipeListener,
     Timeout,
@@ -46,7 +45,7 @@ def endpoint(device: str, **options: Any) -> Any:
     from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 
     return CudaIpcEndpoint(
-        PipeContext(
+        PipeEndpoint.Context(
             options=CudaIpcPipeOptions(**options),
             credentials=Credentials(),
             device=device,
@@ -247,7 +246,7 @@ class TestCudaIpcPipeOnAGpu(PipeContract):
 
         super().import_all()
 
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+    def make_endpoint(self, context: PipeEndpoint.Context) -> PipeEndpoint:
         from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 
         return MovedEndpoint(CudaIpcEndpoint(attrs.evolve(context, device="cuda")))

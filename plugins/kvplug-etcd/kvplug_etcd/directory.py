@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvplug import ConfigError
-from kvplug.transport import Address, Deadline, Directory, DirectoryContext
+from kvplug.transport import Address, Deadline, Directory
 from kvplug_etcd.gateway import EtcdError, Gateway, tls_context
 from kvplug_etcd.options import EtcdOptions
 
@@ -26,7 +26,7 @@ class EtcdDirectory(Directory):
     The shortest lease is a whole second, and what etcd allows: about two seconds with its usual settings.
     """
 
-    def __init__(self, context: DirectoryContext) -> None:
+    def __init__(self, context: Directory.Context) -> None:
         """Raises ConfigError: the URL or the options are wrong, or a file cannot be used."""
         options: EtcdOptions = context.options
         servers, prefix = _parsed(context.url)

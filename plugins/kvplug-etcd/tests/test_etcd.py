@@ -14,7 +14,7 @@ from server_process import certificates
 from etcd_server import EtcdServer
 from kvplug import ConfigError
 from kvplug.kit import check_options
-from kvplug.transport import Directory, DirectoryContext
+from kvplug.transport import Directory
 from kvplug_etcd.directory import EtcdDirectory
 from kvplug_etcd.gateway import Gateway
 from kvplug_etcd.options import EtcdOptions
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 def directory(url: str, *, timeout_s: float = 5.0, **options: Any) -> Directory:
     return EtcdDirectory(
-        DirectoryContext(
+        Directory.Context(
             options=check_options(EtcdOptions, options, where="options.etcd"), url=url, timeout_s=timeout_s
         )
     )

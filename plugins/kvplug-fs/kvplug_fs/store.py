@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplug import CapacityError
-from kvplug.transport import BlockingStore, PageSeal, StoreContext, Usage
+from kvplug.transport import BlockingStore, PageSeal, Usage
 from kvplug_fs.folder import Folder, cost_of
 from kvplug_fs.ledger import Ledger
 from kvplug_fs.options import FolderOptions
@@ -28,7 +28,7 @@ class FolderStore(BlockingStore):
     is_shared = True
     medium = "disk"
 
-    def __init__(self, context: StoreContext) -> None:
+    def __init__(self, context: BlockingStore.Context) -> None:
         """Raises ConfigError: ``path`` is something else than a folder, or others can write to it."""
         options: FolderOptions = context.options
         self.num_threads = options.threads

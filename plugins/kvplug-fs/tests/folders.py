@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvplug.transport import Credentials, StoreContext
+from kvplug.transport import Credentials, Store
 from kvplug_fs.folder import Folder, cost_of
 from kvplug_fs.options import FolderOptions
 from kvplug_fs.store import FolderStore
@@ -27,7 +27,7 @@ def page_of(name: object, nbytes: int = 10_000) -> list[memoryview]:
 def open_store(path: Path | str, **options: Any) -> FolderStore:
     """A blocking store over the folder."""
     given = FolderOptions(path=str(path), **options)
-    return FolderStore(StoreContext(options=given, credentials=Credentials()))
+    return FolderStore(Store.Context(options=given, credentials=Credentials()))
 
 
 def read(store: FolderStore, name: object) -> bytes | None:

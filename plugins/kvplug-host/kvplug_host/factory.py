@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Store, StoreContext
+from kvplug.transport import Store
 
 
-def make_store(context: StoreContext) -> Store:
+def make_store(context: Store.Context) -> Store:
     """The store that a config names: in this process, or the one at the option ``contact``."""
     options = context.options
     if options is not None and options.contact:
@@ -17,7 +17,7 @@ def make_store(context: StoreContext) -> Store:
     return HostStore(context)
 
 
-def make_client(context: StoreContext, link: Store.Link) -> Store:
+def make_client(context: Store.Context, link: Store.Link) -> Store:
     """This process's end of the store that the peer at the other end of the link serves."""
     from kvplug_host.client.client import HostClient
 

@@ -22,7 +22,6 @@ from kvplug.transport import (
     PutReason,
     Series,
     Store,
-    StoreContext,
     Timeout,
     Usage,
     close_after_fork,
@@ -51,7 +50,7 @@ class HostStore(Store):
     turns. Processes of this user on this host read the memory themselves; see :meth:`serve`.
     """
 
-    def __init__(self, context: StoreContext) -> None:
+    def __init__(self, context: Store.Context) -> None:
         """Raises CapacityError: there are not enough addresses for its memory."""
         options: HostOptions = context.options if context.options is not None else HostOptions()
         # No proof: pages come only from processes that have proved themselves.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplug.engine import CommandSpec, ConnectorSpec
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -19,7 +19,7 @@ def kvplug_transports() -> list[TransportSpec]:
             # It moves nothing between hosts or devices itself: it has the reach of the pipes it is given. An
             # entry is copied once on its way in, and found in some tens of microseconds.
             capabilities=Capabilities(
-                devices={"cpu"}, cross_host=True, cost=Cost(latency_us=50.0, gb_per_s=2.0)
+                devices={"cpu"}, cross_host=True, cost=Capabilities.Cost(latency_us=50.0, gb_per_s=2.0)
             ),
             summary="KV entries in this process's memory, found by exact token prefixes",
         )

@@ -11,7 +11,7 @@ import torch
 
 from kvplug import CapacityError, Registry, TimeoutError, UnsupportedError
 from kvplug.config.options import check_options
-from kvplug.transport import LookupContext
+from kvplug.transport import LookupEndpoint
 from kvplug.transport.spec import Kind
 from kvplug_testing import check_plugin
 from kvplug_testing.waits import until
@@ -34,7 +34,7 @@ def made(joined):
 
     def make(buffer_size=1 << 20, **options):
         given = check_options(spec.load_options(), options)
-        store = spec.load_factory()(LookupContext(options=given, buffer_size=buffer_size)).hold()
+        store = spec.load_factory()(LookupEndpoint.Context(options=given, buffer_size=buffer_size)).hold()
         joined.callback(store.abort)
         return store
 

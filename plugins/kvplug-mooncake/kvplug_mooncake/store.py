@@ -17,7 +17,6 @@ from kvplug.transport import (
     InsecureAddressError,
     MissReason,
     PageError,
-    StoreContext,
     close_after_fork,
 )
 from kvplug_mooncake.landing import LateError
@@ -50,7 +49,7 @@ class MooncakeStore(BlockingStore):
 
     is_shared = True
 
-    def __init__(self, context: StoreContext) -> None:
+    def __init__(self, context: BlockingStore.Context) -> None:
         """Starts the client process, and does not wait for it.
 
         Raises:
@@ -181,7 +180,7 @@ class MooncakeStore(BlockingStore):
         self._is_closed = True
 
 
-def _setup_of(context: StoreContext, options: MooncakeOptions) -> Setup:
+def _setup_of(context: BlockingStore.Context, options: MooncakeOptions) -> Setup:
     host = "127.0.0.1" if context.host.startswith("unix:") else context.host
     is_exposed = not (
         Address(host).is_loopback and Address(options.master.rpartition(":")[0].strip("[]")).is_loopback

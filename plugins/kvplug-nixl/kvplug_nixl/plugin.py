@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, StoreSpec, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -39,7 +39,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 receive_into=True,
                 full_duplex=True,
                 max_dims=64,
-                cost=Cost(latency_us=250.0, gb_per_s=5.0),
+                cost=Capabilities.Cost(latency_us=250.0, gb_per_s=5.0),
             ),
         )
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvplug.transport import Credentials, PipeContext
+from kvplug.transport import Credentials, PipeEndpoint
 from kvplug_nixl.agent import Agent
 from kvplug_nixl.pipe.endpoint import NixlEndpoint
 from kvplug_nixl.pipe.options import NixlPipeOptions
@@ -27,7 +27,9 @@ PATIENCE_S = 30.0
 def endpoint(**options: Any) -> NixlEndpoint:
     given = {"expected_gb_per_s": 0.0, **options}
     return NixlEndpoint(
-        PipeContext(options=NixlPipeOptions(**given), credentials=Credentials(), timeout_s=PATIENCE_S)
+        PipeEndpoint.Context(
+            options=NixlPipeOptions(**given), credentials=Credentials(), timeout_s=PATIENCE_S
+        )
     )
 
 

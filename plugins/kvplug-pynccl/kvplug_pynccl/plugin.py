@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
@@ -25,7 +25,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 receive_into=True,
                 full_duplex=True,
                 max_dims=64,
-                cost=Cost(latency_us=200.0, gb_per_s=20.0),
+                cost=Capabilities.Cost(latency_us=200.0, gb_per_s=20.0),
             ),
         ),
         TransportSpec(
@@ -39,7 +39,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 devices={"cuda"},
                 cross_host=True,
                 authenticated=False,  # NCCL's connections; the side channels are
-                cost=Cost(latency_us=50.0, gb_per_s=20.0),
+                cost=Capabilities.Cost(latency_us=50.0, gb_per_s=20.0),
             ),
         ),
     ]

@@ -25,7 +25,7 @@ from kvplug import (
     TimeoutError,
     TransportError,
 )
-from kvplug.transport import Blocks, Credentials, Deadline, PeerIdentity, Pipe, PipeContext
+from kvplug.transport import Blocks, Credentials, Deadline, PeerIdentity, Pipe, PipeEndpoint
 from kvplug_lab.gpu import fake
 from kvplug_testing import pairs, peers
 from kvplug_testing.comparison import assert_filled, assert_same
@@ -267,7 +267,7 @@ class PipesOverAFake:
             refused.append(("cuda", "needs a GPU"))
         for device, words in refused:
             with pytest.raises(ConfigError, match=words):
-                self.factory(PipeContext(options=None, credentials=Credentials(), device=device))
+                self.factory(PipeEndpoint.Context(options=None, credentials=Credentials(), device=device))
         for name, value in {"is_available": True, "current_device": 1, "device_count": 2}.items():
             monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
         assert [self.gpu(name, fake_path).name for name in ("cuda", "cuda:0")] == ["cuda:1", "cuda:0"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import device_pipes
-from kvplug.transport import Credentials, PipeContext
+from kvplug.transport import Credentials, PipeEndpoint
 from kvplug_lab.gpu import fake
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.options import PyncclPipeOptions
@@ -21,7 +21,7 @@ def endpoint(
     path: str, *, heartbeat_timeout_s: float = 10.0, device: Any = None, **options: Any
 ) -> PyncclEndpoint:
     return PyncclEndpoint(
-        PipeContext(
+        PipeEndpoint.Context(
             options=PyncclPipeOptions(library=path, **options),
             credentials=Credentials(),
             timeout_s=PATIENCE_S,

@@ -11,7 +11,7 @@ import torch
 
 from communicator_ranks import at_all, groups, ranks
 from kvplug import StatelessGroup
-from kvplug.transport import CommunicatorContext, Credentials
+from kvplug.transport import Credentials, DeviceCommunicator
 from kvplug_lab.gpu.fake import Controls
 from kvplug_lab.gpu.pynccl import HostCommunicator, HostDevice
 from kvplug_pynccl.communicator import communicator
@@ -24,8 +24,8 @@ PATIENCE_S = 60.0
 
 def context_of(
     group: StatelessGroup, path: str, timeout_s: float = PATIENCE_S, **options: Any
-) -> CommunicatorContext:
-    return CommunicatorContext(
+) -> DeviceCommunicator.Context:
+    return DeviceCommunicator.Context(
         options=PyncclCommunicatorOptions(**{"library": path, **options}),
         credentials=Credentials(),
         group=group,

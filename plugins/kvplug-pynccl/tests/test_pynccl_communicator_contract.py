@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.transport import CommunicatorContext, DeviceCommunicator
+from kvplug.transport import DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 from kvplug_testing import DeviceCommunicatorContract
 
@@ -24,7 +24,7 @@ class TestPyncclCommunicator(DeviceCommunicatorContract):
     def _over_the_fake(cls, fake_path: str) -> None:
         cls.options = {**cls.options, "library": fake_path}
 
-    def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
+    def make_communicator(self, context: DeviceCommunicator.Context) -> DeviceCommunicator:
         from kvplug_lab.gpu.pynccl import HostCommunicator, HostDevice
 
         return HostCommunicator(context, HostDevice(context.options.library))

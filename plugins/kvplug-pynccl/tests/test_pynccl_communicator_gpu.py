@@ -15,7 +15,7 @@ import pytest
 
 from device_pipes import keep_gpu_busy
 from kvplug import KvplugError, StatelessGroup, UnsupportedError
-from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator
+from kvplug.transport import Credentials, DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 from kvplug_testing import DeviceCommunicatorContract, peers
 
@@ -43,7 +43,7 @@ class TestPyncclCommunicatorOnGpus(DeviceCommunicatorContract):
     device = "cuda:0"
     timeout_s = PATIENCE_S
 
-    def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
+    def make_communicator(self, context: DeviceCommunicator.Context) -> DeviceCommunicator:
         if context.group.world_size > 1:
             take_gpu(context.group.rank, GPUS)
 
@@ -73,7 +73,7 @@ def in_group(
     else:
         address = parent.recv()
     with StatelessGroup.create(address, rank=rank, world_size=world_size, timeout=PATIENCE_S) as group:
-        context = CommunicatorContext(
+        context = DeviceCommunicator.Context(
             options=PyncclCommunicatorOptions(**options),
             credentials=Credentials(),
             group=group,

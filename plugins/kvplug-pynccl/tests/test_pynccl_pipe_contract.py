@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.transport import PipeContext, PipeEndpoint
+from kvplug.transport import PipeEndpoint
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_testing import PipeContract
 
@@ -27,7 +27,7 @@ class TestPyncclPipe(PipeContract):
     def _over_the_fake(cls, fake_path: str) -> None:
         cls.options = {**cls.options, "library": fake_path}
 
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+    def make_endpoint(self, context: PipeEndpoint.Context) -> PipeEndpoint:
         from kvplug_lab.gpu.pynccl import HostDevice
         from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 

@@ -9,7 +9,7 @@ import pytest
 
 from device_pipes import PipesOnAGpu
 from kvplug import PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import Credentials, Pipe, PipeContext
+from kvplug.transport import Credentials, Pipe, PipeEndpoint
 from kvplug_testing import peers
 from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.pipe.content import dtypes, tensor_of
@@ -33,7 +33,7 @@ def endpoint(device: str, **options: Any) -> Any:
     from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 
     return PyncclEndpoint(
-        PipeContext(
+        PipeEndpoint.Context(
             options=PyncclPipeOptions(**options),
             credentials=Credentials(),
             device=device,

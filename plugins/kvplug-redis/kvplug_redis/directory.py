@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 
 from kvplug import ConfigError
-from kvplug.transport import Directory, DirectoryContext
+from kvplug.transport import Directory
 from kvplug_redis.connection import Client, told
 from kvplug_redis.options import RedisOptions
 
@@ -19,7 +19,7 @@ _URL: Final = re.compile(r"redis://(?:(?P<servers>[^/?#@]+)(?:/(?P<db>[0-9]{1,6}
 class RedisDirectory(Directory):
     """Announcements in Redis or Valkey, in the databases of the store of that name or in another one."""
 
-    def __init__(self, context: DirectoryContext) -> None:
+    def __init__(self, context: Directory.Context) -> None:
         """Raises ConfigError: the URL or the options are wrong, or a file cannot be used."""
         options = _with_servers(context.options, context.url)
         self._client = Client(

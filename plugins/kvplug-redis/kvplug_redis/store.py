@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvplug import CapacityError
-from kvplug.transport import BlockingStore, PageError, PageSeal, StoreContext, Usage, WireError
+from kvplug.transport import BlockingStore, PageError, PageSeal, Usage, WireError
 from kvplug_redis.budget import Budget, drop_manifest
 from kvplug_redis.connection import Client, NoRoomError, told
 from kvplug_redis.landing import LANDED, LongReplyError, landing
@@ -36,7 +36,7 @@ class RedisStore(BlockingStore):
 
     is_shared = True
 
-    def __init__(self, context: StoreContext) -> None:
+    def __init__(self, context: BlockingStore.Context) -> None:
         """Raises ConfigError: the options are wrong, or a file cannot be used."""
         options: RedisOptions = context.options
         self.location = ", ".join(options.address)

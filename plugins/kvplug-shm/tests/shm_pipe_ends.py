@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug.transport import Connection, Credentials, Deadline, PipeContext, Segment, Watch
+from kvplug.transport import Connection, Credentials, Deadline, PipeEndpoint, Segment, Watch
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
@@ -27,7 +27,7 @@ PATIENCE_S = 30.0
 
 def endpoint(*, heartbeat_timeout_s: float = 10.0, device: str = "cpu", **options: Any) -> ShmEndpoint:
     return ShmEndpoint(
-        PipeContext(
+        PipeEndpoint.Context(
             options=ShmPipeOptions(**options),
             credentials=Credentials(),
             timeout_s=PATIENCE_S,

@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import KvplugError
 from kvplug.net.trust.credentials import Secret
-from kvplug.transport import Connection, Credentials, Deadline, QueueContext, QueueHandle
+from kvplug.transport import Connection, Credentials, Deadline, QueueEndpoint, QueueHandle
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
@@ -38,7 +38,7 @@ def endpoint(*, options: dict[str, Any] | None = None, **context: Any) -> ShmQue
     }
     if context.get("local_reader_ranks") == ():  # all are on the network
         usual |= {"host": "127.0.0.1", "credentials": SECRET}
-    return ShmQueueEndpoint(QueueContext(**{**usual, **context}))
+    return ShmQueueEndpoint(QueueEndpoint.Context(**{**usual, **context}))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from kvplug.kit import Kind
-from kvplug.transport import Pipe, PipeContext, Timeout
+from kvplug.transport import Pipe, PipeEndpoint, Timeout
 from kvplug_testing import reporting
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import Contract
@@ -120,7 +120,7 @@ def check_connector(name: str, **settings: Any) -> Scorecard:
 class _Pairs(MemoryEndpoint):
     """An endpoint whose connected pipes a function makes, two at a time."""
 
-    def __init__(self, context: PipeContext, make_pair: Maker) -> None:
+    def __init__(self, context: PipeEndpoint.Context, make_pair: Maker) -> None:
         super().__init__(context)
         self._make_pair = make_pair
 

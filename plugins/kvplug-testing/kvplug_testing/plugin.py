@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from kvplug.engine import CommandSpec
-from kvplug.transport import Capabilities, Cost, StoreSpec, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 
-_FAST, _SLOW = Cost(latency_us=10.0, gb_per_s=5.0), Cost(latency_us=100.0, gb_per_s=2.0)
+_FAST, _SLOW = (
+    Capabilities.Cost(latency_us=10.0, gb_per_s=5.0),
+    Capabilities.Cost(latency_us=100.0, gb_per_s=2.0),
+)
 _TRANSPORTS = (
     ("pipe", "pipe:MemoryEndpoint", _FAST, "both ends in one process"),
     ("communicator", "communicator:MemoryCommunicator", _SLOW, "the ranks' tensors go through a group"),

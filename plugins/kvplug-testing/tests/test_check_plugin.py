@@ -14,7 +14,7 @@ from kvplug_testing.laws import LAWS
 
 PLUGIN = """\
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.transport import Capabilities, Cost, StoreSpec, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, StoreSpec, TransportSpec, hookimpl
 KVPLUG_API = (1, 0)
 
 @hookimpl
@@ -22,7 +22,7 @@ def kvplug_transports():
     return [TransportSpec(
         kind="pipe", name="smoke", factory="kvplug_subject.heavy:Endpoint", summary="Tensors as smoke",
         options="kvplug_subject.light:Options", probe="kvplug_subject.light:describe",
-        capabilities=Capabilities(devices={"cpu"}, cost=Cost(latency_us=1e6, gb_per_s=1e-6)),
+        capabilities=Capabilities(devices={"cpu"}, cost=Capabilities.Cost(latency_us=1e6, gb_per_s=1e-6)),
     )]
 
 @hookimpl

@@ -21,7 +21,6 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
     Pipe,
-    PipeContext,
     PipeEndpoint,
     PipeListener,
     Timeout,
@@ -173,7 +172,7 @@ class FaultyOptions:
     rules: tuple[str, ...] = option(help="What is injected, such as 'flip message=1'.")
 
 
-def faulty(context: PipeContext) -> PipeEndpoint:
+def faulty(context: PipeEndpoint.Context) -> PipeEndpoint:
     """The factory of the spec."""
     assert context.make_inner is not None
     return FaultyEndpoint(context.make_inner(), [Rule.parsed(text) for text in context.options.rules])

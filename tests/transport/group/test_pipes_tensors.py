@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvplug.errors import KvplugError, TimeoutError, TransportError  # noqa: E402 - after the skip
-from kvplug.transport import Credentials, PipeContext  # noqa: E402
+from kvplug.transport import Credentials, PipeEndpoint  # noqa: E402
 from kvplug.transport.group.group import StatelessGroup  # noqa: E402
 from kvplug.transport.group.mesh import connect_ranks  # noqa: E402
 from kvplug_testing.groups import local_groups  # noqa: E402
@@ -20,7 +20,7 @@ from kvplug_testing.memory.pipe import MemoryEndpoint  # noqa: E402
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
 
-CONTEXT = PipeContext(options=MemoryPipeOptions(), credentials=Credentials())
+CONTEXT = PipeEndpoint.Context(options=MemoryPipeOptions(), credentials=Credentials())
 
 
 class DeafEndpoint(MemoryEndpoint):

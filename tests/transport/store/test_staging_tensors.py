@@ -16,7 +16,7 @@ from kvplug.transport.store.results import MissReason
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
 from kvplug.transport.store.staging.staging import Staging
-from kvplug.transport.store.store import Store, StoreContext
+from kvplug.transport.store.store import Store
 from kvplug_testing import peers, simulated, waits
 from kvplug_testing.contract.store.devices import Cache
 from kvplug_testing.contract.store.pages import Batch, batch, kv_format
@@ -46,7 +46,7 @@ def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
 @pytest.fixture
 def staged() -> Iterator[tuple[Store, Batch, Cache]]:
     """A store that has six pages, and a cache for them."""
-    with MemoryStore(StoreContext(options=None, credentials=Credentials())) as store:
+    with MemoryStore(Store.Context(options=None, credentials=Credentials())) as store:
         store.staging = Staging(store)
         pages = batch(6, kv_format(3), seal=PageSeal())
         assert not any(store.submit_put(pages.filled()).wait(waits.patience_s))
@@ -136,7 +136,7 @@ def stage_on_a_gpu(parent: peers.Parent, kernels: int) -> None:
     product = torch.empty_like(large)
     pages = batch(6, kv_format(3), seal=PageSeal())
     cache = Cache(pages, "cuda:0")
-    with MemoryStore(StoreContext(options=None, credentials=Credentials())) as store:
+    with MemoryStore(Store.Context(options=None, credentials=Credentials())) as store:
         store.staging = Staging(store)
         for _ in range(5):
             keep_busy(kernels)

@@ -18,7 +18,7 @@ from kvplug.transport import (
     ExclusiveUse,
     ExitGuard,
     MessageQueue,
-    QueueContext,
+    QueueEndpoint,
     Timeout,
     Wait,
     Watch,
@@ -42,7 +42,7 @@ def watch_process(connection: Connection, hang_up: Callable[[], None]) -> Watch 
 class End(MessageQueue):
     """An end. Its descriptors are closed when no thread uses them any more."""
 
-    def __init__(self, context: QueueContext, rank: int | None) -> None:
+    def __init__(self, context: QueueEndpoint.Context, rank: int | None) -> None:
         self._context = context
         self._rank = rank
         self._closed = False

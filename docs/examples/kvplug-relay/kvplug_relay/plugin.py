@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 """The plugin API this was written for. Read without importing anything, so it must be a literal."""
@@ -20,7 +20,9 @@ def kvplug_transports() -> list[TransportSpec]:
             capabilities=Capabilities(
                 devices={"cpu"},
                 cross_host=False,
-                cost=Cost(latency_us=200.0, gb_per_s=0.5),  # "auto" compares it: state what you measured
+                cost=Capabilities.Cost(
+                    latency_us=200.0, gb_per_s=0.5
+                ),  # "auto" compares it: state what you measured
             ),
         )
     ]

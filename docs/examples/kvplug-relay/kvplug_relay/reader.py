@@ -26,7 +26,7 @@ from kvplug.transport import (
     Connection,
     Deadline,
     NamedExhaustion,
-    QueueContext,
+    QueueEndpoint,
     QueueHandle,
     Timeout,
     Wait,
@@ -46,7 +46,9 @@ _WHOLE_S = 5.0
 class Reader(End):
     """The end of one rank. No call of its needs a thread: messages wait on the socket."""
 
-    def __init__(self, context: QueueContext, handle: QueueHandle, rank: int, connection: Connection) -> None:
+    def __init__(
+        self, context: QueueEndpoint.Context, handle: QueueHandle, rank: int, connection: Connection
+    ) -> None:
         self._handle = handle
         self._connection = connection
         self._arrived: deque[tuple[Kind, int, int]] = deque()  # kind, bytes, descriptor

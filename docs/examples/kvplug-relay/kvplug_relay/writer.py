@@ -24,7 +24,7 @@ from kvplug.transport import (
     Connection,
     Deadline,
     Listener,
-    QueueContext,
+    QueueEndpoint,
     QueueHandle,
     Timeout,
     Wait,
@@ -63,7 +63,7 @@ class Attached:
 class Writer(End):
     """The end of the writer. It looks after its readers in its calls; a thread only admits them."""
 
-    def __init__(self, context: QueueContext, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, context: QueueEndpoint.Context, name: str, ranks: Sequence[int]) -> None:
         self._name = name
         self._readers = {rank: Attached(rank) for rank in ranks}
         self._sent = 0

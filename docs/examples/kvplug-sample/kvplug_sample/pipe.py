@@ -27,7 +27,7 @@ from kvplug.transport import (
     MessageLimit,
     PartialMessage,
     Pipe,
-    PipeContext,
+    PipeEndpoint,
     SendWindow,
     Timeout,
     Transfer,
@@ -62,7 +62,7 @@ class SampleEndpoint(DuplexEndpoint):
 
 
 class SamplePipe(DuplexPipe):
-    def __init__(self, connection: Connection, context: PipeContext) -> None:
+    def __init__(self, connection: Connection, context: PipeEndpoint.Context) -> None:
         super().__init__(connection.describe, context.timeout_s, MessageLimit(context.max_message_bytes))
         self._sock = connection.sock
         self._sock.settimeout(None)

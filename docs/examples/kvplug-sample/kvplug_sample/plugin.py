@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvplug.transport import Capabilities, Cost, TransportSpec, hookimpl
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
 """The plugin API this was written for. Read without importing anything, so it must be a literal."""
@@ -26,7 +26,7 @@ def kvplug_transports() -> list[TransportSpec]:
                 devices={"cpu"},
                 cross_host=False,
                 receive_into=True,
-                cost=Cost(latency_us=100.0, gb_per_s=claimed),
+                cost=Capabilities.Cost(latency_us=100.0, gb_per_s=claimed),
             ),
         )
     ]

@@ -14,7 +14,7 @@ from kvplug_sample.pipe import SampleContact, SampleEndpoint
 
 
 def endpoint():
-    context = kvplug.transport.PipeContext(
+    context = kvplug.transport.PipeEndpoint.Context(
         options=SampleOptions(), credentials=kvplug.transport.Credentials(), timeout_s=20.0
     )
     return SampleEndpoint(context)

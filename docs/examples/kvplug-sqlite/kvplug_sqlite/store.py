@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvplug import CapacityError, ConfigError
-from kvplug.transport import BlockingStore, PageSeal, StoreContext, Usage
+from kvplug.transport import BlockingStore, PageSeal, Usage
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -29,7 +29,7 @@ _BLOCK = 4096  # what the database reads and writes at once
 class SqliteStore(BlockingStore):
     """Pages as rows of one table. The database makes each write whole or nothing, and first puts first."""
 
-    def __init__(self, context: StoreContext) -> None:
+    def __init__(self, context: BlockingStore.Context) -> None:
         os.makedirs(context.options.path, mode=0o700, exist_ok=True)
         folder = os.stat(context.options.path)
         if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:

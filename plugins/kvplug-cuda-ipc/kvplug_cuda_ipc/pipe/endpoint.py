@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeContext
+from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeEndpoint
 from kvplug_cuda_ipc.device import CudaDevice, Device
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe import join
@@ -17,7 +17,7 @@ class CudaIpcEndpoint(DuplexEndpoint):
     PURPOSE = join.PURPOSE
     JOIN_TIMEOUT_S = 20.0  # CUDA starts slowly
 
-    def __init__(self, context: PipeContext, device: Device | None = None) -> None:
+    def __init__(self, context: PipeEndpoint.Context, device: Device | None = None) -> None:
         """``device``: for tests, instead of the GPU that the context names.
 
         Raises:

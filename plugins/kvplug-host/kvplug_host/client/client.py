@@ -33,7 +33,6 @@ from kvplug.transport import (
     PutReason,
     Series,
     Store,
-    StoreContext,
     Timeout,
     Usage,
     close_after_fork,
@@ -64,7 +63,7 @@ class HostClient(Store):
 
     def __init__(
         self,
-        context: StoreContext,
+        context: Store.Context,
         link: Store.Link,
         *,
         deadline: Deadline | None = None,
@@ -109,7 +108,7 @@ class HostClient(Store):
         state = ", closed" if self._is_closed else ", gone" if self._is_gone else ""
         return f"<store 'host' of {self._link.channel.peer}{state}>"
 
-    def _begin(self, context: StoreContext, options: HostOptions, deadline: Deadline) -> None:
+    def _begin(self, context: Store.Context, options: HostOptions, deadline: Deadline) -> None:
         hello = self._link.channel.recv(timeout=deadline.remaining())
         protocol.check_hello(hello, self._link.channel.peer)
         self.epoch = protocol.field(hello, "epoch", str)

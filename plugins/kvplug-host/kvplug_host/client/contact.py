@@ -24,7 +24,6 @@ from kvplug.transport import (
     PutReason,
     Series,
     Store,
-    StoreContext,
     Timeout,
     Usage,
     close_after_fork,
@@ -47,7 +46,7 @@ Listener = Callable[[PageEvent], None]
 class ContactStore(Store):
     """Requests go to the program while it is there; while it is gone they are misses, at once."""
 
-    def __init__(self, context: StoreContext, address: str) -> None:
+    def __init__(self, context: Store.Context, address: str) -> None:
         """Waits a moment for the program. If it is not there, it is tried again later.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvplug.transport import Address, Store, StoreContext
+from kvplug.transport import Address, Store
 from kvplug_host.options import HostOptions
 from kvplug_host.pages.pages import Pages
 from kvplug_host.serving.memory_door import MemoryDoor, open_door
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class Server:
     """What all peers of one store share: the door for its memory, which opens for the first of them."""
 
-    def __init__(self, pages: Pages, context: StoreContext, options: HostOptions) -> None:
+    def __init__(self, pages: Pages, context: Store.Context, options: HostOptions) -> None:
         self._pages = pages
         self._context = context
         self._options = options

@@ -10,13 +10,13 @@ from kvplug_lookup.buffer.reach import ReachingEnd
 from kvplug_lookup.buffer.store import SimpleStore
 
 if TYPE_CHECKING:
-    from kvplug.transport import LookupContext, Pipe
+    from kvplug.transport import LookupEndpoint, Pipe
 
 
 class SimpleEndpoint(LookupEndpoint):
     """Makes either end from what the config says."""
 
-    def __init__(self, context: LookupContext) -> None:
+    def __init__(self, context: LookupEndpoint.Context) -> None:
         self._context = context
         self._options: SimpleOptions = context.options or SimpleOptions()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from kvplug.transport import Address, Connection, Deadline, DuplexEndpoint, Pipe, PipeContext
+from kvplug.transport import Address, Connection, Deadline, DuplexEndpoint, Pipe, PipeEndpoint
 from kvplug_nixl.pipe import join
 from kvplug_nixl.pipe.contact import NixlContact
 from kvplug_nixl.pipe.options import NixlPipeOptions
@@ -19,7 +19,7 @@ class NixlEndpoint(DuplexEndpoint):
     PURPOSE = join.PURPOSE
     JOIN_TIMEOUT_S = 20.0  # the first agent of a process loads UCX
 
-    def __init__(self, context: PipeContext) -> None:
+    def __init__(self, context: PipeEndpoint.Context) -> None:
         super().__init__(context)
         self._options: NixlPipeOptions = context.options if context.options is not None else NixlPipeOptions()
         host = context.host

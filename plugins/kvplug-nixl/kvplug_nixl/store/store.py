@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplug import ConfigError
-from kvplug.transport import BlockingStore, StoreContext
+from kvplug.transport import BlockingStore
 from kvplug_nixl.library import nixl
 from kvplug_nixl.probe import INSTALL, has_backend
 from kvplug_nixl.store.files import FileStore
@@ -11,7 +11,7 @@ from kvplug_nixl.store.objects import ObjectStore
 from kvplug_nixl.store.options import NixlStoreOptions
 
 
-def make_store(context: StoreContext) -> BlockingStore:
+def make_store(context: BlockingStore.Context) -> BlockingStore:
     """The store that the options ask for.
 
     Raises:

@@ -11,7 +11,7 @@ import attrs
 
 from kvplug import ClosedError, KvplugError, UnsupportedError, connect_ranks
 from kvplug.net.wire import decode, encode, to_plain
-from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator, Mesh
+from kvplug.transport import Deadline, DeviceCommunicator, Mesh
 from kvplug_pynccl.communicator.bootstrap import RankHello, agree, explain_invalid_usage
 from kvplug_pynccl.communicator.inflight import Call, Inflight
 from kvplug_pynccl.communicator.memory import Part, are_contiguous
@@ -44,7 +44,7 @@ class PyncclCommunicator(DeviceCommunicator):
     sums = (DeviceCommunicator.sums - {"int16"}) | {"uint32", "uint64"}
     moves = DeviceCommunicator.moves | {"uint16", "uint32", "uint64"}
 
-    def __init__(self, context: CommunicatorContext, device: Device | None = None) -> None:
+    def __init__(self, context: DeviceCommunicator.Context, device: Device | None = None) -> None:
         """``device``: another one than the GPU that the context names, for tests.
 
         Raises:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from kvplug import UnsupportedError
 from kvplug.transport import (
     Channel,
-    CommunicatorContext,
     Connection,
     Deadline,
+    DeviceCommunicator,
     DuplexEndpoint,
     Pipe,
-    PipeContext,
+    PipeEndpoint,
     Timeout,
     Transfer,
     WireError,
@@ -81,9 +81,9 @@ class SideChannelEndpoint(DuplexEndpoint):
     CONTACT = PyncclContact
     PURPOSE = "communicator-pynccl"
 
-    def __init__(self, context: CommunicatorContext) -> None:
+    def __init__(self, context: DeviceCommunicator.Context) -> None:
         super().__init__(
-            PipeContext(
+            PipeEndpoint.Context(
                 options=None,
                 credentials=context.credentials,
                 host=context.host,

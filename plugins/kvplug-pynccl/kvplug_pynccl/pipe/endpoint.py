@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeContext
+from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeEndpoint
 from kvplug_pynccl.device import CudaDevice, Device
 from kvplug_pynccl.interface import address_for, bind_to
 from kvplug_pynccl.nccl.library import load
@@ -22,7 +22,7 @@ class PyncclEndpoint(DuplexEndpoint):
     PURPOSE = PURPOSE
     JOIN_TIMEOUT_S = 60.0  # NCCL starts slowly
 
-    def __init__(self, context: PipeContext, device: Device | None = None) -> None:
+    def __init__(self, context: PipeEndpoint.Context, device: Device | None = None) -> None:
         """``device``: another one than the GPU that the context names, for tests.
 
         Raises:

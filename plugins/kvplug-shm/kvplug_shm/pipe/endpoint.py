@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplug import ConfigError
-from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeContext
+from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeEndpoint
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.library import library
 from kvplug_shm.options import ShmPipeOptions
@@ -19,7 +19,7 @@ class ShmEndpoint(DuplexEndpoint):
     CONTACT = ShmContact
     PURPOSE = join.PURPOSE
 
-    def __init__(self, context: PipeContext) -> None:
+    def __init__(self, context: PipeEndpoint.Context) -> None:
         if context.device.partition(":")[0] != "cpu":
             raise ConfigError(f"the pipe 'shm' moves CPU tensors, and the device is {context.device!r}")
         super().__init__(context)

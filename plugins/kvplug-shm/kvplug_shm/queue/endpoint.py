@@ -18,7 +18,6 @@ from kvplug.transport import (
     Deadline,
     NamedExhaustion,
     PeerIdentity,
-    QueueContext,
     QueueEndpoint,
     QueueHandle,
     Timeout,
@@ -48,7 +47,7 @@ class ShmQueueEndpoint(QueueEndpoint):
     not a loopback address.
     """
 
-    def __init__(self, context: QueueContext) -> None:
+    def __init__(self, context: QueueEndpoint.Context) -> None:
         super().__init__(context)
         self._options: ShmQueueOptions = context.options if context.options is not None else ShmQueueOptions()
 

@@ -12,7 +12,7 @@ from kvplug.transport import (
     Deadline,
     ExitGuard,
     MessageQueue,
-    QueueContext,
+    QueueEndpoint,
     QueueHandle,
     Timeout,
     Wait,
@@ -30,7 +30,7 @@ class ShmEnd(MessageQueue):
     """One end of a queue "shm"."""
 
     def __init__(
-        self, context: QueueContext, handle: QueueHandle, rank: int | None, drop: Callable[[], None]
+        self, context: QueueEndpoint.Context, handle: QueueHandle, rank: int | None, drop: Callable[[], None]
     ) -> None:
         self._context = context
         self._handle = handle

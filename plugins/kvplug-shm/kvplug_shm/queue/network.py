@@ -9,8 +9,8 @@ In the reader's process the network is a :class:`Source`, as the ring is for rea
 
 The module :mod:`kvplug_shm.queue.remote` has both, in two functions that are imported when they are needed::
 
-    serve(context: QueueContext, feed: Feed) -> NetworkHalf
-    attach(context: QueueContext, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source
+    serve(context: QueueEndpoint.Context, feed: Feed) -> NetworkHalf
+    attach(context: QueueEndpoint.Context, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvplug.transport import (
     Deadline,
     MessageLimit,
     NamedExhaustion,
-    QueueContext,
+    QueueEndpoint,
     QueueHandle,
     Timeout,
 )
@@ -34,7 +34,7 @@ class ShmReader(ShmEnd):
 
     def __init__(
         self,
-        context: QueueContext,
+        context: QueueEndpoint.Context,
         options: ShmQueueOptions,
         handle: QueueHandle,
         rank: int,

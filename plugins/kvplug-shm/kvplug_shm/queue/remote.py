@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug.transport import Deadline, QueueContext
+from kvplug.transport import Deadline, QueueEndpoint
 from kvplug_shm.queue.network import Feed, NetworkHalf, Source
 from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_reader import RemoteReader
 from kvplug_shm.queue.remote_writer import RemoteWriter
 
 
-def serve(context: QueueContext, feed: Feed) -> NetworkHalf:
+def serve(context: QueueEndpoint.Context, feed: Feed) -> NetworkHalf:
     """Listen on the context's host for remote readers.
 
     Raises:
@@ -23,7 +23,7 @@ def serve(context: QueueContext, feed: Feed) -> NetworkHalf:
     return RemoteWriter(context, feed)
 
 
-def attach(context: QueueContext, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source:
+def attach(context: QueueEndpoint.Context, data: Mapping[str, Any], rank: int, deadline: Deadline) -> Source:
     """Join the queue whose network half gave ``data``, as reader ``rank``. Raises as ``create_from_handle``.
 
     Messages larger than this end's own option ``max_message_bytes`` allows are not accepted.

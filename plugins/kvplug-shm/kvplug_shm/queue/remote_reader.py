@@ -23,7 +23,7 @@ from kvplug import (
     ResourceExhaustedError,
     TransportError,
 )
-from kvplug.transport import Deadline, PeerIdentity, QueueContext, Relay, Wait, Watch, WireError, peer_text
+from kvplug.transport import Deadline, PeerIdentity, QueueEndpoint, Relay, Wait, Watch, WireError, peer_text
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.reader_link import identity_of, observed
@@ -45,7 +45,7 @@ class RemoteReader(SocketThread):
 
     def __init__(
         self,
-        context: QueueContext,
+        context: QueueEndpoint.Context,
         contact: RemoteContact,
         rank: int,
         max_message_bytes: int,

@@ -21,7 +21,7 @@ import attrs
 import zmq
 
 from kvplug import ClosedError, PeerGoneError
-from kvplug.transport import Deadline, PeerIdentity, QueueContext, WireError
+from kvplug.transport import Deadline, PeerIdentity, QueueEndpoint, WireError
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import Feed
 from kvplug_shm.queue.reader_link import BEATS, ReaderLink, identity_of
@@ -41,7 +41,7 @@ _LOOK_S = 0.02  # what no event tells of: a dead process's last bytes, readers o
 class RemoteWriter(SocketThread):
     """Serves the remote readers of one queue."""
 
-    def __init__(self, context: QueueContext, feed: Feed) -> None:
+    def __init__(self, context: QueueEndpoint.Context, feed: Feed) -> None:
         self._feed = feed
         self._links: dict[bytes, ReaderLink] = {}  # by routing id; changed by the thread, with _moved held
         self._lock = threading.RLock()

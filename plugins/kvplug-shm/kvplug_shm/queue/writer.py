@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvplug import CapacityError, PeerGoneError
 from kvplug.net.wire import aligned, encode_out_of_band
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, NamedExhaustion, QueueContext, QueueHandle, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, NamedExhaustion, QueueEndpoint, QueueHandle, Timeout
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into
 from kvplug_shm.memory.waiting import NAP_S
@@ -42,7 +42,7 @@ class ShmWriter(ShmEnd):
 
     def __init__(
         self,
-        context: QueueContext,
+        context: QueueEndpoint.Context,
         options: ShmQueueOptions,
         handle: QueueHandle,
         *,

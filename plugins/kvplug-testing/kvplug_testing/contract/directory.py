@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import ConfigError
 from kvplug.kit import Kind
-from kvplug.transport import Directory, DirectoryContext
+from kvplug.transport import Directory
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
@@ -71,7 +71,7 @@ class DirectoryContract(Contract):
 
     def opened(self, url: str) -> Directory:
         """A new object at that URL. Override it for a directory that is not installed."""
-        context = DirectoryContext(options=self.made_options(), url=url, timeout_s=self.timeout_s)
+        context = Directory.Context(options=self.made_options(), url=url, timeout_s=self.timeout_s)
         made = self.installed("opened").load_factory()(context)
         assert isinstance(made, Directory), f"the factory made {made!r}, which is no Directory"
         return made

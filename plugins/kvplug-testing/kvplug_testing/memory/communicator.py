@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug import StatelessGroup
-from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator
+from kvplug.transport import Deadline, DeviceCommunicator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class MemoryCommunicator(DeviceCommunicator):
     """The factory of the spec. The ranks are threads or processes of one host."""
 
-    def __init__(self, context: CommunicatorContext) -> None:
+    def __init__(self, context: DeviceCommunicator.Context) -> None:
         super().__init__(context)
         listener = StatelessGroup.listen("unix:") if self.rank == 0 else None
         try:

@@ -25,7 +25,6 @@ from kvplug.transport import (
     Lifecycle,
     MessageLimit,
     Pipe,
-    PipeContext,
     PipeEndpoint,
     PipeListener,
     SendWindow,
@@ -46,7 +45,7 @@ _numbers = itertools.count(1)
 class MemoryEndpoint(PipeEndpoint):
     """The factory of the spec."""
 
-    def __init__(self, context: PipeContext) -> None:
+    def __init__(self, context: PipeEndpoint.Context) -> None:
         self._context = context
 
     def make_pipe(self) -> MemoryPipe:
@@ -144,7 +143,7 @@ class PipeMessage(NamedTuple):
 class MemoryPipe(DuplexPipe):
     """One end. Its window guards the messages that it has sent, and wakes the ends that wait for a change."""
 
-    def __init__(self, context: PipeContext) -> None:
+    def __init__(self, context: PipeEndpoint.Context) -> None:
         limit = MessageLimit(context.max_message_bytes)
         super().__init__("the other end of a pipe in this process", context.timeout_s, limit)
         self._device = context.device

@@ -19,7 +19,7 @@ from kvplug.transport import (
     PageSeal,
     Presence,
     Series,
-    StoreContext,
+    Store,
     Timeout,
     Usage,
 )
@@ -248,7 +248,7 @@ class MemoryStore(ExecutedStore):
 
     place_type: type[PagePlace] = PagePlace
 
-    def __init__(self, context: StoreContext) -> None:
+    def __init__(self, context: Store.Context) -> None:
         self._path = context.options.path if context.options is not None else ""
         with _entering:
             self.place = _places.get(self._path) or self.place_type(context.buffer_size)

@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 
 from kvplug import Registry
-from kvplug.transport import PipeContext, PipeEndpoint, TransportSpec, hookimpl
+from kvplug.transport import PipeEndpoint, TransportSpec, hookimpl
 
 
-def pynccl(context: PipeContext) -> PipeEndpoint:
+def pynccl(context: PipeEndpoint.Context) -> PipeEndpoint:
     """The factory of "pynccl"."""
     from kvplug_lab.gpu.pynccl import HostDevice
     from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
@@ -21,7 +21,7 @@ def pynccl(context: PipeContext) -> PipeEndpoint:
     return PyncclEndpoint(context, HostDevice(context.options.library))
 
 
-def cuda_ipc(context: PipeContext) -> PipeEndpoint:
+def cuda_ipc(context: PipeEndpoint.Context) -> PipeEndpoint:
     """The factory of "cuda-ipc"."""
     from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
     from kvplug_lab.gpu.cuda_ipc import HostDevice

@@ -13,7 +13,7 @@ import attrs
 
 from kvplug import StatelessGroup
 from kvplug.kit import Kind
-from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator
+from kvplug.transport import Credentials, DeviceCommunicator
 from kvplug_testing.contract.communicator.ends import CommunicatorEnds
 from kvplug_testing.contract.communicator.tensors import WORLD
 from kvplug_testing.contract.ends import Handle, Outcome, Pending
@@ -72,7 +72,7 @@ class CommunicatorSuite(General):
         {"unique_name": "ep:0", "data_parallel_size": 2, "all2all_backend": "naive"}
     )
 
-    def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
+    def make_communicator(self, context: DeviceCommunicator.Context) -> DeviceCommunicator:
         """The transport's factory, called. Override it for a transport that is not installed."""
         return self.installed("make_communicator").load_factory()(context)  # type: ignore[no-any-return]
 
@@ -81,7 +81,7 @@ class CommunicatorSuite(General):
         usual = {"device": self.device, "timeout_s": self.timeout_s, "credentials": Credentials()}
         options = self.made_options(**context.pop("options", {}))
         return self.make_communicator(
-            CommunicatorContext(options=options, group=group, **{**usual, **context})
+            DeviceCommunicator.Context(options=options, group=group, **{**usual, **context})
         )
 
     def ends(self, **context: Any) -> CommunicatorEnds:

@@ -19,11 +19,9 @@ from kvplug.transport import (
     Deadline,
     Entry,
     LookupBuffer,
-    LookupContext,
     LookupEndpoint,
     LookupStore,
     Pipe,
-    PipeContext,
     PipeEndpoint,
     Timeout,
 )
@@ -113,13 +111,13 @@ class LookupSuite(Contract):
     def makes_room(self) -> str:
         return "" if self.evicts else "inserts wait for room (evicts is not set)"
 
-    def make_endpoint(self, context: LookupContext) -> LookupEndpoint:
+    def make_endpoint(self, context: LookupEndpoint.Context) -> LookupEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
         return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
     def endpoint(self, buffer_size: int = 64 << 20, timeout_s: float | None = None) -> LookupEndpoint:
         return self.make_endpoint(
-            LookupContext(
+            LookupEndpoint.Context(
                 options=self.made_options(), buffer_size=buffer_size, timeout_s=timeout_s or self.timeout_s
             )
         )
@@ -196,7 +194,7 @@ def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any], **con
     cls = spec.load_options()
     made = None if cls is None else check_options(cls, dict(options), where=f"options.{name}")
     given = {"credentials": Credentials(), **context}
-    return spec.load_factory()(PipeContext(options=made, timeout_s=timeout_s, **given))  # type: ignore[no-any-return]
+    return spec.load_factory()(PipeEndpoint.Context(options=made, timeout_s=timeout_s, **given))  # type: ignore[no-any-return]
 
 
 # -- calls that must end in time -------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import TimeoutError
 from kvplug.kit import Kind
-from kvplug.transport import Credentials, Pipe, PipeContext, PipeEndpoint, PipeListener, Transfer
+from kvplug.transport import Credentials, Pipe, PipeEndpoint, PipeListener, Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract
@@ -43,7 +43,7 @@ class PipeSuite(Contract):
     """The context's ``device``. Empty is ``cpu`` where the transport claims it, else the first by name that
     it claims. A tensor of each claimed device is sent whatever this says; all others are CPU tensors."""
 
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+    def make_endpoint(self, context: PipeEndpoint.Context) -> PipeEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
         return self.installed("make_endpoint").load_factory()(self.around_another(context))  # type: ignore[no-any-return]
 
@@ -54,7 +54,7 @@ class PipeSuite(Contract):
         from the suite's.
         """
         limited = {} if limit is None or not self.limit_option else {self.limit_option: limit}
-        usual = PipeContext(
+        usual = PipeEndpoint.Context(
             options=self.made_options(**limited),
             credentials=Credentials(),
             device=self.device or next(iter(self.devices), "cpu"),

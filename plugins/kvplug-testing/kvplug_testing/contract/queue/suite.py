@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import TimeoutError
 from kvplug.kit import Kind
-from kvplug.transport import Credentials, MessageQueue, QueueContext, QueueEndpoint, QueueHandle
+from kvplug.transport import Credentials, MessageQueue, QueueEndpoint, QueueHandle
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract
@@ -32,21 +32,22 @@ class QueueSuite(Contract):
     most_bytes: ClassVar[int] = 64 * MIB
     """The largest value that is tried, in bytes. Lower it for a queue that carries less."""
 
-    def make_endpoint(self, context: QueueContext) -> QueueEndpoint:
+    def make_endpoint(self, context: QueueEndpoint.Context) -> QueueEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
         return self.installed("make_endpoint").load_factory()(self.around_another(context))  # type: ignore[no-any-return]
 
     # -- ends in this process ------------------------------------------------------------------
 
     def endpoint(self, **context: Any) -> QueueEndpoint:
-        """``context``: fields of the :class:`QueueContext` that differ from this suite's defaults."""
+        """``context``: fields of the :class:`QueueEndpoint.Context` that differ from this suite's
+        defaults."""
         usual = {
             "credentials": Credentials(),
             "max_chunk_bytes": CHUNK,
             "max_chunks": CHUNKS,
             "timeout_s": self.timeout_s,
         }
-        return self.make_endpoint(QueueContext(options=self.made_options(), **{**usual, **context}))
+        return self.make_endpoint(QueueEndpoint.Context(options=self.made_options(), **{**usual, **context}))
 
     def writer(self, n_reader: int = 1, **context: Any) -> MessageQueue:
         """The writer's end of a new queue."""

@@ -28,7 +28,7 @@ from kvplug.kit import (
     StoreServer,
     option_fields,
 )
-from kvplug.transport import BlockingStore, Credentials, PageFormat, PageSeal, Store, StoreContext
+from kvplug.transport import BlockingStore, Credentials, PageFormat, PageSeal, Store
 from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
@@ -97,11 +97,11 @@ class StoreSuite(Contract):
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
 
-    def make_store(self, context: StoreContext) -> Store | BlockingStore:
+    def make_store(self, context: Store.Context) -> Store | BlockingStore:
         """The store's factory, called. Override it for a store that is not installed."""
         return self.installed("make_store").load_factory()(context)  # type: ignore[no-any-return]
 
-    def make_client(self, context: StoreContext, link: Store.Link) -> Store:
+    def make_client(self, context: Store.Context, link: Store.Link) -> Store:
         """The maker of the store's clients, called. Override it for a store that is not installed."""
         return self.installed("make_client").load_client()(context, link)  # type: ignore[no-any-return]
 
@@ -119,9 +119,9 @@ class StoreSuite(Contract):
             options[self.budget_option] = budget_bytes
         return Place(options=options, buffer_size=budget_bytes, secret=secret)
 
-    def context(self, place: Place) -> StoreContext:
+    def context(self, place: Place) -> Store.Context:
         """The argument of the factory."""
-        return StoreContext(
+        return Store.Context(
             options=self.made_options(**place.options),
             credentials=Credentials(),
             seal=place.seal,
