@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Self
 
 from kvplug.errors import KvplugError, TransportError
 from kvplug.net.exhaustion import NamedExhaustion
@@ -48,18 +49,13 @@ class Segment:
             ResourceExhaustedError: not enough memory, or no descriptor left.
             TransportError: the system makes none for another reason.
         """
-        fd = -1
-        try:
-            with NamedExhaustion(f"shared memory of {nbytes} bytes"):
-                fd = memfd.Memfd.create(f"kvplug-{name}", nbytes)
-                memfd.Memfd.seal(fd, read_only=False)
-                return cls(_mapped(fd, nbytes)), fd
-        except BaseException as e:
-            if fd >= 0:
-                os.close(fd)
-            if isinstance(e, OSError | OverflowError) and not isinstance(e, KvplugError):
-                raise TransportError(f"no shared memory of {nbytes} bytes can be made: {e}") from e
-            raise
+        with _in_words(f"shared memory of {nbytes} bytes cannot be made"), contextlib.ExitStack() as undo:
+            fd = memfd.Memfd.create(f"kvplug-{name}", nbytes)
+            undo.callback(os.close, fd)
+            memfd.Memfd.seal(fd, read_only=False)
+            made = cls(_Mapping.of(fd, nbytes))
+            undo.pop_all()
+        return made, fd
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> Segment:
@@ -70,12 +66,9 @@ class Segment:
             ResourceExhaustedError: there are not enough addresses, or no descriptor is left.
             TransportError: it cannot be mapped for another reason.
         """
-        try:
+        with _in_words(f"shared memory of {nbytes} bytes cannot be mapped"):
             memfd.Memfd.check(fd, nbytes, writable=True)
-            return cls(_mapped(fd, nbytes))
-        except OSError as e:
-            NamedExhaustion.check(e, f"mapping shared memory of {nbytes} bytes")
-            raise TransportError(f"shared memory of {nbytes} bytes cannot be mapped: {e}") from e
+            return cls(_Mapping.of(fd, nbytes))
 
     def give_back(self, at: int, nbytes: int) -> None:
         """Return the whole pages of this part to the system: zeroes that cost nothing until written to.
@@ -91,19 +84,19 @@ class Segment:
 
 class _Mapping(mmap.mmap):
     """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce. So this is
-    an anonymous mapping, which :meth:`show` replaces.
+    an anonymous mapping, which :meth:`of` replaces.
 
     In a forked child it is replaced by private memory, so that the child does not hold the parent's. Views of
     it that the child has inherited show zeros: unmapped, they would crash, or show other memory.
     """
 
-    def __new__(cls, nbytes: int) -> _Mapping:
-        return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-
-    def show(self, fd: int) -> None:
-        """Show the memory of this descriptor from now on. Raises OSError."""
-        memfd.Memfd.map(fd, self._address(), len(self), _READ_WRITE)
-        close_after_fork(self)
+    @classmethod
+    def of(cls, fd: int, nbytes: int) -> Self:
+        """Shows the memory of this descriptor. Raises OSError."""
+        made = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        memfd.Memfd.map(fd, made._address(), nbytes, _READ_WRITE)
+        close_after_fork(made)
+        return made
 
     def _address(self) -> int:
         with memoryview(self) as view:
@@ -114,7 +107,13 @@ class _Mapping(mmap.mmap):
             memfd.map_zeroes(self._address(), len(self), _READ_WRITE)
 
 
-def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    memory = _Mapping(nbytes)
-    memory.show(fd)
-    return memory
+@contextlib.contextmanager
+def _in_words(fault: str) -> Iterator[None]:
+    """Map errors of the system to kvplug's."""
+    try:
+        yield
+    except KvplugError:
+        raise
+    except (OSError, OverflowError) as e:
+        NamedExhaustion.check(e, fault)
+        raise TransportError(f"{fault}: {e}") from e

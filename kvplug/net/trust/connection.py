@@ -349,11 +349,7 @@ def _in_words(where: str) -> Iterator[None]:
 
 
 def _connect(address: Address, deadline: Deadline) -> socket.socket:
-    ends: list[tuple[int, Any]]
-    if address.is_unix:
-        ends = [(socket.AF_UNIX, address.sockaddr)]
-    else:
-        ends = [*address.resolve()]
+    ends: Any = [(socket.AF_UNIX, address.sockaddr)] if address.is_unix else address.resolve()
     error: PeerGoneError | TimeoutError | None = None
     for family, sockaddr in ends:
         try:

@@ -7,6 +7,7 @@ that was dialled. TLS encrypts; the secret is still proved, over the TLS session
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -63,26 +64,24 @@ class TlsFiles:
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # each connection has a session of its own, which the proof is bound to
         for key, path in (("tls_cert", self.cert), ("tls_key", self.key), ("tls_ca", self.ca)):
-            try:
-                with open(path, "rb"):
-                    pass
-            except OSError as e:
-                NamedExhaustion.check(e, f"reading {key} {path}")
-                raise ConfigError(f"{key} {path}: {e.strerror or e}") from e
-        try:
+            with _reading(f"{key} {path}"), open(path, "rb"):
+                pass
+        with _reading(f"tls_cert {self.cert} and tls_key {self.key}", "not a certificate and its key in PEM"):
             context.load_cert_chain(self.cert, self.key, password=_no_password)
-        except (ssl.SSLError, OSError, ValueError) as e:
-            NamedExhaustion.check(e, f"reading tls_cert {self.cert} and tls_key {self.key}")
-            raise ConfigError(
-                f"tls_cert {self.cert} and tls_key {self.key}: not a certificate and its key in PEM"
-                f" ({reason_of(e)})"
-            ) from e
-        try:
+        with _reading(f"tls_ca {self.ca}", "not a certificate in PEM"):
             context.load_verify_locations(self.ca)
-        except (ssl.SSLError, OSError) as e:
-            NamedExhaustion.check(e, f"reading tls_ca {self.ca}")
-            raise ConfigError(f"tls_ca {self.ca}: not a certificate in PEM ({reason_of(e)})") from e
         return context
+
+
+@contextlib.contextmanager
+def _reading(what: str, fault: str = "") -> Iterator[None]:
+    """Map the errors of reading ``what``; ``fault``: what is wrong if the TLS library refuses it."""
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        NamedExhaustion.check(e, f"reading {what}")
+        why = f"{fault} ({reason_of(e)})" if fault else getattr(e, "strerror", None) or e
+        raise ConfigError(f"{what}: {why}") from e
 
 
 class ListenerTls:
