@@ -32,10 +32,11 @@ from kvplug.net.trust.relay import plain_end
 from kvplug.net.trust.strangers import (
     THIS_HOST,
     THIS_USER,
-    Admission,
+    FailureRate,
     Stranger,
     check_same_user,
     origin_of,
+    to_drop,
 )
 from kvplug.net.trust.tls import ListenerTls
 
@@ -73,7 +74,10 @@ class Listener:
         self._label = label
         self._mode = credentials.mode_at(bound.address)
         self._proof_timeout_s = proof_timeout_s
-        self._admission = Admission[Stranger](max_unproven)
+        self._max_unproven = max_unproven
+        self._unproven: list[Stranger] = []
+        """Oldest first."""
+        self._failures = FailureRate()
         self._proven: collections.deque[Connection] = collections.deque()
         # Code takes the lock, not the condition: Ctrl-C inside of the condition's ``__enter__`` leaves it
         # taken.
@@ -234,15 +238,16 @@ class Listener:
     def _run(self) -> None:
         try:
             while not self._closed:
-                oldest = self._admission.oldest
-                pause = None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+                pause = None
+                if self._unproven:
+                    pause = max(0.0, self._unproven[0].deadline - time.monotonic())
                 for key, _ in self._selector.select(pause):
                     if key.fileobj is self._sock:
                         try:
                             self._take()
                         except Exception:  # out of memory, say: the listener outlives it
                             logger.exception("taking a connection at %s failed", self._contact)
-                    elif key.data is not None and key.data in self._admission:
+                    elif key.data in self._unproven:
                         self._proceed(key.data)
                 self._drop_overdue()
         except Exception:
@@ -258,7 +263,7 @@ class Listener:
         self._selector.close()
         for sock in (self._sock, self._wake_in, self._wake_out):
             sock.close()
-        for stranger in self._admission.all():
+        for stranger in self._unproven:
             stranger.sock.close()
         for connection in list(self._proven):
             connection.close()
@@ -273,8 +278,8 @@ class Listener:
             self._shortage = NamedExhaustion.of(e, f"accepting a connection at {self._contact}")
             logger.warning("%s", self._shortage or f"accept failed at {self._contact}: {e}")
             if self._shortage is not None:
-                if self._admission.oldest is not None:
-                    self._refuse(self._admission.oldest, RefusedError.for_lack(self._shortage))
+                if self._unproven:
+                    self._refuse(self._unproven[0], RefusedError.for_lack(self._shortage))
                 time.sleep(_PAUSE_S)  # connections in the backlog keep the socket readable
             return
         self._shortage = None
@@ -289,6 +294,7 @@ class Listener:
             return  # it is gone again
         stranger = Stranger(
             sock,
+            origin,
             self._challenge,
             now + self._proof_timeout_s,
             None if self._tls is None else self._tls.context,
@@ -296,14 +302,14 @@ class Listener:
         try:
             if self._mode is Mode.SAME_USER:
                 check_same_user(sock)  # another user does not even get a place
-            if origin not in (THIS_USER, THIS_HOST) and not self._admission.may_come(origin, now):
+            if origin not in (THIS_USER, THIS_HOST) and not self._failures.may_come(origin, now):
                 raise RefusedError(Refusal.BUSY, text=f"too many connections of {origin} failed")
         except RefusedError as refused:
             self._refuse(stranger, refused)
             return
-        while (crowding := self._admission.to_drop(origin)) is not None:
+        while (crowding := to_drop(self._unproven, origin, self._max_unproven)) is not None:
             self._refuse(crowding, RefusedError(Refusal.BUSY))
-        self._admission.add(stranger, origin)
+        self._unproven.append(stranger)
         self._selector.register(sock, selectors.EVENT_READ, stranger)
 
     def _challenge(self, binding: bytes) -> Exchange:
@@ -327,7 +333,7 @@ class Listener:
 
     def _proved(self, stranger: Stranger, peer: PeerIdentity) -> None:
         self._selector.unregister(stranger.sock)
-        self._admission.remove(stranger)
+        self._unproven.remove(stranger)
         sock = stranger.sock
         if isinstance(sock, ssl.SSLSocket):
             try:
@@ -349,15 +355,16 @@ class Listener:
             self._shortage = NamedExhaustion.of(refused)
         level = logging.WARNING if self._refusals[reason] == 1 else logging.DEBUG
         logger.log(level, "a connection to %s was refused: %s", self._contact, refused)
-        if stranger in self._admission:
-            self._admission.failed(self._admission.remove(stranger), time.monotonic())
+        if stranger in self._unproven:
+            self._unproven.remove(stranger)
+            self._failures.failed(stranger.origin, time.monotonic())
             self._selector.unregister(stranger.sock)
         stranger.refuse(refused)
 
     def _drop_overdue(self) -> None:
         now = time.monotonic()
-        while (oldest := self._admission.oldest) is not None and oldest.deadline <= now:
-            self._refuse(oldest, RefusedError(Refusal.SILENT))
+        while self._unproven and self._unproven[0].deadline <= now:
+            self._refuse(self._unproven[0], RefusedError(Refusal.SILENT))
 
     def _turned_away(self) -> str:
         counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(self._refusals.items()))

@@ -12,16 +12,13 @@ import os
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
 
 from kvplug.config.addresses import ip_address
 from kvplug.errors import ResourceExhaustedError
 from kvplug.net.trust.challenge import MAGIC, Exchange, Refusal, RefusedError
 from kvplug.net.trust.identity import PeerIdentity, same_user, unix_peer_uid
 from kvplug.net.trust.tls import binding_of, reason_of
-
-T = TypeVar("T", bound=Hashable)
 
 BURST = 64
 PER_SECOND = 16.0
@@ -38,7 +35,8 @@ that would shut out this user's own."""
 
 
 def origin_of(sock: socket.socket) -> str:
-    """Where a new connection comes from, as the kernel shows it: a user of this host, or another host."""
+    """Where a new connection comes from, as the kernel shows it before it has sent a byte: a user of this
+    host, or another host."""
     if sock.family == socket.AF_UNIX:
         uid = unix_peer_uid(sock)
         return THIS_USER if uid == os.geteuid() else f"user {uid} of this host"
@@ -70,11 +68,13 @@ class Stranger:
     def __init__(
         self,
         sock: socket.socket,
+        origin: str,
         challenge: Callable[[bytes], Exchange],
         deadline: float,
         tls: ssl.SSLContext | None,
     ) -> None:
         self.sock = sock
+        self.origin = origin
         self.deadline = deadline
         self._begin = challenge
         self._tls = tls
@@ -157,70 +157,34 @@ class Stranger:
         self.sock.close()
 
 
-class Admission(Generic[T]):
-    """How many unproven connections are served at once, and how many new ones of each *origin*.
+def to_drop(unproven: Sequence[Stranger], origin: str, most: int) -> Stranger | None:
+    """The connection that must go before one of ``origin`` is added to ``most`` of them, oldest first.
 
-    An origin is what the kernel shows of a connection before it has sent a byte: a user of this host, or the
-    address of another host. A flood from one origin leaves places and time for the others.
-
-    The connections are kept by origin, oldest first. For one thread; it reads no clock.
-
-    >>> admission = Admission[str](max_unproven=4)
-    >>> for name in "abc":
-    ...     admission.add(name, "a flood")
-    >>> admission.to_drop("a flood"), admission.to_drop("another origin")
-    ('a', None)
+    A flood from one origin leaves places for the others: it is the oldest of the same origin if that has
+    three quarters of the places, else the oldest of the origin that has most. ``None``: there is a place.
     """
+    count = Counter(each.origin for each in unproven)
+    if count[origin] >= max(1, most * 3 // 4):
+        crowding = origin
+    elif len(unproven) >= most:
+        crowding = count.most_common(1)[0][0]
+    else:
+        return None
+    return next(each for each in unproven if each.origin == crowding)
 
-    def __init__(self, max_unproven: int) -> None:
-        self._most = max_unproven
-        self._most_of_one = max(1, max_unproven * 3 // 4)
-        self._origins: dict[T, Hashable] = {}
-        self._count: Counter[Hashable] = Counter()
-        self._forgiven: dict[Hashable, float] = {}
+
+class FailureRate:
+    """How often connections of one origin may fail to prove themselves. For one thread; it reads no clock."""
+
+    def __init__(self) -> None:
+        self._forgiven: dict[str, float] = {}
         """By origin: when its failures count no longer."""
 
-    def __contains__(self, connection: object) -> bool:
-        return connection in self._origins
-
-    @property
-    def oldest(self) -> T | None:
-        return next(iter(self._origins), None)
-
-    def all(self) -> list[T]:
-        return list(self._origins)
-
-    def to_drop(self, origin: Hashable) -> T | None:
-        """The connection that must go before another one of ``origin`` is added; ``None``: there is a place.
-
-        The oldest of the same origin if that has three quarters of the places, else the oldest of the origin
-        that has most.
-        """
-        if self._count[origin] >= self._most_of_one:
-            crowding = origin
-        elif len(self._origins) >= self._most:
-            crowding = self._count.most_common(1)[0][0]
-        else:
-            return None
-        return next(each for each, its in self._origins.items() if its == crowding)
-
-    def add(self, connection: T, origin: Hashable) -> None:
-        self._origins[connection] = origin
-        self._count[origin] += 1
-
-    def remove(self, connection: T) -> Hashable:
-        """Returns its origin."""
-        origin = self._origins.pop(connection)
-        self._count[origin] -= 1
-        if not self._count[origin]:
-            del self._count[origin]
-        return origin
-
-    def may_come(self, origin: Hashable, now: float) -> bool:
+    def may_come(self, origin: str, now: float) -> bool:
         """Whether a new connection of ``origin`` is worth a look: not after too many that failed."""
         return self._forgiven.get(origin, now) - now <= (BURST - 1) / PER_SECOND
 
-    def failed(self, origin: Hashable, now: float) -> None:
+    def failed(self, origin: str, now: float) -> None:
         """A connection of ``origin`` did not prove itself."""
         forgiven = max(now, self._forgiven.pop(origin, now)) + 1 / PER_SECOND
         self._forgiven[origin] = min(forgiven, now + BURST / PER_SECOND)  # the last one to be forgotten
