@@ -7,7 +7,6 @@ import errno
 import fcntl
 import functools
 import os
-from collections.abc import Callable
 from typing import Final
 
 from kvplug.errors import WireError
@@ -142,18 +141,7 @@ def _place(address: int, nbytes: int, protection: int, flags: int, fd: int) -> N
         raise OSError(number, os.strerror(number))
 
 
-def _system_call() -> Callable[..., int | None]:
-    call = ctypes.CDLL(None, use_errno=True).mmap
-    call.restype = ctypes.c_void_p
-    call.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
-    return call
-
-
-_map = _system_call()
+# By item: what is named as an attribute is one object for all of the process, and so are its argtypes.
+_map = ctypes.CDLL(None, use_errno=True)["mmap"]
+_map.restype = ctypes.c_void_p
+_map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)

@@ -76,8 +76,8 @@ _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _PREFIX = struct.Struct("<BB")
 _DIMS = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_DIMS + 1))
 META_PREFIX_SIZE: Final = _PREFIX.size
-_LONGEST_META: Final = META_PREFIX_SIZE + 8 * MAX_DIMS
 """The first bytes of a meta, enough for :func:`meta_size`."""
+_LONGEST_META: Final = META_PREFIX_SIZE + 8 * MAX_DIMS
 
 
 def _check_dtype(_: Any, __: Any, dtype: str) -> None:
@@ -118,7 +118,7 @@ class TensorMeta:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return DTYPES[self.dtype][1] * math.prod(self.shape)
+        return self.itemsize * math.prod(self.shape)
 
     def mismatch(self, came: TensorMeta | None, given: str) -> TensorMismatchError:
         """The error of a receive whose memory is as this says, and does not fit the next message, which
