@@ -2,7 +2,6 @@
 
 A layout is a string of axis letters, outermost in memory first, and a size for each:
 
-    L  layers                     only where one tensor holds several
     K  the pair (key, value)      always 2
     B  blocks
     T  tokens in a block
@@ -54,7 +53,7 @@ from kvplug.transport.store.format import PageFormat, Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-LETTERS = "LKBTHD"
+LETTERS = "KBTHD"
 """Every axis there is."""
 
 
@@ -164,11 +163,6 @@ class KVLayout:
         return self.sizes["D"]
 
     @property
-    def num_layers(self) -> int | None:
-        """Layers in one tensor; ``None`` where each layer has its own."""
-        return self.sizes.get("L")
-
-    @property
     def has_values(self) -> bool:
         """Whether there are values beside the keys: not for latent attention."""
         return "K" in self.axes
@@ -269,14 +263,13 @@ class KVLayout:
 
     # -- copying -------------------------------------------------------------------------------
 
-    def views(self, cache: Tensor, *, layer: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """Keys and values of one layer as views of the cache, each [blocks, tokens, heads, head size].
+    def views(self, cache: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys and values as views of the cache, each [blocks, tokens, heads, head size].
 
-        Values are ``None`` and there is one head where the layout is latent. ``layer`` is the index on the
-        axis L, and is needed exactly where the layout has one.
+        Values are ``None`` and there is one head where the layout is latent.
 
         Raises:
-            LayoutError: the cache's shape is not the layout's, or there is no such layer.
+            LayoutError: the cache's shape is not the layout's.
         """
         self.check_shape(tuple(cache.shape))
         sizes = self.sizes
@@ -286,25 +279,13 @@ class KVLayout:
                 strides["K"], strides["D"] = stride * sizes["D"], stride
             else:
                 strides[name] = stride
-        offset = cache.storage_offset() + self._layer_offset(layer, strides)
+        offset = cache.storage_offset()
         num_blocks = cache.shape[dimensions(self.axes).index("B")]
         shape = (num_blocks, sizes["T"], sizes.get("H", 1), sizes["D"])
         stride4 = (strides["B"], strides["T"], strides.get("H", strides["D"]), strides["D"])
         key = cache.as_strided(shape, stride4, offset)
         value = cache.as_strided(shape, stride4, offset + strides["K"]) if "K" in strides else None
         return key, value
-
-    def _layer_offset(self, layer: int | None, strides: dict[str, int]) -> int:
-        num_layers = self.num_layers
-        if num_layers is None:
-            if layer is not None:
-                raise LayoutError(f"axis L: layout {self.axes!r} has none, and layer {layer} was asked for")
-            return 0
-        if layer is None:
-            raise LayoutError(f"axis L: layout {self.axes!r} holds {num_layers} layers; say which one")
-        if not 0 <= layer < num_layers:
-            raise LayoutError(f"axis L: layout {self.axes!r} holds {num_layers} layers, and none is {layer}")
-        return layer * strides["L"]
 
     def gather(
         self,
@@ -315,7 +296,6 @@ class KVLayout:
         *,
         out_key: Tensor | None = None,
         out_value: Tensor | None = None,
-        layer: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Copy the KV of tokens ``start`` to ``end`` (exclusive) of one sequence out of the cache.
 
@@ -323,7 +303,6 @@ class KVLayout:
             block_ids: the sequence's block table; its i-th block holds tokens i * block_size and on.
             out_key, out_value: memory to copy into, shape [end - start, heads, head size], of the cache's
                 dtype and device; need not be contiguous. Allocated where not given.
-            layer: where the layout has an axis L.
 
         Returns:
             ``(key, value)``, each [tokens, heads, head size]; latent attention has one head, and ``None``.
@@ -334,7 +313,7 @@ class KVLayout:
                 moved whole (``block_format``). Nothing was copied.
         """
         self.check_range(start, end)
-        key_view, value_view = self.views(cache, layer=layer)
+        key_view, value_view = self.views(cache)
         index = _block_index(block_ids, self.block_size, key_view.shape[0], start, end)
         if value_view is None and out_value is not None:
             raise LayoutError(f"layout {self.axes!r} has no values, and memory for them was given")
@@ -350,8 +329,6 @@ class KVLayout:
         start: int,
         key: Tensor,
         value: Tensor | None = None,
-        *,
-        layer: int | None = None,
     ) -> None:
         """Copy the KV of a sequence's tokens, from token ``start`` on, into the cache.
 
@@ -362,7 +339,7 @@ class KVLayout:
         Raises:
             LayoutError: as for :meth:`gather`. Nothing was copied.
         """
-        key_view, value_view = self.views(cache, layer=layer)
+        key_view, value_view = self.views(cache)
         if (value is None) != (value_view is None):
             given = "none were given" if value is None else "some were given"
             raise LayoutError(

@@ -59,8 +59,8 @@ class EngineFacts:
         for name in ("cache_layers", "tensor_parallel_size", "block_size", "world_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, and is {value}")
-        if not set(self.layout) <= set("LKBTHD") or len(set(self.layout)) != len(self.layout):
-            raise ValueError(f"layout must be some of LKBTHD, once each, and is {self.layout[:40]!a}")
+        if not set(self.layout) <= set("KBTHD") or len(set(self.layout)) != len(self.layout):
+            raise ValueError(f"layout must be some of KBTHD, once each, and is {self.layout[:40]!a}")
 
 
 @attrs.frozen(kw_only=True)

@@ -7,7 +7,7 @@ import pytest
 from kvplug.engine.layout import KVLayout
 from kvplug.errors import LayoutError
 
-SIZES = {"L": 2, "K": 2, "B": 5, "T": 4, "H": 3, "D": 6}
+SIZES = {"K": 2, "B": 5, "T": 4, "H": 3, "D": 6}
 
 
 def layout_of(axes: str) -> KVLayout:
@@ -46,8 +46,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         ("BHTKD", (5, 3, 4, 12)),  # K directly before D: keys and values are packed
         ("BKDTH", (5, 12, 4, 3)),
         ("BHTDK", (5, 3, 4, 6, 2)),
-        ("LBKTHD", (2, 5, 2, 4, 3, 6)),
-        ("LBTD", (2, 5, 4, 6)),
+        ("BTD", (5, 4, 6)),
     ],
 )
 def test_a_layout_knows_its_tensors_shape_takes_such_a_tensor(axes: str, shape: tuple[int, ...]) -> None:
@@ -57,12 +56,11 @@ def test_a_layout_knows_its_tensors_shape_takes_such_a_tensor(axes: str, shape: 
 
 
 def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no_values() -> None:
-    layout = KVLayout("LBHTKD", {"L": 30, "T": 16, "H": 3, "D": 64})
-    assert (layout.block_size, layout.num_kv_heads, layout.head_size, layout.num_layers) == (16, 3, 64, 30)
+    layout = KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})
+    assert (layout.block_size, layout.num_kv_heads, layout.head_size) == (16, 3, 64)
     assert (layout.num_blocks, layout.has_values, layout.is_packed) == (None, True, True)
     latent = KVLayout("BTD", {"T": 64, "D": 576})
     assert (latent.num_kv_heads, latent.has_values, latent.is_packed) == (1, False, False)
-    assert latent.num_layers is None
     with pytest.raises(LayoutError, match="number of blocks"):
         _ = latent.shape
 
@@ -76,7 +74,7 @@ def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no
         ("KBHD", {"H": 1, "D": 1}, "lacks T"),
         ("KBTD", {"T": 1, "D": 1}, "only one of them"),
         ("KBTHD", {"T": 1, "D": 1}, "needs the sizes of H"),
-        ("LBTD", {"T": 1, "D": 1}, "needs the sizes of L"),
+        ("LBTD", {"L": 2, "T": 1, "D": 1}, "'L'"),
         ("BTD", {"T": 1, "D": 1, "H": 1}, "'H', which is no axis"),
         ("KBTHD", {"T": 1, "H": 1, "D": 1, "K": 3}, "its size is 2, not 3"),
         ("BTD", {"T": 0, "D": 1}, "positive integer, got 0"),

@@ -60,7 +60,7 @@ def read_facts(given: Iterable[str]) -> dict[str, str | int]:
             faults.append(bad_value(key, value, "a whole number"))
         elif key == "dtype" and value not in DTYPES:
             faults.append(bad_value(key, value, f"one of {', '.join(DTYPES)}"))
-        elif key == "layout" and (not set(value) <= set("LKBTHD") or len(set(value)) != len(value)):
+        elif key == "layout" and (not set(value) <= set("KBTHD") or len(set(value)) != len(value)):
             faults.append(bad_value(key, value, "some of LKBTHD, once each"))
         else:
             found[key] = int(value) if key in _NUMBERS else value

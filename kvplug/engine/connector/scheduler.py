@@ -17,7 +17,6 @@ from kvplug.engine.connector.values import (
     WorkerOutput,
 )
 from kvplug.metrics.sinks import Sink
-from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 
 
@@ -83,11 +82,6 @@ class SchedulerConnector(abc.ABC):
         KV when it is complete, in ``wait_for_save``. Called before anything is built.
         """
         return True
-
-    @classmethod
-    def build_stats(cls, snapshot: Mapping[str, Any] | None = None) -> TransferStats:
-        """A stats object from plain data, for engines that carry stats between processes."""
-        return TransferStats.from_snapshot(snapshot) if snapshot else TransferStats()
 
     @classmethod
     def build_prom_metrics(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from kvplug.engine.connector.values import (
     CacheEvent,
     CopyBlocks,
     Plain,
 )
-from kvplug.errors import UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvplug.engine.layout import KVLayout
 
 
 class WorkerConnector(abc.ABC):
@@ -26,9 +23,8 @@ class WorkerConnector(abc.ABC):
     Law. As for the scheduler side. A block whose load failed, for whatever reason, is named by
     ``get_block_ids_with_load_errors`` no later than in the step in which its request is reported.
 
-    Callers. The engine's worker, from the thread that runs the model. At start exactly one of
-    ``register_kv_caches`` and ``register_cross_layers_kv_cache`` (the latter where the spec says
-    ``prefers_cross_layer_blocks``), ``set_host_xfer_buffer_ops`` where the engine has host buffers,
+    Callers. The engine's worker, from the thread that runs the model. At start
+    ``register_kv_caches``, ``set_host_xfer_buffer_ops`` where the engine has host buffers,
     ``get_handshake_metadata``. Each step: ``handle_preemptions`` when there are any;
     ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer that the cache config
     names ``wait_for_layer_load`` and ``save_kv_layer``, unless ``has_connector_metadata`` is false;
@@ -49,9 +45,6 @@ class WorkerConnector(abc.ABC):
     that does not end.
     """
 
-    prefer_cross_layer_blocks: ClassVar[bool] = False
-    """The engine should call ``register_cross_layers_kv_cache`` where it can, and nothing else."""
-
     def __init__(self) -> None:
         self._metadata: Plain = None
 
@@ -64,16 +57,6 @@ class WorkerConnector(abc.ABC):
         Raises:
             LayoutError, ConfigError: the tensors are not what the cache config promised.
         """
-
-    def register_cross_layers_kv_cache(self, kv_cache: Tensor, layout: KVLayout) -> None:
-        """The paged cache as one tensor with a layer axis (``L`` in ``layout``).
-
-        Raises:
-            UnsupportedError: this connector takes one tensor for each layer only.
-        """
-        raise UnsupportedError(
-            f"{type(self).__name__} does not take cross-layer blocks; call register_kv_caches"
-        )
 
     def set_host_xfer_buffer_ops(self, copy_blocks: CopyBlocks) -> None:
         """How to copy blocks between the device cache and the engine's host buffers."""

@@ -189,28 +189,6 @@ def test_the_calls_come_in_the_documented_order(rig, in_background):
     assert "handle_preemptions" in rig.table.calls
 
 
-def test_a_connector_that_prefers_one_tensor_for_all_layers_gets_it_and_nothing_else(rig):
-    given = []
-
-    def make(*args):
-        class OneTensor(kind):
-            prefer_cross_layer_blocks = True
-            register_kv_caches = None  # exactly one of the two is called
-
-            def register_cross_layers_kv_cache(self, kv_cache, layout):
-                layout.check(kv_cache)
-                given.append((kv_cache, layout))
-
-        return OneTensor(*args)
-
-    rig.engine(in_background=False)
-    kind = type(rig.table.worker)
-    engine = rig.engine(in_background=False, worker=make)
-    ((tensor, layout),) = given
-    assert layout.axes == "LKBTHD"
-    assert tensor.data_ptr() == engine.worker.pages.tensor.data_ptr()
-
-
 # -- everything at once ------------------------------------------------------------------------------
 
 

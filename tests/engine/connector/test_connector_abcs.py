@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from kvplug import UnsupportedError
 from kvplug.engine import SchedulerConnector, WorkerConnector, WorkerOutput
 
 
@@ -27,7 +24,7 @@ def test_a_connector_that_says_nothing_is_best_effort_and_wants_no_further_step(
     side.update_connector_output(WorkerOutput())
 
 
-def test_a_worker_side_that_says_nothing_has_nothing_to_report_and_takes_layers_only() -> None:
+def test_a_worker_side_that_says_nothing_has_nothing_to_report() -> None:
     side = least(WorkerConnector)
     assert not side.has_connector_metadata()
     side.bind_connector_metadata({})
@@ -35,5 +32,3 @@ def test_a_worker_side_that_says_nothing_has_nothing_to_report_and_takes_layers_
     assert (side.get_stats(), list(side.take_events()), side.build_worker_metadata()) == (None, [], None)
     side.clear_connector_metadata()
     assert not side.has_connector_metadata()
-    with pytest.raises(UnsupportedError, match="Least does not take cross-layer blocks"):
-        side.register_cross_layers_kv_cache(None, None)

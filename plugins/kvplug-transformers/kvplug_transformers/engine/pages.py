@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvplug.engine import KVCacheConfig, KVLayout
+from kvplug.engine import KVCacheConfig
 
 
 class Pages:
     """Keys and values of every layer, in blocks.
 
-    It is one tensor with a leading layer axis. A layer's tensor is a contiguous slice of it, so that a
-    connector can register the cache per layer or across layers. Reads and writes use views whose axes have
-    the same order in every layout.
+    It is one tensor with a leading layer axis; a layer's tensor is a contiguous slice of it. Reads and writes
+    use views whose axes have the same order in every layout.
     """
 
     def __init__(self, cache: KVCacheConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -33,11 +32,6 @@ class Pages:
     def by_layer(self) -> dict[str, Tensor]:
         """For ``register_kv_caches``."""
         return dict(zip(self.layer_names, self.tensor, strict=True))
-
-    @property
-    def cross_layer_layout(self) -> KVLayout:
-        """The layout of :attr:`tensor`, for ``register_cross_layers_kv_cache``."""
-        return KVLayout("L" + self.layout.axes, {"L": len(self.layer_names), **self.layout.sizes})
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write tokens into their slots. ``key``, ``value``: [num_tokens, num_kv_heads, head_size]."""

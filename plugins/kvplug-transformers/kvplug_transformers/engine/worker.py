@@ -41,11 +41,7 @@ class Worker:
         self._events: list[CacheEvent] = []
         parameter = next(model.parameters())
         self.pages = Pages(cache, parameter.dtype, parameter.device)
-        if connector is None:
-            return
-        if connector.prefer_cross_layer_blocks:  # [connector] exactly one of the two
-            connector.register_cross_layers_kv_cache(self.pages.tensor, self.pages.cross_layer_layout)
-        else:
+        if connector is not None:
             connector.register_kv_caches(self.pages.by_layer)
 
     def get_handshake_metadata(self) -> Mapping[int, Plain]:
