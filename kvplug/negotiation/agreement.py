@@ -1,4 +1,4 @@
-"""From two Hellos to one agreement, or to every reason why there is none.
+"""From two Hellos to one agreement, or to every reason against one.
 
 :func:`agree` is pure and symmetric: ``agree(a, b)`` fails if and only if ``agree(b, a)`` does, over the
 same fields, and both choose the same transport, checksum and wire version.
@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from kvplug.config.config import Role
 from kvplug.errors import HandshakeError, Reason
-from kvplug.negotiation.hello import BOTH, CONSUMER, PRODUCER, EngineFacts, Hello
+from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import AUTO, Selection, select
 from kvplug.transport.capabilities import Requirements
@@ -133,9 +134,9 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
         change = "give each engine an id of its own, or none; and do not name an engine among its own peers"
         yield _differs("engine_id", local.engine_id, remote.engine_id, change)
     role = local.engine.role
-    if kv_crosses and role == remote.engine.role and role != BOTH:
-        other = CONSUMER if role == PRODUCER else PRODUCER
-        change = f"set the role of one to {other!r}, or to {BOTH!r}"
+    if kv_crosses and role is remote.engine.role and role is not Role.BOTH:
+        other = Role.CONSUMER if role is Role.PRODUCER else Role.PRODUCER
+        change = f"set the role of one to '{other}', or to '{Role.BOTH}'"
         yield Reason("role", f"both sides are {role}s", change)
     for name in (field.name for field in attrs.fields(ModelInfo) if field.name != "name"):
         mine, yours = getattr(local.engine.model, name), getattr(remote.engine.model, name)

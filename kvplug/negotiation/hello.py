@@ -8,14 +8,13 @@ from typing import Any, Final
 
 import attrs
 
+from kvplug.config.config import Role
 from kvplug.errors import HandshakeError
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import AUTO, Offer
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import frames, from_plain, to_plain
 
-PRODUCER, CONSUMER, BOTH = "producer", "consumer", "both"
-ROLES = (PRODUCER, CONSUMER, BOTH)
 DOCTOR = "doctor"
 """The purpose of a side that only finds out what would be agreed on."""
 MAX_TEXT: Final = 1000
@@ -28,8 +27,8 @@ MAX_LIST: Final = 64
 class EngineFacts:
     """An engine's statement about its model, its KV cache and its place among the workers."""
 
-    role: str = attrs.field(converter=str)
-    """``producer``, ``consumer`` or ``both``."""
+    role: Role = attrs.field(converter=Role)
+    """What it does with KV."""
     model: ModelInfo
     """The model, as far as its KV is concerned."""
     layers: tuple[int, int] | None = None
@@ -54,8 +53,6 @@ class EngineFacts:
     """Its connector moves KV between engines that split the heads differently."""
 
     def __attrs_post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, and is {self.role[:40]!a}")
         for name in ("cache_layers", "tensor_parallel_size", "block_size", "world_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, and is {value}")

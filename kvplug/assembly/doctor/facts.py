@@ -7,9 +7,10 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from kvplug.config.config import Role
 from kvplug.config.messages import bad_value, unknown_key
 from kvplug.errors import ConfigError, Reason
-from kvplug.negotiation.hello import BOTH, EngineFacts, Hello
+from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.peer_text import peer_text
 from kvplug.net.wire.tensors import DTYPES
@@ -31,7 +32,7 @@ _NUMBERS: Final = frozenset(
     | {"tensor_parallel_size", "tensor_parallel_rank"}
 )
 _STAND_IN: Final = EngineFacts(
-    role=BOTH,
+    role=Role.BOTH,
     model=ModelInfo(num_layers=1, num_kv_heads=1, head_size=1, dtype="float32", weights="not stated"),
     layout="KBTHD",
     block_size=16,
@@ -95,7 +96,7 @@ def token_bytes(facts: Mapping[str, Any]) -> int | None:
     return int(vectors * facts["num_layers"] * heads * facts["head_size"] * itemsize) or None
 
 
-def engine_with(facts: Mapping[str, Any], role: str, like: EngineFacts | None = None) -> EngineFacts:
+def engine_with(facts: Mapping[str, Any], role: Role, like: EngineFacts | None = None) -> EngineFacts:
     """An engine with these facts; for the rest, like the other one."""
     base = like or _STAND_IN
     model = attrs.evolve(base.model, **{key: facts[key] for key in _MODEL if key in facts})

@@ -38,7 +38,7 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.registry import PluginStatus
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
-from kvplug.config.config import Config
+from kvplug.config.config import Config, Role
 from kvplug.engine.layout import PAGE_TOKENS
 from kvplug.errors import (
     AuthenticationError,
@@ -53,7 +53,7 @@ from kvplug.errors import (
 )
 from kvplug.negotiation.agreement import Agreement, agree
 from kvplug.negotiation.exchange import exchange, hello_in
-from kvplug.negotiation.hello import BOTH, DOCTOR, EngineFacts, Hello
+from kvplug.negotiation.hello import DOCTOR, EngineFacts, Hello
 from kvplug.negotiation.model import UNKNOWN_WEIGHTS
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text
@@ -129,7 +129,7 @@ class PeerExamination:
             return
         engine = None
         if remote.engine is not None:
-            role = str(self._resolved.config.role or BOTH)
+            role = self._resolved.config.role or Role.BOTH
             engine = engine_with(self._facts, role, remote.engine)
             self.findings += of_pages(self._resolved.config, engine.block_size, engine.block_format)
         local = make_hello(self._resolved, engine, True, self._device, DOCTOR)
@@ -144,8 +144,8 @@ class PeerExamination:
         if remote.engine is None and (stated := facts_from_peer(report.get("facts"))):
             theirs = stated.keys()
             reasons = (*reasons, *_differing(local, remote, self._facts, stated))
-            local = attrs.evolve(local, engine=engine_with(self._facts, BOTH))
-            remote = attrs.evolve(remote, engine=engine_with(stated, BOTH))
+            local = attrs.evolve(local, engine=engine_with(self._facts, Role.BOTH))
+            remote = attrs.evolve(remote, engine=engine_with(stated, Role.BOTH))
         if not self._own:
             self.fields = fields_of(local, remote, reasons, ours, theirs)
         self.findings += self._of_agreement(agreement, remote, reasons, ours & (theirs or ours))
@@ -276,7 +276,7 @@ def _differing(
     """Why two engines with these facts, which do not run, would refuse each other. What only one end states
     is not compared."""
     both = ours.keys() & theirs.keys()
-    mine, yours = (engine_with({key: facts[key] for key in both}, BOTH) for facts in (ours, theirs))
+    mine, yours = (engine_with({key: facts[key] for key in both}, Role.BOTH) for facts in (ours, theirs))
     try:
         agree(attrs.evolve(local, engine=mine), attrs.evolve(remote, engine=yours))
     except HandshakeError as e:
