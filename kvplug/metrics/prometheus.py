@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
-
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Sink
 from kvplug.metrics.stats import BOUNDS_S, StatsSnapshot
@@ -51,14 +49,9 @@ _LE: Final = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
 _OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in COUNTERS.values()))
 
 
-@attrs.frozen
-class _Registered:
-    label_names: tuple[str, ...]
-    counters: Mapping[str, Any]
-
-
-_registered: weakref.WeakKeyDictionary[Any, _Registered] = weakref.WeakKeyDictionary()
-_registering = threading.Lock()
+_made: weakref.WeakKeyDictionary[Any, tuple[tuple[str, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
+"""The engine's labels and the counters of each registry, or of each class of counters."""
+_making = threading.Lock()
 
 
 class PrometheusSink(Sink):
@@ -70,24 +63,24 @@ class PrometheusSink(Sink):
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         for op, figures in snapshot["ops"].items():
-            self._raise("kvplug_transfers_total", figures["count"], op)
-            self._raise("kvplug_transfer_bytes_total", figures["bytes"], op)
-            self._raise("kvplug_transfer_tokens_total", figures["tokens"], op)
-            self._raise("kvplug_transfer_seconds_total", figures["seconds"], op)
+            self._increase("kvplug_transfers_total", figures["count"], op)
+            self._increase("kvplug_transfer_bytes_total", figures["bytes"], op)
+            self._increase("kvplug_transfer_tokens_total", figures["tokens"], op)
+            self._increase("kvplug_transfer_seconds_total", figures["seconds"], op)
             for le, count in zip(_LE, itertools.accumulate(figures["buckets"]), strict=True):
-                self._raise("kvplug_transfer_duration_bucket_total", count, op, le)
+                self._increase("kvplug_transfer_duration_bucket_total", count, op, le)
         for op, reasons in snapshot["failures"].items():
             for reason, count in reasons.items():
-                self._raise("kvplug_transfer_failures_total", count, op, reason)
+                self._increase("kvplug_transfer_failures_total", count, op, reason)
         for route, count in snapshot.get("routes", {}).items():
-            self._raise("kvplug_pipes_total", count, route)
+            self._increase("kvplug_pipes_total", count, route)
         for kind, op in SLOW.items():
             for name, count in snapshot.get(kind, {}).items():
-                self._raise("kvplug_slow_paths_total", count, name, op)
+                self._increase("kvplug_slow_paths_total", count, name, op)
         for source, count in snapshot.get("not_held", {}).items():
-            self._raise("kvplug_not_held_pages_total", count, source)
+            self._increase("kvplug_not_held_pages_total", count, source)
 
-    def _raise(self, name: str, amount: float, *ours: str) -> None:
+    def _increase(self, name: str, amount: float, *ours: str) -> None:
         self._counters[name].labels(*self._values, *ours).inc(amount)
 
 
@@ -111,7 +104,7 @@ def prometheus_sinks(
     Raises:
         ConfigError: a label is one of kvplug's, an engine's values do not fit, or the registry (or class) has
             kvplug's counters with other labels; every fault.
-        ImportError: there is no prometheus_client, and no ``counter`` was given.
+        ImportError: prometheus_client is not installed, and no ``counter`` was given.
         ValueError: both a registry and a ``counter`` were given.
     """
     if counter is not None and registry is not None:
@@ -126,19 +119,19 @@ def prometheus_sinks(
     if faults:
         raise ConfigError(*faults, source="Prometheus labels")
     home, make = (counter, counter) if counter is not None else _in_registry(registry)
-    with _registering:
-        known = _registered.get(home)
-        if known is None:
+    with _making:
+        labels, counters = _made.get(home, (names, {}))
+        if labels != names:
+            where = "this registry" if counter is None else "this class of counters"
+            raise ConfigError(
+                f"{where} has kvplug's counters with the labels {', '.join(labels) or 'none'}, and"
+                f" {', '.join(names) or 'none'} were asked for",
+                source="Prometheus labels",
+            )
+        if not counters:
             counters = {name: make(name, text, (*names, *ours)) for name, (ours, text) in COUNTERS.items()}
-            known = _registered[home] = _Registered(names, counters)
-    if known.label_names != names:
-        where = "this registry" if counter is None else "this class of counters"
-        raise ConfigError(
-            f"{where} has kvplug's counters with the labels {', '.join(known.label_names) or 'none'},"
-            f" and {', '.join(names) or 'none'} were asked for",
-            source="Prometheus labels",
-        )
-    return {index: PrometheusSink(known.counters, values) for index, values in label_values.items()}
+            _made[home] = names, counters
+    return {index: PrometheusSink(counters, values) for index, values in label_values.items()}
 
 
 def _in_registry(registry: Any) -> tuple[Any, Callable[..., Any]]:
