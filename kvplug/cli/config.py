@@ -20,7 +20,6 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHOSEN, name_faults, options_of
 from kvplug.assembly.resolve import check_addresses
 from kvplug.cli.completion import files, overrides as complete_keys
-from kvplug.cli.main import CommandGroup
 from kvplug.cli.table import show_table
 from kvplug.config.addresses import DEFAULT_HOST
 from kvplug.config.config import KEYS, TLS_KEYS, Config, Draft, directory_of, json_schema
@@ -63,7 +62,7 @@ def reads_config(command: Callable[..., None]) -> Callable[..., None]:
     return with_config
 
 
-@click.group(cls=CommandGroup)
+@click.group()
 def config() -> None:
     """Show the effective configuration, check one, make a secret, or print the schema of files."""
 
@@ -82,7 +81,7 @@ class Setting:
 @reads_config
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def show(path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print every value of the configuration in force here, and where each came from.
+    """Print every value of the configuration, and its source.
 
     Precedence, highest first: KEY=VALUE, environment, file, default.
     """
@@ -98,9 +97,10 @@ def show(path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
 
 @config.command()
 def schema() -> None:
-    """Print the JSON schema of configuration files, for editors, with the options of each installed plugin.
+    """Print the JSON schema of configuration files.
 
-    It describes keys, types, choices and bounds; `kvplug config check` finds more.
+    Editors can use it. It has the options of each installed plugin, and describes keys, types, choices and
+    bounds; `kvplug config check` finds more.
     """
     tables: dict[str, list[type]] = {}
     for _, spec in Registry.from_env():
@@ -119,9 +119,10 @@ def schema() -> None:
 @config.command()
 @click.argument("path", metavar="FILE", shell_complete=files)
 def check(path: str) -> None:
-    """Print every fault of a configuration file, including unknown names and plugins' options.
+    """Print every fault of a configuration file.
 
-    The environment is ignored. Exit code 1: there are faults; 2: the file cannot be read or parsed.
+    Unknown names and the options of plugins are checked too. The environment is ignored. Exit code 1: there
+    are faults; 2: the file cannot be read or parsed.
     """
     try:
         draft = Draft.load(path, environ={})
@@ -154,9 +155,10 @@ def check(path: str) -> None:
 @config.command()
 @click.argument("path", metavar="FILE", shell_complete=files)
 def secret(path: str) -> None:
-    """Write a random secret into a new file that only this user can read, and print its line for a config.
+    """Write a random secret into a new file.
 
-    Copy the file to each host of the deployment. Exit code 2: the file exists, or cannot be made.
+    Only this user can read the file. Its line for a configuration is printed. Copy the file to each host of
+    the deployment. Exit code 2: the file exists, or cannot be made.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

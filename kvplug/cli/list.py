@@ -77,8 +77,8 @@ def list_plugins(
 ) -> None:
     """Show what the installed plugins offer, and whether that can work on this host.
 
-    Probes say what can work here. With NAME, everything about the offers of that name, whose code is loaded
-    then, as before they are used.
+    Probes find out what can work here. With NAME, it shows everything about the offers of that name, and
+    loads their code.
     """
     registry = Registry.from_env()
     if options_of is not None:
@@ -157,7 +157,7 @@ def _whole(line: Line) -> str:
 
 
 def _paragraph(head: str, text: str) -> str:
-    """Text beside its head, no wider than the terminal, or than 80 columns where there is none."""
+    """Text beside its head, no wider than the terminal, or than 80 columns in a pipe."""
     columns = shutil.get_terminal_size().columns
     return textwrap.fill(
         printable(f"{head}{text}"), columns, subsequent_indent=" " * len(head), break_on_hyphens=False

@@ -39,17 +39,6 @@ _TRUE = ("1", "true", "yes", "on")
 _LEVELS = ("debug", "info", "warning", "error")
 
 
-class CommandGroup(click.Group):
-    """As click's, but in the help a command's first sentence is wrapped where click cuts it off."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, command.get_short_help_str(limit=1000)) for name, command in named if command]
-            )
-
-
 class Program(click.Group):
     """Commands known by name and summary; a command's code is imported when it is used."""
 

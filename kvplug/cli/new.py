@@ -55,7 +55,7 @@ COMMANDS: Final[Mapping[str, Template]] = {
 
 _HELP = f"""Generate kvplug-NAME, the package of a plugin that passes its own tests, to be changed into yours.
 
-NAME is what a config or a command line will say: up to 40 lower-case letters, digits and hyphens, a letter
+NAME is the name in a config or on a command line: up to 40 lower-case letters, digits and hyphens, a letter
 first. KIND is what the package offers:
 
 \b

@@ -13,7 +13,7 @@ import click
 from kvplug.assembly.stores import StoreStats, serve_store, store_stats
 from kvplug.cli.completion import offers, overrides as complete_keys
 from kvplug.cli.config import config_option
-from kvplug.cli.main import CommandGroup, show_log
+from kvplug.cli.main import show_log
 from kvplug.cli.table import show_table
 from kvplug.config.config import Config
 from kvplug.config.options import format_value
@@ -31,7 +31,7 @@ _overrides = click.option(
 )
 
 
-@click.group(cls=CommandGroup)
+@click.group()
 def store() -> None:
     """Serve a store of KV pages to other programs, or ask one what it holds.
 
@@ -50,7 +50,7 @@ def store() -> None:
 @config_option
 @_overrides
 def serve(name: str | None, address: str | None, path: str | None, overrides: tuple[str, ...]) -> None:
-    """Serve the store NAME until this program gets SIGTERM or SIGINT (Ctrl-C).
+    """Serve the store NAME until SIGTERM or SIGINT (Ctrl-C).
 
     NAME is a store that `kvplug list` shows and that serves other programs, such as host. Default: the first
     of the configuration's stores.
@@ -85,10 +85,10 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
 @_overrides
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def stats(contact: str, path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print what the store at CONTACT holds: pages, bytes, budget, and how many programs use it.
+    """Print what the store at CONTACT holds.
 
-    CONTACT is the first line of the output of `kvplug store serve`, or its address. Exit code 1: no store
-    answers there.
+    That is pages, bytes, budget, and how many programs use it. CONTACT is the first line of the output of
+    `kvplug store serve`, or its address. Exit code 1: no store answers there.
     """
     found = store_stats(Config.load(path, overrides=overrides), contact)
     if as_json:
