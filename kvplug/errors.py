@@ -69,7 +69,7 @@ class UnknownTransportError(UnknownNameError):
 
 
 class AmbiguousNameError(PluginError, LookupError):
-    """Two distributions offer one name of one kind; say ``distribution:name``."""
+    """Two distributions offer one name of one kind; write ``distribution:name``."""
 
 
 # -- endpoints at work -------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class PeerGoneError(KvplugError, ConnectionError):
     """The process at the other end died or closed, or counts as dead after a silence."""
 
     closed: bool = False
-    """The other end has ended by itself and said so, and not within a message."""
+    """The other end closed by itself and announced it, and not within a message."""
 
 
 class TimeoutError(KvplugError, builtins.TimeoutError):

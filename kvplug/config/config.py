@@ -112,7 +112,7 @@ def _host_form(_: Any, __: Any, value: Any) -> None:
 
 
 def _each_one(check_one: Any) -> Any:
-    """The form of a list: that of each element, none of which comes twice."""
+    """The form of a list: each element has this form, and no element comes twice."""
 
     def check(instance: Any, attribute: Any, values: Any) -> None:
         faults: list[str] = []
@@ -341,8 +341,8 @@ class Config:
     )
     doctor: Literal["off", "look", "measure"] = option(
         "measure",
-        help="What `kvplug doctor` at a peer is told here. look: this host's limits and versions. measure: it"
-        " may also move up to 64 MiB in a second. off: only what every handshake says.",
+        help="What this host answers to `kvplug doctor` at a peer. look: its limits and versions. measure: it"
+        " may also move up to 64 MiB in a second. off: only what every handshake states.",
     )
     integrity: str = option(
         "auto",
@@ -551,7 +551,7 @@ class Draft:
 
     @classmethod
     def of(cls, layers: Iterable[Layer]) -> Draft:
-        """From sources, of which later ones lie on top of earlier ones."""
+        """From sources; later ones override earlier ones."""
         layers = tuple(layers)
         given = {key: each for layer in layers for key, each in layer.values.items()}
         faults = [fault for layer in layers for fault in layer.faults]

@@ -13,7 +13,7 @@ _KEYED: Final = re.compile(r"([\w.-]+): .", re.DOTALL)
 class Fault(str):
     """One fault of a configuration: a sentence that names the key, and the line that mends it.
 
-    Plugins say their faults as plain text, ``key: what is wrong``; :meth:`of` makes this of it.
+    Plugins state their faults as plain text, ``key: what is wrong``; :meth:`of` parses it.
     """
 
     key: str

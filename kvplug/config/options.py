@@ -51,7 +51,7 @@ def option(
     """One field of an options class: ``attrs.field`` with what ``kvplug list --options`` prints.
 
     With ``unit="bytes"`` an operator may write ``"64 MiB"``, with ``unit="seconds"`` ``"500 ms"``; other
-    units are only shown. Choices are said by the type: ``Literal["never", "oldest"]`` or an enum. Without
+    units are only shown. The type names the choices: ``Literal["never", "oldest"]`` or an enum. Without
     a default the option must be given. ``default`` may be an ``attrs.Factory``.
 
     ``takes_memory``: the process may take so many bytes of the host's memory; ``None`` stands for the
@@ -79,9 +79,9 @@ class OptionRow:
     type: str
     """In words: ``int``, ``seconds``, ``one of "never", "oldest"``."""
     unit: str
-    """``bytes``, ``seconds``, or another one that is only shown; empty where there is none."""
+    """``bytes``, ``seconds``, or another one that is only shown; empty without a unit."""
     default: str
-    """The default as it is written in a configuration; ``"required"`` where there is none."""
+    """The default as it is written in a configuration; ``"required"`` without a default."""
     help: str
     """What the option does, one or two sentences."""
 
@@ -314,7 +314,7 @@ def _plain(given: Any, kinds: set[Any], unit: str) -> Any:
     """What msgspec converts: the value that a text stands for, and a whole number without its fraction.
 
     Raises:
-        ValueError: it has a wrong unit, or is no quantity.
+        ValueError: it has a wrong unit, or is not a quantity.
     """
     if isinstance(given, float) and int in kinds and given.is_integer():
         return int(given)

@@ -16,7 +16,8 @@ from kvplug.config.messages import Fault, bad_value, in_place_of, nearest, shown
 from kvplug.errors import ConfigError
 
 PREFIX: Final = "KVPLUG_"
-_OPTION: Final = "KVPLUG_OPTIONS__<NAME>__<OPTION>"
+_OPTION: Final = re.compile(r"kvplug_options__((?:(?!__).)+)__((?:(?!__).)+)")
+_OPTION_FORM: Final = "KVPLUG_OPTIONS__<NAME>__<OPTION>"
 
 RESERVED: Final[Mapping[str, str]] = {
     "KVPLUG_SECRET": "the secret both ends share; at least 16 bytes",
@@ -223,18 +224,11 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
         elif name in keys:
             if text.strip():
                 layer.values[keys[name]] = Given(text, name, name)
-        elif name.startswith("KVPLUG_OPTIONS__"):
-            parts = name.lower().split("__")
-            if len(parts) == 3 and all(parts):
-                layer.values[f"options.{parts[1].replace('_', '-')}.{parts[2]}"] = Given(text, name, name)
-            else:
-                layer.faults.append(_of_variable(name, f"an option's variable is {_OPTION}", _OPTION))
+        elif found := _OPTION.fullmatch(name.lower()):
+            layer.values[f"options.{found[1].replace('_', '-')}.{found[2]}"] = Given(text, name, name)
         elif name.startswith(f"{PREFIX}OPTION"):
-            text = (
-                f"not a variable of kvplug; that of an option is {_OPTION},"
-                " with two underscores before the name and the option"
-            )
-            layer.faults.append(_of_variable(name, text, _OPTION))
+            text = f"an option's variable is {_OPTION_FORM}, with two underscores in both places"
+            layer.faults.append(_of_variable(name, text, _OPTION_FORM))
         else:
             near = nearest(name, (*keys, *RESERVED))
             hint = f"; did you mean {near!r}?" if near else ""
@@ -250,7 +244,7 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
 
 
 def _of_variable(name: str, text: str, meant: str | None) -> Fault:
-    """The fault of a variable that is none of kvplug's. ``meant``: the one that was most likely meant."""
+    """The fault of an unknown variable. ``meant``: the variable that was most likely meant."""
     line = in_place_of(name, meant) if meant else f"unset {name}"
     return Fault(f"{name}: {text}", key=name, place=name, line=line)
 

@@ -60,7 +60,7 @@ def _split(text: str, what: str, units: Iterable[str]) -> tuple[str, str]:
         meant = {each.lower(): each for each in units}.get(unit.lower())
         hint = f"did you mean {meant!r}?" if meant else "units are " + ", ".join(filter(None, units))
         if what == "size" and unit.upper() in ("K", "M", "G", "T"):
-            hint = f"say {unit.upper()}B (powers of 1000) or {unit.upper()}iB (powers of 1024)"
+            hint = f"write {unit.upper()}B (powers of 1000) or {unit.upper()}iB (powers of 1024)"
         raise ValueError(f"{unit!r} is not a unit of {what}; {hint}")
     return found[1].replace("_", ""), unit
 

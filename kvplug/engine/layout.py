@@ -70,9 +70,9 @@ def dimensions(axes: str) -> tuple[str, ...]:
     """
     unknown = sorted(set(axes) - set(LETTERS))
     if unknown or not axes:
-        raise LayoutError(f"{axes!r} is no axis string: its letters are some of {LETTERS}, not {unknown}")
+        raise LayoutError(f"{axes!r} is not an axis string: its letters are some of {LETTERS}, not {unknown}")
     if len(set(axes)) != len(axes):
-        raise LayoutError(f"{axes!r} is no axis string: a letter comes twice")
+        raise LayoutError(f"{axes!r} is not an axis string: a letter comes twice")
     before, packed, after = axes.partition("KD")
     return (*before, *((packed,) if packed else ()), *after)
 
@@ -87,7 +87,7 @@ class KVLayout:
     """How one tensor of a paged KV cache lies in memory.
 
     ``KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})``. The number of blocks (``B``) may be left out, and
-    is then whatever a tensor has; ``K`` is 2 and need not be said.
+    is then whatever a tensor has; ``K`` is 2 and may be left out.
 
     >>> layout = KVLayout("BHTKD", {"B": 1000, "T": 16, "H": 3, "D": 64})
     >>> layout.shape
@@ -125,7 +125,7 @@ class KVLayout:
             sizes.setdefault("K", 2)
         for letter, size in sizes.items():
             if letter not in set(self.axes):
-                raise LayoutError(f"a size is given for {letter!r}, which is no axis of {self.axes!r}")
+                raise LayoutError(f"a size is given for {letter!r}, which is not an axis of {self.axes!r}")
             if not _is_size(size):
                 raise LayoutError(f"the size of axis {letter} must be a positive integer, got {size!r}")
         if sizes.get("K", 2) != 2:
@@ -198,8 +198,8 @@ class KVLayout:
         """
         if start % self.granule or end % self.granule:
             raise LayoutError(
-                f"tokens {start} to {end} are no whole blocks of {self.block_size}, and the inside of a block"
-                f" is in the kernel's own order ({self.block_format})"
+                f"tokens {start} to {end} are not whole blocks of {self.block_size}, and the inside of a"
+                f" block is in the kernel's own order ({self.block_format})"
             )
 
     def check(self, tensor: Tensor) -> None:
@@ -422,7 +422,7 @@ def _block_index(
 ) -> array[int] | None:
     """The ids of the blocks that hold the range, checked; ``None`` for no token."""
     if not 0 <= start <= end:
-        raise LayoutError(f"tokens {start} to {end} are no range")
+        raise LayoutError(f"tokens {start} to {end} are not a range")
     if end > len(block_ids) * block_size:
         raise LayoutError(
             f"tokens {start} to {end} do not fit {len(block_ids)} blocks of {block_size}, which hold"

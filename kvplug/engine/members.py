@@ -49,7 +49,7 @@ class Members(abc.ABC):
         """Have the other engines reported, in a thread of the directory's: ``listener(engines, is_stale)``
         after each change, each with all of them. With ``is_stale`` the directory has not answered for longer
         than a lease, ``engines`` are those that it knew last, and the call is repeated until it answers; then
-        it is told of all of them again."""
+        it reports all of them again."""
 
     @abc.abstractmethod
     def wait_until_known(self, deadline: Deadline) -> None:

@@ -44,7 +44,7 @@ _BATCH_S: Final = 0.25
 _SLOW_BATCHES: Final = 8
 _SLOW_S: Final = 3.0
 """So many batches in a row are slow, and take at least so many seconds, before an alarm. Time between them
-does not count: a few messages an hour, each late by some milliseconds, are no reason to warn."""
+does not count: a few messages an hour, each late by some milliseconds, do not deserve a warning."""
 _HISTORY: Final = 64
 _LEAST_HISTORY: Final = 16
 """Batches that were not slow: the latest ones, and how many it takes to compare with."""

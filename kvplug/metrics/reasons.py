@@ -50,7 +50,7 @@ class Reason(enum.StrEnum):
     REFUSED = "refused"
     """One end did not want it: not proven, not agreed on, not a tensor that it takes."""
     CORRUPT = "corrupt"
-    """What arrived is not what was sent: a hash differs, or bytes are no message."""
+    """What arrived is not what was sent: a hash differs, or bytes are not a message."""
     TRANSPORT = "transport"
     """The transport failed in a way that has no better name."""
     TIMEOUT = "timeout"

@@ -56,7 +56,7 @@ class PipeRecorder:
             self._give_alarm(pipe, watch)
         try:
             sent = nbytes()
-        except Exception:  # these are no tensors: the pipe says so
+        except Exception:  # these are not tensors: the pipe raises that
             sent = 0
         started = time.perf_counter()
         sending = None if watch is None else watch.begins(sent, started)

@@ -132,7 +132,7 @@ class Reporter:
                     self._broken.discard(id(sink))
                 except Exception:
                     if id(sink) not in self._broken:
-                        _log.warning("metrics sink %r fails; this is said once", sink, exc_info=True)
+                        _log.warning("metrics sink %r fails; this is logged once", sink, exc_info=True)
                     self._broken.add(id(sink))
 
     def end(self) -> None:

@@ -181,7 +181,7 @@ class TransferStats:
         """Add everything another one counted.
 
         Raises:
-            ValueError: it is no snapshot.
+            ValueError: it is not a snapshot.
         """
         figured = _parse(other.snapshot() if isinstance(other, TransferStats) else other)
         with self._lock:
@@ -213,7 +213,7 @@ class TransferStats:
         """The stats a snapshot was taken of.
 
         Raises:
-            ValueError: it is no snapshot.
+            ValueError: it is not a snapshot.
         """
         made = cls()
         made.merge(snapshot)
@@ -249,11 +249,15 @@ class StatsReader:
 
 
 def _parse(snapshot: StatsSnapshot) -> _Figured:
-    """A copy of a snapshot, with what is not known here under "other". Raises ValueError: it is none."""
+    """A copy of a snapshot, with what is not known here under "other".
+
+    Raises:
+        ValueError: it is not a snapshot.
+    """
     try:
         found = msgspec.convert(snapshot, _Figured)
     except msgspec.ValidationError as e:
-        raise ValueError(f"no snapshot of transfer stats: {e}") from e
+        raise ValueError(f"not a snapshot of transfer stats: {e}") from e
     known = _Figured({}, {})
     known.add(found)
     return known

@@ -58,12 +58,12 @@ class Checkpoint:
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: one is no safetensors file.
+            ValueError: one is not a safetensors file.
         """
         try:
             return _hash_of(tuple(files), _stamps(files))
         except (LookupError, TypeError, AttributeError) as e:  # its header is JSON, and not what it should be
-            raise ValueError(f"no safetensors files: {type(e).__name__}: {e}") from e
+            raise ValueError(f"not safetensors files: {type(e).__name__}: {e}") from e
 
     @staticmethod
     def adapter_fingerprint(folder: Path) -> str:
@@ -82,7 +82,7 @@ def _scale_of(config: Path, _: tuple[tuple[int, int], ...]) -> str:
     """The scale of an adapter, from its config."""
     found = json.loads(config.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{config} is no table")
+        raise ValueError(f"{config} is not a table")
     return json.dumps([found.get(key) for key in ("r", "lora_alpha", "use_rslora")])
 
 
@@ -120,7 +120,7 @@ def _header(opened: BinaryIO) -> tuple[int, Mapping[str, Any]]:
     """Where the tensors begin, and name, dtype, shape and place of each."""
     length = int.from_bytes(opened.read(8), "little")
     if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"{opened.name} is no safetensors file: its header has {length} bytes")
+        raise ValueError(f"{opened.name} is not a safetensors file: its header has {length} bytes")
     header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
     return 8 + length, header

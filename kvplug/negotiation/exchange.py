@@ -128,7 +128,7 @@ def hello_in(received: object) -> Hello:
     """The Hello in the first value of a peer.
 
     Raises:
-        HandshakeError: it is none, is too large, or has fields that are missing or malformed.
+        HandshakeError: it is not a Hello, is too large, or has fields that are missing or malformed.
     """
     if type(received) is not dict or "hello" not in received:
         raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")

@@ -27,7 +27,7 @@ def test_every_fault_is_told_at_once() -> None:
             "both (or none); did you mean 'producer'?",
         ),
         "port": (70000, "70000 was given; allowed is a whole number, at least 1 and at most 65535"),
-        "buffer_size": ("64M", "say MB (powers of 1000) or MiB (powers of 1024)"),
+        "buffer_size": ("64M", "write MB (powers of 1000) or MiB (powers of 1024)"),
         "timeout_s": (-1, '-1 was given; allowed is seconds, or a duration such as "500 ms", more than 0 s'),
         "device": ("CUDA 1", "'CUDA 1' was given"),
         "host": ("10.0.0.1:5000", "'10.0.0.1:5000' was given; allowed is a host alone"),

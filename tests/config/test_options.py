@@ -93,7 +93,7 @@ FAULTS: list[tuple[str, object, str]] = [
     ("lanes", "two", "allowed is a whole number, at least 1 and at most 4"),
     ("lanes", True, "True was given"),
     ("lanes", 1.5, "1.5 was given"),
-    ("limit", "64M", "say MB (powers of 1000) or MiB (powers of 1024)"),
+    ("limit", "64M", "write MB (powers of 1000) or MiB (powers of 1024)"),
     ("wait", 0, "more than 0 s"),
     ("wait", "1 week", "units are us, ms, s, min, h"),
     ("ratio", "half", "allowed is a number"),

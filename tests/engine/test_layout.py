@@ -68,14 +68,14 @@ def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no
 @pytest.mark.parametrize(
     ("axes", "sizes", "said"),
     [
-        ("", {}, "no axis string"),
+        ("", {}, "not an axis string"),
         ("KBTHX", {}, "'X'"),
         ("KBTHDD", {}, "comes twice"),
         ("KBHD", {"H": 1, "D": 1}, "lacks T"),
         ("KBTD", {"T": 1, "D": 1}, "only one of them"),
         ("KBTHD", {"T": 1, "D": 1}, "needs the sizes of H"),
         ("LBTD", {"L": 2, "T": 1, "D": 1}, "'L'"),
-        ("BTD", {"T": 1, "D": 1, "H": 1}, "'H', which is no axis"),
+        ("BTD", {"T": 1, "D": 1, "H": 1}, "'H', which is not an axis"),
         ("KBTHD", {"T": 1, "H": 1, "D": 1, "K": 3}, "its size is 2, not 3"),
         ("BTD", {"T": 0, "D": 1}, "positive integer, got 0"),
         ("BTD", {"T": True, "D": 1}, "positive integer, got True"),

@@ -168,8 +168,8 @@ def test_one_layer_of_a_tensor_of_all_layers_is_a_cache() -> None:
         ([0, -1], 0, 6, "block -1 is out of range"),
         ([3, 1, 3], 0, 9, "block 3 comes twice"),
         ([0, 1], 0, 7, "do not fit 2 blocks of 3"),
-        ([0, 1], -1, 2, "no range"),
-        ([0, 1], 3, 2, "no range"),
+        ([0, 1], -1, 2, "not a range"),
+        ([0, 1], 3, 2, "not a range"),
         ([0.5, 1], 0, 6, "integers"),
         ([2**63, 1], 0, 6, "integers of 64 bits"),
     ],
@@ -203,10 +203,10 @@ def test_blocks_in_a_kernels_own_order_are_moved_whole(axes: str) -> None:
     for ours, theirs in ((0, 1), (3, 4)):
         assert torch.equal(source.select(at, ours), target.select(at, theirs))
     for start, end in ((0, 3), (1, 4), (4, 9)):
-        with pytest.raises(LayoutError, match=f"tokens {start} to {end} are no whole blocks of 4"):
+        with pytest.raises(LayoutError, match=f"tokens {start} to {end} are not whole blocks of 4"):
             layout.gather(source, (5, 0, 3), start, end)
     with pytest.raises(
-        LayoutError, match=r"tokens 4 to 7 are no whole blocks of 4, .* own order \(a kernel\)"
+        LayoutError, match=r"tokens 4 to 7 are not whole blocks of 4, .* own order \(a kernel\)"
     ):
         layout.scatter(target, (2, 1, 4), 4, key[:3], None if value is None else value[:3])
 

@@ -125,7 +125,7 @@ def test_after_a_reset_everything_is_new_to_every_reader() -> None:
 def test_what_is_no_snapshot_is_refused_and_changes_nothing(wrong: Any) -> None:
     stats = counted([(Op.SEND, 5, 0.0, 0)])
     before = stats.snapshot()
-    with pytest.raises(ValueError, match="no snapshot of transfer stats"):
+    with pytest.raises(ValueError, match="not a snapshot of transfer stats"):
         stats.merge(wrong)
     assert stats.snapshot() == before
 

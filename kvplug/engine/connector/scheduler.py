@@ -157,8 +157,8 @@ class SchedulerConnector(abc.ABC):
 
         Returns ``(keeps_blocks, kv_transfer_params)``. With ``keeps_blocks`` the engine frees the
         blocks only when ``get_finished`` has named the request as sent or received. It names it once:
-        one that ended (aborted, say) while it was still loading in the background is named as received,
-        and not as sent as well.
+        one that was aborted while it was still loading in the background is named as received, and not as
+        sent as well.
         """
 
     def request_finished_all_groups(

@@ -52,7 +52,7 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """The paged cache: layer name to tensor, laid out as the cache config's groups say.
+        """The paged cache: layer name to tensor, laid out as the cache config's groups state.
 
         Raises:
             LayoutError, ConfigError: the tensors are not what the cache config promised.
@@ -109,7 +109,7 @@ class WorkerConnector(abc.ABC):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when this layer's KV is in the cache, or its load has failed and been noted.
 
-        A load of which nothing has come for some time, much less than ``timeout_s``, has failed: other
+        A load without progress for some time, much less than ``timeout_s``, has failed: other
         requests of the step wait as well.
         """
 
