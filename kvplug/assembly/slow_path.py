@@ -167,8 +167,8 @@ class SlowPathAlarm:
         )
         faster = [
             (known[each.name].cost.seconds(REFERENCE_NBYTES), each.reason, each.name)
-            for each in self.agreement.transports[self.device].candidates
-            if not each.chosen and each.name in known and self.device in known[each.name].devices
+            for each in self.agreement.transports[self.device].candidates[1:]
+            if each.name in known and self.device in known[each.name].devices
         ]
         claim = self._claim()
         if faster and claim is not None and min(faster)[0] < claim.seconds(REFERENCE_NBYTES):

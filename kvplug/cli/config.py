@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import attrs
 import click
 from click.shell_completion import CompletionItem
 
@@ -67,16 +66,6 @@ def config() -> None:
     """Show the effective configuration, check one, make a secret, or print the schema of files."""
 
 
-@attrs.frozen
-class Setting:
-    """One value, and where it came from."""
-
-    key: str
-    value: Any
-    unit: str
-    source: str
-
-
 @config.command()
 @reads_config
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -86,12 +75,16 @@ def show(path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     Precedence, highest first: KEY=VALUE, environment, file, default.
     """
     effective = Config.load(path, overrides=overrides)
-    settings = list(_settings(effective, Registry.from_env()))
+    settings = _settings(effective, Registry.from_env())
     if as_json:
-        plain = {each.key: {"value": each.value, "source": each.source} for each in settings}
+        plain = {
+            key: {"value": value, "source": effective.source_of(key)} for key, (value, _) in settings.items()
+        }
         click.echo(json.dumps(plain, indent=2, default=str))
         return
-    rows = [(each.key, format_value(each.value, each.unit), each.source) for each in settings]
+    rows = [
+        (key, format_value(value, unit), effective.source_of(key)) for key, (value, unit) in settings.items()
+    ]
     show_table(("KEY", "VALUE", "SOURCE"), rows)
 
 
@@ -185,21 +178,23 @@ def _check_trust(draft: Draft) -> tuple[Finding, ...]:
     return () if tls is None else tuple(of_certificates(tls))
 
 
-def _settings(effective: Config, registry: Registry) -> Iterator[Setting]:
+def _settings(effective: Config, registry: Registry) -> dict[str, tuple[Any, str]]:
+    """The value and the unit of every key, and of the options of what the config names."""
     fields = option_fields(Config)
-    for key in KEYS:
-        unit = fields[key].metadata.get(UNIT, "")
-        yield Setting(key, getattr(effective, key), unit, effective.source_of(key))
-    of_specs: list[Setting] = []
+    found = {key: (getattr(effective, key), fields[key].metadata.get(UNIT, "")) for key in KEYS}
     for spec in _chosen(effective, registry):  # things of one name may share a class of options
-        of_specs += [each for each in _options(effective, registry, spec) if each not in of_specs]
-    yield from of_specs
-    shown = {setting.key for setting in of_specs}
+        try:
+            filled = None if isinstance(spec, CommandSpec) else options_of(registry, spec, effective.options)
+        except (ConfigError, PluginError) as e:  # shown as they were given
+            click.echo(printable(f"note: {e}"), err=True)
+            continue
+        for name, field in () if filled is None else option_fields(type(filled)).items():
+            unit = field.metadata.get(UNIT, "")
+            found[f"options.{spec.name}.{name}"] = getattr(filled, field.name), unit
     for name, table in effective.options.items():
         for option, value in table.items():
-            key = f"options.{name}.{option}"
-            if key not in shown:
-                yield Setting(key, value, "", effective.source_of(key))
+            found.setdefault(f"options.{name}.{option}", (value, ""))
+    return found
 
 
 def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
@@ -212,16 +207,3 @@ def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
             yield registry.get(kind, name)
         except PluginError as e:
             click.echo(printable(f"note: {key}: {e}"), err=True)
-
-
-def _options(effective: Config, registry: Registry, spec: Spec) -> Iterator[Setting]:
-    """The options of one transport or connector, with defaults; as given where they have faults."""
-    try:
-        filled = None if isinstance(spec, CommandSpec) else options_of(registry, spec, effective.options)
-    except (ConfigError, PluginError) as e:
-        click.echo(printable(f"note: {e}"), err=True)
-        return
-    for name, field in () if filled is None else option_fields(type(filled)).items():
-        unit = field.metadata.get(UNIT, "")
-        key = f"options.{spec.name}.{name}"
-        yield Setting(key, getattr(filled, field.name), unit, effective.source_of(key))

@@ -278,11 +278,10 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
         if i:
             click.echo()
         title = f"{_words(spec.kind)} {spec.name} ({plugin}), [options.{spec.name}]"
+        click.echo(printable(title if rows else f"{title}: takes no options"))
         if rows:
             cells = [(row.name, row.default, f"{_type_of(row)}. {row.help}") for row in rows]
-            show_table(("OPTION", "DEFAULT", "TYPE, MEANING"), cells, title)
-        else:
-            click.echo(printable(f"{title}: takes no options"))
+            show_table(("OPTION", "DEFAULT", "TYPE, MEANING"), cells)
 
 
 def _called(registry: Registry, name: str) -> list[tuple[PluginInfo, Any]]:

@@ -22,13 +22,11 @@ _NARROW: Final = 20
 """A cell that is wrapped has at least so many columns, or it cannot be read."""
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, whose cells are wrapped between words where it would become too wide."""
     from rich.table import Table
     from rich.text import Text
 
-    if title:
-        click.echo(printable(title))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     least = []
     for cells in zip(columns, *rows, strict=True):

@@ -211,32 +211,20 @@ class KVLayout:
         Raises:
             LayoutError: names the axis, what was expected and what is there.
         """
-        names = dimensions(self.axes)
         self.check_shape(tuple(tensor.shape))
-        strides = tuple(tensor.stride())
         named = [
             (name, size, stride)
-            for name, size, stride in zip(names, tensor.shape, strides, strict=True)
+            for name, size, stride in zip(dimensions(self.axes), tensor.shape, tensor.stride(), strict=True)
             if size > 1  # the stride of a dimension of one element says nothing
         ]
-        for name, size, stride in named:
-            if stride == 0:
-                raise LayoutError(f"axis {name}: its {size} elements share memory (an expanded tensor)")
-        in_memory = sorted(named, key=lambda dim: -dim[2])
-        for (expected, *_), (found, *_) in zip(named, in_memory, strict=True):
-            if expected != found:
-                order = "".join(name for name, *_ in in_memory)
-                raise LayoutError(
-                    f"axis {expected}: layout {self.axes!r} expects it next in memory, and the strides"
-                    f" {strides} put {found} there (memory order {order}); give the layout of the memory,"
-                    f" and a tensor permuted to it"
-                )
         room = 0  # elements from the first to the last of the dimensions inside
         for name, size, stride in reversed(named):
             if stride <= room:
+                in_memory = "".join(name for name, *_ in sorted(named, key=lambda dim: -dim[2]))
                 raise LayoutError(
                     f"axis {name}: layout {self.axes!r} expects a stride of more than {room} elements, got"
-                    f" {stride}: elements would share memory"
+                    f" {stride} (memory order {in_memory}); give the layout of the memory, and a tensor that"
+                    " is permuted to it and whose elements do not share memory"
                 )
             room += (size - 1) * stride
 

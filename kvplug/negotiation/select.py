@@ -41,8 +41,6 @@ class Candidate:
 
     name: str
     """Name of the transport."""
-    chosen: bool
-    """Whether it is the one."""
     reason: str
     """Why, in words for the operator."""
 
@@ -131,13 +129,11 @@ def select(
         if named
         else f"the cheapest that can: {takes(best)}, by its own claim"
     )
-    candidates = [Candidate(best.name, True, why)]
+    candidates = [Candidate(best.name, why)]
     for it in considered:
         if it is not best:
             other = f"{best.name} is named" if named else f"claims {takes(it)}"
-            candidates.append(
-                Candidate(it.name, False, "; ".join(it.obstacles) or f"could be used, but {other}")
-            )
+            candidates.append(Candidate(it.name, "; ".join(it.obstacles) or f"could be used, but {other}"))
     return Selection(best.name, best.protocol, tuple(candidates))
 
 

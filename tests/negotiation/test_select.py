@@ -70,7 +70,7 @@ def outcome(local: list[Offer], remote: list[Offer], required: Requirements, nam
 def common(found: Any) -> Any:
     if isinstance(found, list):
         return found
-    return found.chosen, found.protocol, [(it.name, it.chosen) for it in found.candidates]
+    return found.chosen, found.protocol, [it.name for it in found.candidates]
 
 
 @given(OFFERS, OFFERS, REQUIRED, NAMES, NAMES, st.randoms())
@@ -94,7 +94,7 @@ def test_both_ends_choose_the_same_which_both_can_use_and_every_candidate_has_a_
     )
     assert {x, y} <= {"auto", found.chosen}
     assert {it.name for it in found.candidates} == {it.name for it in (*a, *b)}
-    assert [it.chosen for it in found.candidates] == [True] + [False] * (len(found.candidates) - 1)
+    assert found.candidates[0].name == found.chosen
     assert all(it.reason for it in found.candidates)
 
 
@@ -104,8 +104,8 @@ def test_auto_takes_the_cheapest_and_says_by_how_much() -> None:
         "local",
         1,
         (
-            Candidate("local", True, "the cheapest that can: 2.1 ms for 16 MiB, by its own claim"),
-            Candidate("net", False, "could be used, but claims 8.44 ms for 16 MiB"),
+            Candidate("local", "the cheapest that can: 2.1 ms for 16 MiB, by its own claim"),
+            Candidate("net", "could be used, but claims 8.44 ms for 16 MiB"),
         ),
     )
 
