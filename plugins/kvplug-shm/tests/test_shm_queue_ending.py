@@ -9,6 +9,8 @@ import pytest
 
 import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.net.wire import decode
+from kvplug.transport import WireError
 from kvplug_shm.queue import reader_table
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_testing.waits import Call, until
@@ -100,3 +102,25 @@ def test_memory_goes_with_the_end_whatever_exceptions_still_hold(queue: Any) -> 
     writer.close()
     assert ends.num_mapped() == 0
     assert len(kept) == 2
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_memory_goes_with_a_reader_that_was_aborted_while_it_decoded_a_value(
+    queue: Any, monkeypatch: pytest.MonkeyPatch, is_spoilt: bool
+) -> None:
+    writer, (reader,) = queue()
+
+    def decode_late(head: memoryview, **given: Any) -> Any:
+        part = head[:1]
+        reader.abort()
+        if is_spoilt:
+            raise WireError(f"the writer has used the memory again: {bytes(part)!r}")
+        return decode(head, **given)
+
+    monkeypatch.setattr("kvplug_shm.queue.reader.decode", decode_late)
+    writer.enqueue("a value")
+    with pytest.raises(ClosedError) as raised:
+        reader.dequeue()
+    writer.close()
+    assert ends.num_mapped() == 0
+    assert raised.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -96,10 +97,14 @@ class ShmReader(ShmEnd):
                     )
                 else:
                     value = decode(head, limits=self._limits)
-            except Exception:
+            except Exception as e:
+                traceback.clear_frames(e.__traceback__)
                 self._use_guard.check()
                 self._confirm()
                 raise
+            finally:
+                # Views of the memory. The guard may release it, and an exception keeps its frames' locals.
+                del head, body
             self._use_guard.check()  # if it was aborted, the writer may have used the memory again
             self._source.advance()
             return value
