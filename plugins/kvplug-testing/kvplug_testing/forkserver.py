@@ -24,6 +24,8 @@ from kvplug_testing.peers import DEFAULT_TIMEOUT_S, Parent, Peer
 from kvplug_testing.sources import at_source
 
 _NUMBER = struct.Struct("<q")
+_START_S = 120.0
+"""How long a server may take until it can fork. It imports torch, for example, and test machines are busy."""
 
 
 class ForkServer:
@@ -38,9 +40,9 @@ class ForkServer:
         """
         start = peers.start if forked_from is None else forked_from.start
         given = ({**os.environ}, prepare, list(args))
-        self._attach(lambda name: start(f"{__name__}:_run_server", name, *given))
+        self._attach(lambda name: start(f"{__name__}:_run_server", name, *given, timeout_s=_START_S))
         try:
-            self._server.recv()
+            self._server.recv(_START_S)
         except BaseException:
             self.close()
             raise
@@ -50,7 +52,7 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # the kernel chooses an abstract name
             listener.listen()
-            listener.settimeout(DEFAULT_TIMEOUT_S)
+            listener.settimeout(_START_S)
             self._server = start(listener.getsockname())
             try:
                 self._control, _ = listener.accept()
