@@ -33,6 +33,9 @@ from kvplug.net.liveness import (
 from kvplug.net.memory.memfd import (
     Memfd as Memfd,
 )
+from kvplug.net.memory.room import (
+    MessageLimit as MessageLimit,
+)
 from kvplug.net.memory.segment import (
     Segment as Segment,
 )
@@ -104,7 +107,6 @@ from kvplug.transport.pipe.endpoint import (
     PipeListener as PipeListener,
 )
 from kvplug.transport.pipe.partial import (
-    MessageLimit as MessageLimit,
     PartialMessage as PartialMessage,
 )
 from kvplug.transport.pipe.pipe import (

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,22 +66,50 @@ def free_memory() -> int:
     return max(0, min(found))
 
 
-def check_room(nbytes: int, what: str, most: int | None = None) -> None:
-    """Whether memory may be asked for, for what a peer has announced. ``what`` names it in the error.
+class MessageLimit:
+    """The largest message for which memory is taken. Checked before memory is asked for. Any thread.
 
-    Args:
-        most: The most bytes to accept; ``None``: as many as this process can have.
+    A peer announces a message's size before its bytes. What is received into the caller's memory has no
+    bound.
 
-    Raises:
-        CapacityError: it is too large. Names the limit.
+    >>> limit = MessageLimit(1000)
+    >>> limit.check(1000, "pid 7")
+    >>> limit.check(1001, "pid 7")
+    Traceback (most recent call last):
+    kvplug.errors.CapacityError: the next message of pid 7, which stays, has 1001 bytes, and...
     """
-    if most is not None:
-        if nbytes > most:
-            raise CapacityError(
-                f"{what} has {nbytes} bytes, and memory is taken for at most {most} (max_message_bytes)"
-            )
-    elif nbytes > _ALWAYS_BYTES and nbytes > (limit := memory_limit()):
-        raise CapacityError(f"{what} has {nbytes} bytes, and this process can have at most {limit}")
+
+    def __init__(self, most: int | None = None, *, device: str = "cpu") -> None:
+        """``most`` is the context's ``max_message_bytes``; ``None``: what this process can have.
+
+        ``device``: where the memory is. A device has no more than it has, and its allocator refuses the rest.
+        """
+        self._most = most
+        self._on_host = device.partition(":")[0] == "cpu"
+
+    @property
+    def most(self) -> int:
+        """The bound in bytes; very large if only the memory of the process or device is one."""
+        return sys.maxsize if self._most is None else self._most
+
+    def lower(self, nbytes: int) -> None:
+        """Accept no larger messages than of ``nbytes`` from now on."""
+        self._most = min(self.most, nbytes)
+
+    def check(self, nbytes: int, peer: str) -> None:
+        """Raises CapacityError: the next message of ``peer`` has more bytes, and stays."""
+        self.check_size(nbytes, f"the next message of {peer}, which stays,")
+
+    def check_size(self, nbytes: int, what: str) -> None:
+        """Raises CapacityError: ``what``, which a peer has announced, has more bytes. Names the limit."""
+        if self._most is not None:
+            if nbytes > self._most:
+                raise CapacityError(
+                    f"{what} has {nbytes} bytes, and memory is taken for at most {self._most}"
+                    " (max_message_bytes)"
+                )
+        elif self._on_host and nbytes > _ALWAYS_BYTES and nbytes > (limit := memory_limit()):
+            raise CapacityError(f"{what} has {nbytes} bytes, and this process can have at most {limit}")
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ import attrs
 from kvplug.config.addresses import DEFAULT_HOST
 from kvplug.errors import ConfigError, TensorMismatchError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.net.memory.room import check_room
+from kvplug.net.memory.room import MessageLimit
 from kvplug.net.threads import ExitGuard
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.wire.tensors import dtype_name
@@ -471,10 +471,10 @@ class DeviceCommunicator(GroupRank):
                 calls = self._agreed(name, check, deadline, tokens=found)
                 width = 1 if is_sequence_parallel or self.world_size == 1 else self._width
                 split = TokenSplit.of([call.tokens for call in calls], width)
-                if self.device.partition(":")[0] == "cpu":  # the memory of others is never promised in excess
-                    for tensor in found:
-                        what = f"a tensor with the {split.total} tokens of all ranks"
-                        check_room(split.total * row_bytes(tensor), what)
+                limit = MessageLimit(device=self.device)
+                for tensor in found:
+                    what = f"a tensor with the {split.total} tokens of all ranks"
+                    limit.check_size(split.total * row_bytes(tensor), what)
                 if self.world_size > 1:
                     found = [self._dispatched(tensor, split, deadline) for tensor in found]
                 self._split = split

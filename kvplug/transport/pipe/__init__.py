@@ -6,7 +6,7 @@ A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`Pip
 - :mod:`~kvplug.transport.pipe.endpoint`: contacts, listening and connecting
 - :mod:`~kvplug.transport.pipe.pipe`: a pipe, its calls, and how it ends
 - :mod:`~kvplug.transport.pipe.transfer`: a message under way, and the window of the sender
-- :mod:`~kvplug.transport.pipe.partial`: a message of which a part has arrived, and its bound
+- :mod:`~kvplug.transport.pipe.partial`: a message of which a part has arrived
 - :mod:`~kvplug.transport.pipe.blocks`: blocks of a paged cache as one message
 """
 

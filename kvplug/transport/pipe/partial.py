@@ -1,14 +1,13 @@
-"""The message that a pipe receives: its bound, its meta, and the part that waits for the next call."""
+"""The message that a pipe receives: its meta, and the part that waits for the next call."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError, UnsupportedError
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.memory.room import check_room
+from kvplug.net.memory.room import MessageLimit
 from kvplug.net.wire.tensors import (
     TensorMeta,
     copy_into,
@@ -21,46 +20,6 @@ from kvplug.net.wire.tensors import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class MessageLimit:
-    """The largest message for which a pipe takes memory. Checked before memory is asked for. Any thread.
-
-    A peer announces a message's size before its bytes. What is received into the caller's memory has no
-    bound.
-
-    >>> limit = MessageLimit(1000)
-    >>> limit.check(1000, "pid 7")
-    >>> limit.check(1001, "pid 7")
-    Traceback (most recent call last):
-    kvplug.errors.CapacityError: the next message of pid 7, which stays, has 1001 bytes, and...
-    """
-
-    def __init__(self, most: int | None = None, *, device: str = "cpu") -> None:
-        """``most`` is the context's ``max_message_bytes``; ``None``: what this process can have.
-
-        ``device``: where the memory is. A device has no more than it has, and its allocator refuses the rest.
-        """
-        self._most = most
-        self._on_host = device.partition(":")[0] == "cpu"
-
-    @property
-    def most(self) -> int:
-        """The bound in bytes; very large if only the memory of the process or device is one."""
-        return sys.maxsize if self._most is None else self._most
-
-    def lower(self, nbytes: int) -> None:
-        """Accept no larger messages than of ``nbytes`` from now on."""
-        self._most = min(self.most, nbytes)
-
-    def check(self, nbytes: int, peer: str) -> None:
-        """Raises CapacityError: the next message of ``peer`` has more bytes, and stays."""
-        self.check_size(nbytes, f"the next message of {peer}, which stays,")
-
-    def check_size(self, nbytes: int, what: str) -> None:
-        """Raises CapacityError: ``what``, which a peer has announced, has more bytes."""
-        if self._most is not None or self._on_host:
-            check_room(nbytes, what, self._most)
 
 
 class PartialMessage:

@@ -19,10 +19,10 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
+from kvplug.net.memory.room import MessageLimit
 from kvplug.net.threads import ExitGuard
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe.blocks import Blocks, nbytes_of_blocks
-from kvplug.transport.pipe.partial import MessageLimit
 from kvplug.transport.pipe.transfer import Transfer
 
 if TYPE_CHECKING:

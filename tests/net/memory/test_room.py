@@ -13,7 +13,7 @@ import pytest
 
 from kvplug.errors import CapacityError
 from kvplug.net.memory import room
-from kvplug.net.memory.room import check_room, free_memory, memory_limit
+from kvplug.net.memory.room import MessageLimit, free_memory, memory_limit
 
 PERIODS = itertools.count()
 
@@ -89,11 +89,11 @@ def test_limits_of_the_process_count_at_once() -> None:
 
 
 def test_more_than_there_can_be_is_refused_with_the_limit_which_an_explicit_one_replaces() -> None:
-    check_room(memory_limit(), "a message")
+    MessageLimit().check_size(memory_limit(), "a message")
     with pytest.raises(
         CapacityError, match=f"a message has {1 << 60} bytes, and this process can have at most"
     ):
-        check_room(1 << 60, "a message")
-    check_room(1 << 60, "a message", 1 << 60)
+        MessageLimit().check_size(1 << 60, "a message")
+    MessageLimit(1 << 60).check_size(1 << 60, "a message")
     with pytest.raises(CapacityError, match=r"at most 1000 \(max_message_bytes\)"):
-        check_room(1001, "a message", 1000)
+        MessageLimit(1000).check_size(1001, "a message")
