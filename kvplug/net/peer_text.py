@@ -28,8 +28,10 @@ def _in_place_of(character: str) -> str:
     return " " if character.isspace() else _UNPRINTABLE
 
 
-def peer_text(text: object, most: int = MAX_PEER_TEXT) -> str:
+def peer_text(text: object, most: int = MAX_PEER_TEXT, *, keep_lines: bool = False) -> str:
     """One printable line of at most ``most`` characters; a peer may have sent anything in place of a text.
+
+    ``keep_lines``: the whole text instead, with its line feeds and tabs, for what a command prints.
 
     >>> peer_text("no room\\n\\x1b[31mfor you")
     'no room \N{REPLACEMENT CHARACTER}[31mfor you'
@@ -40,6 +42,8 @@ def peer_text(text: object, most: int = MAX_PEER_TEXT) -> str:
     """
     if not isinstance(text, str):
         return f"(a {type(text).__name__} instead of a text)"
+    if keep_lines:
+        return printable(text)
     line = printable(" ".join(text[: 2 * most].split()))
     if len(line) <= most and len(text) <= 2 * most:
         return line

@@ -41,7 +41,6 @@ from kvplug.net.memory.segment import (
 )
 from kvplug.net.peer_text import (
     peer_text as peer_text,
-    printable as printable,
 )
 from kvplug.net.streams import (
     DeviceMark as DeviceMark,
@@ -94,13 +93,11 @@ from kvplug.transport.lookup import (
     Entry as Entry,
     LookupBuffer as LookupBuffer,
     LookupEndpoint as LookupEndpoint,
-    LookupStore as LookupStore,
 )
 from kvplug.transport.pipe.blocks import (
     Blocks as Blocks,
 )
 from kvplug.transport.pipe.endpoint import (
-    Contact as Contact,
     DuplexEndpoint as DuplexEndpoint,
     PipeAcceptor as PipeAcceptor,
     PipeEndpoint as PipeEndpoint,
@@ -142,17 +139,13 @@ from kvplug.transport.store.copy import (
     PageCopy as PageCopy,
 )
 from kvplug.transport.store.engine import (
-    UNKNOWN as UNKNOWN,
-    Alarm as Alarm,
     JobEngine as JobEngine,
-    JobOverError as JobOverError,
     JobTask as JobTask,
     Steps as Steps,
 )
 from kvplug.transport.store.events import (
     PageEvent as PageEvent,
     PageEventLog as PageEventLog,
-    PageFollower as PageFollower,
 )
 from kvplug.transport.store.format import (
     PageFormat as PageFormat,

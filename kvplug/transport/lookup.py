@@ -176,20 +176,19 @@ class LookupBuffer(abc.ABC):
         """End at once. Idempotent, never blocks."""
 
 
-class LookupStore(LookupBuffer):
-    """The end that holds the entries."""
-
-    @abc.abstractmethod
-    def attach(self, signal: Pipe, data: Pipe) -> None:
-        """Serve one reaching end over its own two pipes, until it closes, dies or this end closes.
-
-        ``signal`` carries requests and CPU tensors, ``data`` the entry's tensors (it may be a device's
-        pipe, on which a blocked receive would block every thread: so requests never wait there).
-        """
-
-
 class LookupEndpoint(abc.ABC):
     """What a lookup buffer's factory returns."""
+
+    class Store(LookupBuffer):
+        """The end that holds the entries."""
+
+        @abc.abstractmethod
+        def attach(self, signal: Pipe, data: Pipe) -> None:
+            """Serve one reaching end over its own two pipes, until it closes, dies or this end closes.
+
+            ``signal`` carries requests and CPU tensors, ``data`` the entry's tensors (it may be a device's
+            pipe, on which a blocked receive would block every thread: so requests never wait there).
+            """
 
     @attrs.frozen(kw_only=True)
     class Context:
@@ -208,7 +207,7 @@ class LookupEndpoint(abc.ABC):
         device can have."""
 
     @abc.abstractmethod
-    def hold(self) -> LookupStore:
+    def hold(self) -> LookupEndpoint.Store:
         """A new, empty store in this process."""
 
     @abc.abstractmethod

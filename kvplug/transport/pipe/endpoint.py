@@ -104,85 +104,6 @@ class PipeEndpoint(abc.ABC):
         """
 
 
-@attrs.frozen
-class Contact:
-    """Where a listener of one transport listens.
-
-    A transport subclasses it and says what its contacts look like; ``str`` writes one.
-
-    >>> class MyContact(Contact):
-    ...     TRANSPORT = "mine"
-    >>> MyContact.parse("mine1 - 127.0.0.1:7000").reachable()
-    ('127.0.0.1:7000',)
-    """
-
-    TRANSPORT: ClassVar[str]
-    """The transport's name, the first word of a contact: one of another transport is recognised by it."""
-    VERSION: ClassVar[int] = 1
-    MAX_ADDRESSES: ClassVar[int] = 1
-    ONLY_UNIX: ClassVar[bool] = False
-    """Every address is a Unix socket: both ends must be on one host, for an abstract socket in one domain."""
-    UNREACHABLE: ClassVar[str]
-    """The error if no address of a listener can be reached from here: the cause, and what to change."""
-
-    domain: str
-    """The domain in which the Unix sockets among the addresses can be reached."""
-    addresses: tuple[str, ...]
-    """Contacts of listeners; the first is to be tried first."""
-
-    @classmethod
-    def here(cls, *addresses: str) -> Self:
-        """The contact of a listener in this process."""
-        return cls(cls.local_domain(), addresses)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The contact that ``text`` was made from.
-
-        Raises:
-            WireError: it is not one of this transport's; the message does not repeat the text.
-        """
-        tag, *fields = text.split(" ")
-        addresses = tuple(fields[1:])
-        if (
-            tag != cls._tag()
-            or not 1 <= len(addresses) <= cls.MAX_ADDRESSES
-            or not all(fields)
-            or (cls.ONLY_UNIX and not all(each.startswith("unix:") for each in addresses))
-        ):
-            raise WireError(
-                f"that is not a contact of the pipe {cls.TRANSPORT!r} (version {cls.VERSION}); pass on what"
-                " listen() gave"
-            )
-        return cls(fields[0], addresses)
-
-    def __str__(self) -> str:
-        return " ".join((self._tag(), self.domain, *self.addresses))
-
-    def reachable(self) -> tuple[str, ...]:
-        """The addresses that this process can dial, in order; at least one.
-
-        Raises:
-            TransportError: there is none; the message is ``UNREACHABLE``.
-        """
-        here = self.local_domain()
-        if here != "-" and here == self.domain:
-            return self.addresses
-        found = tuple(each for each in self.addresses if not each.startswith("unix:") or each[5:6] == "/")
-        if not found:
-            raise TransportError(self.UNREACHABLE)
-        return found
-
-    @classmethod
-    def local_domain(cls) -> str:
-        """The domain of this process; "-" where it has none. A transport may need more than sockets."""
-        return PeerIdentity.of_this_process().domain
-
-    @classmethod
-    def _tag(cls) -> str:
-        return f"{cls.TRANSPORT}{cls.VERSION}"
-
-
 class DuplexEndpoint(PipeEndpoint):
     """Listens where :meth:`_addresses` says, and dials what the contact of such a listener names.
 
@@ -190,7 +111,86 @@ class DuplexEndpoint(PipeEndpoint):
     several connections overrides :meth:`_listener` and :meth:`_connect` instead.
     """
 
-    CONTACT: ClassVar[type[Contact]]
+    @attrs.frozen
+    class Contact:
+        """Where a listener of one transport listens.
+
+        A transport subclasses it and says what its contacts look like; ``str`` writes one.
+
+        >>> class MyContact(DuplexEndpoint.Contact):
+        ...     TRANSPORT = "mine"
+        >>> MyContact.parse("mine1 - 127.0.0.1:7000").reachable()
+        ('127.0.0.1:7000',)
+        """
+
+        TRANSPORT: ClassVar[str]
+        """The transport's name, the first word of a contact: one of another transport is recognised by it."""
+        VERSION: ClassVar[int] = 1
+        MAX_ADDRESSES: ClassVar[int] = 1
+        ONLY_UNIX: ClassVar[bool] = False
+        """Every address is a Unix socket: both ends must be on one host, for an abstract socket in one
+        domain."""
+        UNREACHABLE: ClassVar[str]
+        """The error if no address of a listener can be reached from here: the cause, and what to change."""
+
+        domain: str
+        """The domain in which the Unix sockets among the addresses can be reached."""
+        addresses: tuple[str, ...]
+        """Contacts of listeners; the first is to be tried first."""
+
+        @classmethod
+        def here(cls, *addresses: str) -> Self:
+            """The contact of a listener in this process."""
+            return cls(cls.local_domain(), addresses)
+
+        @classmethod
+        def parse(cls, text: str) -> Self:
+            """The contact that ``text`` was made from.
+
+            Raises:
+                WireError: it is not one of this transport's; the message does not repeat the text.
+            """
+            tag, *fields = text.split(" ")
+            addresses = tuple(fields[1:])
+            if (
+                tag != cls._tag()
+                or not 1 <= len(addresses) <= cls.MAX_ADDRESSES
+                or not all(fields)
+                or (cls.ONLY_UNIX and not all(each.startswith("unix:") for each in addresses))
+            ):
+                raise WireError(
+                    f"that is not a contact of the pipe {cls.TRANSPORT!r} (version {cls.VERSION}); pass on"
+                    " what listen() gave"
+                )
+            return cls(fields[0], addresses)
+
+        def __str__(self) -> str:
+            return " ".join((self._tag(), self.domain, *self.addresses))
+
+        def reachable(self) -> tuple[str, ...]:
+            """The addresses that this process can dial, in order; at least one.
+
+            Raises:
+                TransportError: there is none; the message is ``UNREACHABLE``.
+            """
+            here = self.local_domain()
+            if here != "-" and here == self.domain:
+                return self.addresses
+            found = tuple(each for each in self.addresses if not each.startswith("unix:") or each[5:6] == "/")
+            if not found:
+                raise TransportError(self.UNREACHABLE)
+            return found
+
+        @classmethod
+        def local_domain(cls) -> str:
+            """The domain of this process; "-" where it has none. A transport may need more than sockets."""
+            return PeerIdentity.of_this_process().domain
+
+        @classmethod
+        def _tag(cls) -> str:
+            return f"{cls.TRANSPORT}{cls.VERSION}"
+
+    CONTACT: ClassVar[type[DuplexEndpoint.Contact]]
     """The class of its contacts."""
     PURPOSE: ClassVar[str]
     """The purpose that both ends prove; a listener of another protocol refuses it."""

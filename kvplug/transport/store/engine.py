@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from kvplug.errors import ClosedError
 from kvplug.net.deadline import Deadline
@@ -31,14 +31,8 @@ from kvplug.transport.store.results import MissReason
 
 _log = logging.getLogger(__name__)
 
-UNKNOWN: Final = object()
-"""The result of a page about which nothing is known yet."""
 _MANY: Final = 8
 """Alarms that were cancelled, from which on they are cleared away."""
-
-
-class JobOverError(Exception):
-    """The job ended before the copy began."""
 
 
 class CopyError(Exception):
@@ -67,20 +61,26 @@ class Steps(abc.ABC):
 class JobTask(Steps):
     """The steps of one job, which may run in several threads at once."""
 
+    class OverError(Exception):
+        """The job ended before the copy began."""
+
+    UNKNOWN: ClassVar[object] = object()
+    """The result of a page about which nothing is known yet."""
+
     is_put: bool = False
     """Whether the close of its store waits for it."""
 
     def __init__(self, job: Job[Any], num_steps: int | None) -> None:
         """``num_steps``: the job ends with the last of them; ``None``: its end is not that of a step."""
         self.job = job
-        self.results: list[Any] = [UNKNOWN] * job.count
+        self.results: list[Any] = [JobTask.UNKNOWN] * job.count
         self.lock = threading.RLock()
         """Held while results change and while the job ends."""
         self.is_over = False
         self._num_steps = num_steps
         self._begun = self._ended = self._copies = 0
         self._engine: JobEngine | None = None
-        self._alarm: Alarm | None = None
+        self._alarm: JobEngine.Alarm | None = None
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class JobTask(Steps):
         """Do that step. Returns why the job fails with it; ``None``: it does not."""
         try:
             self.do(step)
-        except JobOverError:
+        except JobTask.OverError:
             pass
         except MemoryError:
             return MissReason.NO_MEMORY
@@ -122,7 +122,7 @@ class JobTask(Steps):
         """Do that step. The default is for jobs whose end is not that of a step.
 
         Raises:
-            JobOverError: the job has ended.
+            JobTask.OverError: the job has ended.
             CopyError, MemoryError: as :meth:`copying`.
         """
 
@@ -141,13 +141,13 @@ class JobTask(Steps):
         """Around a copy from or into the caller's memory.
 
         Raises:
-            JobOverError: the job has ended, and its memory must not be touched.
+            JobTask.OverError: the job has ended, and its memory must not be touched.
             CopyError: the memory cannot be used.
             MemoryError: there is no memory to copy through.
         """
         with self.lock:
             if self.is_over:
-                raise JobOverError
+                raise JobTask.OverError
             self._copies += 1
         try:
             yield
@@ -192,7 +192,7 @@ class JobTask(Steps):
     def final(self, reason: MissReason | None) -> list[Any]:
         """With the lock: the results of the job when it ends for that reason."""
         left = self.result_for(reason)
-        return [left if each is UNKNOWN else each for each in self.results]
+        return [left if each is JobTask.UNKNOWN else each for each in self.results]
 
     def result_for(self, reason: MissReason | None) -> Any:
         """The result of a page about which nothing is known when the job ends for that reason."""
@@ -218,24 +218,23 @@ class JobTask(Steps):
         self.job.after_fork(self.final(MissReason.CLOSED))
 
 
-class Alarm:
-    """A call to come. ``cancel`` it when it is not needed; from any thread, at any time."""
-
-    __slots__ = ("_engine", "call")
-
-    def __init__(self, engine: JobEngine, call: Callable[[], object]) -> None:
-        self._engine = engine
-        self.call: Callable[[], object] | None = call
-
-    def cancel(self) -> None:
-        """It is not called, unless it is being called now. Idempotent."""
-        if self.call is not None:
-            self.call = None
-            self._engine._num_cancelled += 1
-
-
 class JobEngine:
     """Runs the tasks of one store. Its threads start when there is something for them to do."""
+
+    class Alarm:
+        """A call to come. ``cancel`` it when it is not needed; from any thread, at any time."""
+
+        __slots__ = ("_engine", "call")
+
+        def __init__(self, engine: JobEngine, call: Callable[[], object]) -> None:
+            self._engine = engine
+            self.call: Callable[[], object] | None = call
+
+        def cancel(self) -> None:
+            """It is not called, unless it is being called now. Idempotent."""
+            if self.call is not None:
+                self.call = None
+                self._engine._num_cancelled += 1
 
     def __init__(
         self,
@@ -270,7 +269,7 @@ class JobEngine:
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
         self._clock: threading.Thread | None = None
-        self._alarms: list[tuple[float, int, Alarm]] = []
+        self._alarms: list[tuple[float, int, JobEngine.Alarm]] = []
         self._numbers = itertools.count()
         self._num_cancelled = 0
         self.is_closing = False
@@ -401,7 +400,7 @@ class JobEngine:
 
     # -- time ----------------------------------------------------------------------------------
 
-    def at(self, when: float, call: Callable[[], object]) -> Alarm:
+    def at(self, when: float, call: Callable[[], object]) -> JobEngine.Alarm:
         """Make the call at that time of the monotonic clock; ``math.inf``: never. It must not block.
 
         After :meth:`give_up` calls are made only as long as a task is under way.
@@ -409,7 +408,7 @@ class JobEngine:
         Raises:
             RuntimeError: this process can have no more threads.
         """
-        alarm = Alarm(self, call)
+        alarm = JobEngine.Alarm(self, call)
         with self._lock:
             if when == math.inf or (self._is_closed and not self._tasks):
                 return alarm

@@ -148,6 +148,56 @@ class PageEventLog:
         epoch: of this store's life; a new random one by default.
     """
 
+    class Follower:
+        """Checks that each event is the next one, and whether the index is complete.
+
+        >>> log, follower = PageEventLog(), PageEventLog.Follower()
+        >>> all(map(follower.accept, log.snapshot({}))), follower.ready
+        (True, True)
+        >>> missed, event = log.stored(bytes(16), [bytes(32)]), log.cleared()
+        >>> follower.accept(event), follower.ready
+        (False, False)
+        """
+
+        def __init__(self) -> None:
+            self._epoch: str | None = None
+            self._seq = 0
+            self._left = 0
+            """Events the snapshot still owes."""
+
+        @property
+        def ready(self) -> bool:
+            """Whether the index equals the store as of the last accepted event, and no event is missing."""
+            return self._epoch is not None and not self._left
+
+        @property
+        def epoch(self) -> str | None:
+            """The store's; ``None``: a snapshot is needed."""
+            return self._epoch
+
+        def accept(self, event: PageEvent) -> bool:
+            """Whether ``event`` is the next one, to be applied now.
+
+            False: something before it is missing, or the store has restarted. The follower is not ready
+            until the next snapshot has been accepted.
+            """
+            if event.kind == "snapshot":
+                self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
+                return True
+            if event.epoch != self._epoch:
+                self._epoch = None
+            elif self._left:
+                if event.kind in ("stored", "declared") and event.seq == self._seq:
+                    self._left -= 1
+                    return True
+                self._epoch = None
+            elif event.seq == self._seq + 1:
+                self._seq = event.seq
+                return True
+            else:
+                self._epoch = None
+            return False
+
     def __init__(self, epoch: str | None = None) -> None:
         self.epoch = uuid.uuid4().hex if epoch is None else epoch
         """Of this store's life; in every event."""
@@ -208,54 +258,3 @@ def _parts(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
 
 
 # -- the follower's side -----------------------------------------------------------------------
-
-
-class PageFollower:
-    """Checks that each event is the next one, and whether the index is complete.
-
-    >>> log, follower = PageEventLog(), PageFollower()
-    >>> all(map(follower.accept, log.snapshot({}))), follower.ready
-    (True, True)
-    >>> missed, event = log.stored(bytes(16), [bytes(32)]), log.cleared()
-    >>> follower.accept(event), follower.ready
-    (False, False)
-    """
-
-    def __init__(self) -> None:
-        self._epoch: str | None = None
-        self._seq = 0
-        self._left = 0
-        """Events the snapshot still owes."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the index equals the store as of the last accepted event, and no event is missing."""
-        return self._epoch is not None and not self._left
-
-    @property
-    def epoch(self) -> str | None:
-        """The store's; ``None``: a snapshot is needed."""
-        return self._epoch
-
-    def accept(self, event: PageEvent) -> bool:
-        """Whether ``event`` is the next one, to be applied now.
-
-        False: something before it is missing, or the store has restarted. The follower is not ready until the
-        next snapshot has been accepted.
-        """
-        if event.kind == "snapshot":
-            self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
-            return True
-        if event.epoch != self._epoch:
-            self._epoch = None
-        elif self._left:
-            if event.kind in ("stored", "declared") and event.seq == self._seq:
-                self._left -= 1
-                return True
-            self._epoch = None
-        elif event.seq == self._seq + 1:
-            self._seq = event.seq
-            return True
-        else:
-            self._epoch = None
-        return False

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from kvplug.errors import CapacityError
 from kvplug.transport.store.blocking import PageError
 from kvplug.transport.store.copy import PageCopy
-from kvplug.transport.store.engine import UNKNOWN, JobTask
+from kvplug.transport.store.engine import JobTask
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
@@ -213,13 +213,13 @@ class PutTask(PageTask):
                 self.note(step, PutReason.CANCELLED)
                 return
             self._writing[step] = []
-        result: Any = UNKNOWN  # a write that fails gets the reason of the whole request
+        result: Any = JobTask.UNKNOWN  # a write that fails gets the reason of the whole request
         try:
             result = self._written(pages.keys[step], (memoryview(header), payload))
         finally:
             with self.lock:
                 removals = self._writing.pop(step)
-                if removals or result is not UNKNOWN:
+                if removals or result is not JobTask.UNKNOWN:
                     self.note(step, PutReason.CANCELLED if removals else result)
             self._undo(pages.keys[step], removals)
 
@@ -255,7 +255,7 @@ class PutTask(PageTask):
                 if step in self._writing:
                     self._writing[step].append(removal)
                     removal.await_undoing()
-                elif self.results[step] is UNKNOWN:
+                elif self.results[step] is JobTask.UNKNOWN:
                     self._forgotten.add(step)
 
     def result_for(self, reason: MissReason | None) -> PutReason | None:

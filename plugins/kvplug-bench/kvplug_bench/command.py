@@ -22,7 +22,7 @@ from kvplug.config.config import DEVICE, Config
 from kvplug.config.messages import did_you_mean
 from kvplug.config.units import format_bytes, parse_bytes
 from kvplug.errors import UnsupportedError
-from kvplug.net.peer_text import printable
+from kvplug.transport import peer_text
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
 from kvplug_bench.candidate import BASELINES, Candidate, baseline
 from kvplug_bench.choice import transports
@@ -245,7 +245,7 @@ def _tell_failures(outcomes: Sequence[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
         what = f"{outcome.candidate.kind} {outcome.candidate.name}"
-        click.echo(printable(f"kvplug: {what} {_FAILED}\n{outcome.last_output}"), err=True)
+        click.echo(peer_text(f"kvplug: {what} {_FAILED}\n{outcome.last_output}", keep_lines=True), err=True)
     if failed:
         sys.exit(1)
 

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from kvplug import ConfigError
-from kvplug.transport import (
-    Address,
-    Contact,
-    Deadline,
-    DuplexEndpoint,
-    Listener,
-    Pipe,
-    PipeEndpoint,
-    PipeListener,
-)
+from kvplug.transport import Address, Deadline, DuplexEndpoint, Listener, Pipe, PipeEndpoint, PipeListener
 from kvplug_cpu import join
 from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import CpuPipeSettings
 
 
-class CpuContact(Contact):
+class CpuContact(DuplexEndpoint.Contact):
     """``cpu1 <domain> <address> [<address> ...]``."""
 
     TRANSPORT = "cpu"

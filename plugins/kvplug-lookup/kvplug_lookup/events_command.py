@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from kvplug import Duration, KvplugError, TimeoutError
-from kvplug.transport import Deadline, peer_text, printable
+from kvplug.transport import Deadline, peer_text
 
 _PATIENCE_S: Final = 2.0
 """How long a publisher that is not there is waited for in silence."""
@@ -214,7 +214,7 @@ def _lines(seq: int, payload: bytes, as_json: bool) -> list[str]:
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise KvplugError(f"batch {seq} is not a batch of events: {peer_text(str(e))}") from e
     clock = time.strftime("%H:%M:%S", time.localtime(batch.time))
-    return [printable(f"{clock} {seq:6d} {_words(event)}") for event in shown]
+    return [peer_text(f"{clock} {seq:6d} {_words(event)}", keep_lines=True) for event in shown]
 
 
 def _named(event: dict[str, Any] | list[Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 import click
 
 from kvplug.kit import plugins
-from kvplug.transport import printable
+from kvplug.transport import peer_text
 
 
 @click.command("check")
@@ -26,8 +26,8 @@ def check(name: str) -> None:
     try:
         unchecked = check_plugin(name)
     except AssertionError as e:
-        click.echo(printable(str(e)))
+        click.echo(peer_text(str(e), keep_lines=True))
         sys.exit(1)
     for sentence in unchecked:
-        click.echo(printable(f"not checked: {sentence}"))
+        click.echo(peer_text(f"not checked: {sentence}", keep_lines=True))
     click.echo(f"{name}: nothing is wrong")

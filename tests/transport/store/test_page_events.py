@@ -9,7 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug.errors import WireError
-from kvplug.transport.store.events import PageEvent, PageEventLog, PageFollower
+from kvplug.transport.store.events import PageEvent, PageEventLog
 
 SERIES = bytes(range(16))
 
@@ -36,7 +36,7 @@ def test_a_snapshot_has_its_stores_own_epoch_and_everything_that_is_held_and_exp
 def test_what_is_not_the_next_event_is_refused_and_the_follower_is_not_ready(
     owed: int, epoch: str, seq: int
 ) -> None:
-    follower = PageFollower()
+    follower = PageEventLog.Follower()
     assert follower.accept(PageEvent(kind="snapshot", epoch="e", seq=1, count=owed))
     assert follower.ready == (not owed)
     assert not follower.accept(PageEvent(kind="cleared", epoch=epoch, seq=seq))
@@ -96,7 +96,7 @@ class Following(RuleBasedStateMachine):
         self.epochs = 0
         self.past: dict[tuple[str, int], frozenset[bytes]] = {}
         self.restart()
-        self.follower = PageFollower()
+        self.follower = PageEventLog.Follower()
         self.index: set[bytes] = set()
         self.at = ("", 0)
         self.line: list[PageEvent] = []

@@ -19,7 +19,6 @@ from kvplug.net.wire.tensors import empty_like_meta, memory_of, memory_of_writab
 from kvplug.transport import (
     BackgroundThread,
     Connection,
-    Contact,
     Deadline,
     DescriptorGuard,
     DuplexEndpoint,
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SampleContact(Contact):
+class SampleContact(DuplexEndpoint.Contact):
     """What a listener gives out: name and version, domain and address."""
 
     TRANSPORT = "sample"

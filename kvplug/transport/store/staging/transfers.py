@@ -21,7 +21,7 @@ from kvplug.errors import ClosedError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.streams import DeviceMark, on_stream
 from kvplug.transport.store.cache_blocks import PageBlocks
-from kvplug.transport.store.engine import Alarm, JobTask
+from kvplug.transport.store.engine import JobEngine, JobTask
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import MissReason, PutReason
@@ -111,7 +111,7 @@ class Transfer(JobTask):
             _Piece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
         ]
         self._is_finished = False
-        self._look: Alarm | None = None
+        self._look: JobEngine.Alarm | None = None
         """The next look."""
         self._pause = _LOOK_S[0]
 

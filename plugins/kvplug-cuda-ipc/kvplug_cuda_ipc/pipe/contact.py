@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Contact
+from kvplug.transport import DuplexEndpoint
 from kvplug_cuda_ipc.probe import domain
 
 
-class CudaIpcContact(Contact):
+class CudaIpcContact(DuplexEndpoint.Contact):
     """``cuda-ipc1 <domain> <address>``."""
 
     TRANSPORT = "cuda-ipc"

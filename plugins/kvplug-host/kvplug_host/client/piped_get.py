@@ -9,9 +9,8 @@ from typing import Final
 
 from kvplug import PeerGoneError
 from kvplug.transport import (
-    UNKNOWN,
     GetJob,
-    JobOverError,
+    JobTask,
     MissReason,
     PageCopy,
     PageRequest,
@@ -110,7 +109,7 @@ class PipedGet(Landing):
 
         try:
             self.land(self.ranges[number], load)
-        except JobOverError:
+        except JobTask.OverError:
             return
         except MemoryError:
             self.end(MissReason.NO_MEMORY)
@@ -122,7 +121,7 @@ class PipedGet(Landing):
     def all_sent(self) -> None:
         """The store sends no more of it, and the answer is there."""
         self._answered.wait(_ANSWER_S)
-        if self._coming and any(each is UNKNOWN for each in self.results):
+        if self._coming and any(each is JobTask.UNKNOWN for each in self.results):
             self.end(MissReason.STORE_GONE)
 
     def end(self, reason: MissReason | None) -> bool:

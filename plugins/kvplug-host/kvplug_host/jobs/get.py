@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvplug.transport import UNKNOWN, GetJob, JobTask, MissReason, PageCopy, PageRequest, PageRows, PageSeal
+from kvplug.transport import GetJob, JobTask, MissReason, PageCopy, PageRequest, PageRows, PageSeal
 from kvplug_host.jobs.steps import layer_ranges, page_ranges
 
 WRONG: Final = frozenset({MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT})
@@ -55,7 +55,7 @@ class Landing(JobTask):
     def miss(self, index: int, reason: MissReason) -> None:
         """A page is missed. The first reason counts."""
         with self.lock:
-            if self.results[index] is not UNKNOWN or self.is_over:
+            if self.results[index] is not JobTask.UNKNOWN or self.is_over:
                 return
             self.results[index] = reason
             self._is_missing = True
@@ -96,7 +96,7 @@ class Landing(JobTask):
             return
         begin = pages.start
         for index in pages:
-            if self.results[index] is not UNKNOWN:
+            if self.results[index] is not JobTask.UNKNOWN:
                 if index > begin:
                     yield range(begin, index)
                 begin = index + 1
@@ -180,7 +180,7 @@ class SlotGet(Landing):
             self._prepare()
             self._check_headers()
             self._copy = self._new_copy()
-            if any(each is UNKNOWN for each in self.results):
+            if any(each is JobTask.UNKNOWN for each in self.results):
                 self._num_steps = 1 + len(self.layers) * len(self.ranges)
                 self._again(self)
             return
@@ -191,7 +191,7 @@ class SlotGet(Landing):
 
     def _check_headers(self) -> None:
         wanted = self.pages.series.format.nbytes
-        left = [index for index, each in enumerate(self.results) if each is UNKNOWN]
+        left = [index for index, each in enumerate(self.results) if each is JobTask.UNKNOWN]
         headers = []
         with self.copying():  # the slots are not used again meanwhile
             for index in left:
@@ -211,7 +211,7 @@ class SlotGet(Landing):
 
     def _new_copy(self) -> PageCopy:
         form = self.pages.series.format
-        is_left = [each is UNKNOWN for each in self.results]
+        is_left = [each is JobTask.UNKNOWN for each in self.results]
         copy = PageCopy(self.pages.memory, self.seal, generations=self._generations, native=self.native)
         if any(is_left):
             offsets = [offset if left else 0 for offset, left in zip(self._offsets, is_left, strict=True)]

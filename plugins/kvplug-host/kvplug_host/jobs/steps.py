@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from kvplug.transport import UNKNOWN, MissReason, PutReason
+from kvplug.transport import JobTask, MissReason, PutReason
 
 STEP_BYTES: Final = 2 << 20
 """Of the copies between two looks at the other tasks. They fit into the cache of one core or two."""
@@ -20,7 +20,7 @@ def put_results(
     """The results of a put that ends for that reason. ``forgotten``: pages that were removed meanwhile, also
     if they were there before."""
     left = None if reason is None else PutReason.of(reason)
-    ended = [left if each is UNKNOWN else each for each in results]
+    ended = [left if each is JobTask.UNKNOWN else each for each in results]
     return [
         PutReason.CANCELLED if gone and each is None else each
         for each, gone in zip(ended, forgotten, strict=True)

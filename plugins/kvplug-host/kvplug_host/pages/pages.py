@@ -13,9 +13,8 @@ from typing import Final
 
 from kvplug import CapacityError, ResourceExhaustedError
 from kvplug.transport import (
-    Alarm,
     JobEngine,
-    JobOverError,
+    JobTask,
     MissReason,
     PageEvent,
     PageFormat,
@@ -57,7 +56,7 @@ class Pages:
         self.is_closed = False
         self._subscribers = Subscribers()
         self._abandoned: deque[list[Slot | None]] = deque()
-        self._expiry: Alarm | None = None
+        self._expiry: JobEngine.Alarm | None = None
         self._said_no_memory = False
         self._num_unread = 0
         """Evicted pages that waited for a reader, as far as the log has them."""
@@ -133,14 +132,14 @@ class Pages:
         those that need none. Pages that would exceed ``most_bytes`` together have no room.
 
         Raises:
-            JobOverError: the put has ended.
+            JobTask.OverError: the put has ended.
         """
         pages, memory = put.pages, put.pages.memory
         slots: dict[int, Slot] = {}
         results: list[tuple[int, PutReason | None]] = []
         with self.changing() as index:
             if put.is_over or self.is_closed:
-                raise JobOverError
+                raise JobTask.OverError
             held = []
             for at, nbytes in sizes.items():
                 key = pages.keys[at]

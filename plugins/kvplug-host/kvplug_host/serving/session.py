@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import (
-    Alarm,
     BackgroundThread,
     Deadline,
     JobEngine,
-    JobOverError,
+    JobTask,
     MissReason,
     PageEvent,
     PageRequest,
@@ -77,13 +76,13 @@ class Session:
         self._over = False
         self._end_of_peer = object()
         """The peer as a reader, and as one that expects readers. Outlives this session in the index."""
-        self._reads: dict[int, tuple[list[Entry], Alarm]] = {}
+        self._reads: dict[int, tuple[list[Entry], JobEngine.Alarm]] = {}
         """Leased pages of each read, and what ends it at the end of its lease."""
         self._fetches: dict[int, Fetch] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._received_at = 0.0
         """When the latest page came; ``math.inf`` while one comes."""
-        self._stall: Alarm | None = None
+        self._stall: JobEngine.Alarm | None = None
         """Set while pages are to come."""
         self._subscriptions: dict[int, Callable[[], None]] = {}
         self._handlers: dict[str, Callable[[Any], None]] = {
@@ -271,7 +270,7 @@ class Session:
             ]
         self._answer(message, places=b"".join(places))
 
-    def _at(self, when: float, call: Callable[[], None]) -> Alarm:
+    def _at(self, when: float, call: Callable[[], None]) -> JobEngine.Alarm:
         try:
             return self._pages.jobs.at(when, call)
         except RuntimeError as e:
@@ -403,7 +402,7 @@ class Session:
         self._arrivals[request] = arrival
         try:
             codes = arrival.begin(reserved_bytes)
-        except JobOverError:
+        except JobTask.OverError:
             return  # its results have been sent
         if self._stall is None:
             self._end_stalled()

@@ -18,7 +18,7 @@ from kvplug.transport import (
     Deadline,
     Entry,
     LookupBuffer,
-    LookupStore,
+    LookupEndpoint,
     NamedExhaustion,
     Pipe,
     Timeout,
@@ -40,7 +40,7 @@ from kvplug_lookup.buffer.server import Session
 from kvplug_lookup.buffer.shelf import Held
 
 
-class SimpleStore(LookupStore):
+class SimpleStore(LookupEndpoint.Store):
     """Holds copies of what is inserted, up to ``buffer_size`` bytes of tensors.
 
     Callers at this end get an entry that they take as it is, and a copy of one that they read. Entries

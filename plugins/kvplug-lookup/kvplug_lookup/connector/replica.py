@@ -41,7 +41,7 @@ from kvplug.transport import (
     Deadline,
     NamedExhaustion,
     PageEvent,
-    PageFollower,
+    PageEventLog,
     Presence,
     Series,
     WireError,
@@ -335,7 +335,7 @@ class Replica:
                 self._closed.wait(min(_RETRY_S, 0.01 * 2**gaps))
 
     def _follow(self, link: PeerLink) -> None:
-        follower = PageFollower()
+        follower = PageEventLog.Follower()
         series = self._series_of(link)
         with self._lock:
             self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True

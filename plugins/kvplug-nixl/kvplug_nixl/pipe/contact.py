@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Contact
+from kvplug.transport import DuplexEndpoint
 
 
-class NixlContact(Contact):
+class NixlContact(DuplexEndpoint.Contact):
     """``nixl1 <domain> <address> [<address>]``."""
 
     TRANSPORT = "nixl"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Contact
+from kvplug.transport import DuplexEndpoint
 
 
-class PyncclContact(Contact):
+class PyncclContact(DuplexEndpoint.Contact):
     """``pynccl1 <domain> <address>``."""
 
     TRANSPORT = "pynccl"

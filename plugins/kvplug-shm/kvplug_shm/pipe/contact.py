@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Contact
+from kvplug.transport import DuplexEndpoint
 
 
-class ShmContact(Contact):
+class ShmContact(DuplexEndpoint.Contact):
     """``shm1 <domain> <address>``."""
 
     TRANSPORT = "shm"

@@ -6,7 +6,7 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvplug.transport import printable
+from kvplug.transport import peer_text
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -75,7 +75,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print one sentence on stderr."""
-        self._stderr.print(printable(text), markup=False, soft_wrap=True)
+        self._stderr.print(peer_text(text, keep_lines=True), markup=False, soft_wrap=True)
 
     def loading(self, *names: str) -> None:
         """These workers are loading the model now."""
@@ -125,7 +125,7 @@ class Display:
         if not self._is_in_text:
             self._progress.stop()  # text and bars would mix on a terminal
             self._is_in_text = True
-        sys.stdout.write(printable(text))
+        sys.stdout.write(peer_text(text, keep_lines=True))
         sys.stdout.flush()
 
     def table(self, report: Report) -> None:
@@ -136,7 +136,7 @@ class Display:
 
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in rows(report):
-            table.add_row(name, Text(printable(value)))
+            table.add_row(name, Text(peer_text(value, keep_lines=True)))
         console = Console(highlight=False)
         console.print()
         console.print(table)

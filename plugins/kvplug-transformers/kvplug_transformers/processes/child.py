@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from kvplug.transport import printable
+from kvplug.transport import peer_text
 
 Event = tuple[str, dict[str, Any]]
 """The worker's name, and its event."""
@@ -115,7 +115,7 @@ class Child:
             self._stderr.append(line)
             if self._logs:
                 with contextlib.suppress(OSError):  # our stderr is closed: the worker continues
-                    sys.stderr.write(printable(f"{self.name}: {line}"))
+                    sys.stderr.write(peer_text(f"{self.name}: {line}", keep_lines=True))
         stream.close()
 
     def _write_commands(self, stream: IO[str]) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvplug import TimeoutError
-from kvplug.transport import Entry, LookupBuffer, LookupStore, NamedExhaustion, PipeListener
+from kvplug.transport import Entry, LookupBuffer, LookupEndpoint, NamedExhaustion, PipeListener
 from kvplug_testing import waits
 from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import law
@@ -39,9 +39,9 @@ class LookupEnd(End):
     def __init__(self, role: str, buffer: LookupBuffer, evicts: bool) -> None:
         self.role = role
         self.thing = buffer
-        self._waits_for_room = isinstance(buffer, LookupStore) and not evicts
+        self._waits_for_room = isinstance(buffer, LookupEndpoint.Store) and not evicts
         self._num_held = 0
-        if isinstance(buffer, LookupStore):
+        if isinstance(buffer, LookupEndpoint.Store):
             self.gone = None
 
     def calls(self) -> Calls:
@@ -70,11 +70,11 @@ class LookupEnd(End):
         return ["drop_select", "drop_select of any"]
 
     def timed(self) -> Calls:
-        refused = () if isinstance(self.thing, LookupStore) else ("insert",)
+        refused = () if isinstance(self.thing, LookupEndpoint.Store) else ("insert",)
         return {name: call for name, call in super().timed().items() if name not in refused}
 
     def exchange(self, content: Put, timeout: float | None) -> list[Entry]:
-        if isinstance(self.thing, LookupStore):
+        if isinstance(self.thing, LookupEndpoint.Store):
             self.once("insert", lambda: insert(self.thing, content, timeout))
             return []
         return [self.once("take", lambda: self.thing.drop_select(content.tokens, timeout=timeout))]
@@ -99,7 +99,7 @@ class LookupEnd(End):
     def busy(self, leaves: bool) -> None:
         """One entry is read again and again. What was read is kept."""
         put = _numbered(100)
-        if isinstance(self.thing, LookupStore):
+        if isinstance(self.thing, LookupEndpoint.Store):
             insert(self.thing, put, None)
             self.thing.drop_select(_ABSENT, timeout=None)
         while not self.thing.match(put.tokens):
@@ -110,7 +110,7 @@ class LookupEnd(End):
     def lied_to(self) -> Calls:
         buffer, put, sink = self.thing, _numbered(0), Sink()
         asked = put.tokens
-        inserted = 2 if isinstance(buffer, LookupStore) else 0
+        inserted = 2 if isinstance(buffer, LookupEndpoint.Store) else 0
 
         def match(timeout: float | None) -> None:
             count = buffer.match(asked)

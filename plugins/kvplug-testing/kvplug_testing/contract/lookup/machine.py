@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvplug import CapacityError, TimeoutError
 from kvplug.engine import EntryGoneError
-from kvplug.transport import LookupBuffer, LookupStore
+from kvplug.transport import LookupBuffer, LookupEndpoint
 from kvplug_testing.contract.lookup.entries import Put, capacity_for, shared, sized, unlike
 from kvplug_testing.contract.lookup.suite import insert, inserted, matched, missed, read, taken
 from kvplug_testing.waits import raises
@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, make: Any, fills: bool) -> None:
         super().__init__()
-        self.store: LookupStore
+        self.store: LookupEndpoint.Store
         self.end: LookupBuffer
         self.store, self.end = make()
         self.fills = fills

@@ -20,7 +20,6 @@ from kvplug.transport import (
     Entry,
     LookupBuffer,
     LookupEndpoint,
-    LookupStore,
     Pipe,
     PipeEndpoint,
     Timeout,
@@ -122,17 +121,17 @@ class LookupSuite(Contract):
             )
         )
 
-    def hold(self, buffer_size: int = 64 << 20, **given: Any) -> LookupStore:
+    def hold(self, buffer_size: int = 64 << 20, **given: Any) -> LookupEndpoint.Store:
         """An empty store, aborted at the end of the test."""
         store = self.endpoint(buffer_size, **given).hold()
         self.later(store.abort)
         return store
 
-    def reach(self, store: LookupStore) -> LookupBuffer:
+    def reach(self, store: LookupEndpoint.Store) -> LookupBuffer:
         """An end in this process that reaches the store, aborted at the end of the test."""
         return self._reach(store)[0]
 
-    def _reach(self, store: LookupStore) -> tuple[LookupBuffer, Pipe, PausablePipe]:
+    def _reach(self, store: LookupEndpoint.Store) -> tuple[LookupBuffer, Pipe, PausablePipe]:
         """Such an end, and its pipes."""
         our_signal, their_signal = self.pipe_pair()
         our_data, their_data = self.pipe_pair(max_in_flight_bytes=_IN_FLIGHT)
@@ -142,7 +141,7 @@ class LookupSuite(Contract):
         self.later(end.abort)
         return end, our_signal, data_pipe
 
-    def opened(self, end: str, buffer_size: int = 64 << 20) -> tuple[LookupStore, LookupBuffer]:
+    def opened(self, end: str, buffer_size: int = 64 << 20) -> tuple[LookupEndpoint.Store, LookupBuffer]:
         """A store and the tested end: the store itself, or an end that reaches it."""
         store = self.hold(buffer_size)
         return store, store if end == "holding" else self.reach(store)
@@ -152,7 +151,7 @@ class LookupSuite(Contract):
         pairs = self._stack.enter_context(PipePairs())
         return pairs.local(pipe_endpoint(self.pipes, self.timeout_s, options))
 
-    def paused_call(self, store: LookupStore, verb: str, timeout: float | None = None) -> PausedCall:
+    def paused_call(self, store: LookupEndpoint.Store, verb: str, timeout: float | None = None) -> PausedCall:
         """Insert an entry, and pause a remote end's ``select`` or ``drop_select`` in the middle of it.
 
         ``timeout=None`` is :data:`waits.patience_s`.
