@@ -16,10 +16,11 @@ from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.slow_path import SlowStoreAlarm
 from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
-from kvplug.errors import ClosedError, KvplugError, PluginError, WireError
+from kvplug.errors import ClosedError, KvplugError, PluginError
 from kvplug.metrics.record import StoreRecorder
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.executor import ExecutedStore
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 PURPOSE = "store"
 """The purpose of a link to a program that serves a store."""
 STATS_PURPOSE = "store stats"
-_MAX_CLIENTS = 1024
 """The purpose of a link that asks such a program what its store holds, and ends."""
+_MAX_CLIENTS = 1024
 
 
 @contextlib.contextmanager
@@ -169,7 +170,7 @@ class StoreServer:
     def _serve(self, link: ControlLink, _: Deadline) -> None:
         purpose = link.agreement.purpose
         if purpose == STATS_PURPOSE:
-            link.channel.send(attrs.asdict(self.stats()))
+            link.channel.send(to_plain(self.stats()))
             return
         if purpose != PURPOSE:
             raise ClosedError(f"it connects for {purpose!r}, and here is a store")
@@ -257,7 +258,4 @@ def store_stats(config: Config, contact: str, *, registry: Registry | None = Non
         found = link.channel.recv(timeout=config.timeout_s)
     finally:
         link.close()
-    try:
-        return StoreStats(**{field.name: found[field.name] for field in attrs.fields(StoreStats)})
-    except (KeyError, TypeError) as e:
-        raise WireError(f"{link.channel.peer} serves no store, or an older version of kvplug") from e
+    return from_plain(found, StoreStats, f"what {link.channel.peer} says of its store")

@@ -25,18 +25,17 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class PartPlace:
-    """How one part of a layer lies in a cache. All numbers but ``counts`` are bytes."""
+    """How one part of a layer lies in a cache. All numbers but sizes of axes are bytes."""
 
     block_stride: int
     """From one block to the next."""
     token_stride: int
     """From one token of a block to the next."""
-    counts: tuple[int, ...]
-    """Sizes of the axes after the tokens', of which the last ones may be contiguous."""
-    strides: tuple[int, ...]
-    """Of those axes, in the cache. In a row they are contiguous."""
-    itemsize: int
-    """Of one number of the tensor."""
+    run_bytes: int
+    """Bytes of a token that are contiguous."""
+    axes: tuple[tuple[int, int], ...]
+    """The axes of a token outside the runs, the slowest in a row first: sizes, and strides in the cache. In a
+    row they are contiguous."""
 
 
 @attrs.frozen(eq=False)
@@ -227,7 +226,8 @@ def _places_of(views: BlockViews) -> tuple[array[int], tuple[PartPlace, ...]] | 
 def _place_of(view: Tensor) -> PartPlace:
     itemsize = view.element_size()
     block, token, *rest = (stride * itemsize for stride in view.stride())
-    return PartPlace(block, token, tuple(view.shape[2:]), tuple(rest), itemsize)
+    run_bytes, axes = _runs_of(list(zip(view.shape[2:], rest, strict=True)), itemsize)
+    return PartPlace(block, token, run_bytes, tuple(axes))
 
 
 def _is_plain(view: Tensor) -> bool:

@@ -84,20 +84,20 @@ class PageBlocks(PageMemory):
         self._writable = range(first_token, end) if writable is None else writable
         self._end = min(end, self._writable.stop)
         """Tokens from this one on are not written, and may have no blocks."""
-        groups: Sequence[PageBlocks.Group] = ()
-        if block_ids and isinstance(block_ids[0], PageBlocks.Group):
-            groups = cast("Sequence[PageBlocks.Group]", block_ids)
-            layers = sorted(layer for group in groups for layer in group.layers)
-            if layers != list(range(form.num_layers)):
-                raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")
-        ids = groups[0].block_ids if groups else cast("Sequence[int]", block_ids)
-        table, begin = self._checked(ids, groups[0].begin if groups else 0, num_blocks)
-        self._tables = [table] * form.num_layers
-        """Of each layer the blocks of the pages' tokens."""
-        self._begins = array("q", [begin]) * form.num_layers
-        """Of each layer the first token that is written."""
+        every = range(form.num_layers)
+        groups = cast("Sequence[PageBlocks.Group]", block_ids)
+        if not (block_ids and isinstance(block_ids[0], PageBlocks.Group)):
+            ids = cast("Sequence[int]", block_ids)
+            groups = [PageBlocks.Group(layers=frozenset(every), block_ids=ids)]
+        layers = sorted(layer for group in groups for layer in group.layers)
+        if layers != list(every):
+            raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")
         self._is_grouped = len(groups) > 1
-        for group in groups[1:]:
+        self._tables: list[array[int]] = [array("q")] * form.num_layers
+        """Of each layer the blocks of the pages' tokens."""
+        self._begins = array("q", every)
+        """Of each layer the first token that is written."""
+        for group in groups:
             table, begin = self._checked(group.block_ids, group.begin, num_blocks)
             for layer in group.layers:
                 self._tables[layer], self._begins[layer] = table, begin
@@ -128,21 +128,17 @@ class PageBlocks(PageMemory):
             for table in self._tables:
                 ids.extend(table * len(parts))
         origin = self._first_block * self._block_size
-        if self._is_grouped:
-            begins = array("q", [begin - origin for begin in self._begins])
-        else:
-            begins = array("q", [self._begins[0] - origin]) * len(self._begins)
         return PagePlaces(
             bases,
             parts,
             ids,
             ids_step,
-            self._block_size,
-            self.format.page_tokens,
-            self._first_token - origin,
-            begins,
-            self._end - origin,
-            self._is_whole,
+            block_tokens=self._block_size,
+            page_tokens=self.format.page_tokens,
+            first_token=self._first_token - origin,
+            begins=array("q", [begin - origin for begin in self._begins]),
+            end=self._end - origin,
+            is_whole=self._is_whole,
         )
 
     def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:

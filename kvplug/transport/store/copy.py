@@ -374,20 +374,10 @@ def library() -> _Library | None:
     descriptor or memory is missing to load them, the next call tries again."""
     try:
         return _loaded()
-    except _UnbuiltError:
-        return None
-    except (OSError, AttributeError, ImportError, _UnusableError) as e:
+    except (OSError, AttributeError, ImportError) as e:
         if NamedExhaustion.of(e, f"loading {_FILE}") is None:
             _warn_once(str(e))
         return None
-
-
-class _UnbuiltError(Exception):
-    """The compiled copies are not there."""
-
-
-class _UnusableError(Exception):
-    """The compiled copies are there and cannot be used."""
 
 
 @functools.cache  # of texts, not of results
@@ -396,22 +386,22 @@ def _warn_once(why: str) -> None:
 
 
 @functools.cache  # of what it returns; what it raises is not kept
-def _loaded() -> _Library:
+def _loaded() -> _Library | None:
     if not _FILE.exists():
-        raise _UnbuiltError
+        return None
     import xxhash
 
     functions = ctypes.CDLL(str(_FILE))
     source = functions.kvplug_pages_source
     source.restype = ctypes.c_uint32
     if source() != zlib.crc32(_SOURCE.read_bytes()):
-        raise _UnusableError("it was built from another pages.c")
+        raise ImportError("it was built from another pages.c")
     # xxhash's module has the functions of the C library in it. They are tried before they are believed.
     hash_of = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__).XXH3_64bits
     hash_of.restype, hash_of.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
     for sample in (b"", b"kvplug", bytes(range(256)) * 17):
         if hash_of(sample, len(sample)) != xxhash.xxh3_64_intdigest(sample):
-            raise _UnusableError("xxhash's XXH3_64bits is another function than its Python one")
+            raise ImportError("xxhash's XXH3_64bits is another function than its Python one")
     move, move_locked = functions.kvplug_pages_move, ctypes.PyDLL(str(_FILE)).kvplug_pages_move
     for each in (move, move_locked):
         each.restype = ctypes.c_int
@@ -426,26 +416,19 @@ def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int)
     """An array of ``struct part``; ``None``: a part has too many axes, or the cache has other sizes."""
     found = (_Part * len(places))()
     for index, ((offset, nbytes), place) in enumerate(zip(form.spans, places, strict=True)):
-        token_bytes = nbytes // page_tokens
-        run = step = place.itemsize
-        axes: list[tuple[int, int, int]] = []
-        for count, stride in zip(reversed(place.counts), reversed(place.strides), strict=True):
-            if count == 1:
-                continue
-            if not axes and stride == run:
-                run *= count
-            else:
-                axes.append((stride, count, step))
-            step *= count
-        if len(axes) > _MAX_AXES or step * page_tokens != nbytes:
+        token_bytes, axes = place.run_bytes, list[tuple[int, int, int]]()
+        for count, stride in reversed(place.axes):
+            axes.append((stride, count, token_bytes))
+            token_bytes *= count
+        if len(axes) > _MAX_AXES or token_bytes * page_tokens != nbytes:
             return None
-        axes.sort(reverse=True)  # what is furthest apart in the cache is outermost
         part = found[index]
         part.offset, part.nbytes = offset, nbytes
         part.block_stride, part.token_stride = place.block_stride, place.token_stride
-        part.token_bytes, part.run = token_bytes, run
+        part.token_bytes, part.run = token_bytes, place.run_bytes
         part.is_dense = not axes and place.token_stride == token_bytes
         part.num_axes = len(axes)
-        for at, (stride, count, step) in enumerate(axes):
+        for at, (stride, count, step) in enumerate(sorted(axes, reverse=True)):
+            # what is furthest apart in the cache is outermost
             part.in_cache[at], part.counts[at], part.in_row[at] = stride, count, step
     return found

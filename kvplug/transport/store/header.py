@@ -90,7 +90,7 @@ class PageSeal:
 
     def header_length(self, form: PageFormat, identity: bytes) -> int:
         """Bytes of the header of a page with this format and identity."""
-        checksums = _num_checksums(form) * _CHECKSUM_BYTES if self.checksums else 0
+        checksums = form.num_layers * len(form.parts) * _CHECKSUM_BYTES if self.checksums else 0
         return _FIXED.size + len(identity) + checksums + (_PROOF_BYTES if self.secret is not None else 0)
 
     def beginnings(self, series: Series, identities: Sequence[bytes]) -> list[bytes]:
@@ -185,15 +185,10 @@ class PageSeal:
 def checksums_of(form: PageFormat, layers: memoryview) -> list[bytes]:
     """The checksum of each part of whole layers, layer after layer."""
     spans, step = form.spans, form.layer_nbytes
-    if max(count for _, count in spans) < _LOCK_FREE_BYTES:
-        hash_of = _hash_of()
-        return [
-            hash_of(layers[at + begin : at + begin + count])
-            for at in range(0, len(layers), step)
-            for begin, count in spans
-        ]
+    is_small = max(count for _, count in spans) < _LOCK_FREE_BYTES
+    hash_of = _hash_of() if is_small else functools.partial(digest, CHECKSUM)
     return [
-        digest(CHECKSUM, layers[at + begin : at + begin + count])
+        hash_of(layers[at + begin : at + begin + count])
         for at in range(0, len(layers), step)
         for begin, count in spans
     ]
@@ -214,10 +209,6 @@ def _difference(known: bytes, rest: int, header: bytes) -> MissReason:
     if len(header) != len(known) + rest or header[: _FIXED.size] != known[: _FIXED.size]:
         return MissReason.FORMAT
     return MissReason.IDENTITY
-
-
-def _num_checksums(form: PageFormat) -> int:
-    return form.num_layers * len(form.parts)
 
 
 def _proof(secret: bytes, header: Buffer, payload: memoryview) -> bytes:

@@ -86,23 +86,18 @@ class Job(Generic[T]):
         Raises:
             TimeoutError: it is still under way. The job goes on.
         """
-        deadline = Deadline.after(timeout)
         with self._lock:
-            while self._results is None:
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
+            self._changed.wait_for(lambda: self.done, Deadline.after(timeout).remaining())
             results = self._results
+        if results is None:
+            raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
         ExitGuard.hold()  # then the store has ended, which the program does not expect
         return results
 
     def wait_settled(self, timeout: Timeout = None) -> bool:
         """Return whether the job has settled in time."""
-        deadline = Deadline.after(timeout)
         with self._lock:
-            while not self._settled:
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    return False
-            return True
+            return self._changed.wait_for(lambda: self._settled, Deadline.after(timeout).remaining())
 
     def results(self) -> list[T] | None:
         """The results; ``None`` while the job is under way."""
@@ -220,11 +215,10 @@ class GetJob(Job[MissReason | None]):
         Raises:
             TimeoutError: neither came in time.
         """
-        deadline = Deadline.after(timeout)
         with self._lock:
-            while self._ready <= layer and self._results is None:
-                if not self._advanced.wait(deadline.remaining()) and deadline.expired:
-                    raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
+            left = Deadline.after(timeout).remaining()
+            if not self._advanced.wait_for(lambda: self.num_layers_ready > layer or self.done, left):
+                raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
         ExitGuard.hold()
 
     @property

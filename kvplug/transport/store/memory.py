@@ -184,7 +184,7 @@ class FlatPages(PageMemory):
     def _places(self, bases: array[int], ids: array[int], ids_step: int = 0) -> PagePlaces:
         """Each page is one block, and all of it one token."""
         form, count = self.format, len(self)
-        parts = tuple(PartPlace(1, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
+        parts = tuple(PartPlace(1, nbytes, nbytes, ()) for _, nbytes in form.spans)
         begins = array("q", bytes(8 * form.num_layers))
         return PagePlaces(bases, parts, ids, ids_step, 1, 1, 0, begins, count, is_whole=True)
 
