@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import (
@@ -41,6 +41,8 @@ _BACKOFF_S: Final = (0.1, 5.0)
 _CLOSE_S: Final = 5.0
 
 Listener = Callable[[PageEvent], None]
+T = TypeVar("T")
+J = TypeVar("J", bound=Job[Any])
 
 
 class ContactStore(Store):
@@ -186,73 +188,68 @@ class ContactStore(Store):
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._context.timeout_s)
 
-    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
-        deadline = self._deadline(timeout)
+    def _asked(self, ask: Callable[[HostClient], T], otherwise: Callable[[], T]) -> T:
+        """What the client answers; where the program is gone, the other answer.
+
+        Raises:
+            ClosedError: this end is closed.
+        """
         client = self._current()
         if client is not None:
             try:
-                return client.submit_lookup(keys, lease_s=lease_s, timeout=deadline.remaining())
+                return ask(client)
             except ClosedError:
                 self._current()
-        return _ended(Job(len(keys), deadline), Presence.ABSENT)
+        return otherwise()
+
+    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
+        deadline = self._deadline(timeout)
+        return self._asked(
+            lambda client: client.submit_lookup(keys, lease_s=lease_s, timeout=deadline.remaining()),
+            lambda: _ended(Job(len(keys), deadline), Presence.ABSENT),
+        )
 
     def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         deadline = self._deadline(timeout)
-        client = self._current()
-        if client is not None:
-            try:
-                return client.submit_put(pages, timeout=deadline.remaining())
-            except ClosedError:
-                self._current()
-        return _ended(Job(len(pages.keys), deadline), PutReason.STORE_GONE)
+        return self._asked(
+            lambda client: client.submit_put(pages, timeout=deadline.remaining()),
+            lambda: _ended(Job(len(pages.keys), deadline), PutReason.STORE_GONE),
+        )
 
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         deadline = self._deadline(timeout)
-        client = self._current()
-        if client is not None:
-            try:
-                return client.submit_get(pages, timeout=deadline.remaining())
-            except ClosedError:
-                self._current()
-        job = GetJob(len(pages.keys), pages.series.format.num_layers, deadline)
-        job.set([MissReason.STORE_GONE] * job.count)
-        return job
+        return self._asked(
+            lambda client: client.submit_get(pages, timeout=deadline.remaining()),
+            lambda: _ended(
+                GetJob(len(pages.keys), pages.series.format.num_layers, deadline), MissReason.STORE_GONE
+            ),
+        )
 
     def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
         deadline = self._deadline(timeout)
-        client = self._current()
+        self._current()
         if keys is None:
             raise UnsupportedError("other programs keep pages in this store, too")
-        if client is not None:
-            try:
-                return client.submit_remove(keys, timeout=deadline.remaining())
-            except ClosedError:
-                self._current()
-        return _ended(Job(len(keys), deadline), False)
+        return self._asked(
+            lambda client: client.submit_remove(keys, timeout=deadline.remaining()),
+            lambda: _ended(Job(len(keys), deadline), False),
+        )
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
-        self._told(lambda client: client.declare(series, keys, timeout=deadline.remaining()))
+        self._asked(lambda client: client.declare(series, keys, timeout=deadline.remaining()), _nothing)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        self._told(lambda client: client.withdraw(keys))
+        self._asked(lambda client: client.withdraw(keys), _nothing)
 
     def release(self, keys: Sequence[bytes]) -> None:
-        self._told(lambda client: client.release(keys))
+        self._asked(lambda client: client.release(keys), _nothing)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._told(lambda client: client.touch(keys))
+        self._asked(lambda client: client.touch(keys), _nothing)
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
-        self._told(lambda client: client.expect_reader(keys))
-
-    def _told(self, tell: Callable[[HostClient], None]) -> None:
-        client = self._current()
-        if client is not None:
-            try:
-                tell(client)
-            except ClosedError:
-                self._current()
+        self._asked(lambda client: client.expect_reader(keys), _nothing)
 
     def keys(self, series: Series) -> Sequence[bytes]:
         client = self._current()
@@ -261,12 +258,7 @@ class ContactStore(Store):
         return client.keys(series)
 
     def usage(self) -> Usage:
-        client = self._current()
-        if client is not None:
-            try:
-                self._usage = client.usage()
-            except ClosedError:
-                self._current()
+        self._usage = self._asked(lambda client: client.usage(), lambda: self._usage)
         return self._usage
 
     @property
@@ -329,6 +321,10 @@ class ContactStore(Store):
         self._closed = True
 
 
-def _ended(job: Job[Any], result: Any) -> Job[Any]:
+def _ended(job: J, result: Any) -> J:
     job.set([result] * job.count)
     return job
+
+
+def _nothing() -> None:
+    """What is told to a program that is gone is lost."""
