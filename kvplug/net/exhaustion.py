@@ -39,10 +39,7 @@ _NUMBERS: Final = {
 _SENTENCES: Final = (
     ("can't start new thread", THREADS, None),
     (os.strerror(errno.EAGAIN), THREADS, None),  # of std::thread
-    (os.strerror(errno.EMFILE), DESCRIPTORS, errno.EMFILE),
-    (os.strerror(errno.ENFILE), DESCRIPTORS, errno.ENFILE),
-    (os.strerror(errno.ENOMEM), MEMORY, errno.ENOMEM),
-    (os.strerror(errno.ENOSPC), SPACE, errno.ENOSPC),
+    *((os.strerror(number), what, number) for number, what in _NUMBERS.items()),
     ("can't allocate memory", MEMORY, errno.ENOMEM),
     ("not enough memory", MEMORY, errno.ENOMEM),
     ("out of memory", MEMORY, None),  # of a device
