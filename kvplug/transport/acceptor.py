@@ -181,10 +181,8 @@ class Acceptor(Generic[T]):
         self.close()
 
     def _after_fork_in_child(self) -> None:
-        # The listeners, and what was made, close themselves.
+        # The listeners, their connections and what was made close themselves.
         self._closed = True
-        for connection in list(self._serving):
-            connection.close()
 
     # -- the threads ---------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import close_after_fork
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
@@ -50,7 +51,7 @@ _MAX_PAYLOAD = 8192
 
 @attrs.define(eq=False)
 class Connection:
-    """A proven connection. Its receiver owns it and closes it."""
+    """A proven connection. Its receiver owns it and closes it. In a forked child it is closed."""
 
     sock: socket.socket = attrs.field(repr=False)
     """Blocking and without a timeout when handed over; nothing beyond the proof was read from it."""
@@ -64,6 +65,9 @@ class Connection:
     """Where the listener listens."""
     since: float = attrs.field(factory=time.monotonic, init=False, repr=False)
     """When both ends had proved themselves, by ``time.monotonic``."""
+
+    def __attrs_post_init__(self) -> None:
+        close_after_fork(self)
 
     @classmethod
     def dial(
@@ -305,6 +309,9 @@ class Connection:
 
     def close(self) -> None:
         """Idempotent."""
+        self.sock.close()
+
+    def _after_fork_in_child(self) -> None:
         self.sock.close()
 
     def __enter__(self) -> Self:

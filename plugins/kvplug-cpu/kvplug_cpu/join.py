@@ -147,12 +147,6 @@ class CpuListener(PipeAcceptor):
             self._arrived.notify_all()
         super().close()
 
-    def _after_fork_in_child(self) -> None:
-        super()._after_fork_in_child()
-        for session in list(self._sessions.values()):
-            for connection in list(session.connections.values()):
-                connection.close()
-
     def _join(self, connection: Connection) -> Pipe | None:
         deadline = Deadline.after(_JOIN_TIMEOUT_S)
         join = Join.receive(connection, deadline)

@@ -276,6 +276,17 @@ def test_connections_nobody_accepted_are_closed_with_the_listener() -> None:
             assert ours.sock.recv(1) == b""
 
 
+def test_a_forked_child_has_no_connection_whatever_holds_it() -> None:
+    with (
+        Listener.open("unix:", OPEN, "test") as listener,
+        Connection.dial(listener.contact, OPEN, "test", 5) as ours,
+        listener.accept(5) as theirs,
+    ):
+        assert in_forked_child(lambda: f"{ours.fileno()} {theirs.fileno()}") == "-1 -1"
+        ours.sock.sendall(b"the parent goes on")
+        assert theirs.sock.recv(100) == b"the parent goes on"
+
+
 def test_the_secret_is_neither_logged_nor_shown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         with Listener.open("127.0.0.1:0", SECRET, "test") as listener:

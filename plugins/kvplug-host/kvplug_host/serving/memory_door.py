@@ -5,7 +5,6 @@ A reader connects to a Unix socket, which carries descriptors, and shows the tic
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
@@ -103,11 +102,7 @@ class MemoryDoor:
             connection.close()
 
     def _after_fork_in_child(self) -> None:
-        """The listener and the acceptor close themselves."""
-        for connection in self._admitted.values():
-            if connection is not None:
-                with contextlib.suppress(OSError):
-                    connection.close()
+        """The listener, the acceptor and the connections close themselves."""
 
 
 def open_door(segments: Segments, address: str, credentials: Credentials) -> MemoryDoor | KvplugError:

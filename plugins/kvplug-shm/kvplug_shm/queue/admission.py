@@ -84,10 +84,8 @@ class Admission:
             self._joined.clear()  # not earlier: after an interrupt this is called again
 
     def _after_fork_in_child(self) -> None:
-        # The acceptor closes itself.
+        # The acceptor and the connections close themselves.
         self._closed = True
-        for connection, _ in list(self._joined.values()):
-            connection.close()
         for fd in self._handed_over:
             os.close(fd)
         self._close_memory()

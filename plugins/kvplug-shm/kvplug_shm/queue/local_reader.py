@@ -115,7 +115,6 @@ class LocalSource:
         self._ring.close()
 
     def _after_fork_in_child(self) -> None:
-        self._connection.close()
         self._ring.close()
 
     def _writer_gone(self, reason: str) -> None:
