@@ -115,8 +115,8 @@ def check_fillable(tensor: Tensor) -> None:
         )
 
 
-def check_same(name: str, calls: Sequence[Call], ranks: Sequence[int] | None = None) -> None:
-    """Compare the calls of all ranks.
+def check_same(name: str, calls: Sequence[Call]) -> None:
+    """Compare the calls of all ranks, in the order of ranks.
 
     Raises:
         TensorMismatchError: the ranks' next calls differ, or are refused.
@@ -124,8 +124,7 @@ def check_same(name: str, calls: Sequence[Call], ranks: Sequence[int] | None = N
     first = calls[0]
     if first.refused is None and all(call.same_as(first) for call in calls):
         return
-    numbered = zip(ranks or range(len(calls)), calls, strict=True)
-    lines = "".join(f"\n  rank {rank}: {call}" for rank, call in numbered)
+    lines = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(calls))
     raise TensorMismatchError(
         f"{name}: every rank must be about to do the same, and nothing was done:{lines}"
     )

@@ -10,7 +10,7 @@ implements the abstract methods of :class:`~kvplug.transport.communicator.rank.G
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvplug.net.deadline import Deadline
-
-
-def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
 
 
 class DeviceCommunicator(GroupRank):
@@ -84,7 +80,7 @@ class DeviceCommunicator(GroupRank):
         unique_name: str = ""
         """Distinguishes the engine's groups. With the word "ep" in it, the group serves expert
         parallelism."""
-        ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+        ranks: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(tuple))
         """The engine-wide ranks of the members, in the order of the group; ``None``: the group is all
         ranks."""
         global_world_size: int | None = None

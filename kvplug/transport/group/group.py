@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from kvplug.errors import (
     CapacityError,
@@ -35,6 +35,16 @@ STORE_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
 _CONTACT_LIMITS: Final = Limits(max_bytes=1 << 16)
 """Of a contact, or of the reason why there is none; compared before anything is allocated."""
+
+
+class _Listening(Protocol):
+    @property
+    def contact(self) -> str: ...
+
+    def close(self) -> object: ...
+
+
+_L = TypeVar("_L", bound=_Listening)
 
 
 class StatelessGroup:
@@ -166,24 +176,12 @@ class StatelessGroup:
         deadline = Deadline.after(timeout, timeout_s)
         where: str | Listener
         if ranks.rank == 0:
-            try:
-                where = cls.listen(address, credentials)
-            except KvplugError as e:
-                ranks.broadcast(("failed", str(e)[:10_000]), 0, deadline.remaining())
-                raise
-            try:
-                ranks.broadcast(("contact", where.contact), 0, deadline.remaining())
-            except BaseException:
-                where.close()
-                raise
+            where = listen_and_send(
+                lambda: cls.listen(address, credentials),
+                lambda message: ranks.broadcast(message, 0, deadline.remaining()),
+            )
         else:
-            match ranks.broadcast(None, 0, deadline.remaining()):
-                case ("contact", str(where)):
-                    pass
-                case ("failed", str(why)):
-                    raise TransportError(f"rank 0 cannot listen for the other ranks: {peer_text(why)}")
-                case _:
-                    raise WireError("rank 0 did not say where it listens; same kvplug?")
+            where = contact_in(ranks.broadcast(None, 0, deadline.remaining()), 0)
         return cls.create(
             where,
             rank=ranks.rank,
@@ -385,6 +383,39 @@ def _checked(answer: Any, kind: type) -> Any:
 
 def _decoded(answer: Any) -> Any:
     return decode(_checked(answer, bytes))
+
+
+def listen_and_send(listen: Callable[[], _L], send: Callable[[object], object]) -> _L:
+    """Listen, and send the contact to ranks that read it by :func:`contact_in`; if it fails, send the reason.
+
+    Raises what ``listen`` and ``send`` do.
+    """
+    try:
+        listener = listen()
+    except Exception as e:
+        send(("failed", str(e)[:10_000]))
+        raise
+    try:
+        send(("contact", listener.contact))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def contact_in(message: object, rank: int) -> str:
+    """The contact in a message of ``rank``, which may be anything.
+
+    Raises:
+        TransportError: the rank could not listen, and why.
+        WireError: it sent something else than where it listens.
+    """
+    match message:
+        case ("contact", str(contact)):
+            return contact
+        case ("failed", str(why)):
+            raise TransportError(f"rank {rank} cannot listen: {peer_text(why)}")
+    raise WireError(f"rank {rank} did not say where it listens; same kvplug?")
 
 
 class _TorchRanks:

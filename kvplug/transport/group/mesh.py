@@ -33,7 +33,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import decode, encode
-from kvplug.transport.group.group import STORE_TIMEOUT_S
+from kvplug.transport.group.group import STORE_TIMEOUT_S, contact_in, listen_and_send
 from kvplug.transport.pipe import Pipe
 
 if TYPE_CHECKING:
@@ -98,26 +98,17 @@ def connect_ranks(
 
 
 def _listen_for(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
+    # One listener for each peer: only that peer has its contact.
+    listener = listen_and_send(endpoint.listen, lambda message: group.send(message, peer))
     try:
-        listener = endpoint.listen()
-    except Exception as e:
-        group.send(("failed", f"rank {group.rank} cannot listen: {e}"), peer)
-        raise
-    try:
-        # One listener for each peer: only that peer has its contact.
-        group.send(("contact", listener.contact), peer)
         return listener.accept(deadline.remaining())
     finally:
         listener.close()
 
 
 def _dial(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
-    match group.recv(peer, deadline.remaining()):
-        case ("contact", str(contact)):
-            return endpoint.connect(contact, deadline.remaining())
-        case ("failed", str(why)):
-            raise TransportError(peer_text(why))
-    raise WireError(f"rank {peer} did not say where it listens; same kvplug?")
+    contact = contact_in(group.recv(peer, deadline.remaining()), peer)
+    return endpoint.connect(contact, deadline.remaining())
 
 
 @attrs.define

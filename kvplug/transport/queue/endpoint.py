@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.config.addresses import DEFAULT_HOST
+from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.errors import ConfigError, KvplugError, TransportError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
@@ -26,10 +26,6 @@ _MOST_WORDS = 4000
 """Characters of an error that is sent to the other ranks."""
 
 
-def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
-
-
 class QueueEndpoint(abc.ABC):
     """What a message queue's factory returns. It makes ends; a transport implements the first two verbs."""
 
@@ -45,7 +41,9 @@ class QueueEndpoint(abc.ABC):
         """The interface it may listen on, for readers that memory does not reach; none, for a Unix socket."""
         n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
         """How many readers a queue has if ``create`` does not name them."""
-        local_reader_ranks: tuple[int, ...] | None = attrs.field(default=None, converter=_ranks)
+        local_reader_ranks: tuple[int, ...] | None = attrs.field(
+            default=None, converter=attrs.converters.optional(tuple)
+        )
         """Readers to reach through shared memory; ``None``: all that can be."""
         max_chunk_bytes: int = attrs.field(default=MAX_CHUNK_BYTES, validator=attrs.validators.ge(1))
         """Size of one slot for a message. Larger messages are possible, and cost more."""
@@ -121,11 +119,7 @@ class QueueEndpoint(abc.ABC):
             return self._create_in(group, writer_rank, deadline)
         host, credentials = self.context.host, self.context.credentials
         proves = credentials.secret is not None or credentials.tls is not None
-        address = (
-            (f"[{host}]:0" if ":" in host else f"{host}:0")
-            if proves and not host.startswith("unix:")
-            else "unix:"
-        )
+        address = str(Address(host)) if proves and not host.startswith("unix:") else "unix:"
         with StatelessGroup.from_process_group(
             group,
             address,
