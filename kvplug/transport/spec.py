@@ -129,7 +129,7 @@ class _Offered:
     __slots__ = ("_distribution",)  # not part of its value: specs of two distributions may be equal
 
     name: str
-    kind: Any
+    kind: Kind
 
     def _load(self, field: str) -> Any:
         """Load the target in ``field``; an error names the spec and its distribution."""
@@ -275,6 +275,8 @@ class StoreSpec(_ProbedSpec):
     a ``BlockingStore``.
     """
 
+    kind: Kind = attrs.field(default=Kind.STORE, init=False, repr=False)
+    """``Kind.STORE``."""
     client: str | None = attrs.field(default=None, validator=_check_target)
     """Makes the ``Store`` of a process that reaches one which a peer serves: called with the same context and
     the link. ``None``: it serves no peers."""
@@ -285,11 +287,6 @@ class StoreSpec(_ProbedSpec):
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=device_names)
     """Types of devices whose memory it copies from and into itself. For memory of others its pages are staged
     through host memory, by kvplug."""
-
-    @property
-    def kind(self) -> Kind:
-        """``Kind.STORE``."""
-        return Kind.STORE
 
     def load_client(self) -> Callable[..., Any]:
         """The maker of clients, as :meth:`load_factory` loads the factory."""
@@ -304,10 +301,8 @@ class DirectorySpec(_ProbedSpec):
     ``Directory``.
     """
 
-    @property
-    def kind(self) -> Kind:
-        """``Kind.DIRECTORY``."""
-        return Kind.DIRECTORY
+    kind: Kind = attrs.field(default=Kind.DIRECTORY, init=False, repr=False)
+    """``Kind.DIRECTORY``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -318,6 +313,8 @@ class ConnectorSpec(_Spec):
     argument, a ``kvplug.engine.context.ConnectorContext``.
     """
 
+    kind: Kind = attrs.field(default=Kind.CONNECTOR, init=False, repr=False)
+    """``Kind.CONNECTOR``."""
     worker_factory: str = attrs.field(validator=_check_target)
     """What makes the worker side, as ``"package.module:Name"``."""
     moves_pages: bool = False
@@ -332,11 +329,6 @@ class ConnectorSpec(_Spec):
     """It keeps KV in the lookup buffer that the config names. With any other connector, a config that names
     one is refused."""
 
-    @property
-    def kind(self) -> Kind:
-        """``Kind.CONNECTOR``."""
-        return Kind.CONNECTOR
-
     def load_worker_factory(self) -> Callable[..., Any]:
         """The worker side's factory, as :meth:`load_factory` loads the scheduler side's."""
         return self._load_callable("worker_factory")
@@ -350,27 +342,22 @@ class SinkSpec(_Spec):
     returns a ``Sink``.
     """
 
-    @property
-    def kind(self) -> Kind:
-        """``Kind.SINK``."""
-        return Kind.SINK
+    kind: Kind = attrs.field(default=Kind.SINK, init=False, repr=False)
+    """``Kind.SINK``."""
 
 
 @attrs.frozen(kw_only=True)
 class CommandSpec(_Offered):
     """One command of the program ``kvplug``."""
 
+    kind: Kind = attrs.field(default=Kind.COMMAND, init=False, repr=False)
+    """``Kind.COMMAND``."""
     name: str = attrs.field(validator=_check_name)
     """What an operator writes on the command line, after ``kvplug``."""
     target: str = attrs.field(validator=_check_target)
     """A click command, ``"package.module:name"``. Imported when the command is used, not for help."""
     summary: str = ""
     """One line for ``kvplug --help``."""
-
-    @property
-    def kind(self) -> Kind:
-        """``Kind.COMMAND``."""
-        return Kind.COMMAND
 
     def load(self) -> Any:
         """The click command itself: imports the plugin's code.
