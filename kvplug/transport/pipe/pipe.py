@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import attrs
 
@@ -27,6 +27,8 @@ from kvplug.transport.pipe.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvplug.transport.pipe.endpoint import PipeEndpoint
 
 
 T = TypeVar("T")
@@ -458,24 +460,32 @@ class DuplexPipe(Pipe, abc.ABC):
 
     @attrs.frozen(kw_only=True)
     class Settings:
-        """The settings of every pipe of an endpoint. A transport adds its own."""
+        """What every pipe of an endpoint has of the endpoint's context. A transport adds its own settings."""
 
-        max_in_flight_bytes: int
-        """Bytes that may be sent and not yet taken, before ``send_tensor`` blocks."""
         timeout_s: float
         """The default timeout of calls, in seconds."""
         heartbeat_timeout_s: float
         """Seconds of silence that count as the peer's death, if its process cannot be watched."""
-        max_message_bytes: int | None = None
-        """The context's: the largest message that is received into memory of the pipe's."""
+        max_message_bytes: int | None
+        """The largest message that is received into memory of the pipe's."""
 
-    def __init__(self, peer: str, timeout_s: float, limit: MessageLimit | None = None) -> None:
-        """``peer`` names the other end in messages; ``timeout_s`` is the default timeout of calls. ``limit``
-        bounds the messages that the transport takes memory for: it checks it before.
+        @classmethod
+        def of(cls, context: PipeEndpoint.Context, **own: Any) -> Self:
+            """The settings that a context gives, and the transport's ``own``."""
+            return cls(
+                timeout_s=context.timeout_s,
+                heartbeat_timeout_s=context.heartbeat_timeout_s,
+                max_message_bytes=context.max_message_bytes,
+                **own,
+            )
+
+    def __init__(self, peer: str, settings: Settings, *, device: str = "cpu") -> None:
+        """``peer`` names the other end in messages. ``device``: where the pipe takes memory for messages,
+        whose size it compares with ``_limit`` before.
         """
         self._peer = peer
-        self._timeout_s = timeout_s
-        self._limit = limit or MessageLimit()
+        self._timeout_s = settings.timeout_s
+        self._limit = MessageLimit(settings.max_message_bytes, device=device)
         self._lifecycle = Lifecycle(f"the pipe to {peer}")
         self._doing = f"the pipe to {peer}"
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")

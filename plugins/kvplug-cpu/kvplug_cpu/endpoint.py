@@ -31,13 +31,11 @@ class CpuEndpoint(DuplexEndpoint):
             raise ConfigError(f"the pipe 'cpu' moves CPU tensors, and the device is {context.device!r}")
         super().__init__(context)
         self._options: CpuOptions = context.options if context.options is not None else CpuOptions()
-        self._settings = CpuPipeSettings(
+        self._settings = CpuPipeSettings.of(
+            context,
             max_in_flight_bytes=self._options.max_in_flight_bytes,
             split_bytes=self._options.split_bytes,
             socket_buffer_bytes=self._options.socket_buffer_bytes,
-            timeout_s=context.timeout_s,
-            heartbeat_timeout_s=context.heartbeat_timeout_s,
-            max_message_bytes=context.max_message_bytes,
         )
 
     def _addresses(self) -> list[str]:

@@ -14,7 +14,6 @@ from kvplug.transport import (
     Deadline,
     DescriptorGuard,
     DuplexPipe,
-    MessageLimit,
     Timeout,
     Transfer,
     Watch,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 class CpuPipeSettings(DuplexPipe.Settings):
     """The settings of a pipe. Sizes are in bytes."""
 
+    max_in_flight_bytes: int
     split_bytes: int
     socket_buffer_bytes: int
 
@@ -56,7 +56,7 @@ class CpuPipe(DuplexPipe):
         ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
         send heartbeats this often.
         """
-        super().__init__(control.describe, settings.timeout_s, MessageLimit(settings.max_message_bytes))
+        super().__init__(control.describe, settings)
         self._control = control
         self._data = [DataConnection(each.sock, buffer_bytes=settings.socket_buffer_bytes) for each in data]
         self._descriptors = DescriptorGuard(self._close_sockets, self._lifecycle.error)

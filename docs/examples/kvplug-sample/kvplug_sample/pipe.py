@@ -23,7 +23,6 @@ from kvplug.transport import (
     DescriptorGuard,
     DuplexEndpoint,
     DuplexPipe,
-    MessageLimit,
     PartialMessage,
     Pipe,
     PipeEndpoint,
@@ -62,7 +61,7 @@ class SampleEndpoint(DuplexEndpoint):
 
 class SamplePipe(DuplexPipe):
     def __init__(self, connection: Connection, context: PipeEndpoint.Context) -> None:
-        super().__init__(connection.describe, context.timeout_s, MessageLimit(context.max_message_bytes))
+        super().__init__(connection.describe, self.Settings.of(context))
         self._sock = connection.sock
         self._sock.settimeout(None)
         self._readable = select.poll()

@@ -26,14 +26,12 @@ class CudaIpcEndpoint(DuplexEndpoint):
         """
         super().__init__(context)
         options: CudaIpcPipeOptions = context.options if context.options is not None else CudaIpcPipeOptions()
-        self._settings = CudaIpcPipeSettings(
+        self._settings = CudaIpcPipeSettings.of(
+            context,
             device=CudaDevice(context.device, options.library) if device is None else device,
             staging_bytes=options.staging_bytes,
             piece_bytes=options.piece_bytes,
             max_in_flight_bytes=options.max_in_flight_bytes,
-            timeout_s=context.timeout_s,
-            heartbeat_timeout_s=context.heartbeat_timeout_s,
-            max_message_bytes=context.max_message_bytes,
         )
 
     def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:

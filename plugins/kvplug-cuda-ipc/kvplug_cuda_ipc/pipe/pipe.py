@@ -27,7 +27,6 @@ from kvplug.transport import (
     Channel,
     Deadline,
     DuplexPipe,
-    MessageLimit,
     NamedExhaustion,
     Timeout,
     Transfer,
@@ -63,6 +62,7 @@ class CudaIpcPipeSettings(DuplexPipe.Settings):
     """What a pipe needs to know besides its connection and memory. Sizes are in bytes."""
 
     device: Device
+    max_in_flight_bytes: int
     staging_bytes: int
     piece_bytes: int
 
@@ -89,8 +89,7 @@ class CudaIpcPipe(DuplexPipe):
         Raises:
             TransportError, ResourceExhaustedError: there are no more streams, or threads.
         """
-        limit = MessageLimit(settings.max_message_bytes, device=settings.device.name)
-        super().__init__(peer, settings.timeout_s, limit)
+        super().__init__(peer, settings, device=settings.device.name)
         self.channel = channel
         """Carries the frames."""
         self._peer_process = peer_process
@@ -122,7 +121,7 @@ class CudaIpcPipe(DuplexPipe):
                 device,
                 self._streams[1],
                 peer=peer,
-                message_limit=limit,
+                message_limit=self._limit,
                 lifecycle=self._lifecycle,
                 taken=self._taken,
                 fail_pipe=self._fail,

@@ -25,14 +25,12 @@ class NixlEndpoint(DuplexEndpoint):
         host = context.host
         self._only_loopback = host.startswith("unix:") or Address(host).is_loopback
         device = context.device
-        self._settings = NixlPipeSettings(
+        self._settings = NixlPipeSettings.of(
+            context,
             device=device if device == "cpu" or ":" in device else f"{device}:0",
             inline_bytes=self._options.inline_bytes,
             expected_gb_per_s=self._options.expected_gb_per_s,
             max_in_flight_bytes=self._options.max_in_flight_bytes,
-            timeout_s=context.timeout_s,
-            heartbeat_timeout_s=context.heartbeat_timeout_s,
-            max_message_bytes=context.max_message_bytes,
         )
 
     def _addresses(self) -> Sequence[str]:

@@ -25,7 +25,6 @@ from kvplug.transport import (
     Channel,
     Deadline,
     DuplexPipe,
-    MessageLimit,
     NamedExhaustion,
     Pipe,
     Timeout,
@@ -60,6 +59,7 @@ class NixlPipeSettings(DuplexPipe.Settings):
     """What a pipe needs to know besides its connection and agent. Sizes are in bytes."""
 
     device: str
+    max_in_flight_bytes: int
     inline_bytes: int
     expected_gb_per_s: float
 
@@ -86,8 +86,7 @@ class NixlPipe(DuplexPipe):
         Raises:
             ResourceExhaustedError: there are no more threads.
         """
-        limit = MessageLimit(settings.max_message_bytes, device=settings.device)
-        super().__init__(peer, settings.timeout_s, limit)
+        super().__init__(peer, settings, device=settings.device)
         self.lanes: Final = lanes
         self._expected_gb_per_s = settings.expected_gb_per_s
         """What carries the reads of this end."""
@@ -113,7 +112,7 @@ class NixlPipe(DuplexPipe):
             device=settings.device,
             needs_help=lanes.need_help,
             peer=peer,
-            message_limit=limit,
+            message_limit=self._limit,
             lifecycle=self._lifecycle,
             taken=lambda: self._send_frame([FrameKind.TAKEN.value, 1]),
             ask_for_help=lambda: self._send_frame([FrameKind.READING.value]),

@@ -33,16 +33,14 @@ class PyncclEndpoint(DuplexEndpoint):
         options: PyncclPipeOptions = context.options if context.options is not None else PyncclPipeOptions()
         device = CudaDevice(context.device) if device is None else device
         bind_to(context.host)
-        self._settings = PyncclPipeSettings(
+        self._settings = PyncclPipeSettings.of(
+            context,
             nccl=load(options.library),
             device=device,
             max_in_flight_bytes=options.max_in_flight_bytes,
             copy_bytes=options.copy_bytes,
             stage_cpu_tensors=options.stage_cpu_tensors,
             check_order=options.check_order,
-            timeout_s=context.timeout_s,
-            heartbeat_timeout_s=context.heartbeat_timeout_s,
-            max_message_bytes=context.max_message_bytes,
         )
 
     def _addresses(self) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from kvplug.transport import (
     Blocks,
     Deadline,
     DuplexPipe,
-    MessageLimit,
     Timeout,
     Transfer,
 )
@@ -41,6 +40,7 @@ class PyncclPipeSettings(DuplexPipe.Settings):
 
     nccl: Library
     device: Device
+    max_in_flight_bytes: int
     copy_bytes: int
     stage_cpu_tensors: bool
     check_order: bool
@@ -66,8 +66,7 @@ class PyncclPipe(DuplexPipe):
 
         ``silence_s``: seconds of silence that both ends take for death; ``None``: they see it.
         """
-        limit = MessageLimit(settings.max_message_bytes, device=settings.device.name)
-        super().__init__(control.peer, settings.timeout_s, limit)
+        super().__init__(control.peer, settings, device=settings.device.name)
         self._settings = settings
         self.control = control
         """Carries the frames."""
@@ -84,7 +83,7 @@ class PyncclPipe(DuplexPipe):
             incoming,
             settings.device,
             peer=self._peer,
-            message_limit=limit,
+            message_limit=self._limit,
             check_order=settings.check_order,
             lifecycle=self._lifecycle,
             send_frame=control.send,

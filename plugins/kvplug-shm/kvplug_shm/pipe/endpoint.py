@@ -30,14 +30,12 @@ class ShmEndpoint(DuplexEndpoint):
                 f"slots: {options.slots} slots of {slot_bytes} bytes were given; together they may have"
                 f" {LARGEST_BYTES} bytes"
             )
-        self._settings = ShmPipeSettings(
+        self._settings = ShmPipeSettings.of(
+            context,
             slots=options.slots,
             slot_bytes=slot_bytes,
             max_in_flight_bytes=options.max_in_flight_bytes,
             spin_s=options.spin_us / 1e6,
-            timeout_s=context.timeout_s,
-            heartbeat_timeout_s=context.heartbeat_timeout_s,
-            max_message_bytes=context.max_message_bytes,
             pool=Pool(options.pool_bytes),
             library=library() if options.native else None,
         )

@@ -15,7 +15,6 @@ from kvplug.transport import (
     Connection,
     Deadline,
     DuplexPipe,
-    MessageLimit,
     Segment,
     Timeout,
     Transfer,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 class ShmPipeSettings(DuplexPipe.Settings):
     """The settings of a pipe."""
 
+    max_in_flight_bytes: int
     slots: int
     slot_bytes: int
     spin_s: float
@@ -94,7 +94,7 @@ class ShmPipe(DuplexPipe):
         ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
         send heartbeats this often.
         """
-        super().__init__(control.describe, settings.timeout_s, MessageLimit(settings.max_message_bytes))
+        super().__init__(control.describe, settings)
         self._control = control
         self._pool = settings.pool
         self._native = settings.library is not None

@@ -23,7 +23,6 @@ from kvplug.transport import (
     DeviceMark,
     DuplexPipe,
     Lifecycle,
-    MessageLimit,
     Pipe,
     PipeEndpoint,
     PipeListener,
@@ -144,8 +143,7 @@ class MemoryPipe(DuplexPipe):
     """One end. Its window guards the messages that it has sent, and wakes the ends that wait for a change."""
 
     def __init__(self, context: PipeEndpoint.Context) -> None:
-        limit = MessageLimit(context.max_message_bytes)
-        super().__init__("the other end of a pipe in this process", context.timeout_s, limit)
+        super().__init__("the other end of a pipe in this process", self.Settings.of(context))
         self._device = context.device
         self._eager: bool = context.options.eager
         most = context.options.max_in_flight_bytes
