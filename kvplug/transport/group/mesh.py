@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvplug.transport.group.group import StatelessGroup
-    from kvplug.transport.pipe import PipeEndpoint
+    from kvplug.transport.pipe import PipeEndpoint, Transfer
 
 _STEP_S = 0.05
 """A rank that waits for another checks this often whether a third one is gone."""
@@ -157,8 +157,7 @@ class Mesh:
         """Send each of these ranks its call, which is not empty. Raises as :meth:`recv`."""
         messages = {call: _tensor_of(call) for call in set(calls.values())}
         for rank, call in calls.items():
-            with self._sending(rank):
-                self._ends[rank].pipe.send_tensor(messages[call], timeout=deadline.remaining())
+            self._send(messages[call], rank, deadline)
 
     def recv(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, bytes]:
         """The next call of each of these ranks.
@@ -232,15 +231,14 @@ class Mesh:
         transfers = []
         try:
             for tensor, rank in sends:
-                with self._sending(rank):
-                    transfers.append(
-                        (rank, self._ends[rank].pipe.send_tensor(tensor, timeout=deadline.remaining()))
-                    )
+                transfers.append((rank, self._send(tensor, rank, deadline)))
             for tensor, rank in recvs:
                 self._receive(tensor, rank, deadline)
             for rank, transfer in transfers:
-                with self._sending(rank):
+                try:
                     transfer.wait(deadline.remaining())
+                except (TimeoutError, PeerGoneError) as e:
+                    raise self._blaming(rank, e) from e
         except BaseException:
             # The caller may change tensors that are still queued, and no rank may receive those. But a rank
             # that is cut off in the middle of a tensor receives nothing more of this one, and treats it as
@@ -253,21 +251,26 @@ class Mesh:
                     self._ends[rank].pipe.abort()
             raise
 
+    def _send(self, tensor: torch.Tensor, rank: int, deadline: Deadline) -> Transfer:
+        try:
+            return self._ends[rank].pipe.send_tensor(tensor, timeout=deadline.remaining())
+        except (TimeoutError, PeerGoneError) as e:
+            raise self._blaming(rank, e) from e
+
     def _receive(self, tensor: torch.Tensor, rank: int, deadline: Deadline) -> None:
         end = self._ends[rank]
         if end.early:
             tensor.copy_(end.early.popleft())
             return
-        with self._named(rank):
-            try:
-                end.pipe.recv_tensor(tensor, timeout=deadline.remaining())
-            except TensorMismatchError:
-                self._look(rank)
-                if end.stopped and not end.bad:
-                    self._look(rank, Deadline.after(_NEWS_S))
-                raise (
-                    end.error() if end.bad else WireError("something else came than was announced")
-                ) from None
+        try:
+            end.pipe.recv_tensor(tensor, timeout=deadline.remaining())
+        except TensorMismatchError:
+            self._look(rank)
+            if end.stopped and not end.bad:
+                self._look(rank, Deadline.after(_NEWS_S))
+            raise (end.error() if end.bad else WireError("something else came than was announced")) from None
+        except (TimeoutError, PeerGoneError) as e:
+            raise self._blaming(rank, e) from e
 
     # -- news ------------------------------------------------------------------------------------
 
@@ -403,28 +406,16 @@ class Mesh:
                 if resource:
                     end.bad = functools.partial(ResourceExhaustedError, why, resource=peer_text(resource))
 
-    @contextlib.contextmanager
-    def _sending(self, rank: int) -> Iterator[None]:
-        """A rank that receives nothing more may have sent the reason before it left."""
-        try:
-            with self._named(rank):
-                yield
-        except PeerGoneError:
-            end = self._ends[rank]
-            before = -1
-            while end.bad is None and len(end.early) > before:
-                before = len(end.early)
-                self._look(rank)
-            raise (end.error() if end.bad else PeerGoneError(f"rank {rank} is gone")) from None
-
-    @contextlib.contextmanager
-    def _named(self, rank: int) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as e:
-            raise TimeoutError(f"rank {rank}: {e}") from e
-        except PeerGoneError as e:
-            raise PeerGoneError(f"rank {rank} is gone: {e}") from e
+    def _blaming(self, rank: int, error: TimeoutError | PeerGoneError) -> KvplugError:
+        """The error of a rank's pipe, which names the rank, or says what the rank reported before it left."""
+        if isinstance(error, TimeoutError):
+            return TimeoutError(f"rank {rank}: {error}")
+        end = self._ends[rank]
+        before = -1
+        while end.bad is None and len(end.early) > before:
+            before = len(end.early)
+            self._look(rank)
+        return end.error() if end.bad else PeerGoneError(f"rank {rank} is gone: {error}")
 
 
 def _all(ranks: Sequence[int]) -> str:
