@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.transport import TensorMismatchError
+from kvplug.transport import TensorMismatchError, WireError
 from kvplug.transport.communicator.calls import PAIRED, Call, check_paired, check_same, describe
 
 
@@ -65,3 +65,14 @@ def test_who_is_in_a_collective_neither_sends_nor_receives() -> None:
     check_paired(0, {1: Call(PAIRED, sends=(said(2),))}, {1: Call(PAIRED, recvs=(said(2),))})
     with pytest.raises(TensorMismatchError, match="rank 1: all_reduce with dtype"):
         check_paired(0, {1: Call(PAIRED)}, {1: Call("all_reduce", said(2))})
+
+
+@pytest.mark.parametrize("sent", [None, 7, "a word", ["a"], b"", b"\xc1", b"\x80", b"\x81\xa4call\x07"])
+def test_what_is_no_call_of_another_rank_is_refused(sent: Any) -> None:
+    with pytest.raises(WireError):
+        Call.decoded(1, sent)
+
+
+def test_a_call_crosses_unchanged() -> None:
+    for call in (Call("all_reduce", said(2), tokens=3), Call(PAIRED, sends=("a",), refused="no"), Call("x")):
+        assert Call.decoded(1, call.encoded()) == call

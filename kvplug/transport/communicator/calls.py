@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import attrs
 import msgspec
 
-from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError
+from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError, WireError
 from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import decode, from_plain
 from kvplug.net.wire.tensors import as_bits, dtype_name
@@ -42,9 +42,12 @@ class Call:
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def decoded(cls, rank: int, data: bytes) -> Call:
-        """The call that ``rank`` sent, which may be any bytes. Raises WireError: it is not a call."""
-        return from_plain(decode(data), cls, f"the next call of rank {rank}")
+    def decoded(cls, rank: int, data: object) -> Call:
+        """The call that ``rank`` sent, which may be anything. Raises WireError: it is not a call."""
+        what = f"the next call of rank {rank}"
+        if not isinstance(data, bytes):
+            raise WireError(f"{what} is a {type(data).__name__}, and bytes were expected")
+        return from_plain(decode(data), cls, what)
 
     def __str__(self) -> str:
         arguments = (
