@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import kvplug
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import ConfigError, KvplugError
 from kvplug.net.peer_text import printable
+from kvplug.transport.hookspecs import PLUGIN_API
 from kvplug.transport.spec import CommandSpec, Kind
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ OWN = {
 """The commands of the core. No plugin can take their names."""
 
 _REGISTRY = "kvplug.assembly.registry"
+_API = ".".join(map(str, PLUGIN_API))
 _TRUE = ("1", "true", "yes", "on")
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -107,24 +110,12 @@ def _registry(ctx: click.Context) -> Registry:
     return found
 
 
-def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        from kvplug.transport.hookspecs import PLUGIN_API
-
-        python = ".".join(str(part) for part in sys.version_info[:3])
-        click.echo(
-            f"kvplug {kvplug.__version__}, plugin API {PLUGIN_API[0]}.{PLUGIN_API[1]}, Python {python}"
-        )
-        ctx.exit()
-
-
 @click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_version,
+@click.version_option(
+    kvplug.__version__,
+    message="%(prog)s %(version)s, plugin API {}.{}, Python {}".format(
+        *PLUGIN_API, platform.python_version()
+    ),
     help="Show versions and exit.",
 )
 def program() -> None:

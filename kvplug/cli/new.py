@@ -26,8 +26,8 @@ class Template(NamedTuple):
     """One kind of package that can be generated."""
 
     kind: Kind
-    what: str
-    """What the package offers, as the help says it."""
+    offer: str
+    """What the package offers, for the help."""
     modules: str
     """The modules to be changed."""
 
@@ -59,11 +59,11 @@ NAME is the name in a config or on a command line: up to 40 lower-case letters, 
 first. KIND is what the package offers:
 
 \b
-{chr(10).join(f"{word:<13} {template.what}" for word, template in COMMANDS.items())}"""
+{chr(10).join(f"{word:<13} {template.offer}" for word, template in COMMANDS.items())}"""
 
 
 @click.command("new", help=_HELP)
-@click.argument("what", metavar="KIND", type=click.Choice(list(COMMANDS)))
+@click.argument("word", metavar="KIND", type=click.Choice(list(COMMANDS)))
 @click.argument("name", metavar="NAME")
 @click.option("--folder", metavar="FOLDER", help="Folder to write to. Default: kvplug-NAME.")
 @click.option(
@@ -71,9 +71,9 @@ first. KIND is what the package offers:
     is_flag=True,
     help="Overwrite existing files, and allow a name that an installed plugin offers.",
 )
-def new(what: str, name: str, folder: str | None, force: bool) -> None:
+def new(word: str, name: str, folder: str | None, force: bool) -> None:
     _check_name(name)
-    template = COMMANDS[what]
+    template = COMMANDS[word]
     target = Path(folder or f"kvplug-{name}")
     if not force:
         _check_free(name, template, target)

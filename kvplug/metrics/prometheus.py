@@ -161,10 +161,6 @@ class ConfiguredPrometheusSink(Sink):
             raise ConfigError(
                 "sinks: prometheus needs the package prometheus_client: pip install 'kvplug[prometheus]'"
             )
-        self._sinks: dict[tuple[str, ...], Sink] = {}
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-        values = tuple(labels.values())
-        if values not in self._sinks:
-            self._sinks[values] = prometheus_sinks(tuple(labels), {0: values})[0]
-        self._sinks[values].emit(snapshot, labels)
+        prometheus_sinks(tuple(labels), {0: tuple(labels.values())})[0].emit(snapshot, labels)
