@@ -1,16 +1,13 @@
-# What this door shows, and from where: for type checkers, and read by kvplug.door.
+# What this door shows, and from where: for type checkers, and read by kvplug.door. By what an author writes.
+# ruff: noqa: I001
 
-from kvplug.config.addresses import (
-    Address as Address,
-)
+# Offer anything: the hook, specs, options, what is claimed, and the errors and times that all kinds share.
 from kvplug.config.options import (
     option as option,
 )
 from kvplug.errors import (
-    AddressInUseError as AddressInUseError,
     BusyError as BusyError,
     InsecureAddressError as InsecureAddressError,
-    TensorMismatchError as TensorMismatchError,
     WireError as WireError,
 )
 from kvplug.net.deadline import (
@@ -18,37 +15,151 @@ from kvplug.net.deadline import (
     Deadline as Deadline,
     Timeout as Timeout,
 )
-from kvplug.net.exclusive_use import (
-    ExclusiveUse as ExclusiveUse,
+from kvplug.transport.capabilities import (
+    Capabilities as Capabilities,
 )
-from kvplug.net.exhaustion import (
-    NamedExhaustion as NamedExhaustion,
+from kvplug.transport.hookspecs import (
+    hookimpl as hookimpl,
 )
-from kvplug.net.fork import (
-    close_after_fork as close_after_fork,
+from kvplug.transport.spec import (
+    DirectorySpec as DirectorySpec,
+    Probe as Probe,
+    StoreSpec as StoreSpec,
+    TransportSpec as TransportSpec,
 )
-from kvplug.net.liveness import (
-    Watch as Watch,
+
+# Write a store of blocking calls.
+from kvplug.transport.store.blocking import (
+    BlockingStore as BlockingStore,
+    PageError as PageError,
 )
-from kvplug.net.memory.memfd import (
-    Memfd as Memfd,
+from kvplug.transport.store.header import (
+    PageSeal as PageSeal,
+)
+from kvplug.transport.store.page_folder import (
+    PageFolder as PageFolder,
+)
+from kvplug.transport.store.results import (
+    MissReason as MissReason,
+    Usage as Usage,
+)
+
+# Write a store with jobs of its own.
+from kvplug.transport.store.cache_blocks import (
+    PageBlocks as PageBlocks,
+)
+from kvplug.transport.store.copy import (
+    PageCopy as PageCopy,
+)
+from kvplug.transport.store.engine import (
+    JobEngine as JobEngine,
+    JobTask as JobTask,
+    Steps as Steps,
+)
+from kvplug.transport.store.events import (
+    PageEvent as PageEvent,
+    PageEventLog as PageEventLog,
+)
+from kvplug.transport.store.format import (
+    PageFormat as PageFormat,
+)
+from kvplug.transport.store.job import (
+    GetJob as GetJob,
+    Job as Job,
+)
+from kvplug.transport.store.keys import (
+    ChainMemo as ChainMemo,
+    Series as Series,
+)
+from kvplug.transport.store.memory import (
+    PageBuffers as PageBuffers,
+    PageMemory as PageMemory,
+    PageRows as PageRows,
+)
+from kvplug.transport.store.results import (
+    Presence as Presence,
+    PutReason as PutReason,
+)
+from kvplug.transport.store.store import (
+    PageRequest as PageRequest,
+    Store as Store,
+)
+
+# Write a pipe.
+from kvplug.errors import (
+    TensorMismatchError as TensorMismatchError,
 )
 from kvplug.net.memory.room import (
     MessageLimit as MessageLimit,
 )
-from kvplug.net.memory.segment import (
-    Segment as Segment,
+from kvplug.transport.block_views import (
+    BlockViews as BlockViews,
+)
+from kvplug.transport.pipe.blocks import (
+    Blocks as Blocks,
+)
+from kvplug.transport.pipe.endpoint import (
+    DuplexEndpoint as DuplexEndpoint,
+    PipeAcceptor as PipeAcceptor,
+    PipeEndpoint as PipeEndpoint,
+    PipeListener as PipeListener,
+)
+from kvplug.transport.pipe.partial import (
+    PartialMessage as PartialMessage,
+)
+from kvplug.transport.pipe.pipe import (
+    DuplexPipe as DuplexPipe,
+    Lifecycle as Lifecycle,
+    Pipe as Pipe,
+)
+from kvplug.transport.pipe.transfer import (
+    SendWindow as SendWindow,
+    Transfer as Transfer,
+)
+
+# Write a queue.
+from kvplug.net.exclusive_use import (
+    ExclusiveUse as ExclusiveUse,
+)
+from kvplug.transport.queue import (
+    MessageQueue as MessageQueue,
+    QueueEndpoint as QueueEndpoint,
+    QueueHandle as QueueHandle,
+    Wait as Wait,
+)
+
+# Write a communicator.
+from kvplug.transport.communicator import (
+    DeviceCommunicator as DeviceCommunicator,
+)
+from kvplug.transport.group.mesh import (
+    Mesh as Mesh,
+)
+
+# Write a lookup buffer.
+from kvplug.transport.lookup import (
+    Entry as Entry,
+    LookupBuffer as LookupBuffer,
+    LookupEndpoint as LookupEndpoint,
+)
+
+# Write a directory.
+from kvplug.transport.directory import (
+    Directory as Directory,
+)
+
+# Find and reach other processes: addresses, proven connections, and whether a peer lives.
+from kvplug.config.addresses import (
+    Address as Address,
+)
+from kvplug.errors import (
+    AddressInUseError as AddressInUseError,
+)
+from kvplug.net.liveness import (
+    Watch as Watch,
 )
 from kvplug.net.peer_text import (
     peer_text as peer_text,
-)
-from kvplug.net.streams import (
-    DeviceMark as DeviceMark,
-    StreamPool as StreamPool,
-)
-from kvplug.net.threads import (
-    BackgroundThread as BackgroundThread,
-    ExitGuard as ExitGuard,
 )
 from kvplug.net.trust.channel import (
     Channel as Channel,
@@ -71,111 +182,28 @@ from kvplug.net.trust.relay import (
 from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
 )
-from kvplug.transport.block_views import (
-    BlockViews as BlockViews,
+
+# Run: threads, forks, descriptors, memory, streams, and what runs out.
+from kvplug.net.exhaustion import (
+    NamedExhaustion as NamedExhaustion,
 )
-from kvplug.transport.capabilities import (
-    Capabilities as Capabilities,
+from kvplug.net.fork import (
+    close_after_fork as close_after_fork,
 )
-from kvplug.transport.communicator import (
-    DeviceCommunicator as DeviceCommunicator,
+from kvplug.net.memory.memfd import (
+    Memfd as Memfd,
 )
-from kvplug.transport.directory import (
-    Directory as Directory,
+from kvplug.net.memory.segment import (
+    Segment as Segment,
 )
-from kvplug.transport.group.mesh import (
-    Mesh as Mesh,
+from kvplug.net.streams import (
+    DeviceMark as DeviceMark,
+    StreamPool as StreamPool,
 )
-from kvplug.transport.hookspecs import (
-    hookimpl as hookimpl,
-)
-from kvplug.transport.lookup import (
-    Entry as Entry,
-    LookupBuffer as LookupBuffer,
-    LookupEndpoint as LookupEndpoint,
-)
-from kvplug.transport.pipe.blocks import (
-    Blocks as Blocks,
-)
-from kvplug.transport.pipe.endpoint import (
-    DuplexEndpoint as DuplexEndpoint,
-    PipeAcceptor as PipeAcceptor,
-    PipeEndpoint as PipeEndpoint,
-    PipeListener as PipeListener,
-)
-from kvplug.transport.pipe.partial import (
-    PartialMessage as PartialMessage,
+from kvplug.net.threads import (
+    BackgroundThread as BackgroundThread,
+    ExitGuard as ExitGuard,
 )
 from kvplug.transport.pipe.pipe import (
     DescriptorGuard as DescriptorGuard,
-    DuplexPipe as DuplexPipe,
-    Lifecycle as Lifecycle,
-    Pipe as Pipe,
-)
-from kvplug.transport.pipe.transfer import (
-    SendWindow as SendWindow,
-    Transfer as Transfer,
-)
-from kvplug.transport.queue import (
-    MessageQueue as MessageQueue,
-    QueueEndpoint as QueueEndpoint,
-    QueueHandle as QueueHandle,
-    Wait as Wait,
-)
-from kvplug.transport.spec import (
-    DirectorySpec as DirectorySpec,
-    Probe as Probe,
-    StoreSpec as StoreSpec,
-    TransportSpec as TransportSpec,
-)
-from kvplug.transport.store.blocking import (
-    BlockingStore as BlockingStore,
-    PageError as PageError,
-)
-from kvplug.transport.store.cache_blocks import (
-    PageBlocks as PageBlocks,
-)
-from kvplug.transport.store.copy import (
-    PageCopy as PageCopy,
-)
-from kvplug.transport.store.engine import (
-    JobEngine as JobEngine,
-    JobTask as JobTask,
-    Steps as Steps,
-)
-from kvplug.transport.store.events import (
-    PageEvent as PageEvent,
-    PageEventLog as PageEventLog,
-)
-from kvplug.transport.store.format import (
-    PageFormat as PageFormat,
-)
-from kvplug.transport.store.header import (
-    PageSeal as PageSeal,
-)
-from kvplug.transport.store.job import (
-    GetJob as GetJob,
-    Job as Job,
-)
-from kvplug.transport.store.keys import (
-    ChainMemo as ChainMemo,
-    Series as Series,
-)
-from kvplug.transport.store.memory import (
-    PageBuffers as PageBuffers,
-    PageMemory as PageMemory,
-    PageRows as PageRows,
-)
-from kvplug.transport.store.page_folder import (
-    PageFolder as PageFolder,
-)
-from kvplug.transport.store.results import (
-    MissReason as MissReason,
-    Presence as Presence,
-    PutReason as PutReason,
-    Usage as Usage,
-)
-from kvplug.transport.store.store import (
-    PageRequest as PageRequest,
-    Store as Store,
 )

@@ -73,10 +73,13 @@ class JobTask(Steps):
     def __init__(self, job: Job[Any], num_steps: int | None) -> None:
         """``num_steps``: the job ends with the last of them; ``None``: its end is not that of a step."""
         self.job = job
+        """What it works for."""
         self.results: list[Any] = [JobTask.UNKNOWN] * job.count
+        """Those of the keys, in their order, so far."""
         self.lock = threading.RLock()
         """Held while results change and while the job ends."""
         self.is_over = False
+        """Whether the job has ended."""
         self._num_steps = num_steps
         self._begun = self._ended = self._copies = 0
         self._engine: JobEngine | None = None
@@ -229,6 +232,7 @@ class JobEngine:
         def __init__(self, engine: JobEngine, call: Callable[[], object]) -> None:
             self._engine = engine
             self.call: Callable[[], object] | None = call
+            """What is called; ``None`` afterwards, or once it is cancelled."""
 
         def cancel(self) -> None:
             """It is not called, unless it is being called now. Idempotent."""
