@@ -141,7 +141,7 @@ class Series:
 
     >>> from kvplug.transport.store.format import opaque_format
     >>> series, chain = Series(opaque_format(64), b"rank 0 of 2"), ChainMemo.root(b"model")
-    >>> series.chain_of(series.key_of(chain)) == chain
+    >>> series.key_of(series.key_of(chain)) == chain
     True
     """
 
@@ -164,12 +164,8 @@ class Series:
         object.__setattr__(self, "id", hashlib.blake2b(digest, digest_size=16, person=_MASK).digest())
 
     def key_of(self, chain: bytes) -> bytes:
-        """The key of the page with this chain."""
+        """The key of the page with this chain; and the chain of the page with this key."""
         return (int.from_bytes(chain, "little") ^ self._mask).to_bytes(KEY_BYTES, "little")
-
-    def chain_of(self, key: bytes) -> bytes:
-        """The chain of the page with this key."""
-        return self.key_of(key)
 
     def keys_of(self, chains: Iterable[bytes]) -> list[bytes]:
         """The keys of several chains."""

@@ -67,6 +67,6 @@ def test_the_keys_of_a_chain_differ_by_format_shard_and_seal_and_give_the_chain_
     assert len({each.key_of(chain) for each in series}) == len({each.id for each in series}) == 5
     for each in series:
         assert len(each.key_of(chain)) == KEY_BYTES
-        assert each.chain_of(each.key_of(chain)) == chain
+        assert each.key_of(each.key_of(chain)) == chain
         assert each.keys_of([chain, ROOT]) == [each.key_of(chain), each.key_of(ROOT)]
     assert Series(opaque_format(8), b"0 of 2") == series[0]
