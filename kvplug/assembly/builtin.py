@@ -13,7 +13,7 @@ def kvplug_sinks() -> list[SinkSpec]:
     return [
         SinkSpec(
             name="log",
-            factory="kvplug.metrics.sinks:configured_log_sink",
+            factory="kvplug.metrics.sinks:LogSink",
             summary="One line for each operation, to the logger kvplug.metrics.sinks at INFO",
         ),
         SinkSpec(

@@ -50,9 +50,8 @@ class LogSink(Sink):
     """One line for each operation that was counted, for each route that pipes were opened over, and for each
     transport with slow paths, each slow store, and each source that did not hold what it was asked for."""
 
-    def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
-        self._logger = logger or _log
-        self._level = level
+    def __init__(self, options: object = None) -> None:
+        """Made for ``sinks = ["log"]`` of a config; it takes no options."""
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         who = " ".join(f"{name}={value}" for name, value in labels.items())
@@ -60,8 +59,7 @@ class LogSink(Sink):
         for op in (*ops, *(op for op in failures if op not in ops)):
             figures = ops.get(op, {"count": 0, "bytes": 0, "tokens": 0, "seconds": 0.0})
             failed = ", ".join(f"{reason} {count}" for reason, count in failures.get(op, {}).items())
-            self._logger.log(
-                self._level,
+            _log.info(
                 "%s %s: %d done, %.1f MB, %d tokens, %.4f s; failed: %s",
                 who,
                 op,
@@ -73,12 +71,7 @@ class LogSink(Sink):
             )
         for kind, line in _NAMED_LINES.items():
             for name, count in snapshot.get(kind, {}).items():
-                self._logger.log(self._level, line, who, count, name)
-
-
-def configured_log_sink(options: object) -> LogSink:
-    """The sink ``sinks = ["log"]`` of a config."""
-    return LogSink()
+                _log.info(line, who, count, name)
 
 
 class HookSink(Sink):

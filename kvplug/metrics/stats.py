@@ -118,13 +118,12 @@ def _positive(counts: _Counts) -> _Counts:
 class TransferStats:
     """Counts, bytes, tokens and durations by operation, failures by operation and reason.
 
-    Thread-safe: any thread may record and read. The counters only grow, until :meth:`reset`.
+    Thread-safe: any thread may record and read. The counters only grow.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._figured = _Figured({}, {})
-        self._resets = 0
         self._changes = 0
         """Grows with everything that is counted."""
         self._reader = StatsReader(self)
@@ -188,18 +187,13 @@ class TransferStats:
             self._changes += 1
             self._figured.add(figured)
 
-    def reset(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._figured = _Figured({}, {})
-            self._resets += 1
-            self._changes += 1
-
     # -- looking -------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """Everything so far, as new plain values."""
-        return self._snapshot()[0]
+        with self._lock:
+            plain: dict[str, Any] = msgspec.to_builtins(self._figured)
+        return plain
 
     def take(self) -> dict[str, Any] | None:
         """What is new since the last ``take``; ``None`` if nothing is. Leaves the figures as they are.
@@ -219,18 +213,13 @@ class TransferStats:
         made.merge(snapshot)
         return made
 
-    def _snapshot(self) -> tuple[dict[str, Any], int]:
-        with self._lock:
-            return msgspec.to_builtins(self._figured), self._resets
-
 
 class StatsReader:
     """One reader's position in the counters: each :meth:`take` returns what is new. One thread at a time."""
 
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats
-        self._before: StatsSnapshot | None = None
-        self._resets = 0
+        self._before = _Figured({}, {})
         self._changes = 0
 
     def take(self) -> dict[str, Any] | None:
@@ -238,12 +227,10 @@ class StatsReader:
         if (changes := self._stats._changes) == self._changes:
             return None
         self._changes = changes
-        now, resets = self._stats._snapshot()
-        before, self._before = self._before if resets == self._resets else None, now
-        self._resets = resets
+        now = self._stats.snapshot()
         fresh = _parse(now)
-        if before is not None:
-            fresh.add(_parse(before), -1)
+        fresh.add(self._before, -1)
+        self._before = _parse(now)
         plain = msgspec.to_builtins(fresh.without_zeros())
         return plain if any(plain.values()) else None
 

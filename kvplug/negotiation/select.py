@@ -54,8 +54,6 @@ class Selection:
 
     chosen: str
     """Name of the transport."""
-    protocol: int
-    """Its protocol's version, equal at both ends."""
     candidates: tuple[Candidate, ...]
     """The chosen one first, the others by name."""
 
@@ -65,7 +63,6 @@ class _Considered:
     name: str
     obstacles: tuple[str, ...] = ()
     seconds: float = 0.0
-    protocol: int = 0
 
 
 def select(
@@ -134,7 +131,7 @@ def select(
         if it is not best:
             other = f"{best.name} is named" if named else f"claims {takes(it)}"
             candidates.append(Candidate(it.name, "; ".join(it.obstacles) or f"could be used, but {other}"))
-    return Selection(best.name, best.protocol, tuple(candidates))
+    return Selection(best.name, tuple(candidates))
 
 
 def _consider(
@@ -160,4 +157,4 @@ def _consider(
     if not required.cross_host and not anywhere and ours.probe.domain != theirs.probe.domain:
         obstacles.append("the two ends are on one host and still cannot reach each other (other namespaces?)")
     seconds = max(ours.capabilities.cost.seconds(nbytes), theirs.capabilities.cost.seconds(nbytes))
-    return _Considered(name, tuple(obstacles), seconds, ours.protocol)
+    return _Considered(name, tuple(obstacles), seconds)

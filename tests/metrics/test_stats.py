@@ -99,16 +99,6 @@ def test_readers_do_not_take_from_each_other() -> None:
         assert reader.take() is None
 
 
-def test_after_a_reset_everything_is_new_to_every_reader() -> None:
-    stats = counted([(Op.SEND, 5, 0.0, 0)] * 3)
-    stats.take()
-    stats.reset()
-    assert stats.take() is None
-    stats.record("send", 7)
-    taken = stats.take()
-    assert taken is not None and taken["ops"]["send"]["bytes"] == 7
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

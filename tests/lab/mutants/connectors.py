@@ -419,10 +419,10 @@ class TestCountsEveryOther(LookupWorker):
     _num_loads = 0
 
     def _end(self, load: Any) -> None:
-        super()._end(load)
         self._num_loads += 1
-        if self._num_loads % 2 == 0:
-            self._context.stats.reset()
+        uncounted = mock.patch.object(self._context.stats, "record")
+        with contextlib.nullcontext() if self._num_loads % 2 else uncounted:
+            super()._end(load)
 
 
 @breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
