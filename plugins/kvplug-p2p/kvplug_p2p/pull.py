@@ -336,9 +336,11 @@ class ProducerWorker:
         messages = self._messages(wanted, part.heads)
         if not messages:
             pull.come(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
+            return
         unit = unit_of(self._context.cache.groups[0].block_size, plan.block_size)
         heads = part.heads
-        for number, message in enumerate(messages):
+
+        def ask(message: list[tuple[list[int], list[int]]]) -> None:
             asked = {
                 "claim": plan.claim,
                 "unit": unit,
@@ -346,6 +348,9 @@ class ProducerWorker:
                 "units": [theirs for theirs, _ in message],
             }
             link.channel.send(asked, timeout=stall_s)
+
+        ask(messages[0])
+        for number, message in enumerate(messages):
             answer = link.channel.recv(timeout=stall_s)
             if type(answer) is not dict or answer.get("sending") is not True:
                 if type(answer) is dict and type(answer.get("refused")) is str:
@@ -362,6 +367,8 @@ class ProducerWorker:
             ]
             hashes = _hashes_in(answer, found) if checksum else None
             is_last = number + 1 == len(messages)
+            if not is_last:  # so that the producer sends one message after the other without a pause
+                ask(messages[number + 1])
             if stream is not None:
                 pull.after.hold(stream)
             with (
