@@ -39,7 +39,7 @@ from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
 
 _log = logging.getLogger(__name__)
 
-_MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_MESSAGE_BYTES: Final = 64 << 20
 """Of the units that are asked for at once, and the producer hashes and sends as one message a group."""
 _JOIN_S: Final = 3.0
 _CHECK_S: Final = 2.0
@@ -421,7 +421,7 @@ class ProducerWorker:
         """The units in turns of at most 64 MiB, as near as one unit of each group comes to it."""
         unit_bytes = max(1, sum(self._views.row_bytes(group) for group in range(len(wanted))))
         unit = self._context.cache.groups[0].block_size
-        count = max(1, _MAX_MESSAGE_BYTES // (unit_bytes * unit))
+        count = max(1, MAX_MESSAGE_BYTES // (unit_bytes * unit))
         longest = max((len(theirs) for theirs, _ in wanted), default=0)
         return [
             [(theirs[at : at + count], ours[at : at + count]) for theirs, ours in wanted]

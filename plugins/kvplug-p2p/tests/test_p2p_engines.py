@@ -59,6 +59,20 @@ def test_every_worker_gets_a_latent_cache_whole_also_in_a_kernels_own_order(thei
         assert loaded(decode, request_of("a", PROMPT, params=stored(prefill))) == 96
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1)])
+def test_a_long_prompt_comes_in_several_messages(
+    theirs: int, ours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplug_p2p.pull.MAX_MESSAGE_BYTES", 1)
+    with pair(make=Sharded, num_heads=2, producer={"size": theirs}, consumer={"size": ours}) as (
+        prefill,
+        decode,
+    ):
+        assert loaded(decode, request_of("a", PROMPT, params=stored(prefill))) == 96
+        decode.step([])
+        until_named(prefill, "stored")
+
+
 def test_a_producer_may_come_back_with_fewer_workers() -> None:
     given = {"num_heads": 4, "make": Sharded}
     with pair(producer={"size": 4}, consumer={"size": 1}, **given) as (prefill, decode):
