@@ -37,7 +37,6 @@ OWN = {
 """The commands of the core. No plugin can take their names."""
 
 _REGISTRY = "kvplug.assembly.registry"
-_API = ".".join(map(str, PLUGIN_API))
 _TRUE = ("1", "true", "yes", "on")
 _LEVELS = ("debug", "info", "warning", "error")
 

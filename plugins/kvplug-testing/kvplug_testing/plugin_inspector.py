@@ -148,7 +148,7 @@ class _Inspector:
                 form = "those are lower-case letters and underscores, such as 'cuda', without an index"
                 self._breach("PLUGIN-3", f"the {of} claims {device!r}, which is no type of device; {form}")
         if able.cost is UNSTATED:
-            hint = "so that auto cannot compare it: Capabilities(cost=Cost(...))"
+            hint = "so that auto cannot compare it: Capabilities(cost=Capabilities.Cost(...))"
             self._breach("PLUGIN-3", f"the {of} states no cost, {hint}")
         if not able.cross_host and not has_domain:
             what = f"the {of} works within one domain (cross_host=False), and no probe names one"

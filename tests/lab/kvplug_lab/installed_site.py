@@ -131,6 +131,8 @@ import logging
 from kvplug import *
 from kvplug.engine import *
 from kvplug.transport import *
+from kvplug.config.options import check_options
+from kvplug.transport.spec import Kind
 logging.basicConfig()
 registry = Registry.from_env()
 """
