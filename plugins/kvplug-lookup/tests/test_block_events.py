@@ -143,7 +143,7 @@ class Believing(RuleBasedStateMachine):
     def deliver(self, rank: int, count: int) -> None:
         worker = self.workers[rank]
         for event in worker.line[:count]:
-            self.events.hear(rank, event, worker.series)
+            self.events.apply(rank, event, worker.series)
         del worker.line[:count]
 
     @rule()
@@ -193,7 +193,7 @@ def test_blocks_of_pages_that_no_worker_holds_are_forgotten(monkeypatch: pytest.
     def hear(*changes: PageEvent) -> list[str]:
         told.clear()
         for event in changes:
-            events.hear(0, event, series)
+            events.apply(0, event, series)
         return [event.kind for event in told]
 
     kept = series.keys_of(plan(255))

@@ -119,8 +119,8 @@ class BlockEvents:
 
     # -- a store reports -----------------------------------------------------------------------
 
-    def hear(self, rank: int, event: PageEvent, series: Series) -> None:
-        """A worker's store tells of its pages, of which those of ``series`` are the worker's.
+    def apply(self, rank: int, event: PageEvent, series: Series) -> None:
+        """Apply an event of a worker's store. Pages of other series are passed over.
 
         A snapshot changes nothing until it is complete: after a reconnect most pages are those of before.
         """

@@ -152,10 +152,10 @@ class LookupScheduler(SchedulerConnector):
             return AskedSource(name, store, workers, context.options.wait_timeout_s)
         store.abort()
         is_first = name == context.config.stores[0]
-        told = self._events.hear if is_first and self._events is not None else None
-        if not self._saves or not (self._loads or told is not None):
+        listener = self._events.apply if is_first and self._events is not None else None
+        if not self._saves or not (self._loads or listener is not None):
             return None  # it lives in workers that put nothing into it, or that nothing is loaded from
-        return followed(context, name, told=told)
+        return followed(context, name, listener=listener)
 
     def take_events(self) -> list[CacheEvent]:
         return [] if self._events is None else self._events.take()

@@ -157,13 +157,13 @@ def followed(
     context: ConnectorContext,
     name: str,
     peer: str | Mapping[int, str] | None = None,
-    told: Callable[[int, PageEvent, Series], None] | None = None,
+    listener: Callable[[int, PageEvent, Series], None] | None = None,
 ) -> FollowedSource:
     """The stores of the workers of this engine, or of its peer, or of the engine ``peer``.
 
     Args:
         peer: the address of its worker 0, or the contacts of its workers, from a directory.
-        told: gets their events, with the rank of the worker and the series of its pages.
+        listener: gets their events, with the rank of the worker and the series of its pages.
     """
     whose = "the peer engine's" if context.config.role is Role.CONSUMER else "this engine's"
     if isinstance(peer, str):
@@ -184,7 +184,7 @@ def followed(
                 address_of=functools.partial(context.peers.address_of, rank, peer),
                 model=context.model,
                 wait_timeout_s=context.options.wait_timeout_s,
-                listener=None if told is None else functools.partial(told, rank),
+                listener=None if listener is None else functools.partial(listener, rank),
                 expired=functools.partial(context.stats.fail, "match", "expired"),
             )
             for rank in range(context.parallelism.num_workers)

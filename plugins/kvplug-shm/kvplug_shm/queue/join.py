@@ -97,8 +97,8 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
             undo_pidfd.callback(os.close, pidfd)
         said = {"rank": rank, "sees_death": pidfd is not None, "patience_s": float(heartbeat_timeout_s)}
         with contextlib.suppress(PeerGoneError):  # declined already? Then the reason is waiting to be read.
-            _say(connection, said, deadline)
-        answer, fds = _hear(connection, 1, deadline)
+            _send(connection, said, deadline)
+        answer, fds = _receive(connection, 1, deadline)
         try:
             match answer:
                 case {"refused": str(why)}:
@@ -127,8 +127,8 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
             undo_pidfd.pop_all()
             watch = watched(connection, pidfd, None, on_gone)
             undo.callback(watch.close)
-        _say(connection, "mapped", deadline)
-        welcome, _ = _hear(connection, 0, deadline)
+        _send(connection, "mapped", deadline)
+        welcome, _ = _receive(connection, 0, deadline)
         if welcome != "welcome":
             raise TransportError(f"{connection.describe} did not confirm that this reader has joined")
         undo_pidfd.pop_all()
@@ -178,7 +178,7 @@ def asked(connection: Connection, heartbeat_timeout_s: float, sees_death: bool, 
     Raises:
         TimeoutError, PeerGoneError, WireError.
     """
-    said, _ = _hear(connection, 0, deadline)
+    said, _ = _receive(connection, 0, deadline)
     match said:
         case {"rank": int(rank), "sees_death": bool(sees), "patience_s": float(patience_s)} if patience_s > 0:
             patience_s = min(patience_s, float(heartbeat_timeout_s))
@@ -188,13 +188,13 @@ def asked(connection: Connection, heartbeat_timeout_s: float, sees_death: bool, 
 
 def refuse(connection: Connection, why: str, deadline: Deadline) -> None:
     """Second step, if the reader is refused."""
-    _say(connection, {"refused": why[:_MOST_WORDS]}, deadline)
+    _send(connection, {"refused": why[:_MOST_WORDS]}, deadline)
 
 
 def decline(connection: Connection, shortage: ResourceExhaustedError, deadline: Deadline) -> None:
     """Second step, if the writer's process has no resources for the reader now. It may try again."""
     said = {"exhausted": shortage.resource, "why": str(shortage)[:_MOST_WORDS]}
-    _say(connection, said, deadline)
+    _send(connection, said, deadline)
 
 
 def hand_over(
@@ -211,15 +211,15 @@ def hand_over(
         "quiet": by.quiet,
         "patience_s": by.patience_s,
     }
-    _say(connection, answer, deadline, [fd])
-    mapped, _ = _hear(connection, 0, deadline)
+    _send(connection, answer, deadline, [fd])
+    mapped, _ = _receive(connection, 0, deadline)
     if mapped != "mapped":
         raise WireError(f"{connection.describe} does not confirm that it has the memory")
 
 
 def welcome(connection: Connection, deadline: Deadline) -> None:
     """Last step. Heartbeats may follow."""
-    _say(connection, "welcome", deadline)
+    _send(connection, "welcome", deadline)
 
 
 def watched(
@@ -248,13 +248,13 @@ def _pace(patience_s: float) -> tuple[float, float]:
     return patience_s / _BEATS_PER_TIMEOUT, patience_s
 
 
-def _say(connection: Connection, value: object, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+def _send(connection: Connection, value: object, deadline: Deadline, fds: Sequence[int] = ()) -> None:
     data = encode(value, limits=_LIMITS)
     frame = len(data).to_bytes(_LENGTH_NBYTES, "little") + data
     connection.send(frame.ljust(_FRAME_NBYTES, b"\0"), deadline, fds)
 
 
-def _hear(connection: Connection, max_fds: int, deadline: Deadline) -> tuple[Any, list[int]]:
+def _receive(connection: Connection, max_fds: int, deadline: Deadline) -> tuple[Any, list[int]]:
     frame, fds = connection.receive_fds(_FRAME_NBYTES, max_fds, deadline)
     length = int.from_bytes(frame[:_LENGTH_NBYTES], "little")
     try:
