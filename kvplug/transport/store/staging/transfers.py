@@ -84,7 +84,6 @@ class _Piece:
     """That of the store; ``None``: it was not asked yet."""
     marks: deque[tuple[DeviceMark, int]] = attrs.field(factory=deque)
     """Behind each group of queued copies; of a get with the number of layers that are in the cache then."""
-    results: list[Any] | None = None
     is_over: bool = False
     num_queued: int = 0
     """Of a get: layers whose copies to the device were queued."""
@@ -114,15 +113,6 @@ class Transfer(JobTask):
         self._look: JobEngine.Alarm | None = None
         """The next look."""
         self._pause = _LOOK_S[0]
-
-    def final(self, reason: MissReason | None) -> list[Any]:
-        """What is known, and for the other pages this reason."""
-        found: list[Any] = []
-        left = reason or MissReason.OTHER
-        for piece in self._pieces:
-            known = piece.results
-            found += [self._reason(piece, left)] * len(piece.pages) if known is None else known
-        return found
 
     # -- looks ---------------------------------------------------------------------------------
 
@@ -201,6 +191,13 @@ class Transfer(JobTask):
             self._give_back(piece)
         self.job.settle()
 
+    def _end(self, piece: _Piece) -> None:
+        """Nothing of the piece is under way: its memory is for the next one."""
+        for at, result in zip(piece.pages, piece.job.results() if piece.job else (), strict=False):
+            self.note(at, result)
+        piece.is_over = True
+        self._give_back(piece)
+
     def _give_back(self, piece: _Piece) -> None:
         staged, piece.staged = piece.staged, None
         if staged is not None:
@@ -226,10 +223,6 @@ class Transfer(JobTask):
         """
 
     @abc.abstractmethod
-    def _reason(self, piece: _Piece, reason: MissReason) -> Any:
-        """The result of a piece without results, when the job ends for this reason."""
-
-    @abc.abstractmethod
     def _step(self, piece: _Piece) -> bool:
         """Do what can be done for one piece. Returns whether it has its memory."""
 
@@ -246,8 +239,8 @@ class Get(Transfer):
     def queue(self) -> None:
         self._after = self._blocks.after or DeviceMark(self.lane.device)
 
-    def _reason(self, piece: _Piece, reason: MissReason) -> MissReason:
-        return reason
+    def result_for(self, reason: MissReason | None) -> MissReason:
+        return reason or MissReason.OTHER
 
     def _step(self, piece: _Piece) -> bool:
         if piece.job is None:
@@ -268,10 +261,7 @@ class Get(Transfer):
         while piece.marks and piece.marks[0][0].is_passed:
             piece.num_landed = piece.marks.popleft()[1]
         if has_ended and not piece.marks:
-            if piece.results is None and not self.is_over:
-                piece.results = inner.results()
-            piece.is_over = True
-            self._give_back(piece)  # for the next piece
+            self._end(piece)
         return True
 
     def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages) -> None:
@@ -360,10 +350,18 @@ class Put(Transfer):
         self._num_read += 1
         return True
 
-    def _reason(self, piece: _Piece, reason: MissReason) -> PutReason:
-        if reason is MissReason.NO_MEMORY or (reason is MissReason.TIMEOUT and piece.staged is None):
+    def final(self, reason: MissReason | None) -> list[PutReason | None]:
+        results: list[PutReason | None] = super().final(reason)
+        if reason is MissReason.TIMEOUT:
+            for piece in self._pieces:
+                if piece.staged is None and not piece.is_over:
+                    results[piece.pages.start : piece.pages.stop] = [PutReason.NO_MEMORY] * len(piece.pages)
+        return results
+
+    def result_for(self, reason: MissReason | None) -> PutReason:
+        if reason is MissReason.NO_MEMORY:
             return PutReason.NO_MEMORY
-        return PutReason.of(reason)
+        return PutReason.of(reason or MissReason.OTHER)
 
     def forget(self, keys: frozenset[bytes] | None) -> None:
         """Pages are removed: if some of these have not reached the store, none of the request are put.
@@ -393,9 +391,7 @@ class Put(Transfer):
                 inner.cancel()
             if not (inner.done and inner.settled):
                 return True
-            piece.results = inner.results()
-        piece.is_over = True
-        self._give_back(piece)  # for the next piece
+        self._end(piece)
         return True
 
     def _note_progress(self) -> bool:
