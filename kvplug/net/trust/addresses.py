@@ -24,6 +24,7 @@ import attrs
 from kvplug.config.addresses import Address, ip_address
 from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, TransportError
 
+_BACKLOG: Final = 128
 _LOCK_S: Final = 5.0
 """How long another server of the folder may take to bind."""
 _PROBE_S: Final = 1.0
@@ -43,7 +44,7 @@ class BoundSocket:
     _remove_file: Callable[[], None] = lambda: None
 
     @classmethod
-    def listen(cls, address: Address, backlog: int) -> Self:
+    def listen(cls, address: Address) -> Self:
         """Listen at an address of this host.
 
         Raises:
@@ -64,12 +65,12 @@ class BoundSocket:
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 if address.is_unix and address.is_path:
-                    return cls(sock, address, _bind_path(sock, address.name, backlog))
+                    return cls(sock, address, _bind_path(sock, address.name))
                 if not address.is_unix:
                     # Only for a port whose old connections linger: two listeners still collide.
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 sock.bind(sockaddr)
-                sock.listen(backlog)
+                sock.listen(_BACKLOG)
                 return cls(sock, address if address.is_unix else _contact(sock))
             except BaseException:
                 sock.close()
@@ -120,7 +121,7 @@ def _own_address(family: int) -> str:
 # -- Unix sockets in the file system ---------------------------------------------------------------------
 
 
-def _bind_path(sock: socket.socket, path: str, backlog: int) -> Callable[[], None]:
+def _bind_path(sock: socket.socket, path: str) -> Callable[[], None]:
     """Bind the socket to ``path``, for this user only, and listen. Takes over the file of a dead server.
 
     Returns what removes the file, unless another server has taken it over; it never raises.
@@ -135,7 +136,7 @@ def _bind_path(sock: socket.socket, path: str, backlog: int) -> Callable[[], Non
                 raise
             os.unlink(path)
             sock.bind(path)
-        sock.listen(backlog)  # with the lock: one that is bound and does not listen looks like a dead one
+        sock.listen(_BACKLOG)  # with the lock: one that is bound and does not listen looks like a dead one
         ours = os.lstat(path)
 
     def remove() -> None:

@@ -1,8 +1,8 @@
 """A listener accepts connections, has each one prove itself, and hands out the proven ones.
 
-One thread per listener serves all unproven connections concurrently, at most ``max_unproven`` of them, and
-one origin does not take all: see :mod:`kvplug.net.trust.strangers`. A connection that is silent, slow or
-sends garbage delays no other.
+One thread per listener serves all unproven connections concurrently, at most 64 of them, and one origin does
+not take all: see :mod:`kvplug.net.trust.strangers`. A connection that is silent, slow or sends garbage delays
+no other.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from kvplug.net.trust.tls import ListenerTls
 
 logger = logging.getLogger(__name__)
 
-PROOF_TIMEOUT_S = 5.0
+_PROOF_TIMEOUT_S = 5.0
 """How long a connection may take to prove itself."""
-MAX_UNPROVEN = 64
+_MAX_UNPROVEN = 64
 _MAX_WAITING = 1024  # proven, and not yet taken by accept()
 _PAUSE_S = 0.1  # when the process is out of descriptors
 
@@ -60,10 +60,7 @@ class Listener:
         bound: BoundSocket,
         credentials: Credentials,
         purpose: str,
-        *,
         label: str,
-        proof_timeout_s: float,
-        max_unproven: int,
     ) -> None:
         """Owns ``bound`` from here on, also if it raises. For the rest see :meth:`open`."""
         self._bound = bound
@@ -73,8 +70,6 @@ class Listener:
         self._purpose = purpose
         self._label = label
         self._mode = credentials.mode_at(bound.address)
-        self._proof_timeout_s = proof_timeout_s
-        self._max_unproven = max_unproven
         self._unproven: list[Stranger] = []
         """Oldest first."""
         self._failures = FailureRate()
@@ -115,9 +110,6 @@ class Listener:
         purpose: str,
         *,
         label: str = "",
-        backlog: int = 128,
-        proof_timeout_s: float = PROOF_TIMEOUT_S,
-        max_unproven: int = MAX_UNPROVEN,
     ) -> Listener:
         """Start to listen at ``host:port`` (port 0: any free one), ``unix:@name``, ``unix:`` (any name) or
         ``unix:/path``. The file of a path is removed with the listener; one that a dead process left is taken
@@ -139,14 +131,7 @@ class Listener:
             if isinstance(address, str):
                 address = Address.parse(address)
             credentials.mode_at(address, "host")
-            return cls(
-                BoundSocket.listen(address, backlog),
-                credentials,
-                purpose,
-                label=label,
-                proof_timeout_s=proof_timeout_s,
-                max_unproven=max_unproven,
-            )
+            return cls(BoundSocket.listen(address), credentials, purpose, label)
 
     def __repr__(self) -> str:
         return f"<Listener at {self._contact} for {self._purpose!r}{', closed' if self._closed else ''}>"
@@ -296,7 +281,7 @@ class Listener:
             sock,
             origin,
             self._challenge,
-            now + self._proof_timeout_s,
+            now + _PROOF_TIMEOUT_S,
             None if self._tls is None else self._tls.context,
         )
         try:
@@ -307,7 +292,7 @@ class Listener:
         except RefusedError as refused:
             self._refuse(stranger, refused)
             return
-        while (crowding := to_drop(self._unproven, origin, self._max_unproven)) is not None:
+        while (crowding := to_drop(self._unproven, origin, _MAX_UNPROVEN)) is not None:
             self._refuse(crowding, RefusedError(Refusal.BUSY))
         self._unproven.append(stranger)
         self._selector.register(sock, selectors.EVENT_READ, stranger)

@@ -216,8 +216,11 @@ def test_silent_and_garbage_strangers_delay_nobody(address: str, credentials: Cr
         assert listener.refusals["garbage"] >= 1
 
 
-def test_more_strangers_than_there_are_places_push_each_other_out_not_us() -> None:
-    with Listener.open("unix:", OPEN, "test", max_unproven=8) as listener, ExitStack() as stack:
+def test_more_strangers_than_there_are_places_push_each_other_out_not_us(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvplug.net.trust.listener._MAX_UNPROVEN", 8)
+    with Listener.open("unix:", OPEN, "test") as listener, ExitStack() as stack:
         socks = [stack.enter_context(stranger(listener)) for _ in range(50)]
         meet(listener).close()
         until(lambda: listener.refusals.get("busy", 0) >= 42)
@@ -227,8 +230,9 @@ def test_more_strangers_than_there_are_places_push_each_other_out_not_us() -> No
 
 
 @pytest.mark.timing
-def test_a_stranger_that_dribbles_is_dropped_at_its_deadline() -> None:
-    with Listener.open("unix:", OPEN, "test", proof_timeout_s=0.4) as listener:
+def test_a_stranger_that_dribbles_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplug.net.trust.listener._PROOF_TIMEOUT_S", 0.4)
+    with Listener.open("unix:", OPEN, "test") as listener:
         with stranger(listener) as slow:
             began = time.monotonic()
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -185,8 +185,11 @@ def test_unix_sockets_use_no_tls(both: Credentials) -> None:
     theirs.close()
 
 
-def test_strangers_at_a_tls_listener_delay_no_honest_client(both: Credentials) -> None:
-    with Listener.open("127.0.0.1:0", both, "test", proof_timeout_s=1.0) as listener:
+def test_strangers_at_a_tls_listener_delay_no_honest_client(
+    both: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplug.net.trust.listener._PROOF_TIMEOUT_S", 1.0)
+    with Listener.open("127.0.0.1:0", both, "test") as listener:
         host, port = listener.contact.split(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(12)]
         for number, sock in enumerate(strangers):

@@ -201,7 +201,8 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
     # Strangers are put up with for longer than the ranks wait: who is delayed by one fails.
     patience_s, wait_s = 600, 60
     monkeypatch.setattr(remote, "_ANSWER_TIMEOUT_S", patience_s)
-    listener = Listener.open("127.0.0.1:0", SECRET, PURPOSE, proof_timeout_s=patience_s)
+    monkeypatch.setattr("kvplug.net.trust.listener._PROOF_TIMEOUT_S", patience_s)
+    listener = Listener.open("127.0.0.1:0", SECRET, PURPOSE)
     port = int(listener.contact.rsplit(":", 1)[1])
     with contextlib.ExitStack() as stack:
         for data in (b"", b"", b"\x80\x04\x95garbage", os.urandom(5000)):
