@@ -98,7 +98,7 @@ def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
             peer would refuse it.
         ResourceExhaustedError: there is no memory for them.
     """
-    return _encode(value, limits, _Leaves(sys.maxsize))
+    return _encode(value, limits, _WITHIN)
 
 
 def encode_out_of_band(
@@ -202,6 +202,8 @@ class _Leaves:
         return msgspec.msgpack.Ext(int(_OUT_OF_BAND[leaf]), tensors.encode_meta(meta))
 
 
+_WITHIN: Final = _Leaves(sys.maxsize)
+"""Writes all of them with their memories, so it keeps none."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _LARGE_BYTES: Final = 64 << 10
 _MOST_LOOKED_AT: Final = 16
