@@ -55,13 +55,7 @@ class Listener:
     Made by :meth:`open`. Its thread ends with :meth:`close`; in a forked child it is closed.
     """
 
-    def __init__(
-        self,
-        bound: BoundSocket,
-        credentials: Credentials,
-        purpose: str,
-        label: str,
-    ) -> None:
+    def __init__(self, bound: BoundSocket, credentials: Credentials, purpose: str, label: str) -> None:
         """Owns ``bound`` from here on, also if it raises. For the rest see :meth:`open`."""
         self._bound = bound
         self._sock = bound.sock
@@ -96,20 +90,14 @@ class Listener:
                 s.setblocking(False)
                 self._selector.register(s, selectors.EVENT_READ)
             close_after_fork(self)
-            self._thread = BackgroundThread(
-                self._run, name=f"kvplug listener {self._contact}", stop=self._stop
-            )
+            name = f"kvplug listener {self._contact}"
+            self._thread = BackgroundThread(self._run, name=name, stop=self._stop)
             self._thread.start()
             undo.pop_all()
 
     @classmethod
     def open(
-        cls,
-        address: str | Address,
-        credentials: Credentials,
-        purpose: str,
-        *,
-        label: str = "",
+        cls, address: str | Address, credentials: Credentials, purpose: str, *, label: str = ""
     ) -> Listener:
         """Start to listen at ``host:port`` (port 0: any free one), ``unix:@name``, ``unix:`` (any name) or
         ``unix:/path``. The file of a path is removed with the listener; one that a dead process left is taken
@@ -277,13 +265,8 @@ class Listener:
         except OSError:
             sock.close()
             return  # it is gone again
-        stranger = Stranger(
-            sock,
-            origin,
-            self._challenge,
-            now + _PROOF_TIMEOUT_S,
-            None if self._tls is None else self._tls.context,
-        )
+        tls = None if self._tls is None else self._tls.context
+        stranger = Stranger(sock, origin, self._challenge, now + _PROOF_TIMEOUT_S, tls)
         try:
             if self._mode is Mode.SAME_USER:
                 check_same_user(sock)  # another user does not even get a place
