@@ -133,7 +133,7 @@ class ReaderTable:
             self._join_ended.notify_all()
 
     def dismiss(self, rank: int) -> None:
-        """QueueHandle.Reader ``rank`` was admitted but could not attach; it may try again."""
+        """Reader ``rank`` was admitted but could not attach; it may try again."""
         with self._lock:
             member = self._members[rank]
             member.attached = member.joining = False
@@ -162,7 +162,7 @@ class ReaderTable:
         self.say_ready(self.index_of(rank))
 
     def say_ready(self, index: int | None) -> None:
-        """QueueHandle.Reader ``index`` waits until all are ready; ``None``: the writer waits."""
+        """Reader ``index`` waits until all are ready; ``None``: the writer waits."""
         with self._lock:
             if self._shared is not None:
                 ring, _ = self._shared
