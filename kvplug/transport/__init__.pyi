@@ -54,7 +54,6 @@ from kvplug.transport.store.copy import (
 from kvplug.transport.store.engine import (
     JobEngine as JobEngine,
     JobTask as JobTask,
-    Steps as Steps,
 )
 from kvplug.transport.store.events import (
     PageEvent as PageEvent,
@@ -125,7 +124,6 @@ from kvplug.transport.queue import (
     MessageQueue as MessageQueue,
     QueueEndpoint as QueueEndpoint,
     QueueHandle as QueueHandle,
-    Wait as Wait,
 )
 
 # Write a communicator.

@@ -8,7 +8,7 @@ the two ends of :class:`MessageQueue`.
 
 from kvplug.transport.queue.endpoint import QueueEndpoint
 from kvplug.transport.queue.handle import QueueHandle
-from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, MessageQueue, Wait
+from kvplug.transport.queue.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, MessageQueue
 
 __all__ = [
     "MAX_CHUNKS",
@@ -17,5 +17,4 @@ __all__ = [
     "MessageQueue",
     "QueueEndpoint",
     "QueueHandle",
-    "Wait",
 ]

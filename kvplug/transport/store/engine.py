@@ -39,26 +39,298 @@ class CopyError(Exception):
     """The memory that the caller handed in cannot be used. The store is not to blame."""
 
 
-class Steps(abc.ABC):
-    """Something to do in steps, each in any of the engine's threads."""
+class JobEngine:
+    """Runs the tasks of one store. Its threads start when there is something for them to do."""
 
-    is_urgent: bool = False
-    """Whether its steps come before those of other work."""
+    class Steps(abc.ABC):
+        """Something to do in steps, each in any of the engine's threads."""
 
-    @abc.abstractmethod
-    def next_step(self) -> int | None:
-        """Begin another step: its number; ``None``: there is none now. Called under the engine's lock."""
+        is_urgent: bool = False
+        """Whether its steps come before those of other work."""
 
-    @abc.abstractmethod
-    def has_steps(self) -> bool:
-        """Whether :meth:`next_step` would give one. Called under the engine's lock."""
+        @abc.abstractmethod
+        def next_step(self) -> int | None:
+            """Begin another step: its number; ``None``: there is none now. Called under the engine's lock."""
 
-    @abc.abstractmethod
-    def run(self, step: int) -> None:
-        """Do that step. Must not raise."""
+        @abc.abstractmethod
+        def has_steps(self) -> bool:
+            """Whether :meth:`next_step` would give one. Called under the engine's lock."""
+
+        @abc.abstractmethod
+        def run(self, step: int) -> None:
+            """Do that step. Must not raise."""
+
+    class Alarm:
+        """A call to come. ``cancel`` it when it is not needed; from any thread, at any time."""
+
+        __slots__ = ("_engine", "call")
+
+        def __init__(self, engine: JobEngine, call: Callable[[], object]) -> None:
+            self._engine = engine
+            self.call: Callable[[], object] | None = call
+            """What is called; ``None`` afterwards, or once it is cancelled."""
+
+        def cancel(self) -> None:
+            """It is not called, unless it is being called now. Idempotent."""
+            if self.call is not None:
+                self.call = None
+                self._engine._num_cancelled += 1
+
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        *,
+        stop: Callable[[], object] | None = None,
+        stuck_s: float = math.inf,
+    ) -> None:
+        """
+        Args:
+            name: of the store, for messages and threads.
+            num_threads: that run steps.
+            stop: ends the store, without waiting, when the program leaves; default: :meth:`give_up`.
+            stuck_s: a step that takes longer does not count: another thread may run beside it, up to twice
+                as many threads in total.
+        """
+        self._name = name
+        self._num_threads = num_threads
+        self._stop = stop or self.give_up
+        self._stuck_s = stuck_s
+        self._lock = threading.RLock()
+        self._has_work = threading.Condition(self._lock)
+        self._has_alarm = threading.Condition(self._lock)
+        self._has_ended = threading.Condition(self._lock)
+        self._urgent: deque[JobEngine.Steps] = deque()
+        self._work: deque[JobEngine.Steps] = deque()
+        self._tasks: dict[JobTask, None] = {}
+        """Those that are under way, in the order of coming."""
+        self._running: dict[threading.Thread, tuple[float, JobEngine.Steps]] = {}
+        """Threads inside a step, since when, and of what."""
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        self._clock: threading.Thread | None = None
+        self._alarms: list[tuple[float, int, JobEngine.Alarm]] = []
+        self._numbers = itertools.count()
+        self._num_cancelled = 0
+        self.is_closing = False
+        """Whether no more jobs are taken."""
+        self._is_closed = False
+        close_after_fork(self)
+
+    def check_open(self) -> None:
+        """Raises ClosedError: no more jobs are taken."""
+        if self.is_closing:
+            ExitGuard.hold()
+            raise ClosedError(f"the store {self._name!r} is closed")
+
+    # -- tasks ---------------------------------------------------------------------------------
+
+    def submit(self, task: JobTask) -> None:
+        """Have a job done: :meth:`begin` it, and run its steps."""
+        if not self.begin(task):
+            return
+        if task.is_finished():
+            task.end(None)
+        elif not self.add(task):
+            task.end(MissReason.STORE_GONE)
+
+    def begin(self, task: JobTask) -> bool:
+        """From now on the job ends by its deadline, by ``cancel``, or with the engine.
+
+        Returns whether it is under way. Without a thread, it has ended as ``STORE_GONE``; with a closed
+        engine, as ``CLOSED``.
+        """
+        task._engine = self
+        task.job.on_cancel(lambda: task.end(MissReason.CANCELLED))
+        with self._lock:
+            refused = MissReason.CLOSED if self.is_closing else None
+            self._tasks[task] = None
+            try:
+                task._alarm = self.at(task.job.deadline.at, lambda: task.end(MissReason.TIMEOUT))
+            except RuntimeError as e:
+                self._log_no_thread(e)
+                refused = refused or MissReason.STORE_GONE
+        if refused is not None:
+            task.end(refused)
+        return refused is None
+
+    def note_end(self, task: JobTask) -> None:
+        """The job of the task is done. The engine forgets it unless it is still under way."""
+        with self._lock:
+            if not task.is_under_way:
+                self._tasks.pop(task, None)
+            if self.is_closing:
+                self._has_ended.notify_all()
+                self._has_alarm.notify_all()
+
+    def tasks(self) -> list[JobTask]:
+        """Those that are under way, or whose steps are running, in the order of coming."""
+        with self._lock:
+            running = [work for _, work in self._running.values() if isinstance(work, JobTask)]
+            return list(dict.fromkeys([*self._tasks, *running]))
+
+    # -- turns ---------------------------------------------------------------------------------
+
+    def add(self, work: JobEngine.Steps) -> bool:
+        """Have its steps run, in turns with those of others. Returns whether there is a thread for it."""
+        with self._lock:
+            queue = self._urgent if work.is_urgent else self._work
+            if self._is_closed or not self._rouse():
+                return False
+            queue.append(work)
+            return True
+
+    def _rouse(self) -> bool:
+        """With the lock: wake a thread for a step, or start one. Returns whether there are any."""
+        if self._num_idle:
+            self._has_work.notify()
+        else:
+            late = time.monotonic() - self._stuck_s
+            num_stuck = sum(since < late for since, _ in self._running.values())
+            if len(self._threads) < self._num_threads + min(num_stuck, self._num_threads):
+                try:
+                    self._threads.append(self._started(self._run_steps, str(len(self._threads))))
+                except RuntimeError as e:
+                    self._log_no_thread(e)
+        return bool(self._threads)
+
+    def _started(self, target: Callable[[], None], suffix: str) -> BackgroundThread:
+        thread = BackgroundThread(target, name=f"kvplug-{self._name}-{suffix}", stop=self._stop)
+        thread.start()
+        return thread
+
+    def _log_no_thread(self, error: RuntimeError) -> None:
+        level = logging.DEBUG if ExitGuard.is_leaving() else logging.WARNING
+        _log.log(level, "the store %r needs another thread: %s", self._name, error)
+
+    def _run_steps(self) -> None:
+        while (taken := self._next_step()) is not None:
+            work, step = taken
+            try:
+                work.run(step)
+            except Exception:  # the thread serves other work, too
+                _log.exception("a step of the store %r failed: a fault of kvplug", self._name)
+            del work, taken  # an idle thread keeps no memory of a caller
+
+    def _next_step(self) -> tuple[JobEngine.Steps, int] | None:
+        me = threading.current_thread()
+        with self._lock:
+            self._running.pop(me, None)
+            while (taken := self._take()) is None:
+                if self._is_closed:
+                    return None
+                self._num_idle += 1
+                self._has_work.wait()
+                self._num_idle -= 1
+            self._running[me] = time.monotonic(), taken[0]
+            if self._urgent or self._work:
+                self._rouse()
+            return taken
+
+    def _take(self) -> tuple[JobEngine.Steps, int] | None:
+        for queue in (self._urgent, self._work):
+            while queue:
+                work = queue.popleft()
+                step = work.next_step()
+                if step is not None:
+                    if work.has_steps():
+                        queue.append(work)
+                    return work, step
+        return None
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def at(self, when: float, call: Callable[[], object]) -> JobEngine.Alarm:
+        """Make the call at that time of the monotonic clock; ``math.inf``: never. It must not block.
+
+        After :meth:`give_up` calls are made only as long as a task is under way.
+
+        Raises:
+            RuntimeError: this process can have no more threads.
+        """
+        alarm = JobEngine.Alarm(self, call)
+        with self._lock:
+            if when == math.inf or (self._is_closed and not self._tasks):
+                return alarm
+            if self._clock is None:
+                self._clock = self._started(self._keep_time, "clock")
+            if self._num_cancelled > _MANY and self._num_cancelled > len(self._alarms) // 2:
+                self._alarms = [each for each in self._alarms if each[2].call is not None]
+                heapq.heapify(self._alarms)
+                self._num_cancelled = 0
+            is_earliest = not self._alarms or when < self._alarms[0][0]
+            heapq.heappush(self._alarms, (when, next(self._numbers), alarm))
+            if is_earliest:
+                self._has_alarm.notify()
+        return alarm
+
+    def _keep_time(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closed and not self._tasks:
+                    self._clock = None
+                    self._alarms.clear()
+                    return
+                left = self._alarms[0][0] - time.monotonic() if self._alarms else None
+                if left is None or left > 0:
+                    self._has_alarm.wait(None if left is None else min(left, 1e6))
+                    continue
+                alarm = heapq.heappop(self._alarms)[2]
+            call, alarm.call = alarm.call, None
+            if call is None:
+                continue
+            try:
+                call()
+            except Exception:  # the other calls come in time
+                _log.exception("a call of the store %r at a given time failed", self._name)
+            del call
+            with self._lock:
+                if self._urgent or self._work:
+                    self._rouse()  # steps may be stuck
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self, deadline: Deadline) -> None:
+        """Take no more jobs, end all but puts, and wait for these until the deadline. Idempotent."""
+        with self._lock:
+            self.is_closing = True
+            others = [task for task in self._tasks if not task.is_put]
+        for task in others:
+            task.end(MissReason.CLOSED)
+        with self._lock:
+            self._has_ended.wait_for(
+                lambda: self._is_closed or all(task.is_over or not task.is_put for task in self._tasks),
+                deadline.remaining(),
+            )
+
+    def give_up(self, reason: MissReason = MissReason.CLOSED) -> bool:
+        """End every job, and then the threads. Does not wait. Returns whether it was the first call."""
+        with self._lock:
+            is_first = not self._is_closed
+            self.is_closing = self._is_closed = True
+            tasks = list(self._tasks)
+        for task in tasks:
+            task.end(reason)
+        with self._lock:
+            for each in (self._has_work, self._has_alarm, self._has_ended):
+                each.notify_all()
+        return is_first
+
+    def join(self, deadline: Deadline) -> None:
+        """After :meth:`give_up`: wait for the threads to end."""
+        with self._lock:
+            threads = [*self._threads, *filter(None, (self._clock,))]
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(deadline.remaining())
+
+    def _after_fork_in_child(self) -> None:
+        self.is_closing = self._is_closed = True
+        for task in self._tasks:  # they are kept: a child must not free what a device uses
+            task.after_fork()
 
 
-class JobTask(Steps):
+class JobTask(JobEngine.Steps):
     """The steps of one job, which may run in several threads at once."""
 
     class OverError(Exception):
@@ -219,279 +491,6 @@ class JobTask(Steps):
         self.lock = threading.RLock()
         self.is_over = True
         self.job.after_fork(self.final(MissReason.CLOSED))
-
-
-class JobEngine:
-    """Runs the tasks of one store. Its threads start when there is something for them to do."""
-
-    class Alarm:
-        """A call to come. ``cancel`` it when it is not needed; from any thread, at any time."""
-
-        __slots__ = ("_engine", "call")
-
-        def __init__(self, engine: JobEngine, call: Callable[[], object]) -> None:
-            self._engine = engine
-            self.call: Callable[[], object] | None = call
-            """What is called; ``None`` afterwards, or once it is cancelled."""
-
-        def cancel(self) -> None:
-            """It is not called, unless it is being called now. Idempotent."""
-            if self.call is not None:
-                self.call = None
-                self._engine._num_cancelled += 1
-
-    def __init__(
-        self,
-        name: str,
-        num_threads: int,
-        *,
-        stop: Callable[[], object] | None = None,
-        stuck_s: float = math.inf,
-    ) -> None:
-        """
-        Args:
-            name: of the store, for messages and threads.
-            num_threads: that run steps.
-            stop: ends the store, without waiting, when the program leaves; default: :meth:`give_up`.
-            stuck_s: a step that takes longer does not count: another thread may run beside it, up to twice
-                as many threads in total.
-        """
-        self._name = name
-        self._num_threads = num_threads
-        self._stop = stop or self.give_up
-        self._stuck_s = stuck_s
-        self._lock = threading.RLock()
-        self._has_work = threading.Condition(self._lock)
-        self._has_alarm = threading.Condition(self._lock)
-        self._has_ended = threading.Condition(self._lock)
-        self._urgent: deque[Steps] = deque()
-        self._work: deque[Steps] = deque()
-        self._tasks: dict[JobTask, None] = {}
-        """Those that are under way, in the order of coming."""
-        self._running: dict[threading.Thread, tuple[float, Steps]] = {}
-        """Threads inside a step, since when, and of what."""
-        self._threads: list[threading.Thread] = []
-        self._num_idle = 0
-        self._clock: threading.Thread | None = None
-        self._alarms: list[tuple[float, int, JobEngine.Alarm]] = []
-        self._numbers = itertools.count()
-        self._num_cancelled = 0
-        self.is_closing = False
-        """Whether no more jobs are taken."""
-        self._is_closed = False
-        close_after_fork(self)
-
-    def check_open(self) -> None:
-        """Raises ClosedError: no more jobs are taken."""
-        if self.is_closing:
-            ExitGuard.hold()
-            raise ClosedError(f"the store {self._name!r} is closed")
-
-    # -- tasks ---------------------------------------------------------------------------------
-
-    def submit(self, task: JobTask) -> None:
-        """Have a job done: :meth:`begin` it, and run its steps."""
-        if not self.begin(task):
-            return
-        if task.is_finished():
-            task.end(None)
-        elif not self.add(task):
-            task.end(MissReason.STORE_GONE)
-
-    def begin(self, task: JobTask) -> bool:
-        """From now on the job ends by its deadline, by ``cancel``, or with the engine.
-
-        Returns whether it is under way. Without a thread, it has ended as ``STORE_GONE``; with a closed
-        engine, as ``CLOSED``.
-        """
-        task._engine = self
-        task.job.on_cancel(lambda: task.end(MissReason.CANCELLED))
-        with self._lock:
-            refused = MissReason.CLOSED if self.is_closing else None
-            self._tasks[task] = None
-            try:
-                task._alarm = self.at(task.job.deadline.at, lambda: task.end(MissReason.TIMEOUT))
-            except RuntimeError as e:
-                self._log_no_thread(e)
-                refused = refused or MissReason.STORE_GONE
-        if refused is not None:
-            task.end(refused)
-        return refused is None
-
-    def note_end(self, task: JobTask) -> None:
-        """The job of the task is done. The engine forgets it unless it is still under way."""
-        with self._lock:
-            if not task.is_under_way:
-                self._tasks.pop(task, None)
-            if self.is_closing:
-                self._has_ended.notify_all()
-                self._has_alarm.notify_all()
-
-    def tasks(self) -> list[JobTask]:
-        """Those that are under way, or whose steps are running, in the order of coming."""
-        with self._lock:
-            running = [work for _, work in self._running.values() if isinstance(work, JobTask)]
-            return list(dict.fromkeys([*self._tasks, *running]))
-
-    # -- turns ---------------------------------------------------------------------------------
-
-    def add(self, work: Steps) -> bool:
-        """Have its steps run, in turns with those of others. Returns whether there is a thread for it."""
-        with self._lock:
-            queue = self._urgent if work.is_urgent else self._work
-            if self._is_closed or not self._rouse():
-                return False
-            queue.append(work)
-            return True
-
-    def _rouse(self) -> bool:
-        """With the lock: wake a thread for a step, or start one. Returns whether there are any."""
-        if self._num_idle:
-            self._has_work.notify()
-        else:
-            late = time.monotonic() - self._stuck_s
-            num_stuck = sum(since < late for since, _ in self._running.values())
-            if len(self._threads) < self._num_threads + min(num_stuck, self._num_threads):
-                try:
-                    self._threads.append(self._started(self._run_steps, str(len(self._threads))))
-                except RuntimeError as e:
-                    self._log_no_thread(e)
-        return bool(self._threads)
-
-    def _started(self, target: Callable[[], None], suffix: str) -> BackgroundThread:
-        thread = BackgroundThread(target, name=f"kvplug-{self._name}-{suffix}", stop=self._stop)
-        thread.start()
-        return thread
-
-    def _log_no_thread(self, error: RuntimeError) -> None:
-        level = logging.DEBUG if ExitGuard.is_leaving() else logging.WARNING
-        _log.log(level, "the store %r needs another thread: %s", self._name, error)
-
-    def _run_steps(self) -> None:
-        while (taken := self._next_step()) is not None:
-            work, step = taken
-            try:
-                work.run(step)
-            except Exception:  # the thread serves other work, too
-                _log.exception("a step of the store %r failed: a fault of kvplug", self._name)
-            del work, taken  # an idle thread keeps no memory of a caller
-
-    def _next_step(self) -> tuple[Steps, int] | None:
-        me = threading.current_thread()
-        with self._lock:
-            self._running.pop(me, None)
-            while (taken := self._take()) is None:
-                if self._is_closed:
-                    return None
-                self._num_idle += 1
-                self._has_work.wait()
-                self._num_idle -= 1
-            self._running[me] = time.monotonic(), taken[0]
-            if self._urgent or self._work:
-                self._rouse()
-            return taken
-
-    def _take(self) -> tuple[Steps, int] | None:
-        for queue in (self._urgent, self._work):
-            while queue:
-                work = queue.popleft()
-                step = work.next_step()
-                if step is not None:
-                    if work.has_steps():
-                        queue.append(work)
-                    return work, step
-        return None
-
-    # -- time ----------------------------------------------------------------------------------
-
-    def at(self, when: float, call: Callable[[], object]) -> JobEngine.Alarm:
-        """Make the call at that time of the monotonic clock; ``math.inf``: never. It must not block.
-
-        After :meth:`give_up` calls are made only as long as a task is under way.
-
-        Raises:
-            RuntimeError: this process can have no more threads.
-        """
-        alarm = JobEngine.Alarm(self, call)
-        with self._lock:
-            if when == math.inf or (self._is_closed and not self._tasks):
-                return alarm
-            if self._clock is None:
-                self._clock = self._started(self._keep_time, "clock")
-            if self._num_cancelled > _MANY and self._num_cancelled > len(self._alarms) // 2:
-                self._alarms = [each for each in self._alarms if each[2].call is not None]
-                heapq.heapify(self._alarms)
-                self._num_cancelled = 0
-            is_earliest = not self._alarms or when < self._alarms[0][0]
-            heapq.heappush(self._alarms, (when, next(self._numbers), alarm))
-            if is_earliest:
-                self._has_alarm.notify()
-        return alarm
-
-    def _keep_time(self) -> None:
-        while True:
-            with self._lock:
-                if self._is_closed and not self._tasks:
-                    self._clock = None
-                    self._alarms.clear()
-                    return
-                left = self._alarms[0][0] - time.monotonic() if self._alarms else None
-                if left is None or left > 0:
-                    self._has_alarm.wait(None if left is None else min(left, 1e6))
-                    continue
-                alarm = heapq.heappop(self._alarms)[2]
-            call, alarm.call = alarm.call, None
-            if call is None:
-                continue
-            try:
-                call()
-            except Exception:  # the other calls come in time
-                _log.exception("a call of the store %r at a given time failed", self._name)
-            del call
-            with self._lock:
-                if self._urgent or self._work:
-                    self._rouse()  # steps may be stuck
-
-    # -- the end -------------------------------------------------------------------------------
-
-    def close(self, deadline: Deadline) -> None:
-        """Take no more jobs, end all but puts, and wait for these until the deadline. Idempotent."""
-        with self._lock:
-            self.is_closing = True
-            others = [task for task in self._tasks if not task.is_put]
-        for task in others:
-            task.end(MissReason.CLOSED)
-        with self._lock:
-            self._has_ended.wait_for(
-                lambda: self._is_closed or all(task.is_over or not task.is_put for task in self._tasks),
-                deadline.remaining(),
-            )
-
-    def give_up(self, reason: MissReason = MissReason.CLOSED) -> bool:
-        """End every job, and then the threads. Does not wait. Returns whether it was the first call."""
-        with self._lock:
-            is_first = not self._is_closed
-            self.is_closing = self._is_closed = True
-            tasks = list(self._tasks)
-        for task in tasks:
-            task.end(reason)
-        with self._lock:
-            for each in (self._has_work, self._has_alarm, self._has_ended):
-                each.notify_all()
-        return is_first
-
-    def join(self, deadline: Deadline) -> None:
-        """After :meth:`give_up`: wait for the threads to end."""
-        with self._lock:
-            threads = [*self._threads, *filter(None, (self._clock,))]
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(deadline.remaining())
-
-    def _after_fork_in_child(self) -> None:
-        self.is_closing = self._is_closed = True
-        for task in self._tasks:  # they are kept: a child must not free what a device uses
-            task.after_fork()
 
 
 def in_words(error: BaseException | None) -> str:

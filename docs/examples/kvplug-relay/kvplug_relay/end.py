@@ -20,7 +20,6 @@ from kvplug.transport import (
     MessageQueue,
     QueueEndpoint,
     Timeout,
-    Wait,
     Watch,
     close_after_fork,
 )
@@ -91,9 +90,9 @@ class End(MessageQueue):
             with self._descriptors:
                 yield
 
-    def _wait(self, what: str, peers: Callable[[], str], timeout: Timeout, **given: Any) -> Wait:
+    def _wait(self, what: str, peers: Callable[[], str], timeout: Timeout, **given: Any) -> MessageQueue.Wait:
         deadline = Deadline.after(timeout, self._context.timeout_s)
-        return Wait(what, peers, deadline, self._context.warning_interval_s, **given)
+        return MessageQueue.Wait(what, peers, deadline, self._context.warning_interval_s, **given)
 
     @staticmethod
     def _poll(descriptors: list[int], seconds: float | None) -> None:

@@ -25,11 +25,11 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Connection,
     Deadline,
+    MessageQueue,
     NamedExhaustion,
     QueueEndpoint,
     QueueHandle,
     Timeout,
-    Wait,
     Watch,
     WireError,
     peer_text,
@@ -161,7 +161,7 @@ class Reader(End):
         os.close(fd)
         self._tell(News.TAKEN)
 
-    def _receive(self, wait: Wait) -> None:
+    def _receive(self, wait: MessageQueue.Wait) -> None:
         """What has come, or sleep a while."""
         if self._broken is not None:
             raise self._broken

@@ -24,10 +24,10 @@ from kvplug.transport import (
     Connection,
     Deadline,
     Listener,
+    MessageQueue,
     QueueEndpoint,
     QueueHandle,
     Timeout,
-    Wait,
     Watch,
 )
 from kvplug_relay.end import End, watch_process
@@ -182,7 +182,7 @@ class Writer(End):
                     for each in self._readers.values():
                         self._give(each, HEADER.pack(Kind.READY, 0))
 
-    def _wait_until(self, done: Any, wait: Wait) -> None:
+    def _wait_until(self, done: Any, wait: MessageQueue.Wait) -> None:
         while True:
             with self._lock:
                 self._listen_to_readers()

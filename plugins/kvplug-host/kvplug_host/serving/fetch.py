@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
-from kvplug.transport import Deadline, Pipe, Steps, Transfer
+from kvplug.transport import Deadline, JobEngine, Pipe, Transfer
 from kvplug_host import protocol
 from kvplug_host.pages.index import Entry
 from kvplug_host.protocol import Pieces
@@ -22,7 +22,7 @@ _AHEAD: Final = 2
 """Pieces that may be sent and not taken: they stay in their slots until then."""
 
 
-class Fetch(Steps):
+class Fetch(JobEngine.Steps):
     """The pages of one request. Its steps run in the one thread that sends to this peer."""
 
     def __init__(

@@ -15,7 +15,6 @@ from kvplug.transport import (
     QueueEndpoint,
     QueueHandle,
     Timeout,
-    Wait,
     close_after_fork,
 )
 from kvplug_shm.queue.use_guard import UseGuard
@@ -64,8 +63,8 @@ class ShmEnd(MessageQueue):
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._context.timeout_s)
 
-    def _wait(self, what: str, peers: Any, deadline: Deadline, **given: Any) -> Wait:
-        return Wait(what, peers, deadline, self._context.warning_interval_s, **given)
+    def _wait(self, what: str, peers: Any, deadline: Deadline, **given: Any) -> MessageQueue.Wait:
+        return MessageQueue.Wait(what, peers, deadline, self._context.warning_interval_s, **given)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)

@@ -8,7 +8,7 @@ import select
 from collections.abc import Callable
 
 from kvplug import PeerGoneError, TransportError
-from kvplug.transport import Wait, WireError, close_after_fork
+from kvplug.transport import MessageQueue, WireError, close_after_fork
 from kvplug_shm.memory.waiting import NAP_S
 from kvplug_shm.native.ends import reading_end
 from kvplug_shm.queue.join import Joined, hang_up, watched
@@ -56,7 +56,7 @@ class LocalSource:
             self.check_evicted()
             raise
 
-    def receive(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
+    def receive(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> QueueMessage:
         end, spin_s = self._end, self._spin_s
         while True:
             check()
@@ -72,7 +72,7 @@ class LocalSource:
         self.check_evicted()
         self._end.release()
 
-    def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
+    def wait_until_ready(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> None:
         words = self._ring.words
         own = self._ring.ready_word(self._index)
         words.words[own] = 1

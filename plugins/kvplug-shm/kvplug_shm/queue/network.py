@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from kvplug.transport import Deadline, Wait
+from kvplug.transport import Deadline, MessageQueue
 
 
 class QueueMessage(NamedTuple):
@@ -116,7 +116,7 @@ class Source(Protocol):
             TransportError, WireError: as :meth:`receive`.
         """
 
-    def receive(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
+    def receive(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> QueueMessage:
         """The next message, which stays until :meth:`advance`.
 
         Raises:
@@ -129,7 +129,7 @@ class Source(Protocol):
     def advance(self) -> None:
         """Release the message. Its memory must not be read any more."""
 
-    def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
+    def wait_until_ready(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> None:
         """Return when the writer and all its readers have called this. Raises as :meth:`receive`."""
 
     def wake(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import Deadline, Wait
+from kvplug.transport import Deadline, MessageQueue
 from kvplug_shm.queue.network import QueueMessage
 
 
@@ -77,12 +77,12 @@ class Inbox:
             raise self._told()
         return None
 
-    def wait_for_first(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
+    def wait_for_first(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> QueueMessage:
         """Raises the reason of the end after the last message was read; and as ``wait`` and ``check`` do."""
         self._until(lambda: bool(self._messages), wait, check)
         return self._messages[0][0]
 
-    def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
+    def wait_until_ready(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> None:
         """Raises as :meth:`wait_for_first`."""
         self._until(lambda: self._ready, wait, check)
 
@@ -107,7 +107,7 @@ class Inbox:
         with self._lock:
             self._changed.notify_all()
 
-    def _until(self, there: Callable[[], Any], wait: Wait, check: Callable[[], None]) -> None:
+    def _until(self, there: Callable[[], Any], wait: MessageQueue.Wait, check: Callable[[], None]) -> None:
         check()  # before the lock: a closed end must not wait for it
         with self._lock:
             while not there():

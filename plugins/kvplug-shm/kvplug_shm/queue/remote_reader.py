@@ -23,7 +23,16 @@ from kvplug import (
     ResourceExhaustedError,
     TransportError,
 )
-from kvplug.transport import Deadline, PeerIdentity, QueueEndpoint, Relay, Wait, Watch, WireError, peer_text
+from kvplug.transport import (
+    Deadline,
+    MessageQueue,
+    PeerIdentity,
+    QueueEndpoint,
+    Relay,
+    Watch,
+    WireError,
+    peer_text,
+)
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.reader_link import identity_of, observed
@@ -106,7 +115,7 @@ class RemoteReader(SocketThread):
     def poll(self) -> QueueMessage | None:
         return self._inbox.first()
 
-    def receive(self, wait: Wait, check: Callable[[], None]) -> QueueMessage:
+    def receive(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> QueueMessage:
         return self._inbox.wait_for_first(wait, check)
 
     def advance(self) -> None:
@@ -115,7 +124,7 @@ class RemoteReader(SocketThread):
             self._assembly.recycle(memory)
         self.post()
 
-    def wait_until_ready(self, wait: Wait, check: Callable[[], None]) -> None:
+    def wait_until_ready(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> None:
         check()
         self._wants_ready = True
         self.post()
