@@ -7,10 +7,8 @@ uses.
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -108,7 +106,7 @@ def _defined(tree: ast.Module | ast.ClassDef, within: str = "") -> Iterator[str]
             case ast.FunctionDef(name=name, decorator_list=[*decorators]):
                 # What another decorator registers, such as a command, is called by what it is registered
                 # with.
-                if all(ast.unparse(each) in _PLAIN for each in decorators):
+                if not name.startswith("__") and all(ast.unparse(each) in _PLAIN for each in decorators):
                     yield within + name
             case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
                 if not name.startswith("__") and not is_enum:
@@ -127,41 +125,21 @@ _PLAIN: Final = (
 
 @cache
 def _definitions() -> Counter[str]:
-    """How often each name of the core is defined, in any code: also where a plugin implements a method."""
-    return Counter(
-        name.rpartition(".")[2]
-        for path in _files(SOURCES)
-        if path.suffix == ".py"
-        for name in _defined(ast.parse(path.read_text(encoding="utf-8")))
-    )
+    """How often each function and class is defined, in any code: also where a plugin implements a method."""
+    return Counter(name for code in _code() for name in re.findall(r"^ *(?:def|class) (\w+)", code, re.M))
 
 
 @cache
 def _uses() -> Counter[str]:
     """How often each word stands in code, or in a string that is no docstring."""
-    found: Counter[str] = Counter()
-    for path in _files(SOURCES):
-        text = path.read_text(encoding="utf-8")
-        if path.suffix != ".py":
-            found.update(re.findall(r"\w+", text))
-            continue
-        spoken = _docstring_lines(ast.parse(text))
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME:
-                found[token.string] += 1
-            elif token.type == tokenize.STRING and token.start[0] not in spoken:
-                found.update(re.findall(r"\w+", token.string))
-    return found
+    return Counter(word for code in _code() for word in re.findall(r"\w+", code))
 
 
-def _docstring_lines(tree: ast.Module) -> set[int]:
-    return {
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    }
+@cache
+def _code() -> tuple[str, ...]:
+    """Every file without its docstrings and comments."""
+    texts = (path.read_text(encoding="utf-8") for path in _files(SOURCES))
+    return tuple(re.sub(r'^ *r?"""(?:.|\n)*?"""$|# .*$', "", text, flags=re.M) for text in texts)
 
 
 def main() -> int:
