@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from kvplug.transport import (
     Job,
-    JobTask,
     MissReason,
     PageCopy,
     PageRequest,
@@ -22,7 +21,8 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
-from kvplug_host.jobs.steps import PUT_STEP_BYTES, page_ranges, put_results, runs_of
+from kvplug_host.jobs.put import Put
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, ranges_of, runs_of
 from kvplug_host.protocol import Op
 
 _AHEAD: Final = 3
@@ -64,7 +64,7 @@ class Reserved:
 Send = Callable[[int, int, int, int, Callable[[memoryview], None]], None]
 
 
-class RemotePut(JobTask):
+class RemotePut(Put):
     """Ranges of pages: each is asked for, gathered and sent, and answered, a few at the same time."""
 
     is_put = True
@@ -89,8 +89,7 @@ class RemotePut(JobTask):
             note_usage: called with what the store says of its usage.
             again: has the steps of this task run.
         """
-        super().__init__(job, None)
-        self.pages = pages
+        super().__init__(job, pages)
         self._seal = seal
         self._native = native
         self._copy: PageCopy | None = None
@@ -100,7 +99,7 @@ class RemotePut(JobTask):
             (seal.header_length(form, identity) for identity in pages.identities), default=0
         )
         step_bytes = min(PUT_STEP_BYTES, reserved.most_bytes)
-        self._ranges = deque(page_ranges(job.count, self._row_bytes, step_bytes))
+        self._ranges = deque(ranges_of(job.count, self._row_bytes, step_bytes))
         self._reserved = reserved
         self._taken: dict[int, int] = {}
         """Bytes that each request has reserved."""
@@ -110,7 +109,6 @@ class RemotePut(JobTask):
         """Requests, and those of their pages that are to be sent."""
         self._steps: dict[int, tuple[int, list[int]]] = {}
         self._numbers = itertools.count()
-        self._forgotten: set[bytes] = set()
 
     # -- the three phases ----------------------------------------------------------------------
 
@@ -129,7 +127,7 @@ class RemotePut(JobTask):
                 request, wanted = self._requests.new_number(), []
                 self._taken[request] = nbytes
                 for at in self._ranges.popleft():
-                    if self.pages.keys[at] in self._forgotten:
+                    if self.is_forgotten(self.pages.keys[at]):
                         self.results[at] = PutReason.CANCELLED
                     else:
                         wanted.append(at)
@@ -204,11 +202,6 @@ class RemotePut(JobTask):
         self._give_back([request])
         self.ask()
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Pages are removed before they were put: those that the store was not asked about are not put."""
-        with self.lock:
-            self._forgotten.update(keys)
-
     # -- a step: gather and send ---------------------------------------------------------------
 
     def next_step(self) -> int | None:
@@ -261,10 +254,6 @@ class RemotePut(JobTask):
             yield nbytes, list(run)
 
     # -- the end -------------------------------------------------------------------------------
-
-    def final(self, reason: MissReason | None) -> list[Any]:
-        forgotten = [key in self._forgotten for key in self.pages.keys]
-        return put_results(self.results, reason, forgotten)
 
     def end(self, reason: MissReason | None) -> bool:
         with self.lock:

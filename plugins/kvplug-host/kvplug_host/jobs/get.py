@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvplug.transport import GetJob, JobTask, MissReason, PageCopy, PageRequest, PageRows, PageSeal
-from kvplug_host.jobs.steps import layer_ranges, page_ranges
+from kvplug_host.jobs.steps import ranges_of
 
 WRONG: Final = frozenset({MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT})
 """Why a page under the right key is wrong: it makes room for a right one."""
@@ -43,11 +43,11 @@ class Landing(JobTask):
         self._discard = discard
         form = pages.series.format
         self.headers: list[bytes] = [b""] * job.count
-        self.layers = layer_ranges(form.num_layers, form.layer_nbytes * job.count)
+        self.layers = ranges_of(form.num_layers, form.layer_nbytes * job.count)
         """The layers that come together. Where all pages have no room in one step, the pages of a layer come
         in several."""
         widest = max(map(len, self.layers), default=1) * form.layer_nbytes
-        self.ranges = page_ranges(job.count, widest)
+        self.ranges = ranges_of(job.count, widest)
         self._left = [len(self.ranges)] * len(self.layers)
         self._is_missing = False
         self._complete = 0

@@ -6,31 +6,36 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvplug.transport import Job, JobTask, MissReason, PageRequest, PutReason
-from kvplug_host.jobs.steps import PUT_STEP_BYTES, page_ranges, put_results
 
 
 class Put(JobTask):
-    """Pages of one request, some in each step; none, where they come over a pipe."""
+    """Pages of one request. Those that are removed before they are put are not kept."""
 
     def __init__(
         self,
         job: Job[PutReason | None],
         pages: PageRequest,
-        settled: Callable[[Put], None],
+        num_steps: int | None = None,
+        settled: Callable[[Put], None] = lambda put: None,
     ) -> None:
-        self.ranges = page_ranges(job.count, pages.series.format.nbytes, PUT_STEP_BYTES)
-        super().__init__(job, len(self.ranges))
+        """
+        Args:
+            num_steps: as of :class:`JobTask`.
+            settled: called once, when nothing is copied out of the pages' memory any more.
+        """
+        super().__init__(job, num_steps)
         self.pages = pages
         self._on_settled = settled
         self._forgotten: set[bytes] = set()
         self._all_forgotten = False
 
     def forget(self, keys: Iterable[bytes] | None) -> None:
-        """Pages are removed before they were put: they are not kept. ``None``: all."""
-        if keys is None:
-            self._all_forgotten = True
-        else:
-            self._forgotten.update(keys)
+        """Pages are removed, also those that were there before. ``None``: all."""
+        with self.lock:
+            if keys is None:
+                self._all_forgotten = True
+            else:
+                self._forgotten.update(keys)
 
     def is_forgotten(self, key: bytes) -> bool:
         """Whether the page was removed meanwhile."""
@@ -43,7 +48,13 @@ class Put(JobTask):
                 self.note(index, result)
 
     def final(self, reason: MissReason | None) -> list[Any]:
-        return put_results(self.results, reason, list(map(self.is_forgotten, self.pages.keys)))
+        return [
+            PutReason.CANCELLED if result is None and self.is_forgotten(key) else result
+            for key, result in zip(self.pages.keys, super().final(reason), strict=True)
+        ]
+
+    def result_for(self, reason: MissReason | None) -> PutReason | None:
+        return None if reason is None else PutReason.of(reason)
 
     def settled(self) -> None:
         self._on_settled(self)

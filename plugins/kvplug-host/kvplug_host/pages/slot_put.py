@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvplug.transport import Job, PageCopy, PageRequest, PageRows, PageSeal, PutReason
 from kvplug_host.jobs.put import Put
-from kvplug_host.jobs.steps import runs_of
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, ranges_of, runs_of
 from kvplug_host.pages.pages import Pages
 from kvplug_host.pages.slot_buffers import SlotBuffers
 
@@ -15,7 +15,8 @@ class SlotPut(Put):
     is_put = True
 
     def __init__(self, job: Job[PutReason | None], pages: PageRequest, seal: PageSeal, store: Pages) -> None:
-        super().__init__(job, pages, store.settled)
+        self._ranges = ranges_of(job.count, pages.series.format.nbytes, PUT_STEP_BYTES)
+        super().__init__(job, pages, len(self._ranges), store.settled)
         self._seal = seal
         self._store = store
         self._prepared: tuple[PageCopy, list[bytes], int] | None = None
@@ -33,7 +34,7 @@ class SlotPut(Put):
             return self._prepared
 
     def do(self, step: int) -> None:
-        numbers, pages, seal, store = self.ranges[step], self.pages, self._seal, self._store
+        numbers, pages, seal, store = self._ranges[step], self.pages, self._seal, self._store
         form, memory, view = pages.series.format, pages.memory, store.segments.view
         copy, beginnings, rest = self._prepare()
         header_bytes = {at: len(beginnings[at]) + rest for at in numbers}

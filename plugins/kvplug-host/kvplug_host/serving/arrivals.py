@@ -66,7 +66,7 @@ class Arrival:
         self._seal = seal
         job: Job[PutReason | None] = Job(len(pages.keys), deadline)
         job.add_done_callback(lambda ended: done(ended.results() or []))
-        self.put = Put(job, pages, lambda put: self._settled())
+        self.put = Put(job, pages, settled=lambda put: self._settled())
         self._lock = threading.Lock()
         self._header_bytes = {
             at: seal.header_length(pages.series.format, identity)
