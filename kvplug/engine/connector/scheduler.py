@@ -28,12 +28,12 @@ class SchedulerConnector(abc.ABC):
     transfer uses are not reused before ``get_finished`` names the request.
 
     Callers. The engine's scheduler, from one thread, in this order: once at start
-    ``set_xfer_handshake_metadata`` and ``get_finished_count``; for a request ``on_new_request``, then
+    ``set_xfer_handshake_metadata``; for a request ``on_new_request``, then
     ``get_num_new_matched_tokens`` (any number of times), ``update_state_after_alloc`` (once; again
     when an asynchronous load has ended); once a step ``build_connector_meta``, and after the step
-    ``update_connector_output`` and ``take_events``; at the end of a request ``request_finished`` or
-    ``request_finished_all_groups``, once; at the end ``shutdown``. Between steps ``has_pending_push_work``,
-    where no request is left, and ``reset_cache``.
+    ``update_connector_output`` and ``take_events``; at the end of a request ``request_finished``, once; at
+    the end ``shutdown``. Between steps ``has_pending_push_work``, where no request is left, and
+    ``reset_cache``.
 
     An engine may have several steps in flight: ``build_connector_meta`` of step n+1, and
     ``request_finished`` of a request that step n computes, may then come before
@@ -51,8 +51,7 @@ class SchedulerConnector(abc.ABC):
     supports_hma: ClassVar[bool] = False
     """It serves caches with several KV cache groups, and groups with a window (hybrid memory).
 
-    It implements :meth:`request_finished_all_groups`, and takes block tables with ``NO_BLOCK``. An engine
-    whose cache is of that kind refuses another connector.
+    It takes block tables with ``NO_BLOCK``. An engine whose cache is of that kind refuses another connector.
     """
 
     @property
@@ -116,10 +115,6 @@ class SchedulerConnector(abc.ABC):
         """
         return None
 
-    def get_finished_count(self) -> int | None:
-        """How many workers must name a request before it counts as finished; ``None``: all of them."""
-        return None
-
     def on_new_request(self, request: Request) -> None:
         """A request has arrived. Nothing is decided yet."""
         return None
@@ -160,15 +155,6 @@ class SchedulerConnector(abc.ABC):
         one that was aborted while it was still loading in the background is named as received, and not as
         sent as well.
         """
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: BlockIds, end: RequestEnd
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same for models with several KV cache groups (hybrid memory).
-
-        Called instead of :meth:`request_finished` when the connector has ``supports_hma``.
-        """
-        return self.request_finished(request, block_ids, end)
 
     def get_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
         """Where the tokens come from that ``update_state_after_alloc`` was just called for.

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 from kvplug.engine.layout import KVLayout
 from kvplug.errors import LayoutError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Plain = None | bool | int | float | str | bytes | Sequence[Any] | Mapping[Any, Any]
 """None, bool, int, float, str, bytes, list, tuple, dict of these. Nothing else crosses."""
@@ -207,7 +204,3 @@ class CacheEvent:
     """Of ``stored``: name of the adapter (LoRA) that it was computed with."""
     chains: tuple[bytes, ...] = ()
     """Of ``stored``: kvplug's own hashes of the pages that the blocks consist of."""
-
-
-CopyBlocks = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"], Sequence[int], Sequence[int]], None]
-"""``copy(sources, destinations, source_block_ids, destination_block_ids)`` between host and device caches."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvplug.engine.connector.values import (
     CacheEvent,
-    CopyBlocks,
     Plain,
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
@@ -23,8 +22,7 @@ class WorkerConnector(abc.ABC):
     Law. As for the scheduler side. A block whose load failed, for whatever reason, is named by
     ``get_block_ids_with_load_errors`` no later than in the step in which its request is reported.
 
-    Callers. The engine's worker, from the thread that runs the model. At start
-    ``register_kv_caches``, ``set_host_xfer_buffer_ops`` where the engine has host buffers,
+    Callers. The engine's worker, from the thread that runs the model. At start ``register_kv_caches`` and
     ``get_handshake_metadata``. Each step: ``handle_preemptions`` when there are any;
     ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer that the cache config
     names ``wait_for_layer_load`` and ``save_kv_layer``, unless ``has_connector_metadata`` is false;
@@ -57,10 +55,6 @@ class WorkerConnector(abc.ABC):
         Raises:
             LayoutError, ConfigError: the tensors are not what the cache config promised.
         """
-
-    def set_host_xfer_buffer_ops(self, copy_blocks: CopyBlocks) -> None:
-        """How to copy blocks between the device cache and the engine's host buffers."""
-        return None
 
     def get_handshake_metadata(self) -> Plain:
         """The data that scheduler sides of this and other engines need to reach this worker."""

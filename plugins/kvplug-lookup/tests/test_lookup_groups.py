@@ -49,7 +49,7 @@ class GroupedScheduler:
         self._scheduler.update_state_after_alloc(request, tuple(map(tuple, tables[0])), found)
 
     def request_finished(self, request: Request, tables: Any, end: RequestEnd) -> Any:
-        return self._scheduler.request_finished_all_groups(request, tuple(map(tuple, tables[0])), end)
+        return self._scheduler.request_finished(request, tuple(map(tuple, tables[0])), end)
 
     def build_connector_meta(self, output: SchedulerOutput) -> Any:
         tables_of = output.block_ids

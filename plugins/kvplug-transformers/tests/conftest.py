@@ -155,7 +155,7 @@ def notes(names: str, prefix: str = "") -> Callable[[type], type]:
 
 
 @notes(
-    "set_xfer_handshake_metadata get_finished_count on_new_request get_num_new_matched_tokens"
+    "set_xfer_handshake_metadata on_new_request get_num_new_matched_tokens"
     " update_state_after_alloc build_connector_meta update_connector_output request_finished take_events"
 )
 class TableScheduler(SchedulerConnector):

@@ -170,7 +170,7 @@ STEP = (
     r"(request_finished )*take_events "
 )
 ADMIT = r"(get_num_new_matched_tokens |(get_num_new_matched_tokens )?update_state_after_alloc )*"
-START = r"register_kv_caches get_handshake_metadata set_xfer_handshake_metadata get_finished_count "
+START = r"register_kv_caches get_handshake_metadata set_xfer_handshake_metadata "
 
 
 @both_ways

@@ -52,7 +52,6 @@ from kvplug_vllm.worker import WorkerSide
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -172,9 +171,6 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
 
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._worker.set_host_xfer_buffer_ops(copy_operation)
-
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()
 
@@ -238,9 +234,6 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
         self._scheduler.bind_block_pool(gpu_block_pool)
-
-    def get_finished_count(self) -> int | None:
-        return self._scheduler.connector.get_finished_count()
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)

@@ -194,13 +194,10 @@ class SchedulerSide:
     def request_finished(
         self, request: VllmRequest, block_ids: Iterable[Iterable[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        ended = (
-            self.connector.request_finished_all_groups
-            if self.connector.supports_hma
-            else self.connector.request_finished
-        )
         request_id = request.request_id
-        keeps, params = ended(self._requests[request], self._block_ids(block_ids), end_of(request))
+        keeps, params = self.connector.request_finished(
+            self._requests[request], self._block_ids(block_ids), end_of(request)
+        )
         self._requests.forget(request_id)
         self._counted.forget(request_id)
         self._answers.pop(request_id, None)

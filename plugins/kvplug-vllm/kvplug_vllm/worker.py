@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Set
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,9 +17,6 @@ from kvplug_vllm.metadata import (
     KvplugWorkerMetadata,
 )
 from kvplug_vllm.translate import in_memory_order
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
 
 _log = logging.getLogger(__name__)
 
@@ -71,25 +68,6 @@ class WorkerSide:
             for name, layout in self._layouts.items()
         }
         self.connector.register_kv_caches(self._caches)
-
-    @_outside_inference_mode
-    def set_host_xfer_buffer_ops(self, copy: CopyBlocksOp) -> None:
-        def copy_blocks(
-            sources: Mapping[str, torch.Tensor],
-            destinations: Mapping[str, torch.Tensor],
-            source_block_ids: Any,
-            destination_block_ids: Any,
-        ) -> None:
-            from_host = all(tensor.device.type == "cpu" for tensor in sources.values())
-            copy(
-                dict(sources),
-                dict(destinations),
-                list(source_block_ids),
-                list(destination_block_ids),
-                "h2d" if from_host else "d2h",
-            )
-
-        self.connector.set_host_xfer_buffer_ops(copy_blocks)
 
     @_outside_inference_mode
     def get_handshake_metadata(self) -> KvplugHandshakeMetadata | None:

@@ -151,7 +151,6 @@ GIVEN: dict[str, Callable[..., dict[str, Any]]] = {
 ANSWERS: dict[str, Callable[..., Any]] = {
     "request_finished": lambda recorder, answer: answer[0],
     "has_pending_push_work": lambda recorder, answer: answer,
-    "get_finished_count": lambda recorder, answer: answer,
     "get_block_ids_with_load_errors": lambda recorder, answer: recorder.blocks(answer),
 }
 """What is noted of its answer."""
@@ -166,9 +165,9 @@ class _Wrapped:
         super().__init__()
         self.inner = inner
 
-    def noted(self, method: str, *arguments: Any, called: str = "") -> Any:
-        """Pass a call of ``called``, which is noted as ``method``."""
-        answer, recorder = getattr(self.inner, called or method)(*arguments), self.recorder
+    def noted(self, method: str, *arguments: Any) -> Any:
+        """Pass a call on, and note it."""
+        answer, recorder = getattr(self.inner, method)(*arguments), self.recorder
         given, request = GIVEN[method](recorder, *arguments) if method in GIVEN else {}, ""
         if arguments and isinstance(arguments[0], Request):
             given["num_tokens"] = len(arguments[0].token_ids)
@@ -240,10 +239,6 @@ class SchedulerSide(_Wrapped, _wrapping(SchedulerConnector)):  # type: ignore[mi
     def get_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
         """Not recorded: a question for vLLM's figures, after which nothing is different."""
         return self.inner.get_hit_sources(request, num_external_tokens)
-
-    def request_finished_all_groups(self, *arguments: Any) -> Any:
-        """Recorded as ``request_finished``, as for connectors of one group."""
-        return self.noted("request_finished", *arguments, called="request_finished_all_groups")
 
 
 class WorkerSide(_Wrapped, _wrapping(WorkerConnector)):  # type: ignore[misc]

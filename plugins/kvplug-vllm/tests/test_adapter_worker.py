@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -79,7 +78,6 @@ def test_every_call_comes_outside_inference_mode(side):
     metadata = KvplugMetadata(plan={}, preempted=frozenset({"a"}), newly_pending=newly_pending)
     with torch.inference_mode():
         side.register_kv_caches(caches())
-        side.set_host_xfer_buffer_ops(SimpleNamespace())
         assert side.get_handshake_metadata().which == "it"
         side.handle_preemptions(metadata)
         side.bind(metadata)

@@ -17,7 +17,6 @@ def test_a_connector_that_says_nothing_is_best_effort_and_wants_no_further_step(
     side = least(SchedulerConnector)
     assert side.requires_kv_delivery is False
     assert side.has_pending_push_work() is False
-    assert side.get_finished_count() is None
     assert side.reset_cache() is False, "it may hold what it does not know how to forget"
     assert list(side.take_events()) == []
     assert side.get_stats() is None

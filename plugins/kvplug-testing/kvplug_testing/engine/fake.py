@@ -132,7 +132,6 @@ class FakeEngine:
         self.worker.register_kv_caches(self.kv_caches)
         said = roundtrip(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")
         self.scheduler.set_xfer_handshake_metadata({} if said is None else {0: said})
-        self.scheduler.get_finished_count()
 
     def __enter__(self) -> FakeEngine:
         return self

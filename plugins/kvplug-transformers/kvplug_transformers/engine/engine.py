@@ -76,7 +76,6 @@ class Engine:
         """The figures of both sides of the connector."""
         if scheduler_connector is not None:
             scheduler_connector.set_xfer_handshake_metadata(self.worker.get_handshake_metadata())
-            self.worker.expect(scheduler_connector.get_finished_count())
 
     def add(
         self,

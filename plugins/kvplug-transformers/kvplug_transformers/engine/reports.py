@@ -11,12 +11,12 @@ from kvplug.engine import TransferStats, WorkerOutput
 class Reports:
     """Merges the reports of the workers that share a model, as vLLM does.
 
-    A request has finished sending, or receiving, once ``num_workers`` reports have named it, in whatever
+    A request has finished sending, or receiving, once every worker has named it, in whatever
     steps. A block is invalid if any worker says so.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+        self._num_workers = num_workers
         self._sending: Counter[str] = Counter()
         self._recving: Counter[str] = Counter()
 
@@ -37,7 +37,7 @@ class Reports:
     def _complete(self, named: Counter[str], reports: Iterable[frozenset[str]]) -> frozenset[str]:
         for report in reports:
             named.update(report)
-        done = frozenset(name for name, times in named.items() if times >= self.num_workers)
+        done = frozenset(name for name, times in named.items() if times >= self._num_workers)
         for name in done:
             del named[name]
         return done

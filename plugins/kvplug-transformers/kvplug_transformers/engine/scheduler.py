@@ -120,13 +120,10 @@ class Scheduler:
         del self._sequences[sequence.request_id]
         keeps, params = False, None
         if self._connector is not None:
-            ended = (
-                self._connector.request_finished_all_groups
-                if self._connector.supports_hma
-                else self._connector.request_finished
-            )
             end = _ENDS.get(reason, RequestEnd.FAILED)
-            keeps, params = ended(sequence.as_request(), sequence.as_block_ids(), end)  # [connector]
+            keeps, params = self._connector.request_finished(  # [connector]
+                sequence.as_request(), sequence.as_block_ids(), end
+            )
             self._ended_since_last_step.add(sequence.request_id)
         # A load that is still writing into the blocks keeps them, whatever the connector's answer.
         if keeps or was_loading:

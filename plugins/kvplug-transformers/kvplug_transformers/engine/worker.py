@@ -49,10 +49,6 @@ class Worker:
         metadata = None if self._connector is None else self._connector.get_handshake_metadata()
         return {} if metadata is None else {0: metadata}
 
-    def expect(self, num_workers: int | None) -> None:
-        """How many workers must name a request until it has finished: this one is the only one."""
-        return None
-
     @property
     def contacts(self) -> tuple[str, ...]:
         """Where peers find its connector."""

@@ -272,10 +272,6 @@ class ShardedWorker:
         """Each connector's handshake metadata, by rank."""
         return {rank: metadata for rank, metadata in self._metadata.items() if metadata is not None}
 
-    def expect(self, num_workers: int | None) -> None:
-        """How many workers must name a request until it has finished; ``None``: all."""
-        self._reports.num_workers = num_workers or self._workers.size
-
     def wait_until_ready(self) -> dict[str, Any]:
         """As ``Worker.wait_until_ready``, at rank 0; all workers are ready. Raises as :class:`Workers`."""
         timeout_s = self._workers.config.connect_timeout_s + _READY_S
