@@ -24,8 +24,6 @@ from kvplug.config.addresses import (
 from kvplug.config.messages import Fault
 from kvplug.config.options import (
     HELP,
-    OptionRow,
-    describe_options,
     option,
     option_fields,
     schema_fields,
@@ -497,11 +495,6 @@ KEYS: tuple[str, ...] = tuple(
     key for key in option_fields(Config) if key not in ("sources", "source", "options")
 )
 """Every key of a configuration, but ``options``."""
-
-
-def describe_config() -> tuple[OptionRow, ...]:
-    """Every key, for documents and the command line."""
-    return tuple(row for row in describe_options(Config) if row.name in KEYS)
 
 
 def json_schema(options: Mapping[str, Sequence[type]]) -> dict[str, Any]:

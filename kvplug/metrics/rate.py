@@ -179,8 +179,7 @@ class Rate:
         of_usual = usual.gb_per_s / rate
         if of_claim <= CLAIM_FACTOR and of_usual <= self._factor:
             usual.note(min(rate, self._most), keeps_best=self._keeps_best)
-            if self._streak.batches:
-                self._streak = _Streak()
+            self._streak = _Streak()
             return None
         streak = self._streak
         streak.batches += 1

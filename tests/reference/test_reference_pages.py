@@ -18,8 +18,8 @@ import pytest
 import kvplug.errors
 from kvplug import KvplugError
 from kvplug.cli.main import OWN, program
-from kvplug.config.config import KEYS, describe_config
-from kvplug.config.options import OptionRow
+from kvplug.config.config import KEYS, Config
+from kvplug.config.options import OptionRow, describe_options
 from kvplug.config.sources import RESERVED, RESERVED_PREFIXES, VLLM_IGNORED, VLLM_KEYS
 from kvplug.transport import hookspecs
 from kvplug.transport.hookspecs import OFFERED
@@ -61,7 +61,7 @@ def error_rows() -> list[str]:
 
 TABLES: dict[str, list[str]] = {
     "config.md": [
-        *option_rows(describe_config()),
+        *option_rows(row for row in describe_options(Config) if row.name in KEYS),
         *(f"| `{theirs}` | `{ours}` |" for theirs, ours in VLLM_KEYS.items()),
         ", ".join(f"`{key}`" for key in VLLM_IGNORED),
     ],

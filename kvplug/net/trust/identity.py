@@ -10,7 +10,6 @@ import struct
 from typing import Self
 
 import attrs
-import msgspec
 
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
 from kvplug.net.exhaustion import NamedExhaustion
@@ -149,6 +148,8 @@ class PeerIdentity:
 
 def encode_identity(identity: PeerIdentity) -> bytes:
     """Exactly ``IDENTITY_SIZE`` bytes."""
+    import msgspec  # not for the probes of `kvplug list`, which describe this host
+
     packed = msgspec.msgpack.encode(identity)
     return (len(packed).to_bytes(2, "little") + packed).ljust(IDENTITY_SIZE, b"\0")
 
@@ -159,6 +160,8 @@ def decode_identity(message: bytes) -> PeerIdentity:
     Raises:
         WireError: it is anything else.
     """
+    import msgspec
+
     size = int.from_bytes(message[:2], "little")
     if len(message) != IDENTITY_SIZE or not 0 < size <= IDENTITY_SIZE - 2:
         raise WireError("an identity of the wrong size")
