@@ -344,7 +344,7 @@ class KVLayout:
     # -- pages ---------------------------------------------------------------------------------
 
     def page_tokens(self, wanted: int | None = None) -> int:
-        """Tokens in a page of a cache with this self.
+        """Tokens in a page of a cache with this layout.
 
         Args:
             wanted: What the operator asks for; ``None``: 16, or the least number of whole blocks with as many
@@ -364,7 +364,7 @@ class KVLayout:
         return wanted
 
     def page_format(self, dtype: str, num_layers: int, page_tokens: int) -> PageFormat:
-        """The format of pages of ``page_tokens`` tokens of a cache whose layers have this self.
+        """The format of pages of ``page_tokens`` tokens of a cache whose layers have this layout.
 
         ``dtype``: torch's name, without ``torch.``.
         """

@@ -272,7 +272,7 @@ class PathWatch:
         if self._large:
             _sending.at(time.perf_counter(), -1)
 
-    def begins(self, nbytes: int, now: float) -> Sending:
+    def begin(self, nbytes: int, now: float) -> Sending:
         """A message is going to be sent."""
         if nbytes < _LEAST_BYTES:
             self._number += 1
@@ -283,7 +283,7 @@ class PathWatch:
             self._large.append(self._number)
             return LargeSend(self._number, now, shared)
 
-    def ends(self, sending: Sending, nbytes: int, now: float) -> None:
+    def end(self, sending: Sending, nbytes: int, now: float) -> None:
         """It has succeeded; with no bytes: it has failed."""
         if isinstance(sending, int):
             if self._large:
@@ -350,11 +350,11 @@ class StoreWatch:
         self._rates: dict[tuple[StoreOp, int], Rate] = {}
         self._directions: dict[StoreOp, _Direction] = {"get": _Direction(), "put": _Direction()}
 
-    def begins(self, now: float) -> float:
-        """A request is going to be made. Returns what :meth:`ends` needs."""
+    def begin(self, now: float) -> float:
+        """A request is going to be made. Returns what :meth:`end` needs."""
         return self._shared.at(now, 1)
 
-    def ends(self, op: StoreOp, shared: float, now: float, page_nbytes: int, results: Sequence[Any]) -> None:
+    def end(self, op: StoreOp, shared: float, now: float, page_nbytes: int, results: Sequence[Any]) -> None:
         """It has ended, with these results."""
         seconds = self._shared.at(now, -1) - shared
         kept = results.count(None)

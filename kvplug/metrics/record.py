@@ -59,12 +59,12 @@ class PipeRecorder:
         except Exception:  # these are not tensors: the pipe raises that
             sent = 0
         started = time.perf_counter()
-        sending = None if watch is None else watch.begins(sent, started)
+        sending = None if watch is None else watch.begin(sent, started)
         try:
             transfer = send()
         except BaseException as e:
             if watch is not None and sending is not None:
-                watch.ends(sending, 0, time.perf_counter())
+                watch.end(sending, 0, time.perf_counter())
             if isinstance(e, Exception):
                 self.stats.fail("send", reason_of(e))
             raise
@@ -76,7 +76,7 @@ class PipeRecorder:
             else:
                 self.stats.fail("send", reason_of(error))
             if watch is not None and sending is not None:
-                watch.ends(sending, sent if error is None else 0, now)
+                watch.end(sending, sent if error is None else 0, now)
 
         transfer.add_done_callback(count)
         return transfer
@@ -139,18 +139,18 @@ class StoreRecorder:
         """Make the request, and count its results when its job is done."""
         started = time.perf_counter()
         watch = None if op == "lookup" else self._watch
-        shared = 0.0 if watch is None else watch.begins(started)
+        shared = 0.0 if watch is None else watch.begin(started)
         try:
             job = submit()
         except BaseException:
             if watch is not None and op != "lookup":
-                watch.ends(op, shared, time.perf_counter(), page_nbytes, ())
+                watch.end(op, shared, time.perf_counter(), page_nbytes, ())
             raise
 
         def count(ended: Job[Any]) -> None:
             now, results = time.perf_counter(), ended.results() or ()
             if watch is not None and op != "lookup":
-                watch.ends(op, shared, now, page_nbytes, results)
+                watch.end(op, shared, now, page_nbytes, results)
             # most pages of a request have the same result
             for result, number in Counter(results).items():
                 reason = result

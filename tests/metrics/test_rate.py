@@ -91,19 +91,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[PathWatch, l
 
 def test_waiting_behind_earlier_messages_of_a_pipe_is_not_slow(measured: Any) -> None:
     watch, seconds = measured()
-    sent = [watch.begins(MIB, 10.0) for _ in range(3)]
+    sent = [watch.begin(MIB, 10.0) for _ in range(3)]
     for number, each in enumerate(sent):
-        watch.ends(each, MIB, 11.0 + number)
+        watch.end(each, MIB, 11.0 + number)
     assert seconds == [1.0, 1.0, 1.0]
 
 
 def test_a_slow_path_among_many_that_send_now_and_then_is_measured_as_slow(measured: Any) -> None:
     (slow, of_slow), others = measured(), [measured()[0] for _ in range(50)]
-    sending = slow.begins(8 * MIB, 10.0)
+    sending = slow.begin(8 * MIB, 10.0)
     for number, watch in enumerate(others):
         began = 10.0 + number / 50
-        watch.ends(watch.begins(MIB, began), MIB, began + 0.001)
-    slow.ends(sending, 8 * MIB, 11.0)
+        watch.end(watch.begin(MIB, began), MIB, began + 0.001)
+    slow.end(sending, 8 * MIB, 11.0)
     assert of_slow == [pytest.approx(1.0, abs=0.05)]
 
 

@@ -39,10 +39,10 @@ class Store:
         results: Sequence[Any] = given.get("results", [None] * 64)
         page = given.get("page", MIB)
         for _ in range(count):
-            begun = [self.watch.begins(self.now) for _ in range(at_once)]
+            begun = [self.watch.begin(self.now) for _ in range(at_once)]
             self.now += page * 64 * at_once / 1e9 / gb_per_s
             for shared in begun:
-                self.watch.ends(op, shared, self.now, page, results)
+                self.watch.end(op, shared, self.now, page, results)
             self.watch.is_refused(op)
 
 
