@@ -152,7 +152,9 @@ class JobEngine:
                 refused = refused or MissReason.STORE_GONE
         if refused is not None:
             task.end(refused)
-        return refused is None
+        elif task.is_over:  # it was ended before
+            self.note_end(task)
+        return not task.is_over
 
     def note_end(self, task: JobTask) -> None:
         """The job of the task is done. The engine forgets it unless it is still under way."""

@@ -72,6 +72,14 @@ def test_closing_ends_all_but_puts_and_waits_for_them(engine: JobEngine) -> None
     assert late.job.results() == [MissReason.CLOSED]
 
 
+def test_a_task_that_was_ended_before_is_forgotten(engine: JobEngine) -> None:
+    task = Copies(1)
+    task.end(MissReason.CANCELLED)
+    engine.submit(task)
+    assert task.job.results() == [MissReason.CANCELLED]
+    assert not engine.tasks() and not task.begun.wait(0.05)
+
+
 def test_a_step_that_is_stuck_holds_up_no_other_task() -> None:
     engine = JobEngine("test", 1, stuck_s=0.05)
     stuck, other = Copies(1), Copies(1)
