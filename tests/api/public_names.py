@@ -51,7 +51,7 @@ PROTECTED = (
     *("_addresses", "_compare", "_compare_pairs", "_connect", "_deadline", "_destroy", "_dial", "_drain"),
     *("_exchange", "_fail", "_give_up", "_join", "_join_threads", "_listener", "_on_failure"),
     *("_on_peer_gone", "_peer_gone", "_receive_blocks", "_resume", "_send_blocks", "_suspend"),
-    *("_synchronize",),
+    *("_synchronize", "_wait"),
 )
 """Private methods with a body that subclasses of abstract classes override or call, beside abstract ones."""
 ABSTRACT = "abstract method"

@@ -8,11 +8,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.errors import CancelledError, TimeoutError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import ExitGuard
 from kvplug.transport.queue.handle import QueueHandle
+
+if TYPE_CHECKING:
+    from kvplug.transport.queue.endpoint import QueueEndpoint
 
 MAX_CHUNK_BYTES: Final = 24 << 20
 MAX_CHUNKS: Final = 10
@@ -95,10 +100,25 @@ class MessageQueue(abc.ABC):
             first = min(moments)
             return None if first == float("inf") else max(0.0, first - now)
 
+    def __init__(self, context: QueueEndpoint.Context, rank: int | None) -> None:
+        """``rank``: of this reader; ``None``: this is the writer's end.
+
+        From here on the end is aborted when the program leaves, and closed in a forked child: what these need
+        is set before.
+        """
+        self._context = context
+        self._rank = rank
+        close_after_fork(self)
+        ExitGuard.register(self)
+
+    def __repr__(self) -> str:
+        who = "writer" if self._rank is None else f"reader rank {self._rank}"
+        return f"<{type(self).__name__}, {who}{', closed' if self.closed else ''}>"
+
     @property
-    @abc.abstractmethod
     def rank(self) -> int | None:
         """The rank of this reader; ``None`` at the writer's end."""
+        return self._rank
 
     @property
     def is_writer(self) -> bool:
@@ -237,6 +257,25 @@ class MessageQueue(abc.ABC):
             self.abort()
 
     # -- for transports ------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _is_in_use(self) -> bool:
+        """Whether a thread is inside a call."""
+
+    @abc.abstractmethod
+    def _after_fork_in_child(self) -> None:
+        """In a forked child: mark it closed, and close descriptors and memory that no other object closes."""
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        """The deadline of a call with this ``timeout``."""
+        return Deadline.after(timeout, self._context.timeout_s)
+
+    def _wait(self, what: str, peers: Callable[[], str], deadline: Deadline, **given: Any) -> Wait:
+        """A :class:`Wait` that warns as often as the context says."""
+        return self.Wait(what, peers, deadline, self._context.warning_interval_s, **given)
+
+    def _end_at_exit(self) -> None:
+        self.abort()
 
     def _check_writer(self) -> None:
         if not self.is_writer:

@@ -18,7 +18,7 @@ import attrs
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-relay"))
 
 from kvplug.net.wire import encode
-from kvplug.transport import DEFAULT_TIMEOUT, QueueHandle, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Timeout
 from kvplug_lab.mutants import breaks
 from kvplug_relay import queue as relay
 from kvplug_relay.message import Kind, Memory
@@ -231,19 +231,19 @@ class TestWarnsOfWhatIsIndefinite(Reader):
 class TestIgnoresDeadlines(Reader):
     """A reader waits until something comes."""
 
-    def _wait(self, what: str, peers: Any, timeout: Timeout, **given: Any) -> Any:
-        return super()._wait(what, peers, None, **given)
+    def _wait(self, what: str, peers: Any, deadline: Deadline, **given: Any) -> Any:
+        return super()._wait(what, peers, Deadline.after(None), **given)
 
 
 @breaks(Mutant, "ALL-4", caught_by="test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens")
 class TestTakesAnyTimeout(Reader):
     """A timeout that makes no sense counts as 0."""
 
-    def _wait(self, what: str, peers: Any, timeout: Timeout, **given: Any) -> Any:
+    def _deadline(self, timeout: Timeout) -> Deadline:
         try:
-            return super()._wait(what, peers, timeout, **given)
+            return super()._deadline(timeout)
         except ValueError:
-            return super()._wait(what, peers, 0, **given)
+            return super()._deadline(0)
 
 
 @breaks(Mutant, "ALL-4", caught_by="test_who_cancels_is_heard")

@@ -7,7 +7,6 @@ import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from kvplug import ClosedError
 from kvplug.transport import (
@@ -16,12 +15,10 @@ from kvplug.transport import (
     Deadline,
     DescriptorGuard,
     ExclusiveUse,
-    ExitGuard,
     MessageQueue,
     QueueEndpoint,
     Timeout,
     Watch,
-    close_after_fork,
 )
 
 
@@ -42,18 +39,11 @@ class End(MessageQueue):
     """An end. Its descriptors are closed when no thread uses them any more."""
 
     def __init__(self, context: QueueEndpoint.Context, rank: int | None) -> None:
-        self._context = context
-        self._rank = rank
         self._closed = False
         self._lock = threading.RLock()
         self._use = ExclusiveUse("at this end of the queue")
         self._descriptors = DescriptorGuard(self._close_descriptors, self._is_closed)
-        close_after_fork(self)
-        ExitGuard.register(self)
-
-    @property
-    def rank(self) -> int | None:
-        return self._rank
+        super().__init__(context, rank)
 
     @property
     def closed(self) -> bool:
@@ -90,10 +80,6 @@ class End(MessageQueue):
             with self._descriptors:
                 yield
 
-    def _wait(self, what: str, peers: Callable[[], str], timeout: Timeout, **given: Any) -> MessageQueue.Wait:
-        deadline = Deadline.after(timeout, self._context.timeout_s)
-        return MessageQueue.Wait(what, peers, deadline, self._context.warning_interval_s, **given)
-
     @staticmethod
     def _poll(descriptors: list[int], seconds: float | None) -> None:
         """Sleep until one of them has something to read, or has ended."""
@@ -109,9 +95,6 @@ class End(MessageQueue):
     @staticmethod
     def _is_closed() -> ClosedError:
         return ClosedError("this end of the queue is closed")
-
-    def _end_at_exit(self) -> None:
-        self.abort()
 
     def _is_in_use(self) -> bool:
         return self._use.busy

@@ -94,7 +94,8 @@ class Reader(End):
         return self._handle
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        wait = self._wait("all to be ready", lambda: "the writer, or readers that it waits for", timeout)
+        peers = "the writer, or readers that it waits for"
+        wait = self._wait("all to be ready", lambda: peers, self._deadline(timeout))
         with self._call():
             self._tell(News.READY)
             while not self._all_ready:
@@ -133,7 +134,8 @@ class Reader(End):
     ) -> Iterator[tuple[mmap.mmap, int]]:
         """The content of the next message, which is taken when the block ends."""
         timeout = None if indefinite and timeout is DEFAULT_TIMEOUT else timeout
-        wait = self._wait("a message", lambda: "the writer", timeout, cancel=cancel, indefinite=indefinite)
+        deadline = self._deadline(timeout)
+        wait = self._wait("a message", lambda: "the writer", deadline, cancel=cancel, indefinite=indefinite)
         with self._call():
             while not self._arrived:
                 self._receive(wait)

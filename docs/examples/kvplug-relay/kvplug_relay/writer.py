@@ -168,11 +168,11 @@ class Writer(End):
     # -- waiting -------------------------------------------------------------------------------
 
     def _wait_for_room(self, timeout: Timeout) -> None:
-        wait = self._wait("room for a message", lambda: self._named(self._slow()), timeout)
+        wait = self._wait("room for a message", lambda: self._named(self._slow()), self._deadline(timeout))
         self._wait_until(lambda: not self._slow(), wait)
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        wait = self._wait("all to be ready", lambda: self._named(self._unready()), timeout)
+        wait = self._wait("all to be ready", lambda: self._named(self._unready()), self._deadline(timeout))
         with self._call():
             self._is_ready = True
             self._wait_until(lambda: not self._unready(), wait)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
 
 from kvplug.net.wire import Limits
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
-    ExitGuard,
     MessageQueue,
     QueueEndpoint,
     QueueHandle,
     Timeout,
-    close_after_fork,
 )
 from kvplug_shm.queue.use_guard import UseGuard
 
@@ -31,20 +28,9 @@ class ShmEnd(MessageQueue):
     def __init__(
         self, context: QueueEndpoint.Context, handle: QueueHandle, rank: int | None, drop: Callable[[], None]
     ) -> None:
-        self._context = context
         self._handle = handle
-        self._rank = rank
         self._use_guard = UseGuard(drop)
-        close_after_fork(self)
-        ExitGuard.register(self)
-
-    def __repr__(self) -> str:
-        who = "writer" if self._rank is None else f"reader rank {self._rank}"
-        return f"<{type(self).__name__}, {who}{', closed' if self.closed else ''}>"
-
-    @property
-    def rank(self) -> int | None:
-        return self._rank
+        super().__init__(context, rank)
 
     @property
     def closed(self) -> bool:
@@ -54,17 +40,8 @@ class ShmEnd(MessageQueue):
         self._use_guard.check()
         return self._handle
 
-    def _end_at_exit(self) -> None:
-        self.abort()
-
     def _is_in_use(self) -> bool:
         return self._use_guard.busy
-
-    def _deadline(self, timeout: Timeout) -> Deadline:
-        return Deadline.after(timeout, self._context.timeout_s)
-
-    def _wait(self, what: str, peers: Any, deadline: Deadline, **given: Any) -> MessageQueue.Wait:
-        return MessageQueue.Wait(what, peers, deadline, self._context.warning_interval_s, **given)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
