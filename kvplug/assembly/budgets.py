@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 
@@ -14,7 +15,7 @@ from kvplug.config.options import MEMORY, option_fields
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net.memory.room import free_memory, machine_memory
-from kvplug.transport.spec import CommandSpec, Kind, Spec
+from kvplug.transport.spec import Kind
 
 _MIB = 1 << 20
 
@@ -25,45 +26,40 @@ def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict
     Options with faults are passed over.
     """
     found: dict[str, int] = {}
-    connector = None
-    if "connector" in keys:
-        with contextlib.suppress(PluginError):
-            connector = registry.get(Kind.CONNECTOR, config.connector)
+    connector = registry.find(Kind.CONNECTOR, config.connector) if "connector" in keys else None
     if connector is not None and not connector.moves_pages:
         keys -= {"stores"}
     for spec in _used(config, registry, keys):
         for name, value in _memory_options(config, registry, spec):
             key = "buffer_size" if value is None else f"options.{spec.name}.{name}"
             found[key] = config.buffer_size if value is None else value
-    if "connector" not in keys and "lookup_buffer" in keys:
-        found["buffer_size"] = config.buffer_size
-    if connector is not None and connector.uses_lookup_buffer and config.role is not Role.CONSUMER:
+    holds_entries = "lookup_buffer" in keys
+    if "connector" in keys:
+        holds_entries = connector is not None and connector.uses_lookup_buffer
+        holds_entries = holds_entries and config.role is not Role.CONSUMER
+    if holds_entries:
         found["buffer_size"] = config.buffer_size
     if "stores" in keys and not config.device.startswith("cpu"):
         found["staging_size"] = config.staging_size
     return found
 
 
-def _used(config: Config, registry: Registry, keys: frozenset[str]) -> Iterator[Spec]:
-    """What the config names, or has options for."""
+def _used(config: Config, registry: Registry, keys: frozenset[str]) -> Iterator[Any]:
+    """The specs that the config names, or has options for."""
     for key, kind in CHOSEN.items():
         name = getattr(config, key)
-        if key in keys and name != "auto":
-            with contextlib.suppress(PluginError):
-                yield registry.get(kind, name)
-        elif key in keys:
+        if key in keys and name == "auto":
             yield from (spec for _, spec in registry if spec.kind is kind and spec.name in config.options)
+        elif key in keys and (spec := registry.find(kind, name)) is not None:
+            yield spec
     for name in config.stores if "stores" in keys else ():
-        with contextlib.suppress(PluginError):
-            spec = registry.get(Kind.STORE, name)
-            # A consumer puts nothing into a store of its own process.
-            if config.role is not Role.CONSUMER or spec.client is None:
-                yield spec
+        spec = registry.find(Kind.STORE, name)
+        # A consumer puts nothing into a store of its own process.
+        if spec is not None and (config.role is not Role.CONSUMER or spec.client is None):
+            yield spec
 
 
-def _memory_options(config: Config, registry: Registry, spec: Spec) -> Iterator[tuple[str, int | None]]:
-    if isinstance(spec, CommandSpec):
-        return
+def _memory_options(config: Config, registry: Registry, spec: Any) -> Iterator[tuple[str, int | None]]:
     with contextlib.suppress(PluginError, ConfigError):  # faults of their own
         options = options_of(registry, spec, config.options)
         for name, field in () if options is None else option_fields(type(options)).items():

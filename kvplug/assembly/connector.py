@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import uuid
@@ -20,7 +19,6 @@ from kvplug.assembly.resolve import (
     ResolvedConfig,
     checksums_of,
     credentials_of,
-    device_of_links,
     ensure_config,
     labels_of,
 )
@@ -31,7 +29,7 @@ from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.engine.connector.worker import WorkerConnector
 from kvplug.engine.context import ConnectorContext
-from kvplug.errors import ConfigError, UnknownConnectorError
+from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.hello import EngineFacts
@@ -39,7 +37,7 @@ from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.tensors import DTYPES
 from kvplug.transport.pipe import Pipe
-from kvplug.transport.spec import Kind
+from kvplug.transport.spec import ConnectorSpec, Kind
 
 
 def engine_facts(
@@ -173,7 +171,7 @@ def build_connector(
         stats=stats,
         engine=facts,
         moves_kv=which is Side.WORKER,
-        device=device_of_links(config, spec),
+        device=resolved.device_of_links,
         wrap_pipe=wrap_pipe,
     )
     stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats))
@@ -244,7 +242,7 @@ class ConnectorInfo:
 
     def __init__(self, config: Config, registry: Registry | None = None) -> None:
         self._config = config
-        self._registry = Registry.from_env() if registry is None else registry
+        self._resolved = ResolvedConfig(config, registry)
 
     @property
     def connector_class(self) -> type[SchedulerConnector]:
@@ -253,7 +251,7 @@ class ConnectorInfo:
         Raises:
             UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
         """
-        factory = self._registry.get(Kind.CONNECTOR, self._config.connector).load_factory()
+        factory = self._spec().load_factory()
         if isinstance(factory, type) and issubclass(factory, SchedulerConnector):
             return factory
         return SchedulerConnector
@@ -283,12 +281,10 @@ class ConnectorInfo:
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.
         """
-        device = None
-        with contextlib.suppress(UnknownConnectorError):
-            spec = self._registry.get(Kind.CONNECTOR, self._config.connector)
-            device = device_of_links(self._config, spec)
-        return ResolvedConfig(self._config, self._registry).explain_missing_pipe(device)
+        return self._resolved.explain_missing_pipe(self._resolved.device_of_links)
+
+    def _spec(self) -> ConnectorSpec:
+        return self._resolved.registry.get(Kind.CONNECTOR, self._config.connector)
 
     def _options(self) -> Any:
-        resolved = ResolvedConfig(self._config, self._registry)
-        return resolved.options_of(self._registry.get(Kind.CONNECTOR, self._config.connector))
+        return self._resolved.options_of(self._spec())

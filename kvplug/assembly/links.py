@@ -52,6 +52,11 @@ _ACCEPT_S = 5.0
 """How long accepting a pipe may take once the other end has it: a moment, unless it fails here."""
 
 
+def unreported() -> Callable[[bool], object]:
+    """The ``on_pipe`` of links whose pipes no reporter counts."""
+    return lambda may_wait: None
+
+
 @attrs.frozen(kw_only=True)
 class LinkSettings:
     """The settings that all links of one connector, or of one pipe server, share."""
@@ -70,15 +75,15 @@ class LinkSettings:
     """The type of the device of the tensors that the two ends want to move."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
     """Wraps each pipe between the transport and the metrics: fault injection."""
-    engine_facts: Mapping[str, object] = attrs.field(factory=dict)
+    engine_facts: Mapping[str, str | int] = attrs.field(factory=dict)
     """Of an engine that does not run, as `kvplug doctor --serve` got them: for a doctor to compare."""
-    on_pipe: Callable[[], Callable[[bool], None]] | None = None
+    on_pipe: Callable[[], Callable[[bool], object]] = unreported
     """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.PipeRecorder`."""
 
     def uncounted(self) -> LinkSettings:
         """The same for a link whose pipes are no engine's: they are neither counted nor judged."""
         config = attrs.evolve(self.config, slow_path="off")
-        return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=None)
+        return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=unreported)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -142,7 +147,7 @@ class LinkSettings:
                 self.stats.opened(pipe.route)
             if self.wrap_pipe is not None:
                 pipe = self.wrap_pipe(pipe)
-            on_end = None if self.on_pipe is None else self.on_pipe()
+            on_end = self.on_pipe()
         except BaseException:
             pipe.abort()
             raise

@@ -164,8 +164,8 @@ class DirectoryMembers(Members):
         self._answered_at = time.monotonic()
         self._is_stale = False
         """What the listener got last."""
-        self._why = "the directory has not answered yet"
-        self._logged = ""
+        self._failure = ""
+        """Why the directory does not answer, which was logged; empty: it does."""
         self._rejected: dict[str, str] = {}
         """Names whose entries do not count, and why, which was logged."""
         self._closed = False
@@ -177,13 +177,11 @@ class DirectoryMembers(Members):
     def announce(self, contact: str) -> None:
         if fault := unreachable_contact(self._url, contact):
             raise ConfigError(fault)
-        with self._lock:
-            self._announced = attrs.evolve(self._about, contact=contact)
+        self._announced = attrs.evolve(self._about, contact=contact)
         self._begin()
 
     def follow(self, listener: Listener) -> None:
-        with self._lock:
-            self._listener = listener
+        self._listener = listener
         self._begin()
 
     def _begin(self) -> None:
@@ -203,7 +201,8 @@ class DirectoryMembers(Members):
                 if self._closed:
                     raise ClosedError("the connector was shut down")
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    raise TimeoutError(f"no engine is known from the directory: {self._why}")
+                    why = self._failure or "it has not answered yet"
+                    raise TimeoutError(f"no engine is known from the directory: {why}")
 
     def close(self) -> None:
         self._stop()
@@ -238,8 +237,7 @@ class DirectoryMembers(Members):
 
     def _round(self) -> None:
         began = time.perf_counter()
-        with self._lock:
-            announced, listener = self._announced, self._listener
+        announced, listener = self._announced, self._listener
         try:
             entries = self._directory.entries()
             if announced is not None:
@@ -251,8 +249,8 @@ class DirectoryMembers(Members):
                 self._notify(listener, is_stale=True)
             return
         self._stats.record(Op.MEMBERS, seconds=time.perf_counter() - began)
-        if self._logged:
-            self._logged = ""
+        if self._failure:
+            self._failure = ""
             _log.info("the directory of engines answers again")
         self._answered_at = time.monotonic()
         engines = self._engines_of(entries)
@@ -274,10 +272,8 @@ class DirectoryMembers(Members):
     def _note_failure(self, error: Exception) -> None:
         self._stats.fail(Op.MEMBERS, reason_of(error))
         reason = f"{type(error).__name__}: {error}"
-        with self._lock:
-            self._why = reason
-        if reason != self._logged and not self._closed:
-            self._logged = reason
+        if reason != self._failure and not self._closed:
+            self._failure = reason
             _log.warning("the directory of engines does not answer, its last answer counts: %s", reason)
 
     def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:

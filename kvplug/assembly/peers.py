@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from kvplug.assembly.examination.answering import answer
 from kvplug.assembly.links import ControlLink, LinkSettings, is_examined_by
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LinkServer(PeerServer, Generic[T]):
+class LinkServer(Acceptor[T], PeerServer):
     """Shakes hands with each peer that comes, and makes of each link what is wanted, concurrently.
 
     Each peer has a thread and a deadline of its own, so one that is stopped or dies half-way delays no other;
@@ -49,9 +49,9 @@ class LinkServer(PeerServer, Generic[T]):
         self.contact = listener.contact
         self._settings = settings
         self._complete = complete
-        self._acceptor: Acceptor[T] = Acceptor(
+        super().__init__(
             [listener],
-            self._make,
+            self._make_of,
             what="a link",
             name="kvplug-link",
             discard=discard,
@@ -59,15 +59,7 @@ class LinkServer(PeerServer, Generic[T]):
             max_served=max_served,
         )
 
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
-        """The next result. Raises as :meth:`~kvplug.transport.acceptor.Acceptor.accept`."""
-        return self._acceptor.accept(timeout)
-
-    def close(self) -> None:
-        """Stop listening, and end what is under way or was not accepted. Idempotent."""
-        self._acceptor.close()
-
-    def _make(self, connection: Connection) -> T | None:
+    def _make_of(self, connection: Connection) -> T | None:
         channel = Channel(connection)
         link: ControlLink | None = None
         deadline, result = Deadline.after(self._settings.config.timeout_s), None

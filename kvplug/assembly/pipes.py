@@ -8,14 +8,10 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.links import ControlLink, LinkSettings, unreported
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import (
-    ResolvedConfig,
-    ensure_config,
-    labels_of,
-)
+from kvplug.assembly.resolve import ResolvedConfig, ensure_config, labels_of
 from kvplug.config.config import Config, Role
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError
@@ -85,16 +81,14 @@ def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] |
         stats=stats,
         device=resolved.config.device.partition(":")[0],
         wrap_pipe=wrap_pipe,
-        on_pipe=_Reporting(resolved, stats).use if resolved.config.sinks else None,
+        on_pipe=_Reporting(resolved, stats).use,
     )
 
 
 class PipeServer:
     """Accepts pipes from other programs; made by :func:`listen_pipe`."""
 
-    def __init__(
-        self, settings: LinkSettings, peers: ControlPeers, on_end: Callable[[bool], None] | None = None
-    ) -> None:
+    def __init__(self, settings: LinkSettings, peers: ControlPeers, on_end: Callable[[bool], object]) -> None:
         self._settings = settings
         self._peers = peers
         self._on_end = on_end
@@ -126,9 +120,8 @@ class PipeServer:
     def close(self) -> None:
         """Stop listening; accepted pipes live on, the others end. Idempotent."""
         self._peers.close()
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end(True)
+        on_end, self._on_end = self._on_end, unreported()
+        on_end(True)
 
     def __enter__(self) -> PipeServer:
         return self
@@ -162,12 +155,11 @@ def listen_pipe(
     settings = _link_settings(resolved, wrap_pipe)
     if (lack := resolved.explain_missing_pipe()) is not None:
         logger.warning("every peer that connects will be refused: %s", lack)
-    on_end = None if settings.on_pipe is None else settings.on_pipe()
+    on_end = settings.on_pipe()
     try:
         return PipeServer(settings, ControlPeers(settings, listen=address), on_end)
     except BaseException:
-        if on_end is not None:
-            on_end(False)
+        on_end(False)
         raise
 
 
@@ -214,7 +206,7 @@ def connect_pipe(
         ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     settings = _link_settings(_resolve(config, registry), wrap_pipe)
-    on_end = None if settings.on_pipe is None else settings.on_pipe()
+    on_end = settings.on_pipe()
     deadline = Deadline.after(timeout, config.connect_timeout_s)
     try:
         link = ControlPeers(settings, connect=contact).connect(0, "pipe", timeout=deadline.remaining())
@@ -223,5 +215,4 @@ def connect_pipe(
         finally:
             link.close()
     finally:
-        if on_end is not None:
-            on_end(False)
+        on_end(False)

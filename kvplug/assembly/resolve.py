@@ -18,16 +18,16 @@ import kvplug
 from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.making import MADE, made
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, options_of
+from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.config.addresses import Address
 from kvplug.config.config import KEYS, Config, Role
 from kvplug.config.messages import listed
 from kvplug.config.options import option_fields
-from kvplug.errors import ConfigError, PluginError, PluginLoadError
+from kvplug.errors import ConfigError, HandshakeError, PluginError, PluginLoadError
 from kvplug.metrics.sinks import Sink
 from kvplug.negotiation.hello import EngineFacts, Hello
-from kvplug.negotiation.select import AUTO, Offer
+from kvplug.negotiation.select import AUTO, Offer, Selection, select
 from kvplug.net.affinity import choose_cpus
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity
@@ -80,7 +80,7 @@ class ResolvedConfig:
     def pipes(self) -> dict[str, TransportSpec]:
         """Every pipe transport that moves bytes, by its bare name; if two plugins offer a name, the one that
         the config names with its distribution."""
-        specs = {spec.name: spec for spec in self.registry.transports(Kind.PIPE) if not spec.wraps}
+        specs = {spec.name: spec for spec in self.registry.specs(Kind.PIPE) if not spec.wraps}
         if self._pipe[1] != AUTO:
             named = self.registry.get(Kind.PIPE, self._pipe[1])
             specs[named.name] = named
@@ -140,18 +140,18 @@ class ResolvedConfig:
                 return attrs.evolve(found, viable=False, reason=reason)
         return found
 
+    def select(self, required: Requirements) -> Selection:
+        """The pipe transport that a peer like this one would agree on. Raises HandshakeError: none."""
+        offers = self.offers()
+        return select(offers, offers, required, (self.requested_transport, AUTO))
+
     def explain_missing_pipe(self, device: str | None = None) -> str | None:
         """Why no pipe that the config allows can move tensors of this device; default: the config's."""
-        device, named = device or self.config.device.partition(":")[0], self.requested_transport
-        reasons = []
-        for offer in self.offers():
-            if not (offer.auto if named == AUTO else offer.name == named):
-                continue
-            lacks = offer.capabilities.missing(Requirements(device=device))
-            if not lacks and offer.probe.viable:
-                return None
-            reasons.append(f"{offer.name}: {'; '.join(lacks) or offer.probe.reason or 'it cannot work here'}")
-        return f"no pipe here can move {device} tensors ({'; '.join(reasons) or 'none is installed'})"
+        try:
+            self.select(Requirements(device=device or self.config.device.partition(":")[0]))
+        except HandshakeError as e:
+            return "; ".join(e.reasons)
+        return None
 
     def options_of(self, spec: Any) -> Any:
         """An instance of the spec's options class, filled from the config.
@@ -210,7 +210,7 @@ class ResolvedConfig:
             PluginError: the named one cannot do that, or none can; with every reason.
         """
         around, name = self._unwrapped(kind)
-        every = [spec for spec in self.registry.transports(kind) if spec.auto and not spec.wraps]
+        every = [spec for spec in self.registry.specs(kind) if spec.auto and not spec.wraps]
         specs = every if name == AUTO else [self.registry.get(kind, name)]
         required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(self.config))
         reasons = {spec: _against(spec, required) for spec in specs}
@@ -257,13 +257,22 @@ class ResolvedConfig:
             raise
         return endpoint
 
+    @functools.cached_property
+    def connector(self) -> ConnectorSpec | None:
+        """The config's connector; ``None``: its name has a fault, which :meth:`check` finds."""
+        found: ConnectorSpec | None = self.registry.find(Kind.CONNECTOR, self.config.connector)
+        return found
+
     @property
     def uses_stores(self) -> bool:
         """Whether the config's connector keeps pages in the config's stores, as far as is known."""
-        try:
-            return self.registry.get(Kind.CONNECTOR, self.config.connector).moves_pages
-        except PluginError:
-            return True  # a fault of its name
+        return self.connector is None or self.connector.moves_pages
+
+    @property
+    def device_of_links(self) -> str:
+        """Type of the device of the tensors that links between engines with this config move."""
+        moves_pages = self.connector is not None and self.connector.moves_pages
+        return "cpu" if moves_pages else self.config.device.partition(":")[0]
 
     def sinks(self) -> tuple[Sink, ...]:
         """The sinks that the config names."""
@@ -382,10 +391,14 @@ def check_addresses(credentials: Credentials, host: str, peers: Iterable[str]) -
         credentials.mode_at(Address.parse_server(peer), "peers")
 
 
+def is_exposed(config: Config) -> bool:
+    """Whether other hosts reach the config's ``host``."""
+    return not config.host.startswith("unix:") and not Address(config.host).is_loopback
+
+
 def must_authenticate(config: Config) -> bool:
     """Whether data planes must authenticate: other hosts reach them, and the config does not permit it."""
-    exposed = not config.host.startswith("unix:") and not Address(config.host).is_loopback
-    return exposed and not config.allow_unauthenticated_data_plane
+    return is_exposed(config) and not config.allow_unauthenticated_data_plane
 
 
 def checksums_of(config: Config) -> tuple[str, ...]:
@@ -398,11 +411,6 @@ def checksums_of(config: Config) -> tuple[str, ...]:
     if config.integrity != "auto":
         return (config.integrity,)
     return available() if config.role is Role.CONSUMER else available()[:1]
-
-
-def device_of_links(config: Config, spec: ConnectorSpec) -> str:
-    """Type of the device of the tensors that links between engines with this connector move."""
-    return "cpu" if spec.moves_pages else config.device.partition(":")[0]
 
 
 def make_hello(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import functools
 import logging
 import os
-import socket
 import statistics
-import struct
 import sys
 import threading
 import time
@@ -18,6 +16,7 @@ from typing import Final
 
 import attrs
 
+from kvplug.assembly.host import SHARED_MEMORY, interfaces
 from kvplug.config.addresses import Address
 from kvplug.config.config import Config
 from kvplug.errors import SlowPathError
@@ -44,10 +43,8 @@ _log = logging.getLogger(__name__)
 _MOST_PATHS: Final = 1024
 _SMALL_SHM: Final = 64 << 20
 _FEW_CPUS: Final = 2.0
-_SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at
 _NET: Final = Path("/sys/class/net")
 _CPU_MAX: Final = Path("/sys/fs/cgroup/cpu.max")
-_SIOCGIFADDR: Final = 0x8915
 _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
     "get": ("loading from", "loads nothing from it"),
     "put": ("saving to", "saves nothing to it"),
@@ -109,11 +106,12 @@ class SlowPathAlarm:
 
     def _claim(self) -> Capabilities.Cost | None:
         """As at the selection: the claim of the end where it is dearer."""
-        offers = self.agreement.remote.transports
-        claims = [offer.capabilities.cost for offer in offers if offer.name == self.transport]
-        if self.transport in (ours := self.abilities()):
-            claims.append(ours[self.transport].cost)
+        ends = (self.abilities(), self._theirs())
+        claims = [able[self.transport].cost for able in ends if self.transport in able]
         return max(claims, key=lambda cost: cost.seconds(REFERENCE_NBYTES), default=None)
+
+    def _theirs(self) -> dict[str, Capabilities]:
+        return {offer.name: offer.capabilities for offer in self.agreement.remote.transports}
 
     def _alarm(self, found: SlowRate, pipe: Pipe, rate: Rate) -> SlowPathError | None:
         refuses = self.config.slow_path == "refuse"
@@ -150,9 +148,7 @@ class SlowPathAlarm:
         return self.agreement.cross_host or Address(self.config.host).is_loopback
 
     def _this_host(self) -> Iterator[str]:
-        known = {offer.name: offer.capabilities for offer in self.agreement.remote.transports} | dict(
-            self.abilities()
-        )
+        known = {**self._theirs(), **self.abilities()}
         faster = [
             (known[each.name].cost.seconds(REFERENCE_NBYTES), each.reason, each.name)
             for each in self.agreement.transports[self.device].candidates[1:]
@@ -165,16 +161,14 @@ class SlowPathAlarm:
                 f"both ends are on one host, and {name!r}, which claims {known[name].cost.gb_per_s:.3g} GB/s,"
                 f" was passed over: {reason}"
             )
-        try:
-            room = os.statvfs(_SHM)
-        except OSError:
-            return
-        free = room.f_bavail * room.f_frsize
-        if free < _SMALL_SHM:
-            yield f"{_SHM} has only {free >> 20} MiB free; enlarge it (docker run --shm-size)"
+        with contextlib.suppress(OSError):
+            room = os.statvfs(SHARED_MEMORY)
+            free = room.f_bavail * room.f_frsize
+            if free < _SMALL_SHM:
+                yield f"{SHARED_MEMORY} has only {free >> 20} MiB free; enlarge it (docker run --shm-size)"
 
     def _other_host(self, found: SlowRate) -> Iterator[str]:
-        interface = _interface_of(self.config.host)
+        interface = next((name for name, found in interfaces().items() if self.config.host in found), "")
         mbit = _speed_of(interface) if interface else 0
         if mbit and mbit / 8000 < found.expected_gb_per_s:
             yield (
@@ -241,24 +235,6 @@ def _report_of(pipe: Pipe) -> Pipe.PathReport:
     except Exception:
         _log.warning("%r cannot say how fast its path is", pipe, exc_info=True)
         return Pipe.PathReport()
-
-
-def _interface_of(host: str) -> str:
-    """The network interface that has this IPv4 address; empty if none has, or it is no such address."""
-    try:
-        wanted = socket.inet_aton(host) if host.count(".") == 3 else b""
-        names = [name for _, name in socket.if_nameindex()] if wanted else []
-    except OSError:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for name in names:
-            try:
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no address
-                continue
-            if answer[20:24] == wanted:
-                return name
-    return ""
 
 
 def _speed_of(interface: str) -> int:

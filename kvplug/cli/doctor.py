@@ -10,7 +10,8 @@ import threading
 
 import click
 
-from kvplug.assembly.doctor.diagnosis import TIMEOUT_S, Diagnosis, DoctorServer, diagnose
+from kvplug.assembly.doctor.diagnosis import Diagnosis
+from kvplug.assembly.doctor.doctor import TIMEOUT_S, diagnose, serve_doctors
 from kvplug.assembly.doctor.explanation import faults_of_file
 from kvplug.assembly.doctor.facts import read_facts
 from kvplug.assembly.doctor.stores import THREAD
@@ -114,7 +115,7 @@ def _leave(code: int) -> None:
 
 def _serve(config: Config, registry: Registry, facts: dict[str, str | int]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    with DoctorServer(config, registry, facts=facts) as server:
+    with serve_doctors(config, registry, facts=facts) as server:
         click.echo(server.contact)
         click.echo("a doctor answers here; stop it with Ctrl-C or SIGTERM", err=True)
         signal.sigwait(_ENDING)

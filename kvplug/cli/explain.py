@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import attrs
 import click
 
 from kvplug.assembly.doctor.explanation import explain as findings_of, faults_of_file
@@ -30,7 +31,7 @@ def explain(path: str | None, as_json: bool, quiet: bool, overrides: tuple[str, 
     except ConfigError as e:
         findings = faults_of_file(e)
     if as_json:
-        click.echo(json.dumps([each.to_plain() for each in findings], indent=2))
+        click.echo(json.dumps([attrs.asdict(each) for each in findings], indent=2))
     else:
         show_findings(findings, quiet=quiet, details=True)
     if any(each.verdict == "problem" for each in findings):

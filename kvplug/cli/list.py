@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry, advice
+from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry
 from kvplug.assembly.registry.discovery import normalised
 from kvplug.cli.completion import kinds, offers
 from kvplug.cli.table import show_table
@@ -119,9 +119,8 @@ def _selected(
         lines = [line for line in lines if line.kind == wanted or (failed and line.kind == "plugin")]
     for name in names:
         if all(name not in (line.name, line.plugin, line.distribution) for line in lines):
-            hint = did_you_mean(name, {line.name for line in lines})
-            more = advice(registry, name, is_near=bool(hint))
-            raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *more]))
+            known = (line.name for line in lines)
+            raise UnknownNameError(registry.about_unknown("nothing is installed that is named", name, known))
     if not names:
         return list(lines)
     return [line for line in lines if {line.name, line.plugin, line.distribution} & {*names}]
@@ -294,9 +293,8 @@ def _called(registry: Registry, name: str) -> list[tuple[PluginInfo, Any]]:
         if spec.name == bare and normalised(distribution) in ("", normalised(plugin.distribution))
     ]
     if not found:
-        hint = did_you_mean(bare, {spec.name for _, spec in every})
-        more = advice(registry, name, is_near=bool(hint))
-        raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *more]))
+        known = (spec.name for _, spec in every)
+        raise UnknownNameError(registry.about_unknown("nothing is installed that is named", name, known))
     return found
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import kvplug
-from kvplug.config.messages import did_you_mean
 from kvplug.errors import ConfigError, KvplugError
 from kvplug.net.peer_text import printable
 from kvplug.transport.hookspecs import PLUGIN_API
@@ -62,15 +61,11 @@ class Program(click.Group):
         """As click does it, but the error of an unknown command lists all commands."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in OWN and name not in (specs := self._specs(ctx)):
-            from kvplug.assembly.registry import advice
-
             registry = _registry(ctx)
             if registry.owners(Kind.COMMAND, name):
                 registry.get(Kind.COMMAND, name)  # raises: two plugins bring it
-            hint = did_you_mean(name, specs)
-            text = "\n  ".join([f"no command named {name!r}{hint}", f"known: {', '.join(sorted(specs))}"])
-            more = advice(registry, name, Kind.COMMAND, is_near=bool(hint))
-            raise click.UsageError("\n  ".join([text, *more]), ctx)
+            text = registry.about_unknown("no command named", name, specs, Kind.COMMAND)
+            raise click.UsageError(text, ctx)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -138,7 +138,7 @@ class Address:
                 self.host, self.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
             )
         except (OSError, UnicodeError) as e:
-            raise PeerGoneError(f"the host of {self} is not known: {e}", code="unknown host") from e
+            raise PeerGoneError(f"the host of {self} is not known: {e}") from e
         ends = dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found)
         return sorted(ends, key=lambda end: end[0] != socket.AF_INET)  # type: ignore[arg-type]
 

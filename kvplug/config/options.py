@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar, Union
 
 import attrs
-import msgspec
 
 from kvplug.config.messages import Fault, bad_value, listed, nearest, shown, unknown_key
 from kvplug.config.units import BYTES, SECONDS, format_bytes, format_seconds, parse_bytes, parse_seconds
@@ -126,6 +125,8 @@ class _Option:
 
         ``instance``: of the class, made by a program; its values are of the right types.
         """
+        import msgspec  # here and below: `kvplug list` imports modules of options, for the probes beside them
+
         if self.field.converter is not None:
             return given, ()  # the class converts by itself, and raises what is wrong
         reason, meant = "", None
@@ -188,6 +189,8 @@ class _Option:
 
     def in_schema(self) -> tuple[str, Any, Any]:
         """The field of a msgspec.Struct for it."""
+        import msgspec
+
         described = msgspec.Meta(description=self.help)
         hint: Any = Annotated[_in_schema(self.hint, self.bounds, self.unit), described]
         default: Any = self.field.default
@@ -297,6 +300,8 @@ def _choices(hint: Any) -> list[str]:
 
 def _bounded(hint: Any, bounds: Mapping[str, Any]) -> Any:
     """The same type, with bounds of its numbers."""
+    import msgspec
+
     meta, members = msgspec.Meta(**bounds), _members(hint)
     bounded = (Annotated[each, meta] if each in (int, float) else each for each in members)
     return functools.reduce(operator.or_, bounded)
@@ -306,6 +311,8 @@ def _in_schema(hint: Any, bounds: Mapping[str, Any], unit: str) -> Any:
     """The same for a JSON schema: a number with a unit may be text."""
     if unit not in _UNITS or not _kinds(hint) & {int, float}:
         return _bounded(hint, bounds)
+    import msgspec
+
     text = msgspec.Meta(pattern=rf"^\s*[0-9][0-9_.eE+-]*\s*({'|'.join(_UNITS[unit])})\s*$")
     return _bounded(hint, bounds) | Annotated[str, text]
 

@@ -39,7 +39,7 @@ class PipeRecorder:
     def __init__(
         self,
         stats: TransferStats,
-        on_end: Callable[[bool], None] | None = None,
+        on_end: Callable[[bool], object] | None = None,
         watch: PathWatch | None = None,
     ) -> None:
         """``on_end(may_wait)`` is called once, when this end closes or aborts the pipe. ``watch`` measures

@@ -70,6 +70,10 @@ class Deadline:
 
         raise ConfigError(bad_value("timeout", seconds, "a number of seconds, 0 or more, or None for ever"))
 
+    def within(self, seconds: float) -> Deadline:
+        """This moment, or the one ``seconds`` from now if that is earlier."""
+        return Deadline(min(self.at, time.monotonic() + seconds))
+
     @property
     def expired(self) -> bool:
         """Whether the moment has come."""

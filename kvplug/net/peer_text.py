@@ -8,10 +8,13 @@ too.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 MAX_PEER_TEXT: Final = 1000
 """Characters that are kept by default."""
+MAX_PEER_ITEMS: Final = 256
+"""Elements of a list or mapping that are kept by default."""
 _UNPRINTABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -48,3 +51,21 @@ def peer_text(text: object, most: int = MAX_PEER_TEXT, *, keep_lines: bool = Fal
     if len(line) <= most and len(text) <= 2 * most:
         return line
     return line[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def peer_texts(plain: object, most: int = MAX_PEER_TEXT, items: int = MAX_PEER_ITEMS) -> Any:
+    """Plain values of a peer, at most ``items`` of each list or mapping, with every text as of
+    :func:`peer_text`.
+
+    >>> peer_texts({"rooms": ["one\\n", 2]}, most=10)
+    {'rooms': ['one', 2]}
+    """
+    match plain:
+        case str():
+            return peer_text(plain, most)
+        case Mapping():
+            shown = list(plain.items())[:items]
+            return {peer_text(key, most): peer_texts(value, most, items) for key, value in shown}
+        case list():
+            return [peer_texts(each, most, items) for each in plain[:items]]
+    return plain

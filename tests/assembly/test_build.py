@@ -201,11 +201,11 @@ def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_f
     ("given", "why"),
     [
         ({}, None),
-        ({"transport": "blocked"}, "no pipe here can move cpu tensors (blocked: the moon is in the way)"),
+        ({"transport": "blocked"}, "transport blocked: cannot work here: the moon is in the way"),
         ({"device": "cuda:1"}, "queues: moves cpu tensors, and cuda ones are needed"),
         (
             {"device": "cuda:1", "transport": "queues"},
-            "(queues: moves cpu tensors, and cuda ones are needed)",
+            "transport queues: moves cpu tensors, and cuda ones are needed",
         ),
     ],
 )

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import attrs
 import pytest
 
-from kvplug import Config
-from kvplug.assembly.doctor.facts import facts_from_peer
-from kvplug.assembly.examination.answering import report_of
-from kvplug.assembly.examination.finding import from_peer, from_reasons
-from kvplug.assembly.examination.host import HostFacts, connector_options, of_two_hosts
+from kvplug import Config, Registry
+from kvplug.assembly.examination.answering import Report, connector_options
+from kvplug.assembly.examination.checks import of_two_hosts
+from kvplug.assembly.examination.finding import from_reasons
 from kvplug.assembly.examination.measuring import Measured, rate_finding
+from kvplug.assembly.host import HostFacts
+from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.registry import PluginInfo, PluginStatus
-from kvplug.errors import Reason
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.errors import Reason, WireError
+
+
+def test_texts_of_a_peer_are_made_fit_for_a_terminal_and_are_bounded() -> None:
+    evil = "a\x1b[31m\nb" * 1000
+    finding = {"topic": evil, "verdict": "problem", "what": evil, "why": [evil] * 1000, "change": evil}
+    host = {"host": evil, "interfaces": {evil: evil}}
+    said = {
+        "doctor": evil,
+        "host": host,
+        "findings": [finding] * 1000,
+        "connector": evil,
+        "options": {"a": evil},
+    }
+    report = Report.from_peer(said)
+    assert json.dumps(attrs.asdict(report), ensure_ascii=False).isprintable()
+    assert {each.at for each in report.findings} == {"peer"}
+    assert report.host is not None and len(report.host.host) <= 400
+    assert len(report.findings) == len(report.findings[0].why) == 256
 
 
 @pytest.mark.parametrize(
     "said",
-    [None, 5.0, [], {"host": 7}, {"host": "a\x1b[31m\nb" * 1000, "cpus": -1}, {"interfaces": {"\n": ["x"]}}],
+    [None, 5.0, [], {}, {"doctor": []}, {"doctor": "look", "host": 7}, {"findings": [{}], "doctor": ""}],
 )
-def test_words_of_a_peer_are_made_fit_for_a_terminal(said: Any) -> None:
-    facts = HostFacts.from_plain(said)
-    assert facts.cpus is None
-    assert "".join((facts.host, *facts.interfaces, *facts.interfaces.values())).isprintable()
-    assert len(facts.host) <= 200
-    wrong = {"topic": said, "verdict": "problem", "what": "a\nb\x1b[1m", "why": said, "change": said}
-    (finding,) = from_peer([said, wrong, {"verdict": "fatal"}])
-    assert "".join((finding.topic, finding.what, *finding.why, finding.change)).isprintable()
-    assert finding.at == "peer"
-    assert len(from_peer([wrong] * 1000)) == 64
-    long = {"verdict": "note", "what": "a" * 10**6, "why": ["b" * 10**6] * 1000, "change": "c" * 10**6}
-    assert len(str(from_peer([long]))) < 10_000
-    assert facts_from_peer({"num_layers": said, "nothing": 1, "block_size": 16}) == {"block_size": 16}
+def test_what_is_no_report_of_a_peer_is_refused(said: Any) -> None:
+    with pytest.raises(WireError, match="the report"):
+        Report.from_peer(said)
 
 
 def test_hosts_apart_in_time_and_version_are_named() -> None:
@@ -108,12 +119,15 @@ def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_told()
     assert told(plain) == {key: str(value) for key, value in plain.items()}
 
 
-def test_of_a_plugin_that_did_not_load_its_name_is_told_and_not_its_error() -> None:
+def test_of_a_plugin_that_did_not_load_its_name_is_told_and_not_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reason = "OSError: secrets/t0p: redis://me:t0p@host"
     missing = PluginInfo(
         name="shm", distribution="kvplug-shm", version="0.1.0", status=PluginStatus.BROKEN, reason=reason
     )
-    report = report_of(Config(), (missing,), {})
-    (told,) = (each for each in report["findings"] if each["topic"] == "plugins")
-    assert told["why"] == ["broken: shm (kvplug-shm 0.1.0)"]
+    monkeypatch.setattr(Registry, "failed", (missing,))
+    report = Report.of(LinkSettings(resolved=ResolvedConfig(Config(), Registry())))
+    (told,) = (each for each in report.findings if each.topic == "plugins")
+    assert told.why == ("broken: shm (kvplug-shm 0.1.0)",)
     assert "t0p" not in str(report)

@@ -27,7 +27,8 @@ from click.testing import CliRunner
 import kvplug
 from kvplug import Config, Registry
 from kvplug.assembly import links as assembled, peers as assembled_peers
-from kvplug.assembly.doctor.diagnosis import Diagnosis, DoctorServer, diagnose
+from kvplug.assembly.doctor.diagnosis import Diagnosis
+from kvplug.assembly.doctor.doctor import diagnose, serve_doctors
 from kvplug.assembly.doctor.explanation import explain
 from kvplug.assembly.doctor.facts import engine_with, read_facts
 from kvplug.assembly.examination import answering
@@ -265,7 +266,7 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a peer's address at which nothing listens": (
         {"config": {"role": "consumer", "peers": ["127.0.0.1:1"]}, "env": {"KVPLUG_SECRET": SECRET}},
-        "problem peer: 127.0.0.1:1: no process listens there",
+        "problem peer: no process listens at 127.0.0.1:1",
     ),
     "pages that do not divide blocks": (
         {
@@ -507,7 +508,7 @@ def test_a_certificate_is_named_with_its_dates(
 
 def test_a_fact_that_was_not_stated_is_unknown() -> None:
     config = Config.from_dict({**BASE, "host": f"unix:@kvplug-unknown-{os.getpid()}"})
-    with DoctorServer(config, _registry(), facts={"num_layers": 32, "dtype": "float16"}) as served:
+    with serve_doctors(config, _registry(), facts={"num_layers": 32, "dtype": "float16"}) as served:
         found = diagnose(config, _registry(), peer=served.contact, facts={"num_layers": 32})
     shown = {each.name: (each.ours, each.theirs, each.outcome) for each in found.fields}
     assert shown["model.num_layers"] == ("32", "32", "agreed")
@@ -542,18 +543,20 @@ def test_a_stopped_a_dead_and_a_foreign_peer_are_told_apart(fork_server: ForkSer
             os.kill(engine.pid, signal.SIGCONT)
         engine.kill()
         dead = doctor(fork_server, peer=contact)
-    assert_named(stopped, "problem peer: does not answer: it is stopped")
-    assert_named(dead, "problem peer: no process listens there")
+    assert_named(
+        stopped, "problem peer: did not answer in time -> kill -CONT PID at the peer if it is stopped"
+    )
+    assert_named(dead, "problem peer: no process listens at")
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         threading.Thread(target=_hang_up_once, args=(foreign,), daemon=True).start()
         given: Any = {"peer": f"127.0.0.1:{foreign.getsockname()[1]}", "env": {"KVPLUG_SECRET": SECRET}}
         found = doctor(fork_server, **given)
-        assert_named(found, "problem peer: it closed the connection at once: it is another program")
+        assert_named(found, "problem peer: hung up before the proof was complete")
         threading.Thread(
             target=_hang_up_once, args=(foreign, b"-ERR unknown command\r\n" * 9), daemon=True
         ).start()
         found = doctor(fork_server, **given, timeout_s=5)
-    assert_named(found, "problem peer: another program listens there")
+    assert_named(found, "problem peer: is not a kvplug listener")
 
 
 def _hang_up_once(listener: socket.socket, after: bytes = b"") -> None:
@@ -711,7 +714,7 @@ def test_a_doctor_that_is_silent_has_its_place_for_a_while(monkeypatch: pytest.M
     monkeypatch.setattr(answering, "_MOST_S", 0.3)
     config = Config.from_dict({**BASE, "timeout_s": 3600, "host": f"unix:@kvplug-silent-{os.getpid()}"})
     with (
-        DoctorServer(config, _registry()) as served,
+        serve_doctors(config, _registry()) as served,
         a_doctor_at(served.contact) as link,
         pytest.raises(PeerGoneError),
     ):
@@ -721,8 +724,14 @@ def test_a_doctor_that_is_silent_has_its_place_for_a_while(monkeypatch: pytest.M
 _ARRAY = np.zeros(3)
 _BAD_ANSWERS: dict[str, tuple[Any, ...]] = {
     "no doctor": ({"report": {"doctor": _ARRAY}},),
-    "no verdict": ({"report": {"host": {}, "findings": [{"verdict": _ARRAY}, {"verdict": []}]}},),
-    "no contact": ({"report": {"host": {}}}, {"measuring": True}, {"pipe": "doctor", "contact": "\x1b[31m"}),
+    "no verdict": (
+        {"report": {"doctor": "look", "host": {}, "findings": [{"verdict": _ARRAY}, {"verdict": []}]}},
+    ),
+    "no contact": (
+        {"report": {"doctor": "measure", "host": {}}},
+        {"measuring": True},
+        {"pipe": "doctor", "contact": "\x1b[31m"},
+    ),
     "no agreement": (),
 }
 
@@ -802,7 +811,9 @@ def test_a_doctor_that_serves_ends_by_a_signal_and_is_done() -> None:
         finally:
             serves.send_signal(signal.SIGTERM)
         assert serves.wait(30) == 0
-    assert_named([each.to_plain() for each in found.findings], "problem model.num_layers: ours 40, theirs 32")
+    assert_named(
+        [attrs.asdict(each) for each in found.findings], "problem model.num_layers: ours 40, theirs 32"
+    )
     assert not found.measured
     assert found.peer_host is not None
 

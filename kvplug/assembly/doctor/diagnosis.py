@@ -1,47 +1,17 @@
-"""The whole examination of a config: this host, its stores, its peers, and one peer in detail."""
+"""The result of the doctor's checks."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 
-from kvplug.assembly.doctor.explanation import explain
-from kvplug.assembly.doctor.facts import FACTS, Field, token_bytes
-from kvplug.assembly.doctor.peer import PeerExamination, of_pages
-from kvplug.assembly.doctor.stores import of_directory, of_stores
-from kvplug.assembly.examination.finding import Finding, from_fault, line_for_resource, note, ok, problem
-from kvplug.assembly.examination.host import SHARED_MEMORY, HostFacts, facts_of, of_host
-from kvplug.assembly.examination.measuring import Measured, lacks_tensors
-from kvplug.assembly.links import ControlLink, LinkSettings
-from kvplug.assembly.peers import CONTROL, ControlPeers
-from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig, credentials_of, device_of_links
-from kvplug.config.config import Config, Role
-from kvplug.errors import (
-    AddressInUseError,
-    ClosedError,
-    ConfigError,
-    KvplugError,
-    PluginError,
-    ResourceExhaustedError,
-    TransportError,
-)
-from kvplug.net.deadline import Deadline
-from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Listener
-from kvplug.transport.spec import Kind
-
-TIMEOUT_S: Final = 30.0
-"""How long an examination takes at most, when everything is silent."""
-_PEER_S: Final = 5.0
-"""The same for one of the config's peers."""
-_LISTENER_S: Final = 2.0
-_LATE: Final = "--timeout 60"
+from kvplug.assembly.doctor.facts import Field
+from kvplug.assembly.examination.finding import Finding, from_error, from_fault
+from kvplug.assembly.examination.measuring import Measured
+from kvplug.assembly.host import HostFacts
+from kvplug.errors import ConfigError, KvplugError
 
 
 @attrs.define(kw_only=True)
@@ -51,9 +21,9 @@ class Diagnosis:
     findings: list[Finding] = attrs.field(factory=list)
     fields: tuple[Field, ...] = ()
     """Of the handshake with the peer; empty without one."""
+    measured: list[Measured] = attrs.field(factory=list)
     host: HostFacts | None = None
     peer_host: HostFacts | None = None
-    measured: list[Measured] = attrs.field(factory=list)
 
     @property
     def problems(self) -> int:
@@ -61,14 +31,7 @@ class Diagnosis:
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            "problems": self.problems,
-            "findings": [each.to_plain() for each in self.findings],
-            "fields": [attrs.asdict(each) for each in self.fields],
-            "measured": [attrs.asdict(each) for each in self.measured],
-            "host": None if self.host is None else attrs.asdict(self.host),
-            "peer_host": None if self.peer_host is None else attrs.asdict(self.peer_host),
-        }
+        return {"problems": self.problems, **attrs.asdict(self)}
 
     def collect(self, topic: str, of: Callable[[], Iterable[Finding]]) -> None:
         """Add findings; an error that ends them is a problem, unless it is one already."""
@@ -80,227 +43,4 @@ class Diagnosis:
             faults = map(from_fault, e.faults)
             self.findings += (each for each in faults if (each.topic, each.what) not in known)
         except (KvplugError, OSError) as e:
-            text = str(e) if isinstance(e, KvplugError) else f"{type(e).__name__}: {e}"
-            self.findings.append(problem(topic, text, change=topic))
-
-
-def diagnose(
-    config: Config,
-    registry: Registry,
-    *,
-    peer: str | None = None,
-    facts: Mapping[str, Any] | None = None,
-    write: bool = False,
-    timeout_s: float = TIMEOUT_S,
-) -> Diagnosis:
-    """Examine a config on this host, and the peer at the contact ``peer``. Never raises for what is wrong.
-
-    Args:
-        facts: of this side's engine, as :func:`~kvplug.assembly.doctor.facts.read_facts` makes them; those
-            that are not given are taken to be the peer's.
-        write: put a page of the doctor's own into each store, and remove it.
-        timeout_s: the end of all waiting for others. Code of a plugin that does not return is left behind.
-    """
-    facts = facts or {}
-    if unknown := sorted(facts.keys() - set(FACTS)):
-        raise ConfigError(*(f"{key}: not a fact of an engine" for key in unknown), source="the facts")
-    resolved = ResolvedConfig(config, registry)
-    found = Diagnosis()
-    found.collect("config", lambda: explain(config, registry))
-    found.collect("host", lambda: _of_host(found, config))
-    found.collect("device", lambda: _of_device(config))
-    if peer is None and "block_size" in facts:
-        found.findings += of_pages(config, facts["block_size"], facts.get("block_format", ""))
-    is_usable = all(each.topic in _HARMLESS for each in found.findings if each.verdict == "problem")
-    if not is_usable and peer is None:
-        return found
-    lacks_tensors("cpu")  # imports PyTorch, which takes seconds on a busy host, and is no waiting for others
-    deadline = Deadline.after(timeout_s)
-    device = _device(resolved)
-    if peer is None:
-        found.collect("host", lambda: _of_address(config, found.host or HostFacts()))
-    if is_usable:
-        budget = token_bytes(facts)
-        found.collect("stores", lambda: of_stores(resolved, deadline, write=write, token_bytes=budget))
-        found.collect("peers", lambda: of_directory(resolved, deadline))
-    if peer is not None:
-        with contextlib.suppress(ConfigError):  # a finding of the config
-            credentials_of(config)
-            examined = PeerExamination(resolved, peer, device, facts, deadline)
-            found.findings += examined.findings
-            found.fields, found.peer_host = examined.fields, examined.host
-            found.measured += examined.measured
-        return found
-    found.collect("peers", lambda: _of_peers(resolved, device, facts, deadline))
-    if not any(each.topic == "host" and each.verdict == "problem" for each in found.findings):
-        found.collect("pipe", lambda: _of_own_pipe(found, resolved, device, deadline))
-    return found
-
-
-_HARMLESS: Final = frozenset(
-    {SHARED_MEMORY, "device", "descriptors", "buffer_size", "files", "locked memory", "stores"}
-)
-"""Topics of problems with which the rest can be tried all the same."""
-
-
-def _device(resolved: ResolvedConfig) -> str:
-    try:
-        spec = resolved.registry.get(Kind.CONNECTOR, resolved.config.connector)
-    except PluginError:
-        return resolved.config.device.partition(":")[0]
-    return device_of_links(resolved.config, spec)
-
-
-def _of_host(found: Diagnosis, config: Config) -> Iterator[Finding]:
-    """This host's limits, and what it has."""
-    facts = found.host = facts_of(config)
-    yield from of_host(facts, config)
-    tls = "on" if facts.tls else "off"
-    yield ok("secret", f"source of the secret: {facts.secret or 'none'}; TLS is {tls}")
-    shown = "; ".join(f"{name} {addresses}" for name, addresses in facts.interfaces.items() if addresses)
-    yield ok("interfaces", shown or "no interface has an address")
-    yield ok("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
-
-
-def _of_device(config: Config) -> Iterator[Finding]:
-    """Whether PyTorch knows the config's device here. Makes no tensor: that would take memory of a GPU."""
-    kind, _, index = config.device.partition(":")
-    if kind != "cuda":
-        return
-    try:
-        import torch
-    except ImportError:
-        yield note("device", "not looked for: PyTorch is not installed here", change="pip install torch")
-        return
-    count = torch.cuda.device_count()
-    if int(index or 0) < count:
-        yield ok("device", f"PyTorch finds {count} GPUs")
-    else:
-        yield problem(
-            "device",
-            f"there is no {config.device} here: PyTorch {torch.__version__} finds {count} GPUs",
-            "the GPU is not given to this container, or PyTorch was built without CUDA",
-            change='docker run --gpus=all    (or device = "cpu")',
-        )
-
-
-def _of_address(config: Config, facts: HostFacts) -> Iterator[Finding]:
-    """Whether worker 0 can listen where the config says; it listens there for a moment."""
-    if config.role is Role.CONSUMER:
-        return  # it dials
-    try:
-        credentials, address = credentials_of(config), config.control_address()
-    except ConfigError:
-        return  # a finding of the config
-    try:
-        Listener.open(address, credentials, CONTROL).close()
-    except AddressInUseError as e:
-        yield _of_listener(str(e), address, credentials)
-    except (ConfigError, TransportError) as e:
-        has = ", ".join(filter(None, facts.interfaces.values())) or "no addresses"
-        what = "; ".join(e.faults) if isinstance(e, ConfigError) else str(e)
-        why = f"the interfaces of this network namespace have {has}"
-        yield problem("host", what, why, change=f"host = {_suggested(facts)!r}")
-    else:
-        yield ok("host", f"worker 0 can listen at {address}")
-
-
-def _of_listener(what: str, address: str, credentials: Credentials) -> Finding:
-    """Whether an engine with these credentials, perhaps that of this config, holds the address."""
-    change = "port_offset = 100    (for a second engine on this host)"
-    try:
-        Connection.dial(address, credentials, CONTROL, _LISTENER_S).close()
-    except KvplugError as e:
-        why = "an engine with this config cannot start while another program listens there"
-        return problem("host", what, why, str(e), change=f"port: a free one; or {change}")
-    why = "if that is the engine of this config, all is well: `--peer` examines it"
-    return note("host", what, why, change=change)
-
-
-def _suggested(facts: HostFacts) -> str:
-    """An address of this host that others may reach; loopback where there is no other."""
-    every = [each for addresses in facts.interfaces.values() for each in addresses.split(", ") if each]
-    for each in every:
-        number = ipaddress.ip_address(each.partition("%")[0])
-        if not (number.is_loopback or number.is_link_local):
-            return each
-    return "127.0.0.1"
-
-
-def _of_peers(
-    resolved: ResolvedConfig, device: str, facts: Mapping[str, Any], deadline: Deadline
-) -> Iterator[Finding]:
-    """Whether each engine that the config names, and would load from, answers and agrees."""
-    config = resolved.config
-    peers = () if config.role is Role.PRODUCER else config.peer_addresses
-    if not config.peers and config.role is Role.CONSUMER:
-        peers = (config.control_address(),)
-    for peer in peers:
-        left = deadline.remaining()
-        within = Deadline.after(_PEER_S if left is None else min(_PEER_S, left))
-        examined = PeerExamination(resolved, peer, device, facts, within, measures=False)
-        wrong = [each for each in examined.findings if each.verdict == "problem"]
-        more = f"`kvplug doctor --peer {examined.contact}` examines it"
-        yield from wrong or [ok("peers", f"{examined.contact} answers, and agrees; {more}")]
-
-
-def _of_own_pipe(
-    found: Diagnosis, resolved: ResolvedConfig, device: str, deadline: Deadline
-) -> Iterator[Finding]:
-    """A handshake with a listener of this process, and the pipe that peers like this one would take."""
-    host = resolved.config.host
-    address = "unix:" if host.startswith("unix:") else f"[{host}]:0" if ":" in host else f"{host}:0"
-    peers = ControlPeers(LinkSettings(resolved=resolved), listen=address)
-    try:
-        server = peers.serve(_refuse, ControlLink.close)
-        examined = PeerExamination(resolved, server.contact, device, {}, deadline, own=True)
-    except ResourceExhaustedError as e:
-        yield problem(e.resource, f"no pipe within this host: {e}", change=line_for_resource(e.resource))
-        return
-    except KvplugError as e:
-        yield problem("pipe", f"no pipe within this host: {e}", change='transport = "auto"')
-        return
-    finally:
-        peers.close()
-    found.measured += examined.measured
-    for each in examined.findings:
-        if each.topic == "peer" and deadline.expired:
-            what = "no pipe was tried within this host: the time of the doctor was over"
-            yield note("pipe", what, "stores that do not answer, or a busy host, took it", change=_LATE)
-        elif each.verdict == "problem":
-            yield attrs.evolve(each, what=f"within this host: {each.what}")
-        elif each.topic not in ("handshake", "transport"):  # as `kvplug explain` says it
-            yield each
-
-
-class DoctorServer:
-    """Answers doctors at an address until it is closed, where no engine runs that would."""
-
-    def __init__(
-        self,
-        config: Config,
-        registry: Registry,
-        address: str | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Raises what listening raises, and ConfigError for a config with faults."""
-        resolved = ResolvedConfig(config, registry)
-        resolved.check()
-        settings = LinkSettings(resolved=resolved, engine_facts=dict(facts or {}))
-        self._peers = ControlPeers(settings, listen=address)
-        self.contact = self._peers.serve(_refuse, ControlLink.close).contact
-        """For the other doctor's ``--peer``."""
-
-    def close(self) -> None:
-        """Stop listening. Idempotent."""
-        self._peers.close()
-
-    def __enter__(self) -> DoctorServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _refuse(link: ControlLink, _: Deadline) -> ControlLink:
-    raise ClosedError(f"it connects for {link.agreement.purpose!r}, and a doctor answers here")
+            self.findings.append(from_error(topic, e, change=topic))

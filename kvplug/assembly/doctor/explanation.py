@@ -6,12 +6,13 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Final
 
 from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.examination.finding import Finding, from_fault, note, ok, problem
+from kvplug.assembly.host import secret_source
 from kvplug.assembly.members import unreachable_contact
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults
@@ -20,20 +21,19 @@ from kvplug.assembly.resolve import (
     TransportKind,
     checksums_of,
     credentials_of,
-    device_of_links,
+    is_exposed,
     must_authenticate,
     tls_of,
 )
-from kvplug.config.addresses import Address
 from kvplug.config.config import Config, Role, directory_of
 from kvplug.config.messages import Fault
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, HandshakeError, PluginError, Reason, WireError
-from kvplug.negotiation.select import AUTO, select
+from kvplug.negotiation.select import AUTO
 from kvplug.net.memory.room import free_memory, machine_memory
 from kvplug.net.trust.tls import TlsFiles, validity_of
 from kvplug.transport.capabilities import Requirements
-from kvplug.transport.spec import ConnectorSpec, Kind
+from kvplug.transport.spec import Kind
 
 _USUAL_FILE: Final = "kvplug.toml"
 _DAY_S: Final = 86400
@@ -42,7 +42,14 @@ _EXPIRES_SOON_S: Final = 30 * _DAY_S
 
 def explain(config: Config, registry: Registry) -> tuple[Finding, ...]:
     """Every decision, in the order in which an engine takes them."""
-    return tuple(_decisions(config, ResolvedConfig(config, registry)))
+    resolved = ResolvedConfig(config, registry)
+    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
+    faults = name_faults(registry, names, config.options)
+    found = [*_sources(config), _plugins(registry), *map(from_fault, faults)]
+    for check in _CHECKS:
+        if not (faults and check in _WITHOUT_FAULTS):
+            found += check(resolved)
+    return tuple(found)
 
 
 def faults_of_file(error: ConfigError) -> tuple[Finding, ...]:
@@ -55,44 +62,6 @@ def faults_of_file(error: ConfigError) -> tuple[Finding, ...]:
         why = [f"in {source}"] if is_of_a_file else []
         found.append(problem("config", str(fault), *why, change=fault.line or whole))
     return tuple(found)
-
-
-def _decisions(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
-    yield from _sources(config)
-    yield _plugins(resolved.registry)
-    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
-    faults = name_faults(resolved.registry, names, config.options)
-    yield from map(from_fault, faults)
-    yield _role(config)
-    connector: ConnectorSpec | None = None
-    with contextlib.suppress(PluginError):  # a fault of its name
-        connector = resolved.registry.get(Kind.CONNECTOR, config.connector)
-        owner = _owner(resolved.registry, Kind.CONNECTOR, connector.name)
-        yield ok("connector", f"{connector.name}{owner}: {connector.summary or 'it has no summary'}")
-    yield from _address(config)
-    if connector is not None and connector.uses_lookup_buffer:
-        yield from _lookup_buffer(config, resolved)
-    if resolved.uses_stores and (config.role is not Role.CONSUMER or config.stores):
-        yield from _stores(config, resolved)
-    yield from _memory(config, resolved)
-    yield from _peers(config, resolved)
-    yield _weights(config)
-    if connector is not None and not faults:
-        yield from _load_policy(connector, resolved)
-    if not faults:
-        yield from _transports(config, resolved, connector)
-        yield from _between_workers(resolved)
-    yield _integrity(config, connector)
-    if not config.sinks:
-        change = 'sinks = ["log"]    (or names that `kvplug list --kind sink` shows)'
-        yield note("sinks", "none: metrics are counted, and not sent anywhere", change=change)
-    for name in config.sinks:
-        yield ok("sinks", f"metrics go to {name} every ten seconds")
-    yield ok(
-        "timeout_s",
-        f"a call ends within {config.timeout_s:g} s, a peer may take {config.connect_timeout_s:g} s to start,"
-        f" and one on another host that is silent for {config.heartbeat_timeout_s:g} s counts as dead",
-    )
 
 
 def _sources(config: Config) -> Iterator[Finding]:
@@ -126,44 +95,47 @@ def _owner(registry: Registry, kind: Kind, name: str) -> str:
     return "".join(f" from {plugin}" for plugin in registry.owners(kind, name)[:1])
 
 
-def _role(config: Config) -> Finding:
+def _role(resolved: ResolvedConfig) -> Iterator[Finding]:
+    role = resolved.config.role
     meaning = {
         Role.PRODUCER: "saves the KV that the engine computes, and lets peers load it",
         Role.CONSUMER: "loads KV that peers, or stores, have; saves nothing",
         Role.BOTH: "saves the KV that the engine computes, and loads what it, peers or stores have",
     }
-    if config.role is None:
+    if role is None:
         what = "nothing was given; set it to producer, consumer or both (KVPLUG_ROLE; vLLM's kv_role)"
-        return problem("role", what, change='role = "both"    (or "producer", "consumer")')
-    return ok("role", f"{config.role}: {meaning[config.role]}")
+        yield problem("role", what, change='role = "both"    (or "producer", "consumer")')
+    else:
+        yield ok("role", f"{role}: {meaning[role]}")
 
 
-def _is_one_host(config: Config) -> bool:
-    return config.host.startswith("unix:") or Address(config.host).is_loopback
+def _connector(resolved: ResolvedConfig) -> Iterator[Finding]:
+    if (spec := resolved.connector) is not None:
+        owner = _owner(resolved.registry, Kind.CONNECTOR, spec.name)
+        yield ok("connector", f"{spec.name}{owner}: {spec.summary or 'it has no summary'}")
 
 
-def _address(config: Config) -> Iterator[Finding]:
+def _address(resolved: ResolvedConfig) -> Iterator[Finding]:
+    config = resolved.config
     verb = "dials" if config.role is Role.CONSUMER and not config.peers else "listens at"
-    one_host = _is_one_host(config)
-    reach = "only processes of this host reach it" if one_host else "other hosts reach it"
+    reach = "other hosts reach it" if is_exposed(config) else "only processes of this host reach it"
     yield ok("host", f"worker 0 {verb} {config.control_address()}: {reach}")
-    certificates = list(_certificates(config))
+    files = tls_of(config)
+    certificates = [] if files is None else [*of_certificates(files)]
     yield from certificates
     if any(each.topic == "tls" for each in certificates):
         return
     try:
         credentials = credentials_of(config)
     except ConfigError as e:
-        change = (
-            "secret_file = PATH    (on both ends; `kvplug config secret PATH` makes one; or KVPLUG_SECRET)"
-        )
-        if config.secret_file:
-            change = "secret_file = PATH    (of a readable file with 16 bytes or more)"
+        change = "secret_file = PATH    (of a readable file with 16 bytes or more)"
+        if not config.secret_file:
+            change = "secret_file = PATH    (at both ends; `kvplug config secret PATH` makes one)"
         yield from (problem("secret", fault, change=change) for fault in e.faults)
         return
     tls = "connections over TCP use TLS 1.3"
     if credentials.secret is not None:
-        text = "both ends prove that they know the secret"
+        text = f"both ends prove that they know the secret, here from {secret_source(config)}"
     elif config.host.startswith("unix:"):
         text = "there is no secret, and none is needed on one host: only processes of this user are accepted"
     else:
@@ -177,22 +149,14 @@ def _address(config: Config) -> Iterator[Finding]:
         yield note("secret", what, change="unset KVPLUG_SECRET")
 
 
-def _certificates(config: Config) -> Iterator[Finding]:
-    """Whether the TLS files can be used, and until when."""
-    files = tls_of(config)
-    if files is None:
-        return
+def of_certificates(files: TlsFiles) -> Iterator[Finding]:
+    """Whether the TLS files can be used, and until when their certificates are valid."""
     try:
         files.for_listener()
     except ConfigError as e:
         change = "tls_cert, tls_key, tls_ca: PEM files; tls_key is the key of tls_cert"
         yield from (problem("tls", fault, change=change) for fault in e.faults)
-    else:
-        yield from of_certificates(files)
-
-
-def of_certificates(files: TlsFiles) -> Iterator[Finding]:
-    """Until when the certificates in files that can be used are valid."""
+        return
     now = time.time()
     for key, path in (("tls_cert", files.cert), ("tls_ca", files.ca)):
         if not (periods := validity_of(path)):
@@ -214,7 +178,10 @@ def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
 
 
-def _lookup_buffer(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
+def _lookup_buffer(resolved: ResolvedConfig) -> Iterator[Finding]:
+    config = resolved.config
+    if resolved.connector is None or not resolved.connector.uses_lookup_buffer:
+        return
     with contextlib.suppress(PluginError):  # a fault of its name
         spec = resolved.chosen(Kind.LOOKUP_BUFFER)[0]
         size = bytes_in_words(config.buffer_size)
@@ -223,11 +190,9 @@ def _lookup_buffer(config: Config, resolved: ResolvedConfig) -> Iterator[Finding
         yield ok("lookup_buffer", f"{spec.name}{owner} {holds}: {spec.summary}")
 
 
-def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
-    for at, name in enumerate(config.stores):
-        try:
-            spec = resolved.registry.get(Kind.STORE, name)
-        except PluginError:
+def _stores(resolved: ResolvedConfig) -> Iterator[Finding]:
+    for at, name in enumerate(resolved.config.stores if resolved.uses_stores else ()):
+        if (spec := resolved.registry.find(Kind.STORE, name)) is None:
             continue  # a fault of its name
         probe, owner = spec.run_probe(), _owner(resolved.registry, Kind.STORE, name)
         if not probe.viable:
@@ -240,8 +205,8 @@ def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
         yield ok("stores", f"{name}{owner}: pages are {place}; {lives}; {reach}")
 
 
-def _memory(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
-    budgets = budgets_of(config, resolved.registry, frozenset((*CHOSEN, *NAMED)))
+def _memory(resolved: ResolvedConfig) -> Iterator[Finding]:
+    budgets = budgets_of(resolved.config, resolved.registry, frozenset((*CHOSEN, *NAMED)))
     if (shortage := shortage_of(budgets)) is not None:
         change = f'{shortage.key} = "SIZE"    (or a higher limit of memory)'
         yield problem(shortage.key, shortage.text, change=change)
@@ -251,60 +216,45 @@ def _memory(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
         yield ok("memory", f"up to {total} may be taken ({', '.join(budgets)}); {free} of {limit} are free")
 
 
-def _peers(config: Config, resolved: ResolvedConfig) -> Iterator[Finding]:
-    with contextlib.suppress(PluginError, WireError):  # faults of other keys
-        first = resolved.registry.get(Kind.STORE, config.stores[0]) if config.stores else None
+def _peers(resolved: ResolvedConfig) -> Iterator[Finding]:
+    config = resolved.config
+    with contextlib.suppress(WireError):  # a fault of another key
+        first = resolved.registry.find(Kind.STORE, config.stores[0]) if config.stores else None
         announces = first is not None and first.client is not None and config.role is not Role.CONSUMER
         if announces and config.directory is not None:
             if fault := unreachable_contact(config.directory, config.control_address()):
                 yield from_fault(fault)
     for peer in config.peers:
-        directory = directory_of(peer)
-        if directory is None:
-            yield ok(
-                "peers", f"KV of the engine at {peer} is loaded: worker r dials the address of its worker r"
-            )
-        else:
-            yield ok(
-                "peers",
-                f"this engine announces itself in {peer} five times per {config.peers_lease_s:g} s, and loads"
-                " from the engines that do so as well",
-            )
+        what = f"KV of the engine at {peer} is loaded: worker r dials the address of its worker r"
+        if directory_of(peer) is not None:
+            often = f"five times per {config.peers_lease_s:g} s"
+            what = f"this engine announces itself in {peer} {often}, and loads from others that do"
+        yield ok("peers", what)
     if not config.peers and config.role is Role.CONSUMER:
         yield ok("peers", f"none named: KV of the engine at {config.host} is loaded")
 
 
-def _weights(config: Config) -> Finding:
-    if config.weights:
-        text = (
-            f"stated as {config.weights!r}: restarts, and engines that state the same, load each other's KV;"
-            " no others do"
-        )
-    else:
-        text = (
-            "not stated: restarts and peers can load KV where the engine finds a fingerprint of its weights"
-            " (in safetensors files). Where it finds none, it warns, and its KV is its own until it ends"
-        )
-    return ok("weights", text)
+def _weights(resolved: ResolvedConfig) -> Iterator[Finding]:
+    weights = resolved.config.weights
+    text = "not stated: restarts and peers can load KV where the engine finds a fingerprint of its weights"
+    yield ok("weights", f"{weights!r}: engines that state the same load each other's KV" if weights else text)
 
 
-def _load_policy(connector: ConnectorSpec, resolved: ResolvedConfig) -> Iterator[Finding]:
+def _load_policy(resolved: ResolvedConfig) -> Iterator[Finding]:
     """When a connector with that option computes what it could load."""
-    if getattr(resolved.options_of(connector), "load_policy", "") == "auto":
+    connector = resolved.connector
+    if connector is not None and getattr(resolved.options_of(connector), "load_policy", "") == "auto":
         text = "auto: KV that takes much longer to load than to compute is computed (not_worth_it in metrics)"
         yield ok(f"options.{connector.name}.load_policy", text)
 
 
-def _transports(
-    config: Config, resolved: ResolvedConfig, connector: ConnectorSpec | None
-) -> Iterator[Finding]:
-    device = "cpu" if connector is None else device_of_links(config, connector)
-    offers = resolved.offers()
-    for cross_host in (False,) if _is_one_host(config) else (False, True):
+def _transports(resolved: ResolvedConfig) -> Iterator[Finding]:
+    config, device = resolved.config, resolved.device_of_links
+    for cross_host in (False, True) if is_exposed(config) else (False,):
         where = "another host" if cross_host else "this host"
         required = Requirements(device=device, cross_host=cross_host, authenticated=must_authenticate(config))
         try:
-            found = select(offers, offers, required, (resolved.requested_transport, AUTO))
+            found = resolved.select(required)
         except HandshakeError as e:
             head, *others = (each for each in e.reasons if isinstance(each, Reason))
             what = f"with a peer like this one on {where}: {head.what}"
@@ -335,12 +285,39 @@ def _between_workers(resolved: ResolvedConfig) -> Iterator[Finding]:
             yield ok(key, f"{where}, {purpose} {spec.name}")
 
 
-def _integrity(config: Config, connector: ConnectorSpec | None) -> Finding:
+def _integrity(resolved: ResolvedConfig) -> Iterator[Finding]:
+    config, connector = resolved.config, resolved.connector
     offered = checksums_of(config)
     if connector is not None and not connector.hashes_on_devices and not config.device.startswith("cpu"):
         what = f"{connector.name} does not hash KV on {config.device}: corruption on its way is not noticed"
-        return note("integrity", what, change="connector: another one, if corruption must be noticed")
-    if not offered:
+        yield note("integrity", what, change="connector: another one, if corruption must be noticed")
+    elif not offered:
         what = "off: corrupted KV is not noticed, and gives wrong answers"
-        return note("integrity", what, change='integrity = "auto"')
-    return ok("integrity", f"KV is verified with {' or '.join(offered)}")
+        yield note("integrity", what, change='integrity = "auto"')
+    else:
+        yield ok("integrity", f"KV is verified with {' or '.join(offered)}")
+
+
+def _sinks(resolved: ResolvedConfig) -> Iterator[Finding]:
+    if not resolved.config.sinks:
+        change = 'sinks = ["log"]    (or names that `kvplug list --kind sink` shows)'
+        yield note("sinks", "none: metrics are counted, and not sent anywhere", change=change)
+    for name in resolved.config.sinks:
+        yield ok("sinks", f"metrics go to {name} every ten seconds")
+
+
+def _timeouts(resolved: ResolvedConfig) -> Iterator[Finding]:
+    config = resolved.config
+    yield ok(
+        "timeout_s",
+        f"a call ends within {config.timeout_s:g} s, a peer may take {config.connect_timeout_s:g} s to start,"
+        f" and one on another host that is silent for {config.heartbeat_timeout_s:g} s counts as dead",
+    )
+
+
+_CHECKS: Final[tuple[Callable[[ResolvedConfig], Iterable[Finding]], ...]] = (
+    *(_role, _connector, _address, _lookup_buffer, _stores, _memory, _peers, _weights, _load_policy),
+    *(_transports, _between_workers, _integrity, _sinks, _timeouts),
+)
+_WITHOUT_FAULTS: Final = (_load_policy, _transports, _between_workers)
+"""Those that need right names and options."""

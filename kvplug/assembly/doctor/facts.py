@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import attrs
+import msgspec
 
 from kvplug.config.config import Role
 from kvplug.config.messages import bad_value, unknown_key
@@ -15,7 +17,7 @@ from kvplug.negotiation.model import ModelInfo
 from kvplug.net.peer_text import peer_text
 from kvplug.net.wire.tensors import DTYPES
 
-_MODEL: Final = tuple(field.name for field in attrs.fields(ModelInfo))
+_MODEL: Final = typing.get_type_hints(ModelInfo)
 _ENGINE: Final = (
     "cache_layers",
     "tensor_parallel_size",
@@ -24,13 +26,10 @@ _ENGINE: Final = (
     "block_size",
     "block_format",
 )
-FACTS: Final = (*_MODEL, *_ENGINE)
-"""Names of the facts that can be stated."""
 MODEL_FACTS: Final = frozenset(_MODEL)
-_NUMBERS: Final = frozenset(
-    {"num_layers", "num_kv_heads", "head_size", "window", "cache_layers", "block_size"}
-    | {"tensor_parallel_size", "tensor_parallel_rank"}
-)
+_TYPES: Final = {**_MODEL, **{name: typing.get_type_hints(EngineFacts)[name] for name in _ENGINE}}
+FACTS: Final = tuple(_TYPES)
+"""Names of the facts that can be stated."""
 _STAND_IN: Final = EngineFacts(
     role=Role.BOTH,
     model=ModelInfo(num_layers=1, num_kv_heads=1, head_size=1, dtype="float32", weights="not stated"),
@@ -57,28 +56,18 @@ def read_facts(given: Iterable[str]) -> dict[str, str | int]:
             faults.append(f"{text!r} was given; expected KEY=VALUE, as in num_layers=32")
         elif key not in FACTS:
             faults.append(unknown_key(key, FACTS))
-        elif key in _NUMBERS and not value.isdecimal():
-            faults.append(bad_value(key, value, "a whole number"))
         elif key == "dtype" and value not in DTYPES:
             faults.append(bad_value(key, value, f"one of {', '.join(DTYPES)}"))
-        elif key == "layout" and (not set(value) <= set("KBTHD") or len(set(value)) != len(value)):
-            faults.append(bad_value(key, value, "some of LKBTHD, once each"))
         else:
-            found[key] = int(value) if key in _NUMBERS else value
+            try:
+                found[key] = msgspec.convert(value, _TYPES[key], strict=False)
+                engine_with({key: found[key]}, Role.BOTH)
+            except msgspec.ValidationError:
+                faults.append(bad_value(key, value, "a whole number"))
+            except ValueError as e:
+                faults.append(bad_value(key, value, f"another one: {e}"))
     if faults:
         raise ConfigError(*faults, source="the facts")
-    return found
-
-
-def facts_from_peer(plain: object) -> dict[str, str | int]:
-    """The facts in a peer's report; malformed ones are left out."""
-    found: dict[str, str | int] = {}
-    for key, value in plain.items() if isinstance(plain, Mapping) else ():
-        if key in FACTS and type(value) in (int, str):
-            try:
-                found.update(read_facts([f"{key}={value}"[:200]]))
-            except ConfigError:
-                continue
     return found
 
 
@@ -108,6 +97,7 @@ def engine_with(facts: Mapping[str, Any], role: Role, like: EngineFacts | None =
 Outcome = Literal["agreed", "converted", "refused", "not compared", "information"]
 
 _UNKNOWN: Final = "unknown"
+_NONE: Final = "none"
 _INFORMATIVE: Final = frozenset(
     {"model.name", "rank", "world_size", "epoch", "host", "pid", "kvplug", "device", "require_authenticated"}
 )
@@ -128,72 +118,52 @@ class Field:
 
 
 def fields_of(
-    local: Hello,
-    remote: Hello,
-    reasons: Collection[str],
-    ours: Collection[str],
-    theirs: Collection[str] | None = None,
-) -> tuple[Field, ...]:
-    """Every field. ``ours``, ``theirs``: the facts that were stated of the two engines, where they do not
-    run; ``None``: that engine runs. Others are unknown."""
+    ours: Mapping[str, str], theirs: Mapping[str, str], reasons: Collection[str]
+) -> Iterator[Field]:
+    """Every field, from the texts of :func:`values_of` of both ends, and the reasons of a refusal."""
     refused = {reason.field for reason in reasons if isinstance(reason, Reason)}
-    yours = dict(_values(remote))
-    found = []
-    for name, mine in _values(local):
-        fact = name.removeprefix("model.")
-        is_ours = name not in _ENGINE_FIELDS or fact in ours or (name == "role" and theirs is None)
-        is_theirs = name not in _ENGINE_FIELDS or theirs is None or fact in theirs
+    for name, mine in ours.items():
+        yours = theirs.get(name, _NONE)
+        is_known = _UNKNOWN not in (mine, yours)
         outcome: Outcome = "agreed"
         if _REFUSED_BY.get(name, name) in refused:
             outcome = "refused"
-        elif name in _CONVERTED and is_ours and is_theirs and mine != yours.get(name):
+        elif name in _CONVERTED and is_known and mine != yours:
             outcome = "converted"
         elif name in _INFORMATIVE:
             outcome = "information"
-        elif not (is_ours and is_theirs):
+        elif not is_known:
             outcome = "not compared"
-        found.append(
-            Field(
-                name=name,
-                ours=_shown(mine) if is_ours else _UNKNOWN,
-                theirs=_shown(yours.get(name)) if is_theirs else _UNKNOWN,
-                outcome=outcome,
-            )
-        )
-    return tuple(found)
+        yield Field(name=name, ours=mine, theirs=yours, outcome=outcome)
+
+
+def values_of(side: Hello, stated: Collection[str] | None = None) -> dict[str, str]:
+    """The fields of a Hello as texts.
+
+    Args:
+        stated: the facts that are known of its engine, where that does not run; ``None``: all.
+    """
+    found: dict[str, Any] = {
+        "kvplug": side.versions.get("kvplug"),
+        "host": side.identity.host,
+        "pid": side.identity.pid,
+        "wire": f"{side.wire[0]}.{side.wire[1]}",
+        "engine": "no engine" if side.engine is None else "an engine",
+    }
+    engine = {} if side.engine is None else attrs.asdict(side.engine, recurse=False)
+    for fact, value in (attrs.asdict(engine.pop("model")) | engine).items() if engine else ():
+        name = f"model.{fact}" if fact in _MODEL and fact != "dtype" else fact
+        found[name] = value if stated is None or fact in stated else _UNKNOWN
+    for name in ("engine_id", "epoch", "device", "integrity", "checksums"):
+        found[name] = getattr(side, name)
+    found["transport"] = side.requested_transport
+    found["transports"] = tuple(offer.name for offer in side.transports if offer.probe.viable)
+    found["require_authenticated"] = side.require_authenticated
+    return {name: _shown(value) for name, value in found.items()}
 
 
 def _shown(value: Any) -> str:
     if value is None or value in ("", ()):
-        return "none"
+        return _NONE
     text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return peer_text(text, _MAX_SHOWN)
-
-
-def _engine_values(engine: EngineFacts) -> Iterator[tuple[str, Any]]:
-    for field in attrs.fields(EngineFacts):
-        if field.name == "model":
-            for fact, value in attrs.asdict(engine.model).items():
-                yield fact if fact == "dtype" else f"model.{fact}", value
-        else:
-            yield field.name, getattr(engine, field.name)
-
-
-_ENGINE_FIELDS: Final = frozenset(name for name, _ in _engine_values(_STAND_IN))
-
-
-def _values(side: Hello) -> Iterator[tuple[str, Any]]:
-    yield "kvplug", side.versions.get("kvplug")
-    yield "host", side.identity.host
-    yield "pid", side.identity.pid
-    yield "wire", f"{side.wire[0]}.{side.wire[1]}"
-    yield "engine", "no engine" if side.engine is None else "an engine"
-    yield from () if side.engine is None else _engine_values(side.engine)
-    yield "engine_id", side.engine_id
-    yield "epoch", side.epoch
-    yield "device", side.device
-    yield "integrity", side.integrity
-    yield "checksums", side.checksums
-    yield "transport", side.requested_transport
-    yield "transports", tuple(offer.name for offer in side.transports if offer.probe.viable)
-    yield "require_authenticated", side.require_authenticated

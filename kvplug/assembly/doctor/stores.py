@@ -13,15 +13,15 @@ from typing import Any, Final, TypeVar
 
 import attrs
 
-from kvplug.assembly.examination.finding import Finding, from_fault, note, ok, problem
-from kvplug.assembly.examination.host import MIB
+from kvplug.assembly.examination.checks import MIB
+from kvplug.assembly.examination.finding import Finding, from_fault, note, ok, problem, text_of
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener
 from kvplug.config.config import Role, directory_of
 from kvplug.config.options import option_fields
 from kvplug.config.units import bytes_in_words
-from kvplug.errors import AuthenticationError, ConfigError, KvplugError, PluginError, TimeoutError
+from kvplug.errors import AuthenticationError, ConfigError, KvplugError, TimeoutError
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 THREAD: Final = "kvplug-doctor"
 """The name of threads that run code of plugins."""
+LATE: Final = "--timeout 60"
+"""What to change where the time was over before all was tried."""
 _PAGE_BYTES: Final = 4096
 _NAMESPACE: Final = b"kvplug doctor"
 _MOST_S: Final = 5.0
@@ -46,9 +48,11 @@ _FREE_NEEDED: Final = 64 * MIB
 _PROMPT_TOKENS: Final = 8192
 _PROMPTS: Final = 2
 """So many of them should fit into a store."""
+_PLACES: Final = ("address", "contact", "master", "endpoint", "path")
+"""Options that say where a store is."""
 
 
-def _attempt(call: Callable[[], T], seconds: float, stop: Callable[[], object]) -> T:
+def _attempt(call: Callable[[], T], seconds: float, stop: Callable[[], object] = lambda: None) -> T:
     """The result of a call that may not return. It is stopped when the time is over.
 
     Raises:
@@ -78,7 +82,7 @@ def of_directory(resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Findi
     if url is None:
         return
     name = directory_of(url) or ""
-    seconds = min(_MOST_S, deadline.remaining() or _MOST_S)
+    seconds = deadline.within(_MOST_S).remaining() or _LEAST_S
 
     def entries() -> int:
         spec = resolved.registry.get(Kind.DIRECTORY, name)
@@ -89,12 +93,12 @@ def of_directory(resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Findi
             directory.close()
 
     try:
-        count = _attempt(entries, seconds + 1.0, lambda: None)
+        count = _attempt(entries, seconds + 1.0)
     except Exception as e:
         yield problem(
             "peers",
             f"the directory {name!r} does not answer",
-            f"{type(e).__name__}: {e}",
+            text_of(e),
             "this engine finds no other engine, and loads nothing from them",
             change="peers: the address of the directory; or start what listens there",
         )
@@ -115,76 +119,77 @@ def of_stores(
     if not resolved.uses_stores or (config.role is Role.CONSUMER and not config.sources.get("stores")):
         return
     for name in config.stores:
-        try:
-            spec = resolved.registry.get(Kind.STORE, name)
-        except PluginError:
+        spec = resolved.registry.find(Kind.STORE, name)
+        if spec is None or not spec.run_probe().viable:
             continue  # a finding of the config
-        if not spec.run_probe().viable:
-            continue  # a finding of the config
-        options = resolved.options_of(spec)
-        path = getattr(options, "path", None)
+        trial = _Trial(resolved=resolved, spec=spec, deadline=deadline, write=write)
+        path = getattr(trial.options, "path", None)
         if not isinstance(path, str) or not path or os.path.isfile(os.path.expanduser(path)):
-            yield from _tried(resolved, spec, deadline, write, token_bytes)
-            continue
-        folder = Path(os.path.abspath(os.path.expanduser(path)))
-        at = next(each for each in (folder, *folder.parents) if each.exists())
-        room = _of_folder(spec, options, folder, at)
-        yield room
-        if room.verdict == "problem":
-            continue
-        with tempfile.TemporaryDirectory(prefix=".kvplug-doctor-", dir=at, ignore_cleanup_errors=True) as own:
-            given = {**config.options.get(spec.name, {}), "path": f"{own}/pages"}
-            other = attrs.evolve(config, options={**config.options, spec.name: given})
-            moved = ResolvedConfig(other, resolved.registry)
-            yield from _tried(moved, spec, deadline, write, token_bytes)
+            yield from trial.run()
+        else:
+            yield from _in_its_folder(trial, Path(os.path.expanduser(path)).absolute())
+        if trial.budget_bytes is not None and token_bytes is not None:
+            yield _beside_a_prompt(spec.name, trial.budget_bytes, _PROMPT_TOKENS * token_bytes)
+
+
+def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
+    what = f"{name}: a prompt of {_PROMPT_TOKENS:,} tokens takes {bytes_in_words(prompt)} of"
+    what += f" {bytes_in_words(budget)}"
+    if budget >= _PROMPTS * prompt:
+        return ok("stores", what)
+    change = f'options.{name}.size = "{-(-_PROMPTS * prompt // MIB)} MiB"    (or more)'
+    return note("stores", what, "longer prompts, or several at once, are not loaded whole", change=change)
 
 
 # -- a folder ------------------------------------------------------------------------------------------
 
 
-def _of_folder(spec: StoreSpec, options: Any, folder: Path, at: Path) -> Finding:
-    """Whether the folder of a store (its option ``path``) can be written, and what is free.
-
-    ``at``: the folder, or the nearest one around it that exists.
-    """
-    line = f"options.{spec.name}.path = ..."
+def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
+    """A store in a folder (its option ``path``): whether that is safe and has room; then the store, opened in
+    a temporary folder there, so that no page of the user's is looked at."""
+    name = trial.spec.name
+    option = f"options.{name}.path"
+    at = next(each for each in (folder, *folder.parents) if each.exists())
     pages = [str(each) for each in folder.glob("*/pages")]  # as the stores "fs" and "nixl" have them
     try:
         for own in (*map(os.path.dirname, pages), *pages):
-            check_private(own, f"options.{spec.name}.path")
+            check_private(own, option)
         if at == folder:
-            check_private(str(folder), f"options.{spec.name}.path", is_given=True)
+            check_private(str(folder), option, is_given=True)
     except (ConfigError, OSError) as e:
-        return problem("stores", f"{spec.name}: the store does not start", str(e), change=line)
-    if fault := _why_not_written(at):
-        why, change = fault
-        what, change = f"{spec.name}: {at} cannot be written", f"{change}    (or {line}, another folder)"
-        return problem("stores", what, why, "pages are not kept there", change=change)
-    room = os.statvfs(at)
-    free, budget = room.f_bavail * room.f_frsize, getattr(options, "size", None)
-    what = f"{spec.name}: {bytes_in_words(free)} are free at {at}"
+        yield problem("stores", f"{name}: the store does not start", str(e), change=f"{option} = ...")
+        return
+    room = _of_room(trial, os.statvfs(at), at)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".kvplug-doctor-", dir=at, ignore_cleanup_errors=True) as own:
+            yield room
+            if room.verdict != "problem":
+                trial.move_to(f"{own}/pages")
+                yield from trial.run()
+    except OSError as e:
+        status, user = os.stat(at), os.geteuid()
+        yield problem(
+            "stores",
+            f"{name}: {at} cannot be written: {e.strerror}",
+            f"this is user {user}; it belongs to user {status.st_uid}, with mode {status.st_mode & 0o777:o}",
+            "pages are not kept there",
+            change=f"chown {user} {at}    (or {option} = ..., another folder; or mount it for writing)",
+        )
+
+
+def _of_room(trial: _Trial, room: os.statvfs_result, at: Path) -> Finding:
+    """What is free at a folder, beside the store's budget."""
+    name, budget = trial.spec.name, getattr(trial.options, "size", None)
+    free = room.f_bavail * room.f_frsize
+    what = f"{name}: {bytes_in_words(free)} are free at {at}"
     if free < _FREE_NEEDED:
-        change = f"{line}    (another folder), or delete what is not needed"
+        change = f"options.{name}.path = ...    (another folder), or delete what is not needed"
         return problem("stores", what, "the disk is full: pages are not kept", change=change)
     if isinstance(budget, int) and budget > room.f_blocks * room.f_frsize:
         why = f"the budget of {bytes_in_words(budget)} is more than the disk has"
-        change = f'options.{spec.name}.size = "{free // 2 // MIB} MiB"'
+        change = f'options.{name}.size = "{free // 2 // MIB} MiB"'
         return note("stores", what, why, change=change)
     return ok("stores", what)
-
-
-def _why_not_written(folder: Path) -> tuple[str, str] | None:
-    """Why no file can be made in the folder, and what to change; ``None``: one can be."""
-    if not folder.is_dir():
-        return "it is not a folder", f"rm {folder}"
-    if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return "its file system is mounted read-only", "mount it for writing, without :ro or readOnly: true"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        status, user = os.stat(folder), os.geteuid()
-        mode = status.st_mode & 0o777
-        why = f"user {user} may not write there: it belongs to user {status.st_uid}, with mode {mode:o}"
-        return why, f"chown {user} {folder}"
-    return None
 
 
 # -- a store -------------------------------------------------------------------------------------------
@@ -202,113 +207,101 @@ class _Warnings(logging.Handler):
             self.lines.append(peer_text(record.getMessage()))
 
 
-def _tried(
-    resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool, token_bytes: int | None
-) -> Iterator[Finding]:
-    left = deadline.remaining()
-    seconds = _MOST_S if left is None else min(_MOST_S, left)
-    if seconds < _LEAST_S:
-        what = f"{spec.name}: it was not tried: the time of the doctor was over"
-        yield note("stores", what, "stores before it, or a busy host, took it", change="--timeout 60")
-        return
-    trial = _Trial(resolved, spec, seconds, write)
-    warnings = _Warnings()
-    logging.getLogger().addHandler(warnings)
-    try:
-        found = _attempt(trial.run, seconds + 1.0, trial.stop)
-    except AuthenticationError as e:
-        found = trial.failed(str(e), change="KVPLUG_SECRET or secret_file: the same at both ends")
-    except ConfigError as e:
-        found = trial.failed(*e.faults, change=from_fault(e.faults[0]).change)
-    except KvplugError as e:
-        found = trial.failed(str(e), change=e.change)
-    except Exception as e:
-        found = trial.failed(f"{type(e).__name__}: {e}")
-    finally:
-        logging.getLogger().removeHandler(warnings)
-    if found.verdict != "ok":
-        found = attrs.evolve(found, why=tuple(dict.fromkeys((*found.why, *warnings.lines))))
-    yield found
-    if found.verdict == "ok" and trial.budget_bytes is not None and token_bytes is not None:
-        yield _beside_a_prompt(spec.name, trial.budget_bytes, _PROMPT_TOKENS * token_bytes)
-
-
-def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
-    what = f"{name}: a prompt of {_PROMPT_TOKENS:,} tokens takes {bytes_in_words(prompt)} of"
-    what += f" {bytes_in_words(budget)}"
-    if budget >= _PROMPTS * prompt:
-        return ok("stores", what)
-    change = f'options.{name}.size = "{-(-_PROMPTS * prompt // MIB)} MiB"    (or more)'
-    return note("stores", what, "longer prompts, or several at once, are not loaded whole", change=change)
-
-
+@attrs.define(kw_only=True)
 class _Trial:
     """One store, opened and used."""
 
-    def __init__(self, resolved: ResolvedConfig, spec: StoreSpec, seconds: float, write: bool) -> None:
-        self._opener = StoreOpener(LinkSettings(resolved=resolved))
-        self._spec = spec
-        self._seconds = seconds
-        self._write = write
-        self._store: Store | None = None
-        self._options = option_fields(cls) if (cls := spec.load_options()) is not None else {}
-        self.budget_bytes: int | None = None
-        """Known when the store has answered."""
+    resolved: ResolvedConfig
+    spec: StoreSpec
+    deadline: Deadline
+    write: bool
+    options: Any = attrs.field(init=False)
+    budget_bytes: int | None = None
+    """Known when the store has answered."""
+    _store: Store | None = None
+    _seconds: float = 0.0
 
-    def stop(self) -> None:
+    def __attrs_post_init__(self) -> None:
+        self.options = self.resolved.options_of(self.spec)
+
+    def move_to(self, path: str) -> None:
+        """Use another value of the store's option ``path``."""
+        config, name = self.resolved.config, self.spec.name
+        tables = {**config.options, name: {**config.options.get(name, {}), "path": path}}
+        self.resolved = ResolvedConfig(attrs.evolve(config, options=tables), self.resolved.registry)
+
+    def run(self) -> Iterator[Finding]:
+        self._seconds = self.deadline.within(_MOST_S).remaining() or 0.0
+        if self._seconds < _LEAST_S:
+            what = f"{self.spec.name}: it was not tried: the time of the doctor was over"
+            yield note("stores", what, "stores before it, or a busy host, took it", change=LATE)
+            return
+        warnings = _Warnings()
+        logging.getLogger().addHandler(warnings)
+        try:
+            found = _attempt(self._open_and_use, self._seconds + 1.0, self._stop)
+        except ConfigError as e:
+            found = self._failed(*e.faults, change=from_fault(e.faults[0]).change)
+        except AuthenticationError as e:
+            found = self._failed(str(e), change="KVPLUG_SECRET or secret_file: the same at both ends")
+        except Exception as e:
+            found = self._failed(text_of(e), change=e.change if isinstance(e, KvplugError) else "")
+        finally:
+            logging.getLogger().removeHandler(warnings)
+        if found.verdict != "ok":
+            found = attrs.evolve(found, why=tuple(dict.fromkeys((*found.why, *warnings.lines))))
+        yield found
+
+    def _stop(self) -> None:
         if self._store is not None:
             self._store.abort()
 
-    def run(self) -> Finding:
-        store = self._store = self._opener.open(self._spec.name)
+    def _open_and_use(self) -> Finding:
+        store = self._store = StoreOpener(LinkSettings(resolved=self.resolved)).open(self.spec.name)
         try:
             return self._use(store)
         finally:
             store.abort()
 
-    def failed(self, *why: str, change: str = "") -> Finding:
-        name = self._spec.name
-        keys = [key for key in ("address", "contact", "master", "endpoint", "path") if key in self._options]
-        where = f"options.{name}.{keys[0]}, or what listens there" if keys else f"[options.{name}]"
-        return problem(
-            "stores",
-            f"{name}: the store does not work",
-            *why,
-            "every load from it is a miss, and nothing is kept in it",
-            change=change or f"{where}    (`kvplug list --options {name}` shows all options)",
+    def _failed(self, *why: str, change: str = "") -> Finding:
+        name = self.spec.name
+        known = () if self.options is None else option_fields(type(self.options))
+        place = next((f"options.{name}.{key}, or what listens there" for key in _PLACES if key in known), "")
+        change = (
+            change or f"{place or f'[options.{name}]'}    (`kvplug list --options {name}` shows all options)"
         )
+        consequence = "every load from it is a miss, and nothing is kept in it"
+        return problem("stores", f"{name}: the store does not work", *why, consequence, change=change)
 
     def _use(self, store: Store) -> Finding:
         series = Series(opaque_format(_PAGE_BYTES), _NAMESPACE, store.seal.id)
         key = series.key_of(secrets.token_bytes(32))
-        pages = PageBuffers.empty(series.format, 1)
+        pages, got = (PageBuffers.empty(series.format, 1) for _ in range(2))
         request = PageRequest(
             series=series, keys=(key,), identities=(_NAMESPACE,), memory=pages, is_use=False
         )
         miss = self._get(store, request)
         if miss not in (None, MissReason.ABSENT):
-            return self.failed(f"a page was asked for, and the answer was {miss.value!r}")
+            return self._failed(f"a page was asked for, and the answer was {miss.value!r}")
         usage = store.usage()
-        self.budget_bytes = usage.budget_bytes
         budget = "no limit of its own" if usage.budget_bytes is None else bytes_in_words(usage.budget_bytes)
-        what = f"{self._spec.name}: it answers; {usage.num_pages} pages, budget {budget}"
-        if not self._write:
-            return ok("stores", what)
-        content = secrets.token_bytes(_PAGE_BYTES)
-        pages.rows().row(0)[:] = content
-        (refused,) = store.submit_put(request, timeout=self._seconds).wait(self._seconds + 1)
-        try:
-            if refused is not None:
-                return self._not_kept(refused, store)
-            got = PageBuffers.empty(series.format, 1)
-            miss = self._get(store, attrs.evolve(request, memory=got))
-            if miss is not None:
-                return self.failed(f"a page was put, and is {miss.value!r} when it is asked for")
-            if bytes(got.rows().row(0)) != content:
-                return self.failed("a page that was put has other bytes when it is got")
-        finally:
-            store.submit_remove((key,), timeout=self._seconds).wait(self._seconds + 1)
-        return ok("stores", f"{what}; a page was put, got and removed")
+        what = f"{self.spec.name}: it answers; {usage.num_pages} pages, budget {budget}"
+        if self.write:
+            content = pages.rows().row(0)[:] = secrets.token_bytes(_PAGE_BYTES)
+            (refused,) = store.submit_put(request, timeout=self._seconds).wait(self._seconds + 1)
+            try:
+                if refused is not None:
+                    return self._not_kept(refused, store)
+                miss = self._get(store, attrs.evolve(request, memory=got))
+                if miss is not None:
+                    return self._failed(f"a page was put, and is {miss.value!r} when it is asked for")
+                if bytes(got.rows().row(0)) != content:
+                    return self._failed("a page that was put has other bytes when it is got")
+            finally:
+                store.submit_remove((key,), timeout=self._seconds).wait(self._seconds + 1)
+            what += "; a page was put, got and removed"
+        self.budget_bytes = usage.budget_bytes
+        return ok("stores", what)
 
     def _get(self, store: Store, request: PageRequest) -> MissReason | None:
         job = store.submit_get(request, timeout=self._seconds)
@@ -318,15 +311,14 @@ class _Trial:
         return miss
 
     def _not_kept(self, reason: PutReason, store: Store) -> Finding:
-        name, usage = self._spec.name, store.usage()
+        name, usage = self.spec.name, store.usage()
         what = f"{name}: a page was not kept: {reason.value}"
         if reason not in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
             return problem("stores", what, change=f"options.{name}: who may write there")
         if usage.budget_bytes is not None and usage.used_bytes + _PAGE_BYTES > usage.budget_bytes:
             why = "its budget is used by pages that may not be evicted"
-            change = f"options.{name}.size = ...    (or delete what is not needed)"
-        else:
-            why = "what is behind it is full, such as a server or a disk"
-            change = "a higher limit there: raise maxmemory of a Redis server"
-            change += f"; or lower options.{name}.size" if "size" in self._options else ""
-        return problem("stores", what, why, change=change)
+            return problem("stores", what, why, change=f"options.{name}.size = ...    (or delete some)")
+        change = "a higher limit there: raise maxmemory of a Redis server"
+        if hasattr(self.options, "size"):
+            change += f"; or lower options.{name}.size"
+        return problem("stores", what, "what is behind it is full, such as a server or a disk", change=change)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal
 
 import attrs
 
 from kvplug.config.messages import Fault
-from kvplug.errors import Reason
-from kvplug.net.peer_text import peer_text
+from kvplug.errors import KvplugError, Reason, ResourceExhaustedError
 
 Verdict = Literal["ok", "note", "problem"]
 
-_MAX_FINDINGS: Final = 64
-_MAX_REASONS: Final = 16
-_MAX_CHARACTERS: Final = 400
-"""Bounds of what is taken from a peer: findings, reasons of one finding, characters of a text."""
+LINE_FOR_RESOURCE: Final = {
+    "descriptors": "ulimit -n 65536",
+    "threads": "ulimit -u unlimited    (or a higher pids.max of the container)",
+    "memory": "ulimit -v unlimited    (or more memory for the container)",
+    "space": "ulimit -f unlimited, or room on the file system",
+}
+"""The command that raises the limit of a resource that has run out."""
 
 
 @attrs.frozen(kw_only=True)
@@ -34,10 +35,6 @@ class Finding:
     """A line of the config, an option of an engine, or a command; empty where nothing must be changed."""
     at: Literal["here", "peer"] = "here"
 
-    def to_plain(self) -> dict[str, Any]:
-        """Plain values, for the wire and for JSON."""
-        return {**attrs.asdict(self), "why": list(self.why)}
-
 
 def ok(topic: str, what: str, *why: str) -> Finding:
     return Finding(topic=topic, verdict="ok", what=what, why=why)
@@ -49,6 +46,18 @@ def note(topic: str, what: str, *why: str, change: str = "") -> Finding:
 
 def problem(topic: str, what: str, *why: str, change: str = "") -> Finding:
     return Finding(topic=topic, verdict="problem", what=what, why=why, change=change)
+
+
+def text_of(error: Exception) -> str:
+    """The text of an error, which only kvplug's own are known to make clear without their class."""
+    return str(error) if isinstance(error, KvplugError) else f"{type(error).__name__}: {error}"
+
+
+def from_error(topic: str, error: Exception, change: str, what: str = "") -> Finding:
+    """The problem that an error is. ``what`` begins its text."""
+    if isinstance(error, ResourceExhaustedError):
+        topic, change = error.resource, LINE_FOR_RESOURCE.get(error.resource, change)
+    return problem(topic, f"{what}{text_of(error)}", change=change)
 
 
 def from_fault(text: str) -> Finding:
@@ -72,36 +81,3 @@ def from_reasons(reasons: tuple[str, ...], peer: str) -> tuple[Finding, ...]:
             what = f"refused with {peer}: {reason.what}"
             found.append(problem(reason.field, what, change=reason.change))
     return tuple(found)
-
-
-def from_peer(plain: object) -> tuple[Finding, ...]:
-    """The findings in a peer's report, as text that a terminal can show; malformed ones are left out."""
-    found = []
-    for each in plain[:_MAX_FINDINGS] if isinstance(plain, list) else ():
-        if isinstance(each, Mapping) and peer_text(each.get("verdict")) in get_args(Verdict):
-            why = each.get("why")
-            found.append(
-                Finding(
-                    topic=peer_text(each.get("topic"), 40),
-                    verdict=each["verdict"],
-                    what=peer_text(each.get("what"), _MAX_CHARACTERS),
-                    why=tuple(
-                        peer_text(reason, _MAX_CHARACTERS)
-                        for reason in (why[:_MAX_REASONS] if isinstance(why, list) else ())
-                    ),
-                    change=peer_text(each.get("change"), _MAX_CHARACTERS),
-                    at="peer",
-                )
-            )
-    return tuple(found)
-
-
-def line_for_resource(resource: str) -> str:
-    """The command that raises the limit of a resource that has run out."""
-    lines = {
-        "descriptors": "ulimit -n 65536",
-        "threads": "ulimit -u unlimited    (or a higher pids.max of the container)",
-        "memory": "ulimit -v unlimited    (or more memory for the container)",
-        "space": "ulimit -f unlimited, or room on the file system",
-    }
-    return lines.get(resource, "ulimit -a    (shows the limits of a shell)")

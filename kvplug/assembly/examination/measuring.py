@@ -1,7 +1,7 @@
 """The rate of an agreed pipe, measured in at most a second with at most 64 MiB, and judged.
 
 The end that dialled requests one message after the other over the channel, and takes the time from the
-request until the message is whole. The other end sends them, and refuses sizes beyond its own limits.
+request until the message is whole. The sizes of the messages are fixed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 
 from kvplug.assembly.examination.finding import Finding, note, ok, problem
 from kvplug.assembly.links import ControlLink
-from kvplug.errors import TimeoutError, UnsupportedError, WireError
+from kvplug.errors import TimeoutError, UnsupportedError
 from kvplug.metrics.rate import host_load
 from kvplug.net.deadline import Deadline
 from kvplug.net.fork import free_locks_after_fork
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LABEL: Final = "doctor"
-MESSAGE_BYTES: Final = 4 << 20
-MOST_BYTES: Final = 64 << 20
-"""In all messages of one examination."""
-_FIRST_BYTES: Final = 1 << 20
-"""Of the first message, which is not counted: pages are touched and buffers made during it."""
+_SIZES: Final = (1 << 20, *(4 << 20,) * 16)
+"""Of the messages. Pages are touched and buffers made during the first one."""
+_NEXT: Final = {"send": "the next message"}
 _MOST_S: Final = 1.0
 _CLOSE_S: Final = 1.0
 _SLOW: Final = 10.0
@@ -76,18 +74,11 @@ def serve_measuring(link: ControlLink, device: str, deadline: Deadline) -> None:
 
     Raises what opening a pipe, and sending, raise.
     """
-    content = _bytes_on(device, MESSAGE_BYTES)
+    content = _bytes_on(device, max(_SIZES))
     pipe = link.open_pipe(LABEL, device=device, timeout=deadline.remaining())
     try:
-        left = MOST_BYTES + _FIRST_BYTES
-        while True:
-            asked = link.channel.recv(timeout=deadline.remaining())
-            nbytes = asked.get("send") if isinstance(asked, dict) else None
-            if nbytes == 0:
-                break
-            if type(nbytes) is not int or not 0 < nbytes <= min(MESSAGE_BYTES, left):
-                raise WireError(f"{link.channel.peer} asked for a message of another size than was allowed")
-            left -= nbytes
+        sizes = iter(_SIZES)
+        while link.channel.recv(timeout=deadline.remaining()) == _NEXT and (nbytes := next(sizes, 0)):
             pipe.send_tensor(content[:nbytes], timeout=deadline.remaining())
         pipe.close(timeout=_CLOSE_S)
     finally:
@@ -101,12 +92,12 @@ def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: D
         TimeoutError: not even the first message came in time.
         KvplugError: what opening a pipe, and receiving, raise.
     """
-    into = _bytes_on(device, MESSAGE_BYTES)
+    into = _bytes_on(device, max(_SIZES))
     pipe = link.open_pipe(LABEL, device=device, timeout=deadline.remaining())
 
     def one(nbytes: int) -> float:
         began = time.perf_counter()
-        link.channel.send({"send": nbytes}, timeout=deadline.remaining())
+        link.channel.send(_NEXT, timeout=deadline.remaining())
         pipe.recv_tensor(into[:nbytes], timeout=deadline.remaining())
         if into.is_cuda:
             import torch
@@ -115,18 +106,16 @@ def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: D
         return nbytes / (time.perf_counter() - began) / 1e9
 
     try:
-        total, until = 0, time.monotonic() + _MOST_S
-        best = one(_FIRST_BYTES)
-        while time.monotonic() < until and total < MOST_BYTES:
-            best = max(best, one(MESSAGE_BYTES))
-            total += MESSAGE_BYTES
-        link.channel.send({"send": 0}, timeout=deadline.remaining())
+        until, rates = time.monotonic() + _MOST_S, [one(_SIZES[0])]
+        while len(rates) < len(_SIZES) and time.monotonic() < until:
+            rates.append(one(_SIZES[len(rates)]))
+        link.channel.send({"send": "nothing"}, timeout=deadline.remaining())
         return Measured(
             transport=link.agreement.transports[device.partition(":")[0]].chosen,
             device=device,
-            gb_per_s=best,
+            gb_per_s=max(rates),
             claimed_gb_per_s=claimed_gb_per_s,
-            num_bytes=total + _FIRST_BYTES,
+            num_bytes=sum(_SIZES[: len(rates)]),
             route=pipe.route,
         )
     finally:

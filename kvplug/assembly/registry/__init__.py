@@ -1,10 +1,9 @@
 """Plugins: discovered, loaded one by one, and resolved by name. A broken plugin does not affect others."""
 
-from kvplug.assembly.registry.registry import PluginInfo, PluginStatus, Registry, advice
+from kvplug.assembly.registry.registry import PluginInfo, PluginStatus, Registry
 
 __all__ = [
     "PluginInfo",
     "PluginStatus",
     "Registry",
-    "advice",
 ]

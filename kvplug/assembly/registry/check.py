@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvplug.assembly.making import made
@@ -31,10 +31,14 @@ NAMED: Mapping[str, Kind] = {"stores": Kind.STORE, "sinks": Kind.SINK}
 CHECKED = ("peers", "integrity", "role", "thread_cpus")
 """Other keys of a config that only the plugins, or this host, can judge."""
 
+_DEFAULT_CONNECTOR = option_fields(Config)["connector"].default
 
-def name_faults(
-    registry: Registry, names: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]
-) -> tuple[str, ...]:
+
+Tables = Mapping[str, Mapping[str, Any]]
+"""The tables of options in a config, by name."""
+
+
+def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -> tuple[str, ...]:
     """The faults of the names in a config, and of every table of options in it.
 
     ``names`` holds the keys of :data:`CHOSEN`, :data:`NAMED` and :data:`CHECKED`, as far as their form is
@@ -59,15 +63,14 @@ def name_faults(
             if isinstance(spec, TransportSpec) and spec.wraps:
                 faults += _inner_faults(registry, spec, options)
     for peer in names.get("peers", ()):
-        directory = directory_of(peer)
-        if directory is None:
-            continue
-        try:
-            faults += _directory_faults(registry, registry.get(Kind.DIRECTORY, directory), peer, options)
-        except PluginError as e:
-            faults.append(Fault(f"peers: {e}", key="peers", line=e.change))
-    faults += _missing_stores(registry, names)
-    faults += _unused_buffer(registry, names)
+        if (directory := directory_of(peer)) is not None:
+            try:
+                faults += _directory_faults(registry, registry.get(Kind.DIRECTORY, directory), peer, options)
+            except PluginError as e:
+                faults.append(Fault(f"peers: {e}", key="peers", line=e.change))
+    connector = registry.find(Kind.CONNECTOR, names.get("connector", _DEFAULT_CONNECTOR))
+    if connector is not None:
+        faults += _connector_faults(registry, connector, names)
     if fault := missing_cpus(names.get("thread_cpus", "all")):
         faults.append(fault)
     integrity = names.get("integrity", "auto")
@@ -76,14 +79,17 @@ def name_faults(
         faults.append(
             f"integrity: {shown(integrity)} was given; {allowed}{did_you_mean(integrity, checksum.NAMES)}"
         )
+    able = [spec for _, spec in registry if not isinstance(spec, CommandSpec)]
     for name in options:
-        faults += _table_faults(registry, name, options)
+        specs = [spec for spec in able if spec.name == name]
+        faults += (fault for spec in specs for fault in _spec_faults(registry, spec, options))
+        if not specs:
+            hint = did_you_mean(name, {spec.name for spec in able})
+            faults.append(f"options.{name}: nothing of that name is installed{hint}")
     return tuple(dict.fromkeys(faults))  # things of one name may share a class of options, and its faults
 
 
-def _directory_faults(
-    registry: Registry, spec: Any, url: str, options: Mapping[str, Mapping[str, Any]]
-) -> tuple[str, ...]:
+def _directory_faults(registry: Registry, spec: Any, url: str, options: Tables) -> tuple[str, ...]:
     """The faults of a directory's options, else of its URL, which its factory checks without connecting.
 
     Raises:
@@ -102,49 +108,26 @@ def _directory_faults(
     return ()
 
 
-def _missing_stores(registry: Registry, names: Mapping[str, Any]) -> list[str]:
-    """The fault of a config without a store where the connector saves into one."""
-    if names.get("stores", True) or names.get("role") not in (Role.PRODUCER, Role.BOTH):
-        return []
-    try:
-        connector = registry.get(
-            Kind.CONNECTOR, names.get("connector", option_fields(Config)["connector"].default)
+def _connector_faults(
+    registry: Registry, connector: ConnectorSpec, names: Mapping[str, Any]
+) -> Iterator[str]:
+    """The faults of a config without a store where the connector saves into one, or with a lookup buffer that
+    its connector does not use."""
+    saves = connector.moves_pages and names.get("role") in (Role.PRODUCER, Role.BOTH)
+    if saves and not names.get("stores", True):
+        yield f"stores: nothing was given; {connector.name!r} saves into a store, such as 'host'"
+    buffer = names.get("lookup_buffer", "auto")
+    is_unused = "connector" in names and not connector.uses_lookup_buffer
+    if is_unused and registry.find(Kind.LOOKUP_BUFFER, buffer) is not None:
+        able = [spec.name for spec in registry.specs(Kind.CONNECTOR) if spec.uses_lookup_buffer]
+        hint = f"; {listed(map(repr, able))} does" if able else ""
+        yield (
+            f"lookup_buffer: {buffer!r} was given, and the connector {connector.name!r} uses no lookup buffer"
+            f"{hint}"
         )
-    except PluginError:
-        return []  # a fault of its name
-    if not connector.moves_pages:
-        return []
-    return [f"stores: nothing was given; {connector.name!r} saves into a store, such as 'host'"]
 
 
-def _unused_buffer(registry: Registry, names: Mapping[str, Any]) -> list[str]:
-    """The fault of a config that names a lookup buffer, and a connector that uses none."""
-    name, connector = names.get("lookup_buffer", "auto"), names.get("connector")
-    if name == "auto" or connector is None:
-        return []
-    try:
-        registry.get(Kind.LOOKUP_BUFFER, name)
-        spec = registry.get(Kind.CONNECTOR, connector)
-    except PluginError:
-        return []  # a fault of its name
-    if spec.uses_lookup_buffer:
-        return []
-    able = [each.name for _, each in registry if isinstance(each, ConnectorSpec) and each.uses_lookup_buffer]
-    hint = f"; {listed(map(repr, sorted(able)))} does" if able else ""
-    return [f"lookup_buffer: {name!r} was given, and the connector {spec.name!r} uses no lookup buffer{hint}"]
-
-
-def _table_faults(registry: Registry, name: str, options: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The faults of ``[options.<name>]``, for every spec of that name."""
-    able = [spec for _, spec in registry if not isinstance(spec, CommandSpec)]
-    specs = [spec for spec in able if spec.name == name]
-    if not specs:
-        hint = did_you_mean(name, {spec.name for spec in able})
-        return [f"options.{name}: nothing of that name is installed{hint}"]
-    return [fault for spec in specs for fault in _spec_faults(registry, spec, options)]
-
-
-def options_of(registry: Registry, spec: Any, options: Mapping[str, Mapping[str, Any]]) -> Any:
+def options_of(registry: Registry, spec: Any, options: Tables) -> Any:
     """An instance of the spec's options class, filled from ``[options.<name>]``; ``None``: it takes none.
 
     A pipe and a connector may have the same name; each has its own options, in one table.
@@ -153,12 +136,10 @@ def options_of(registry: Registry, spec: Any, options: Mapping[str, Mapping[str,
         ConfigError: with every fault of these options.
         PluginError: the class of the options does not load.
     """
-    others = [
-        other
-        for _, other in registry
-        if other.name == spec.name and other != spec and not isinstance(other, CommandSpec)
-    ]
-    theirs = {key for other in others for key in _keys(other)}
+    theirs: set[str] = set()
+    for _, other in registry:
+        if other.name == spec.name and other != spec:
+            theirs |= _keys(other)
     if theirs:
         theirs -= _keys(spec)
     given = {key: value for key, value in options.get(spec.name, {}).items() if key not in theirs}
@@ -172,13 +153,13 @@ def options_of(registry: Registry, spec: Any, options: Mapping[str, Mapping[str,
 
 def _keys(spec: Any) -> set[str]:
     try:
-        cls = spec.load_options()
+        cls = None if isinstance(spec, CommandSpec) else spec.load_options()
     except PluginError:
         return set()  # a fault of its own, which is reported there
     return set() if cls is None else set(option_fields(cls))
 
 
-def _spec_faults(registry: Registry, spec: Any, options: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+def _spec_faults(registry: Registry, spec: Any, options: Tables) -> tuple[str, ...]:
     try:
         options_of(registry, spec, options)
     except ConfigError as e:
@@ -188,9 +169,7 @@ def _spec_faults(registry: Registry, spec: Any, options: Mapping[str, Mapping[st
     return ()
 
 
-def _inner_faults(
-    registry: Registry, spec: TransportSpec, options: Mapping[str, Mapping[str, Any]]
-) -> tuple[str, ...]:
+def _inner_faults(registry: Registry, spec: TransportSpec, options: Tables) -> tuple[str, ...]:
     """The faults of the inner transport's name."""
     try:
         name = str(getattr(options_of(registry, spec, options), "inner", "auto"))

@@ -7,7 +7,6 @@ No plugin is imported here, not even its package.
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -16,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.machinery import PathFinder
 from typing import Any
 
 import attrs
@@ -179,16 +179,17 @@ def _assigned(node: ast.stmt) -> ast.expr | None:
 
 def _source(module: str) -> str:
     """The source of a module, found through the search paths of its packages, without importing them."""
-    name, *rest = module.split(".")
+    name, path, spec = "", None, None
     try:
-        spec = importlib.util.find_spec(name)
-        for part in rest:
-            if spec is None or spec.submodule_search_locations is None:
+        for part in module.split("."):
+            if name and path is None:
                 raise PluginLoadError(
                     f"there is no module {module}: {name} is not a package that is installed"
                 )
-            name = f"{name}.{part}"
-            spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+            name = f"{name}.{part}" if name else part
+            # The finders of editable installations know whole packages.
+            spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
+            path = None if spec is None else spec.submodule_search_locations
         if spec is None:
             raise PluginLoadError(f"there is no module {name}, which the entry point names")
         read = getattr(spec.loader, "get_source", None)

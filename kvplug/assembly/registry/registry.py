@@ -10,14 +10,14 @@ import importlib
 import logging
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, overload
 
 import attrs
 import pluggy
 
-from kvplug.assembly.registry.advice import PACKAGES, how_to_install, misspelt_groups
 from kvplug.assembly.registry.discovery import DiscoveredPlugin, check_api, discover, normalised
+from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.config.messages import did_you_mean, nearest, shown
 from kvplug.errors import (
     AmbiguousNameError,
@@ -155,7 +155,7 @@ class Registry:
             for spec in plugin.specs:
                 yield plugin, spec
 
-    def specs(self, kind: Kind) -> tuple[Spec, ...]:
+    def specs(self, kind: Kind) -> tuple[Any, ...]:
         """What is offered of a kind, sorted by name, without names that have two owners."""
         every = sorted(self._owned.items(), key=lambda item: item[0])
         return tuple(owners[0][1] for (of, _), owners in every if of is kind and len(owners) == 1)
@@ -168,10 +168,6 @@ class Registry:
     def failures(self) -> tuple[str, ...]:
         """One line for each of them."""
         return tuple(f"{plugin.label}: {plugin.reason}" for plugin in self.failed)
-
-    def transports(self, kind: Kind) -> tuple[TransportSpec, ...]:
-        """:meth:`specs` of a kind of transport."""
-        return tuple(spec for spec in self.specs(kind) if isinstance(spec, TransportSpec))
 
     def owners(self, kind: Kind, name: str) -> tuple[PluginInfo, ...]:
         """The plugins that offer ``name``, which may be ``distribution:name``."""
@@ -205,6 +201,11 @@ class Registry:
         if len(offers) == 1:
             return offers[0][1]
         raise self._ambiguous(kind, name, offers) if offers else self._unknown(kind, name)
+
+    def find(self, kind: Kind, name: str) -> Any:
+        """The same; ``None`` where :meth:`get` would raise."""
+        offers = self._offers(kind, name)
+        return offers[0][1] if len(offers) == 1 else None
 
     # -- plugins --------------------------------------------------------------------------------
 
@@ -280,12 +281,8 @@ class Registry:
         )
 
     def _unknown(self, kind: Kind, name: str) -> UnknownNameError:
-        word = _CALLED.get(kind, str(kind))
-        known = sorted({bare for (of, bare) in self._owned if of is kind})
-        hint = did_you_mean(name.rpartition(":")[2], known)
-        lines = [f"no {word} named {name!r}{hint}"]
-        lines.append(f"known: {', '.join(known)}" if known else f"no plugin that is loaded offers a {word}")
-        text = "\n  ".join([*lines, *advice(self, name, kind, is_near=bool(hint))])
+        known = (bare for (of, bare) in self._owned if of is kind)
+        text = self.about_unknown(f"no {_CALLED.get(kind, kind)} named", name, known, kind)
         change = self._change_for(kind, name)
         if kind is Kind.CONNECTOR:
             return UnknownConnectorError(text, change=change)
@@ -303,47 +300,65 @@ class Registry:
             return f"the plugin {owner.name}: take it out of KVPLUG_DISABLE_PLUGINS"
         return f"pip install --upgrade {package}    (`kvplug list` says why it does not load)"
 
+    def about_unknown(self, what: str, name: str, known: Iterable[str], kind: Kind | None = None) -> str:
+        """The message about a name that nothing installed offers: the nearest name and all that are known,
+        packages of kvplug's own project that offer it, plugins that did not load, and how a plugin is found.
 
-def advice(
-    registry: Registry, name: str, kind: Kind | None = None, *, is_near: bool = False
-) -> tuple[str, ...]:
-    """Lines of the message about a name that nothing installed offers: packages to install, plugins that did
-    not load, and why a plugin may not be found.
-
-    Args:
-        kind: what is meant; default: any.
-        is_near: whether the message names a similar name; the general hint is left out then.
-    """
-    missing = how_to_install(name, (plugin.distribution for plugin in registry.plugins), kind)
-    general = (
-        f"a plugin is found by its entry point in the group {hookspecs.PROJECT!r};"
-        " after a change of its pyproject.toml it must be installed again"
-    )
-    hints = misspelt_groups() if is_near or missing else (general, *misspelt_groups())
-    return (*missing, *registry.failures(), *hints)
+        Args:
+            what: what the message begins with: "no command named".
+            name: may be ``distribution:name``.
+            kind: what is meant; default: any.
+        """
+        distribution, _, bare = name.rpartition(":")
+        known = sorted({*known})
+        there = {normalised(plugin.distribution) for plugin in self._plugins}
+        kinds = PACKAGES if kind is None else [kind]
+        packages = dict.fromkeys(PACKAGES[each][bare] for each in kinds if bare in PACKAGES.get(each, {}))
+        missing = [
+            f"not installed: pip install {package}"
+            for package in packages
+            if package not in there and normalised(distribution) in ("", package)
+        ]
+        hint = did_you_mean(bare, known)
+        how = (
+            f"a plugin is found by its entry point in the group {hookspecs.PROJECT!r};"
+            " after a change of its pyproject.toml it must be installed again"
+        )
+        return "\n  ".join(
+            [
+                f"{what} {name!r}{hint}",
+                f"known: {', '.join(known) or 'none'}",
+                *missing,
+                *self.failures(),
+                *(() if hint or missing else (how,)),
+            ]
+        )
 
 
 def _offers_of(manager: pluggy.PluginManager, plugin: object) -> list[Spec]:
     """The results of the hooks of a plugin that is registered with ``manager``, each called alone.
 
     Raises:
-        PluginLoadError: a hook is unknown, not marked, a wrapper, returns something else, or there is none.
+        PluginLoadError: a hook is unknown, not marked, returns something else, or there is none.
     """
-    callers = [caller for caller in manager.get_hookcallers(plugin) or [] if not _may_be_unknown(caller)]
+    specs: list[Spec] = []
+    callers = manager.get_hookcallers(plugin) or []
     for caller in callers:
-        if caller.name not in hookspecs.OFFERED:
-            raise PluginLoadError(f"no hook is called {caller.name}{_meant(caller.name)} there are {_HOOKS}")
+        for implementation in caller.get_hookimpls():
+            if implementation.plugin is not plugin:
+                continue
+            if caller.name in hookspecs.OFFERED:
+                specs += _offered(caller.name, implementation.function())
+            elif not implementation.optionalhook:  # else it is of a later kvplug
+                raise PluginLoadError(
+                    f"no hook is called {caller.name}{_meant(caller.name)} there are {_HOOKS}"
+                )
     _check_marked(plugin)
     if not callers:
         raise PluginLoadError(
             f"implements no hook; there are {_HOOKS}, marked with kvplug.transport.hookimpl"
         )
-    return [spec for caller in callers for spec in _offered(caller, plugin)]
-
-
-def _may_be_unknown(caller: pluggy.HookCaller) -> bool:
-    """Whether the hook is of a later kvplug, and marked as optional for earlier ones (``optionalhook``)."""
-    return caller.name not in hookspecs.OFFERED and all(each.optionalhook for each in caller.get_hookimpls())
+    return specs
 
 
 def _meant(name: str) -> str:
@@ -362,24 +377,15 @@ def _check_marked(plugin: object) -> None:
                 )
 
 
-def _offered(caller: pluggy.HookCaller, plugin: object) -> list[Spec]:
-    wanted = hookspecs.OFFERED[caller.name]
-    specs: list[Spec] = []
-    for implementation in caller.get_hookimpls():
-        if implementation.plugin is not plugin:
-            continue
-        if implementation.hookwrapper or implementation.wrapper:
-            raise PluginLoadError(f"{caller.name} is a wrapper; hooks of kvplug only collect")
-        offered: Any = implementation.function()
-        if not isinstance(offered, (list, tuple)):
-            raise PluginLoadError(f"{caller.name} returned {shown(offered)}, not a list of {wanted.__name__}")
-        for each in offered:
-            if not isinstance(each, wanted):
-                raise PluginLoadError(
-                    f"{caller.name} returned {shown(each)} in its list, not a {wanted.__name__}"
-                )
-            specs.append(each)  # type: ignore[arg-type]
-    return specs
+def _offered(hook: str, offered: Any) -> list[Spec]:
+    """What a hook returned. Raises PluginLoadError: it is something else."""
+    wanted = hookspecs.OFFERED[hook]
+    if not isinstance(offered, (list, tuple)):
+        raise PluginLoadError(f"{hook} returned {shown(offered)}, not a list of {wanted.__name__}")
+    for each in offered:
+        if not isinstance(each, wanted):
+            raise PluginLoadError(f"{hook} returned {shown(each)} in its list, not a {wanted.__name__}")
+    return list(offered)
 
 
 def _check_once(specs: list[Spec]) -> None:

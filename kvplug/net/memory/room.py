@@ -53,8 +53,8 @@ def machine_memory() -> int:
 def free_memory() -> int:
     """The bytes of :func:`machine_memory` that are free now, or are taken by files that can be read again."""
     found = [machine_memory()]
-    with contextlib.suppress(OSError):
-        found += (1024 * number for name, number in _numbers_in(_MEMINFO) if name == "MemAvailable:")
+    if (available := meminfo().get("MemAvailable:")) is not None:
+        found.append(1024 * available)
     for group, version in _groups():
         limits = [*_limit_in(group / _LIMIT[version])]
         used = [*_limit_in(group / _USED[version])]
@@ -64,6 +64,14 @@ def free_memory() -> int:
                 files = dict(_numbers_in(group / "memory.stat")).get(_FILES[version], 0)
             found.append(limits[0] - max(0, used[0] - files))
     return max(0, min(found))
+
+
+def meminfo() -> dict[str, int]:
+    """The numbers in ``/proc/meminfo`` by name, each with its colon: kilobytes, or pages. Empty: it cannot be
+    read."""
+    with contextlib.suppress(OSError):
+        return dict(_numbers_in(_MEMINFO))
+    return {}
 
 
 class MessageLimit:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug.assembly.registry import Registry, advice
+from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config.config import Config
-from kvplug.config.messages import did_you_mean, listed
+from kvplug.config.messages import listed
 from kvplug.errors import PluginLoadError, UnknownTransportError
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import TRANSPORTS, Kind, TransportSpec
@@ -73,7 +73,7 @@ def transports(
 
 def _named(registry: Registry, names: Sequence[str]) -> list[tuple[Kind, str]]:
     if not names:
-        every = [spec for kind in _KEYS for spec in registry.transports(kind)]
+        every = [spec for kind in _KEYS for spec in registry.specs(kind)]
         return [(spec.kind, spec.name) for spec in every if spec.auto and not spec.wraps]
     found: list[tuple[Kind, str]] = []
     for name in names:
@@ -95,10 +95,8 @@ def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTra
         return UnknownTransportError(
             f"{what} is named {name!r}, which is a {other[0].replace('_', ' ')}{end}"
         )
-    known = sorted({spec.name for kind in kinds for spec in registry.transports(kind)})
-    hint = did_you_mean(name.rpartition(":")[2], known)
-    lines = [f"{what} is named {name!r}{hint}", f"known: {', '.join(known) or 'none'}"]
-    return UnknownTransportError("\n  ".join([*lines, *advice(registry, name, is_near=bool(hint))]))
+    known = (spec.name for kind in kinds for spec in registry.specs(kind))
+    return UnknownTransportError(registry.about_unknown(f"{what} is named", name, known))
 
 
 def _against(spec: TransportSpec, resolved: ResolvedConfig, device: str) -> str:

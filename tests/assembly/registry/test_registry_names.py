@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 from kvplug import ConfigError, Registry
-from kvplug.assembly.registry.advice import PACKAGES
 from kvplug.assembly.registry.check import name_faults, options_of
+from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError, UnknownTransportError
 from kvplug.transport import TransportSpec, hookimpl
@@ -104,7 +104,7 @@ def test_a_name_belongs_to_its_kind_and_every_kind_is_collected() -> None:
     }
     registry = filled(all=[*specs.values()])
     assert {kind: registry.get(kind, "shm") for kind in specs} == specs
-    assert registry.transports(Kind.PIPE) == (specs[Kind.PIPE],)
+    assert registry.specs(Kind.PIPE) == (specs[Kind.PIPE],)
     assert len(registry.plugins[0].specs) == 5
     with pytest.raises(UnknownTransportError):
         registry.get(Kind.COMMUNICATOR, "shm")
@@ -117,7 +117,7 @@ def test_a_second_owner_of_a_name_is_refused_whole() -> None:
     text = str(caught.value)
     assert "kvplug-a 1.0 (plugin a) and kvplug-b 1.0 (plugin b)" in text
     assert "say kvplug-a:cpu or kvplug-b:cpu" in text
-    assert [spec.name for spec in registry.transports(Kind.PIPE)] == ["own"]
+    assert [spec.name for spec in registry.specs(Kind.PIPE)] == ["own"]
 
 
 def test_the_full_name_chooses_between_two_owners_and_may_name_the_only_one() -> None:
@@ -138,7 +138,7 @@ def test_a_plugin_that_is_refused_leaves_nothing_behind() -> None:
             registry.register(bad, name="bad")
     with pytest.raises(PluginLoadError, match="implements no hook"):
         registry.register(SimpleNamespace(), name="nothing")
-    assert registry.plugins == registry.transports(Kind.PIPE) == ()
+    assert registry.plugins == registry.specs(Kind.PIPE) == ()
 
 
 # -- faults of names and options, all at once ------------------------------------------------------

@@ -99,7 +99,7 @@ def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
         return [(Kind(word), name)]
     kinds = [kind for kind in TRANSPORTS if registry.owners(kind, given)]
     if not kinds:
-        names = {spec.name for kind in TRANSPORTS for spec in registry.transports(kind)}
+        names = {spec.name for kind in TRANSPORTS for spec in registry.specs(kind)}
         hint = did_you_mean(given, names) or f"; there are: {', '.join(sorted(names))}"
         raise UnknownTransportError(f"no transport {given!r} is installed{hint}")
     return [(kind, given) for kind in kinds]

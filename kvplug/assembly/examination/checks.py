@@ -1,0 +1,135 @@
+"""What is wrong with a host, or between two hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvplug.assembly.examination.finding import LINE_FOR_RESOURCE, Finding, note, ok, problem
+from kvplug.assembly.host import SHARED_MEMORY, HostFacts
+from kvplug.config.config import Config
+from kvplug.config.units import bytes_in_words
+
+MIB: Final = 1 << 20
+_SHM_NEEDED: Final = 16 * MIB
+_SHM_USUAL: Final = 1024 * MIB
+_DESCRIPTORS_NEEDED: Final = 64
+_DESCRIPTORS_USUAL: Final = 1024
+_LOCKED_USUAL: Final = 64 * MIB
+_CLOCK_S: Final = 5.0
+
+
+def of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
+    """What a process with these limits can do, one finding for each of them."""
+    yield _descriptors(facts)
+    yield _shm(facts)
+    yield _locked(facts)
+    if facts.file_bytes is not None and facts.file_bytes < config.buffer_size:
+        limit = bytes_in_words(facts.file_bytes)
+        yield problem(
+            "files",
+            f"no file, and no segment of shared memory, can be larger than {limit}",
+            "it is the limit RLIMIT_FSIZE of this process, and cuts off segments and pages",
+            change="ulimit -f unlimited",
+        )
+
+
+def _descriptors(facts: HostFacts) -> Finding:
+    limit, used = facts.descriptors, facts.descriptors_used or 0
+    what = f"{'unlimited' if limit is None else limit} may be open, {used} are"
+    if limit is None or limit >= max(_DESCRIPTORS_USUAL, used + _DESCRIPTORS_NEEDED):
+        return ok("descriptors", what)
+    why = "each peer takes up to ten, each pipe up to six, and an engine itself some hundreds"
+    make = problem if limit - used < _DESCRIPTORS_NEEDED else note
+    return make("descriptors", what, why, change=LINE_FOR_RESOURCE["descriptors"])
+
+
+def _shm(facts: HostFacts) -> Finding:
+    total, free = facts.shm_bytes, facts.shm_free_bytes
+    change = "docker run --shm-size=8g    (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
+    if total is None or free is None:
+        why = "engines, NCCL and UCX use it; kvplug's own shared memory does not"
+        return note(SHARED_MEMORY, "it does not exist here", why, change=change)
+    what = f"{bytes_in_words(free)} of {bytes_in_words(total)} are free"
+    if free < _SHM_NEEDED:
+        why = "NCCL, UCX and the workers of an engine fail, or take a slower way, without room in it"
+        return problem(SHARED_MEMORY, what, why, change=change)
+    if total < _SHM_USUAL:
+        why = "it is small, as containers have it by default; NCCL and UCX take a slower way when it is full"
+        return note(SHARED_MEMORY, what, why, change=change)
+    return ok(SHARED_MEMORY, what)
+
+
+def _locked(facts: HostFacts) -> Finding:
+    pages = facts.huge_pages
+    huge = "" if pages is None else f"; {pages} huge pages, {facts.huge_pages_free} free"
+    what = f"{bytes_in_words(facts.locked_bytes)} may be locked{huge}"
+    if facts.rdma and facts.locked_bytes is not None and facts.locked_bytes < _LOCKED_USUAL:
+        why = f"the RDMA devices of this host ({facts.rdma}) read only memory that is locked"
+        change = "ulimit -l unlimited    (docker run --ulimit memlock=-1)"
+        return note("locked memory", what, why, change=change)
+    return ok("locked memory", what)
+
+
+_APART: Final = {
+    "pid": (
+        "neither end can see that the other one died: it counts as dead after heartbeat_timeout_s only",
+        "docker run --pid=container:NAME    (Kubernetes: shareProcessNamespace: true)",
+    ),
+    "net": (
+        "abstract Unix sockets and loopback addresses reach only processes of one network namespace",
+        "docker run --network=host    (or host = unix:/path in a shared folder; or an address and a secret)",
+    ),
+    "ipc": (
+        "device memory cannot be shared between them (CUDA IPC), and NCCL and UCX take a slower way",
+        "docker run --ipc=host    (or --ipc=container:NAME at both)",
+    ),
+}
+
+
+def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
+    """What differs between the two hosts, or keeps two processes of one host apart."""
+    if ours.boot_id and ours.boot_id == theirs.boot_id:
+        yield from [*_apart(ours, theirs)] or [
+            ok("hosts", "both ends are on this host and share its namespaces")
+        ]
+    else:
+        yield ok("hosts", f"the peer is on another host: {theirs.host or 'unknown'}")
+        yield from _clocks(ours.time_ms, theirs.time_ms)
+    mine, yours = ours.versions, theirs.versions
+    both = sorted(name for name in mine.keys() & yours.keys() if name.startswith("kvplug"))
+    if differing := [name for name in both if mine[name] != yours[name]]:
+        yield note(
+            "versions",
+            "; ".join(f"{name}: {mine[name]} here, {yours[name]} at the peer" for name in differing),
+            "different versions work together where their handshake agrees",
+            change=f"pip install --upgrade {' '.join(differing)}    (at the end with the lower version)",
+        )
+    else:
+        yield ok("versions", f"kvplug {mine.get('kvplug')} at both ends")
+
+
+def _apart(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
+    for kind, (why, change) in _APART.items():
+        mine, yours = ours.namespaces.get(kind), theirs.namespaces.get(kind)
+        if mine and yours and mine != yours:
+            what = f"the two ends are on one host, in different {kind} namespaces"
+            yield note(f"{kind} namespace", what, why, change=change)
+    if ours.shm_id and theirs.shm_id and ours.shm_id != theirs.shm_id:
+        yield note(
+            SHARED_MEMORY,
+            "the two ends are on one host, and each has a /dev/shm of its own",
+            "NCCL and UCX take a slower way between them; kvplug's own shared memory is not in it",
+            change="docker run --ipc=host    (or one volume at /dev/shm of both)",
+        )
+
+
+def _clocks(ours_ms: int | None, theirs_ms: int | None) -> Iterator[Finding]:
+    apart_s = abs((ours_ms or 0) - (theirs_ms or 0)) / 1000
+    if ours_ms and theirs_ms and apart_s > _CLOCK_S:
+        yield problem(
+            "clocks",
+            f"the two hosts' clocks are {apart_s:.0f} s apart",
+            "tickets in requests expire by them, and certificates are checked by them",
+            change="chronyc makestep    (or the host's other service of time)",
+        )

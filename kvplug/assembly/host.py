@@ -1,0 +1,148 @@
+"""This process's host: limits, memory, namespaces, interfaces, versions."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+import kvplug
+from kvplug.config.config import Config
+from kvplug.net.memory.room import meminfo, memory_limit
+from kvplug.net.trust.identity import boot_id, namespace
+
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - it is looked at
+_NAMESPACES: Final = ("pid", "net", "ipc", "mnt", "user")
+_LIBRARIES: Final = ("torch", "vllm", "sglang", "lmcache", "nixl", "nixl-cu12", "numpy", "pyzmq")
+"""Their versions are reported where they are installed, besides those of kvplug's plugins."""
+_GET_ADDRESS: Final = 0x8915
+_REQUEST: Final = struct.Struct("=16s24x")
+
+
+@attrs.frozen(kw_only=True)
+class HostFacts:
+    """Facts of one process and its host. ``None`` and empty: no limit, or unknown."""
+
+    host: str = ""
+    system: str = ""
+    boot_id: str = ""
+    namespaces: Mapping[str, str] = attrs.field(factory=dict)
+    interfaces: Mapping[str, str] = attrs.field(factory=dict)
+    """Addresses of each, with commas between them."""
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+    cpus: int | None = None
+    """The CPUs that the process may use."""
+    memory_bytes: int | None = None
+    """The most that the process can have."""
+    shm_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    shm_id: str = ""
+    """Equal for processes of one host that share ``/dev/shm``."""
+    descriptors: int | None = None
+    descriptors_used: int | None = None
+    locked_bytes: int | None = None
+    file_bytes: int | None = None
+    processes: int | None = None
+    """Processes and threads of this user."""
+    huge_pages: int | None = None
+    huge_pages_free: int | None = None
+    rdma: str = ""
+    """RDMA devices, with commas between them."""
+    secret: str = ""
+    """Where the secret comes from; empty: there is none. Never the secret."""
+    tls: bool = False
+    time_ms: int | None = None
+    """Milliseconds since 1970, by this host's clock."""
+
+
+def facts_of(config: Config) -> HostFacts:
+    """The facts of this process."""
+    shm: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        room, status = os.statvfs(SHARED_MEMORY), os.stat(SHARED_MEMORY)
+        shm["shm_bytes"] = room.f_blocks * room.f_frsize
+        shm["shm_free_bytes"] = room.f_bavail * room.f_frsize
+        shm["shm_id"] = f"{status.st_dev}:{status.st_ino}"
+    memory = meminfo()
+    return HostFacts(
+        host=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        boot_id=boot_id(),
+        namespaces={kind: namespace(kind) for kind in _NAMESPACES},
+        interfaces={name: ", ".join(addresses) for name, addresses in interfaces().items()},
+        versions=_versions(),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        memory_bytes=memory_limit(),
+        descriptors=_soft_limit("NOFILE"),
+        descriptors_used=len(_listed("/proc/self/fd")) or None,
+        locked_bytes=_soft_limit("MEMLOCK"),
+        file_bytes=_soft_limit("FSIZE"),
+        processes=_soft_limit("NPROC"),
+        huge_pages=memory.get("HugePages_Total:"),
+        huge_pages_free=memory.get("HugePages_Free:"),
+        rdma=", ".join(_listed("/sys/class/infiniband")),
+        secret=secret_source(config),
+        tls=config.tls_cert is not None,
+        time_ms=int(time.time() * 1000),
+        **shm,
+    )
+
+
+def secret_source(config: Config) -> str:
+    """Where the secret comes from; empty: there is none."""
+    if config.secret_file:
+        return "secret_file"
+    return "KVPLUG_SECRET" if os.environ.get("KVPLUG_SECRET", "").strip() else ""
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The network interfaces of this process's network namespace, with their addresses."""
+    found: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            found[name] = []
+            with contextlib.suppress(OSError):  # it has no address of IPv4
+                answer = fcntl.ioctl(sock, _GET_ADDRESS, _REQUEST.pack(name.encode()))
+                found[name].append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            number, *_, name = line.split()
+            packed = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number))
+            scope = f"%{name}" if packed.startswith("fe80:") else ""
+            found.setdefault(name, []).append(packed + scope)
+    return found
+
+
+def _soft_limit(name: str) -> int | None:
+    soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _listed(folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(os.listdir(folder))
+    return []
+
+
+def _versions() -> dict[str, str]:
+    """Of Python, kvplug, its plugins and the libraries that matter; nothing is imported for it."""
+    found = {"python": platform.python_version()}
+    for entry in importlib.metadata.entry_points(group="kvplug"):
+        if entry.dist is not None:
+            found[entry.dist.name] = entry.dist.version
+    found["kvplug"] = kvplug.__version__
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
