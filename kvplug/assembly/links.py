@@ -85,12 +85,6 @@ class LinkSettings:
         config = attrs.evolve(self.config, slow_path="off")
         return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=unreported)
 
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Plugins here that are broken or blocked, with the reason: a missing transport may be one of
-        theirs."""
-        return self.resolved.registry.failures()
-
     def hello(self, purpose: str) -> Hello:
         """The Hello of this end for a purpose."""
         return make_hello(self.resolved, self.engine, self.moves_kv, self.device, purpose)
@@ -108,8 +102,10 @@ class LinkSettings:
         except KvplugError as e:
             if not is_examined_by(e):
                 self.stats.fail("handshake", reason_of(e))
-            if isinstance(e, HandshakeError) and self.missing and _is_of_transports(e):
-                more = HandshakeError(*e.reasons, *self.missing, peer=e.peer)
+            # A transport that is missing may be one of a plugin that did not load.
+            missing = self.resolved.registry.failures()
+            if isinstance(e, HandshakeError) and missing and any(map(_is_of_transports, e.reasons)):
+                more = HandshakeError(*e.reasons, *missing, peer=e.peer)
                 more.remote = e.remote
                 raise more from e
             raise
@@ -161,8 +157,8 @@ def is_examined_by(error: KvplugError) -> bool:
     return isinstance(remote, Hello) and remote.purpose == DOCTOR
 
 
-def _is_of_transports(refusal: HandshakeError) -> bool:
-    return any(reason.startswith("transport") for reason in refusal.reasons)
+def _is_of_transports(reason: str) -> bool:
+    return reason.startswith("transport")  # also one that the peer gives, as a text
 
 
 class ControlLink(PeerLink):

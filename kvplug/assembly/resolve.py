@@ -230,12 +230,10 @@ class ResolvedConfig:
         Raises:
             As :meth:`chosen` and :meth:`make`.
         """
-        if kind is Kind.QUEUE:
-            spec, around = self.chosen(kind)
-            return self.make(spec, around=around, **more)
-        device = self.config.device if device is None else device
-        spec, around = self.chosen(kind, device)
-        return self.make(spec, around=around, device=device, **more)
+        if kind is not Kind.QUEUE:
+            more["device"] = self.config.device if device is None else device
+        spec, around = self.chosen(kind, more.get("device", "cpu"))
+        return self.make(spec, around=around, **more)
 
     def abilities(self) -> dict[str, Capabilities]:
         """Of the pipe transports, by name."""

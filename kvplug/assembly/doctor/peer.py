@@ -287,13 +287,14 @@ def _of_connectors(config: Config, report: Report, engine: EngineFacts | None) -
         mine, yours = (side.get(key, default) for side in (ours, theirs))
         if mine.partition(" (")[0] == yours.partition(" (")[0]:
             continue
+        known = yours if mine == "its default" else mine
         # Engines refuse each other then, if both values are known; a default is known to the engine alone.
         make = problem if key == _PAGE_TOKENS and "its default" not in (mine, yours) else note
         yield make(
             f"options.{name}.{key}",
             f"{mine} here, {yours} at the peer",
             "pages are found by both only if what makes them is equal; see the option's help",
-            change=f"options.{name}.{key} = {mine.partition(' (')[0]}    (at both ends, if it makes pages)",
+            change=f"options.{name}.{key} = {known.partition(' (')[0]}    (at both ends, if it makes pages)",
         )
 
 
