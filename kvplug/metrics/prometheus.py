@@ -8,7 +8,6 @@ at a time, and its custom collectors do not work in that mode. ``histogram_quant
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import threading
@@ -50,7 +49,7 @@ _OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in C
 
 
 _made: weakref.WeakKeyDictionary[Any, tuple[tuple[str, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""The engine's labels and the counters of each registry, or of each class of counters."""
+"""The engine's labels and the counters, by what made them."""
 _making = threading.Lock()
 
 
@@ -87,7 +86,6 @@ class PrometheusSink(Sink):
 def prometheus_sinks(
     label_names: Sequence[str],
     label_values: Mapping[int, Sequence[str]],
-    registry: Any = None,
     counter: Callable[..., Any] | None = None,
 ) -> dict[int, PrometheusSink]:
     """One sink for each engine, by its index.
@@ -95,20 +93,16 @@ def prometheus_sinks(
     Args:
         label_names: the engine's own labels; ours (``op``, ``le``, ``reason``) come after them.
         label_values: engine index to a value for each of them.
-        registry: a ``prometheus_client.CollectorRegistry``; ``None`` is the global one. Later calls with the
-            same registry use the same counters.
-        counter: the engine's own class of counters, for an engine that wraps Prometheus (under Ray, for
-            example). It is called ``counter(name, documentation, labelnames)`` in place of
-            ``prometheus_client.Counter``. Later calls with the same class use the same counters.
+        counter: makes a counter, as ``counter(name, documentation, labelnames)``: the class of an engine that
+            wraps Prometheus (under Ray, for example), or ``functools.partial(Counter, registry=...)``.
+            ``None``: ``prometheus_client.Counter``, in the global registry. Later calls with the same one use
+            the same counters.
 
     Raises:
-        ConfigError: a label is one of kvplug's, an engine's values do not fit, or the registry (or class) has
+        ConfigError: a label is one of kvplug's, an engine's values do not fit, or ``counter`` has made
             kvplug's counters with other labels; every fault.
         ImportError: prometheus_client is not installed, and no ``counter`` was given.
-        ValueError: both a registry and a ``counter`` were given.
     """
-    if counter is not None and registry is not None:
-        raise ValueError("give a registry or a counter, not both: a counter knows its own registry")
     names = tuple(label_names)
     faults = [f"the label {name!r} is one of kvplug's own" for name in names if name in _OURS]
     faults += [
@@ -118,32 +112,26 @@ def prometheus_sinks(
     ]
     if faults:
         raise ConfigError(*faults, source="Prometheus labels")
-    home, make = (counter, counter) if counter is not None else _in_registry(registry)
+    if counter is None:
+        try:
+            import prometheus_client
+        except ImportError as e:
+            raise ImportError(
+                "metrics for Prometheus need prometheus_client: pip install kvplug[prometheus]"
+            ) from e
+        counter = prometheus_client.Counter
     with _making:
-        labels, counters = _made.get(home, (names, {}))
+        labels, counters = _made.get(counter, (names, {}))
         if labels != names:
-            where = "this registry" if counter is None else "this class of counters"
             raise ConfigError(
-                f"{where} has kvplug's counters with the labels {', '.join(labels) or 'none'}, and"
+                f"kvplug's counters have the labels {', '.join(labels) or 'none'}, and"
                 f" {', '.join(names) or 'none'} were asked for",
                 source="Prometheus labels",
             )
         if not counters:
-            counters = {name: make(name, text, (*names, *ours)) for name, (ours, text) in COUNTERS.items()}
-            _made[home] = names, counters
+            counters = {name: counter(name, text, (*names, *ours)) for name, (ours, text) in COUNTERS.items()}
+            _made[counter] = names, counters
     return {index: PrometheusSink(counters, values) for index, values in label_values.items()}
-
-
-def _in_registry(registry: Any) -> tuple[Any, Callable[..., Any]]:
-    """The registry, or the global one, and what makes a counter in it."""
-    try:
-        import prometheus_client
-    except ImportError as e:
-        raise ImportError(
-            "metrics for Prometheus need prometheus_client: pip install kvplug[prometheus]"
-        ) from e
-    home = prometheus_client.REGISTRY if registry is None else registry
-    return home, functools.partial(prometheus_client.Counter, registry=home)
 
 
 class ConfiguredPrometheusSink(Sink):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ def registry() -> Any:
     return prometheus_client.CollectorRegistry()
 
 
+def in_registry(registry: Any) -> Any:
+    return functools.partial(prometheus_client.Counter, registry=registry)
+
+
 def snapshot() -> dict[str, Any]:
     stats = TransferStats()
     stats.record("load", 1000, 0.5, tokens=16)
@@ -35,7 +40,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def test_every_figure_is_exported_with_the_engines_labels(registry: Any) -> None:
-    prometheus_sinks(["model", "engine"], {0: ["smol", "0"]}, registry)[0].emit(
+    prometheus_sinks(["model", "engine"], {0: ["smol", "0"]}, in_registry(registry))[0].emit(
         snapshot(), {"side": "worker"}
     )
     for name, value, labels in (
@@ -51,7 +56,7 @@ def test_every_figure_is_exported_with_the_engines_labels(registry: Any) -> None
 
 
 def test_buckets_are_cumulative_and_end_with_everything(registry: Any) -> None:
-    prometheus_sinks([], {0: []}, registry)[0].emit(snapshot(), {})
+    prometheus_sinks([], {0: []}, in_registry(registry))[0].emit(snapshot(), {})
     name = "kvplug_transfer_duration_bucket_total"
     for bound in BOUNDS_S:
         found = registry.get_sample_value(name, {"op": "load", "le": f"{bound:g}"})
@@ -79,7 +84,7 @@ def wrapped() -> Any:
 
 
 def test_an_engines_own_class_makes_the_counters_once_and_prometheus_client_is_not_needed(
-    wrapped: Any, registry: Any, monkeypatch: pytest.MonkeyPatch
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     prometheus_sinks(["engine"], {0: ["0"]}, counter=wrapped)[0].emit(snapshot(), {})
@@ -92,14 +97,12 @@ def test_an_engines_own_class_makes_the_counters_once_and_prometheus_client_is_n
     assert transfers.raised == {("0", "load"): 2, ("1", "load"): 2}
     with pytest.raises(ConfigError, match="labels engine, and model were asked for"):
         prometheus_sinks(["model"], {0: ["0"]}, counter=wrapped)
-    with pytest.raises(ValueError, match="not both"):
-        prometheus_sinks([], {0: []}, registry, wrapped)
     with pytest.raises(ImportError, match=r"pip install kvplug\[prometheus\]"):
         prometheus_sinks([], {})
 
 
 def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
-    sink = prometheus_sinks([], {0: []}, registry)[0]
+    sink = prometheus_sinks([], {0: []}, in_registry(registry))[0]
     stats = TransferStats()
     for number in range(500):
         stats.record(f"op {number}")

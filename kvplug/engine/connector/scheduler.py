@@ -87,18 +87,17 @@ class SchedulerConnector(abc.ABC):
         cls,
         label_names: Sequence[str],
         label_values: Mapping[int, Sequence[str]],
-        registry: Any = None,
         counter: Callable[..., Any] | None = None,
     ) -> Mapping[int, Sink]:
         """Prometheus metrics of this connector: one sink for each engine (by index), with its labels.
 
-        The default exports every figure of TransferStats. ``registry`` is a
-        ``prometheus_client.CollectorRegistry``; ``None`` is the global one. ``counter`` is the engine's
-        own class of counters, where it wraps Prometheus.
+        The default exports every figure of TransferStats. ``counter`` makes a counter from its name, text and
+        labels: the engine's own class, where it wraps Prometheus, or ``functools.partial(Counter,
+        registry=...)``; ``None``: ``prometheus_client.Counter``, in the global registry.
         """
         from kvplug.metrics.prometheus import prometheus_sinks
 
-        return prometheus_sinks(label_names, label_values, registry, counter)
+        return prometheus_sinks(label_names, label_values, counter)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
         """What each worker's ``get_handshake_metadata`` returned, by rank. May be empty."""

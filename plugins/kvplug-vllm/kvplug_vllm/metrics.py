@@ -25,11 +25,10 @@ class KvplugPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter = metric_types[prometheus_client.Counter]
         self._sinks = ConnectorInfo(config_of(vllm_config)).connector_class.build_prom_metrics(
             labelnames,
             {index: [str(value) for value in values] for index, values in per_engine_labelvalues.items()},
-            counter=None if counter is prometheus_client.Counter else counter,
+            counter=metric_types[prometheus_client.Counter],
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
