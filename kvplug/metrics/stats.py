@@ -154,17 +154,17 @@ class TransferStats:
             self._changes += 1
             self._figured.fail(op, reason, count)
 
-    def opened(self, route: str, *, count: int = 1) -> None:
+    def opened(self, route: str) -> None:
         """One more pipe was opened, and this carries its bytes (see ``Pipe.route``)."""
-        self._count("routes", route, count)
+        self._count("routes", route, 1)
 
-    def slow_path(self, transport: str, *, count: int = 1) -> None:
+    def slow_path(self, transport: str) -> None:
         """To one more peer ``transport`` carries far less than it claims, or than it did before."""
-        self._count("slow_paths", transport, count)
+        self._count("slow_paths", transport, 1)
 
-    def slow_store(self, op: Literal["get", "put"], store: str, *, count: int = 1) -> None:
+    def slow_store(self, op: Literal["get", "put"], store: str) -> None:
         """Out of one more opened ``store`` (or into it) far less comes than before."""
-        self._count("slow_gets" if op == "get" else "slow_puts", store, count)
+        self._count("slow_gets" if op == "get" else "slow_puts", store, 1)
 
     def not_held(self, source: str, *, count: int = 1) -> None:
         """A source of KV (a store, or a peer engine) does not hold one more page that it was asked for, or

@@ -36,6 +36,7 @@ MAX_HELLO_BYTES: Final = 128 << 10
 """Of an encoded Hello. Some twenty transports of twenty fields each fit in a tenth of it."""
 _LIMITS = Limits(max_bytes=MAX_HELLO_BYTES, max_depth=8, max_items=8192)
 _MAX_REASONS = 4 * MAX_LIST
+_DEFAULT_S = 30.0
 _VERDICT_S = 5.0
 """How long an end that refuses waits for the other's reasons."""
 
@@ -74,7 +75,6 @@ def exchange(
     timeout: Timeout = DEFAULT_TIMEOUT,
     *,
     announced: str = "",
-    default_timeout_s: float = 30.0,
     received: object = None,
 ) -> Agreement:
     """Shake hands over an authenticated channel, which stays open in success and in failure.
@@ -88,7 +88,7 @@ def exchange(
             peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same reasons.
         TimeoutError, PeerGoneError, WireError: from the channel.
     """
-    deadline = Deadline.after(timeout, default_timeout_s)
+    deadline = Deadline.after(timeout, _DEFAULT_S)
     peer = str(channel.peer)
     hello = to_plain(local)
     if fault := _too_large(hello):
