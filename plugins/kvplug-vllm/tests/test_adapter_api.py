@@ -176,7 +176,7 @@ def test_figures_of_both_sides_are_put_together_and_neither_is_changed(it):
     assert both.data == snapshot(3)
     both.data["ops"]["load"]["count"] = 99
     assert (first.data, second.data) == before
-    with pytest.raises(ValueError, match="no snapshot"):
+    with pytest.raises(ValueError, match="not a snapshot"):
         first.aggregate(KvplugStats(data={"ops": {"load": {"count": "many"}}}))
 
 
