@@ -262,8 +262,8 @@ class TestTakesTensorsOfOtherDevices(MemoryCommunicator):
 class TestSumsWhatItDoesNotClaim(MemoryCommunicator):
     """Booleans are added, though it says that it does not."""
 
-    def _check_dtype(self, *args: Any, **given: Any) -> None:
-        pass
+    def _check_taken(self, tensor: Any, *, summing: bool = False) -> None:
+        super()._check_taken(tensor)
 
 
 # -- COMM-4 ----------------------------------------------------------------------------------------
