@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 import attrs
 
@@ -40,7 +41,7 @@ from kvplug.transport.store.store import Store
 
 _log = logging.getLogger(__name__)
 
-_MOST_PATHS: Final = 1024
+_MOST_PEERS: Final = 1024
 _SMALL_SHM: Final = 64 << 20
 _FEW_CPUS: Final = 2.0
 _NET: Final = Path("/sys/class/net")
@@ -50,22 +51,33 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
     "put": ("saving to", "saves nothing to it"),
 }
 
+_rates: Final[WeakValueDictionary[tuple[str, str, str, Capabilities.Cost | None], Rate]] = (
+    WeakValueDictionary()
+)
+"""By peer, transport, device and claim: of the pipes that are there, and what is remembered."""
 _rates_lock = threading.Lock()
 free_locks_after_fork(sys.modules[__name__])
 
 
+@functools.lru_cache(_MOST_PEERS)
+def _remember(rate: Rate) -> None:
+    """Keep what was measured of a path beyond its pipes: programs open pipes to one peer again and again.
+
+    Nothing stays of a peer to which little was sent."""
+
+
 def _rate_of(peer: str, transport: str, device: str, claim: Capabilities.Cost | None) -> Rate:
-    """What is known of a path, to which programs open pipes again and again."""
+    key = (peer, transport, device, claim)
     with _rates_lock:  # of two pipes that open at the same time
-        return _known_rate(peer, transport, device, claim)
+        if (rate := _rates.get(key)) is None:
+            rate = _rates[key] = Rate(claim, on_known=_remember)
+        elif rate.is_known:  # those used last are remembered
+            _remember(rate)
+    return rate
 
 
-@functools.lru_cache(_MOST_PATHS)
-def _known_rate(peer: str, transport: str, device: str, claim: Capabilities.Cost | None) -> Rate:
-    return Rate(claim)
-
-
-os.register_at_fork(after_in_child=_known_rate.cache_clear)
+os.register_at_fork(after_in_child=_rates.clear)
+os.register_at_fork(after_in_child=_remember.cache_clear)
 
 
 @attrs.frozen(kw_only=True)

@@ -17,7 +17,7 @@ import os
 import statistics
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -133,6 +133,7 @@ class Rate:
         factor: int = HISTORY_FACTOR,
         keeps_best: bool = False,
         most_gb_per_s: float = float("inf"),
+        on_known: Callable[[Rate], object] | None = None,
     ) -> None:
         """
         Args:
@@ -140,6 +141,7 @@ class Rate:
             factor: how many times slower than its history a path is slow.
             keeps_best: whether the history is the best median there was, not that of the latest batches.
             most_gb_per_s: what was faster counts as this fast in the history.
+            on_known: called once with this rate, when :attr:`is_known` becomes true.
         """
         self._claim = claim
         self._factor = factor
@@ -147,10 +149,19 @@ class Rate:
         self._most = most_gb_per_s
         self._lock = threading.Lock()
         self._batch, self._streak = _Batch(), _Streak()
-        self._usual: defaultdict[int, _Usual] = defaultdict(_Usual)
+        self._usual: dict[int, _Usual] = {}
         """By the mean size of a batch's messages, to a power of four: where each message has a latency of its
         own, small ones are slower, and that is not a fault."""
         self._alarmed = False
+        self._on_known = on_known
+        self.is_known = False
+        """Whether there is something to remember: a batch was judged, or an alarm was given."""
+
+    def _note_known(self) -> None:
+        if not self.is_known:
+            self.is_known = True
+            if self._on_known is not None:
+                self._on_known(self)
 
     def add(self, nbytes: int, seconds: float) -> SlowRate | None:
         """One transfer took ``seconds``, its share of the time in which others were under way as well.
@@ -169,12 +180,16 @@ class Rate:
         """Whether this is called for the first time: a path is warned of once."""
         with self._lock:
             first, self._alarmed = not self._alarmed, True
+            self._note_known()
             return first
 
     def _judge(self, batch: _Batch) -> SlowRate | None:
         seconds, size = max(batch.seconds, 1e-9), batch.nbytes // batch.count
         rate = batch.nbytes / 1e9 / seconds
-        usual = self._usual[size.bit_length() // 2]
+        usual = self._usual.get(order := size.bit_length() // 2)
+        if usual is None:
+            usual = self._usual[order] = _Usual()
+            self._note_known()
         of_claim = seconds / (batch.count * self._claim.seconds(size)) if self._claim else 0.0
         of_usual = usual.gb_per_s / rate
         if of_claim <= CLAIM_FACTOR and of_usual <= self._factor:
