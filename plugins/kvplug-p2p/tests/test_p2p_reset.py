@@ -57,10 +57,10 @@ def test_a_pull_under_way_is_broken_off() -> None:
     begun, go = threading.Event(), threading.Event()
 
     class HeldPipe(PipeAround):
-        def recv_tensor(self, out: Any = None, *, timeout: Any = 10.0) -> Any:
+        def _receive_tensor(self, out: Any, timeout: Any) -> Any:
             begun.set()
             go.wait(20)
-            return super().recv_tensor(out, timeout=timeout)
+            return super()._receive_tensor(out, timeout)
 
     prompt = range(4001)  # 1.5 MB of KV: more than waits in a socket
     with (
