@@ -105,15 +105,19 @@ class Name:
 
 def names_of(door: str) -> list[Name]:
     """In the order of the stub; a module without one in the order of its ``__all__``. Public classes
-    that stand in a class follow it."""
+    that stand in a class follow it, or follow the base that has them, if that is a name too."""
     module = importlib.import_module(door)
     homes = module._door.homes() if hasattr(module, "_door") else dict.fromkeys(module.__all__, door)
-    described = {id(getattr(module, name)) for name in homes}
+    things = {name: getattr(module, name) for name in homes}
+    described = {id(thing) for thing in things.values()}
+    classes = {thing.__qualname__ for thing in things.values() if inspect.isclass(thing)}
     found = []
     for name, home in homes.items():
         found.append(Name(door, name, home))
-        for inner, value in inner_classes(getattr(module, name)):
-            if id(value) not in described:
+        for inner, value in inner_classes(things[name]):
+            around = value.__qualname__.rpartition(".")[0]
+            is_of_base = around != things[name].__qualname__ and around in classes
+            if id(value) not in described and not is_of_base:
                 described.add(id(value))
                 found.append(Name(door, f"{name}.{inner}", home))
     return found
