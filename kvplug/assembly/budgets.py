@@ -1,4 +1,4 @@
-"""The memory that a config lets this process take, and whether it is there."""
+"""The memory that a config lets this process use, and whether that much is available."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MIB = 1 << 20
 
 
 def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict[str, int]:
-    """Bytes of the host's memory by the key that sets them, of what the caller uses of the config.
+    """Return the budgets of host memory in bytes, by the config key that sets each.
 
-    Options with faults are passed over.
+    ``keys``: the keys that the caller uses. Options with faults are skipped.
     """
     found: dict[str, int] = {}
     connector = registry.find(Kind.CONNECTOR, config.connector) if "connector" in keys else None
@@ -45,7 +45,7 @@ def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict
 
 
 def _used(config: Config, registry: Registry, keys: frozenset[str]) -> Iterator[Any]:
-    """The specs that the config names, or has options for."""
+    """Yield the specs that the config names or has options for."""
     for key, kind in CHOSEN.items():
         name = getattr(config, key)
         if key in keys and name == "auto":
@@ -60,7 +60,7 @@ def _used(config: Config, registry: Registry, keys: frozenset[str]) -> Iterator[
 
 
 def _memory_options(config: Config, registry: Registry, spec: Any) -> Iterator[tuple[str, int | None]]:
-    with contextlib.suppress(PluginError, ConfigError):  # faults of their own
+    with contextlib.suppress(PluginError, ConfigError):  # these faults are reported elsewhere
         options = options_of(registry, spec, config.options)
         for name, field in () if options is None else option_fields(type(options)).items():
             if field.metadata.get(MEMORY):
@@ -72,16 +72,18 @@ class Shortage:
     """Budgets that do not fit into the memory."""
 
     key: str
-    """The largest of them."""
+    """The key of the largest budget."""
     text: str
-    """What is asked for, what there is, and what fits."""
+    """How much is requested, how much is available, and how much would fit."""
     is_final: bool
-    """They cannot fit, whatever else ends."""
+    """Whether they exceed all memory that this process can ever have."""
 
 
 def shortage_of(budgets: Mapping[str, int]) -> Shortage | None:
-    """Why these do not fit into the memory of the machine and of this process's control groups; ``None``:
-    they do."""
+    """Say why these budgets do not fit into the memory of the machine and of this process's control groups.
+
+    Return ``None`` if they fit.
+    """
     wanted, limit = sum(budgets.values()), machine_memory()
     room = limit if wanted > limit else free_memory()
     if wanted <= room:

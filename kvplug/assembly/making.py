@@ -1,4 +1,4 @@
-"""Makes the named thing of a kind: calls the factory of a plugin, and checks what it returns."""
+"""Calls the factory of a plugin, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ MADE: Final[Mapping[Kind, tuple[type, type]]] = {
     Kind.CONNECTOR: (ConnectorContext, SchedulerConnector),
     Kind.SINK: (object, Sink),
 }
-"""The context that the factories of a kind take, and what they make."""
+"""By kind: the context that a factory takes, and the class of what it returns."""
 
 
 def made(
     spec: Any, context: Any, *, factory: Callable[..., Any] | None = None, wanted: type | None = None
 ) -> Any:
-    """What the spec's factory, or another of its functions, makes of a context.
+    """Call the spec's factory, or ``factory``, with a context, and return what it made.
 
     Raises:
-        PluginError: it raised an exception that is not kvplug's, or made something else.
-        KvplugError, OSError, MemoryError: as the factory raised it; the last two where something ran out.
+        PluginError: the factory raised an exception that is not kvplug's, or made something that is not of
+            the class ``wanted``.
+        KvplugError, OSError, MemoryError: as the factory raised it; the last two if a resource ran out.
     """
     factory, wanted = factory or spec.load_factory(), wanted or MADE[spec.kind][1]
     try:
@@ -50,5 +51,5 @@ def made(
             raise
         raise PluginError(f"{spec.called} cannot be made: {type(e).__name__}: {e}") from e
     if not isinstance(found, wanted):
-        raise PluginError(f"{spec.called} made {found!r}, which is no {wanted.__name__}; subclass it")
+        raise PluginError(f"{spec.called} made {found!r}, which is not a {wanted.__name__}; subclass it")
     return found

@@ -54,13 +54,13 @@ class StoreOpener:
     """Opens the stores of one config."""
 
     def __init__(self, settings: LinkSettings) -> None:
-        """``settings``: of links that pose as no engine, for stores that another program serves."""
+        """``settings``: for links to programs that serve stores; these links do not belong to an engine."""
         self._resolved = settings.resolved
         self._settings = settings
         self._memory = PinnedMemory(self._resolved.config.staging_size)
 
     def open(self, name: str) -> Store:
-        """The store of that name.
+        """Open the store of that name.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
@@ -80,16 +80,18 @@ class StoreOpener:
         return self._recorded(spec, made)
 
     def client(self, name: str, link: Store.Link) -> Store:
-        """This process's end of the store that the peer at the other end of the link serves.
+        """Make this process's end of the store that the peer at the other end of ``link`` serves.
 
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: as :meth:`open`.
-            PluginError: that store serves no peers, or the maker of its clients failed.
+            PluginError: that store cannot be served to peers, or the maker of its clients failed.
             ResourceExhaustedError: a descriptor, thread, memory or space ran out, here or there.
         """
         spec = self._resolved.usable(Kind.STORE, name)
         if spec.client is None:
-            raise PluginError(f"the store {spec.name!r} serves no other processes: name another one first")
+            raise PluginError(
+                f"the store {spec.name!r} cannot be served to other processes: name another one first"
+            )
         maker = spec.load_client()
         with _opening(spec):
             made = maker(self._context(spec), link)
@@ -110,7 +112,7 @@ class StoreOpener:
 
     def _recorded(self, spec: StoreSpec, made: Any) -> Store:
         if not isinstance(made, Store):
-            raise PluginError(f"store {spec.name!r} made {made!r}, which is no Store; subclass it")
+            raise PluginError(f"store {spec.name!r} made {made!r}, which is not a Store; subclass it")
         config, stats = self._resolved.config, self._settings.stats
         made.staging = Staging(made, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
         watch = SlowStoreAlarm(config=config, stats=stats, name=spec.name).watch(made)
@@ -134,12 +136,12 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
 
 @attrs.frozen(kw_only=True)
 class StoreStats:
-    """What a program says of the store that it serves."""
+    """What a program reports about the store that it serves."""
 
     name: str
     num_pages: int
     used_bytes: int
-    """Pages, headers, and what is lost between them."""
+    """Bytes of the pages, their headers, and the gaps between them."""
     budget_bytes: int | None
     """``None``: the store has no limit of its own."""
     num_clients: int
@@ -173,7 +175,7 @@ class StoreServer:
             link.channel.send(to_plain(self.stats()))
             return
         if purpose != PURPOSE:
-            raise ClosedError(f"it connects for {purpose!r}, and here is a store")
+            raise ClosedError(f"it connects for {purpose!r}, but this program serves a store")
         logger.info("%s uses the store %r", link.channel.peer, self.name)
         self._links.add(link)
         try:
@@ -233,8 +235,8 @@ def serve_store(
     settings = LinkSettings(resolved=resolved)
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
     if spec.client is None:
-        raise PluginError(f"the store {spec.name!r} serves no other processes")
-    settings.hello(PURPOSE)  # loads the pipes, and torch: the first program would wait for that
+        raise PluginError(f"the store {spec.name!r} cannot be served to other processes")
+    settings.hello(PURPOSE)  # loads the pipes and torch now, so that the first program need not wait
     store = StoreOpener(settings).open(name or config.stores[0])
     try:
         return StoreServer(store, settings, address, name=spec.name)
@@ -244,12 +246,12 @@ def serve_store(
 
 
 def store_stats(config: Config, contact: str, *, registry: Registry | None = None) -> StoreStats:
-    """What the program that serves a store at ``contact`` says of it.
+    """Ask the program at ``contact`` about the store that it serves.
 
     Raises:
         PeerGoneError, TimeoutError: no program answers there.
         HandshakeError, AuthenticationError: the two ends cannot work together, and why.
-        WireError: it serves no store.
+        WireError: the program does not serve a store.
     """
     resolved = ResolvedConfig(config, registry)
     peers = ControlPeers(LinkSettings(resolved=resolved), connect=contact)
@@ -258,4 +260,4 @@ def store_stats(config: Config, contact: str, *, registry: Registry | None = Non
         found = link.channel.recv(timeout=config.timeout_s)
     finally:
         link.close()
-    return from_plain(found, StoreStats, f"what {link.channel.peer} says of its store")
+    return from_plain(found, StoreStats, f"what {link.channel.peer} reports about its store")

@@ -21,7 +21,7 @@ def show_findings(findings: Sequence[Finding], *, quiet: bool = False, details: 
 
     Args:
         quiet: only notes and problems, and how many others there are.
-        details: of what is in order, too, what else was considered.
+        details: also for findings that are ok, what else was considered.
     """
     from rich.table import Table
     from rich.text import Text

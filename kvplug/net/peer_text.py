@@ -1,4 +1,4 @@
-"""Text that others wrote, made fit for messages, logs and terminals.
+"""Makes text from peers, plugins and files safe for messages, logs and terminals.
 
 A peer may have proved its identity and still send newlines, escape codes of terminals, or megabytes. Every
 text of a peer passes :func:`peer_text` before it becomes a part of a message; ``tests/architecture`` checks
@@ -19,7 +19,7 @@ _UNPRINTABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """The text with line feeds and tabs, but nothing else that a terminal acts on.
+    """Replace every character that a terminal acts on, except line feeds and tabs.
 
     >>> printable("one\\r\\n\\tand \\x1b[31mtwo")
     'one \\n\\tand \N{REPLACEMENT CHARACTER}[31mtwo'
@@ -32,7 +32,7 @@ def _in_place_of(character: str) -> str:
 
 
 def peer_text(text: object, most: int = MAX_PEER_TEXT, *, keep_lines: bool = False) -> str:
-    """One printable line of at most ``most`` characters; a peer may have sent anything in place of a text.
+    """Return one printable line of at most ``most`` characters. A peer may have sent any type as ``text``.
 
     ``keep_lines``: the whole text instead, with its line feeds and tabs, for what a command prints.
 

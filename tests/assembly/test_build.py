@@ -280,7 +280,7 @@ def test_an_address_that_needs_a_secret_is_refused_before_a_connector_is_made(
 @pytest.mark.parametrize("side", ["scheduler", "worker"])
 def test_a_connector_of_the_wrong_class_is_refused_and_its_listener_closed(side: str) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(PluginError, match=r"which is no (Scheduler|Worker)Connector"):
+    with pytest.raises(PluginError, match=r"which is not a (Scheduler|Worker)Connector"):
         built(registry_of(transport(), connectors=True), side)
     for thread in set(threading.enumerate()) - before:
         thread.join(5)

@@ -33,10 +33,10 @@ def test_where_sizes_vary_by_rank_the_descriptions_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"dim": 2}, r"dimension 2 of a tensor of shape \[2, 3\] is not there"),
+        ({"dim": 2}, r"a tensor of shape \[2, 3\] has no dimension 2"),
         ({"dim": -3}, "dimension -3"),
-        ({"dim": 0, "sizes": [2]}, "2 numbers, one for each rank, are wanted"),
-        ({"dim": 0, "sizes": [2, -1]}, "are wanted"),
+        ({"dim": 0, "sizes": [2]}, "2 numbers are needed, one for each rank"),
+        ({"dim": 0, "sizes": [2, -1]}, "are needed"),
         ({"dim": 0, "sizes": 2}, "sizes=2 was given"),
         ({"dim": 0, "sizes": [3, 2], "vary": True}, r"has 2 elements at rank 0, and sizes \[3, 2\] say 3"),
     ],

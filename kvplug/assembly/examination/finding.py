@@ -27,7 +27,7 @@ class Finding:
     topic: str
     """The key of the config, or the part of kvplug or of the host, that was checked."""
     verdict: Verdict
-    """``"problem"``: an engine does not start, or loads nothing, or far too slowly, until it is changed."""
+    """``"problem"``: until it is fixed, an engine does not start, or loads KV too slowly or not at all."""
     what: str
     why: tuple[str, ...] = ()
     """The consequences, and what else was considered."""
@@ -61,14 +61,16 @@ def from_error(topic: str, error: Exception, change: str, what: str = "") -> Fin
 
 
 def from_fault(text: str) -> Finding:
-    """The problem that a fault of a config is."""
+    """Turn a fault of a config into a problem."""
     fault = Fault.of(text)
     return problem(fault.key or "config", fault.removeprefix(f"{fault.key}: "), change=fault.line)
 
 
 def from_reasons(reasons: tuple[str, ...], peer: str) -> tuple[Finding, ...]:
-    """The problems that the reasons of a refused handshake are. A transport that was considered belongs to
-    the reason before it, which says that none can be used."""
+    """Turn the reasons of a refused handshake into problems.
+
+    A reason about one transport is added to the problem before it, which says that no transport can be used.
+    """
     found: list[Finding] = []
     for reason in reasons:
         if not isinstance(reason, Reason):  # from the peer

@@ -34,7 +34,7 @@ class Segment:
         self.view = memoryview(memory)
         """All of its bytes, which may be written."""
         self.address = address_of(self.view)
-        """Of its first byte in this process."""
+        """The address of its first byte in this process."""
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ class Segment:
 
         Raises:
             ResourceExhaustedError: not enough memory, or no descriptor left.
-            TransportError: the system makes none for another reason.
+            TransportError: the system refused for another reason.
         """
         with _in_words(f"shared memory of {nbytes} bytes cannot be made"), contextlib.ExitStack() as undo:
             fd = memfd.Memfd.create(f"kvplug-{name}", nbytes)
@@ -71,9 +71,9 @@ class Segment:
             return cls(_Mapping.of(fd, nbytes))
 
     def give_back(self, at: int, nbytes: int) -> None:
-        """Return the whole pages of this part to the system: zeroes that cost nothing until written to.
+        """Return the whole pages of this part to the system. They read as zeros, and use memory once written.
 
-        Does nothing on a kernel that cannot do it, or that might refuse the pages the next time.
+        Does nothing on a kernel that does not support this, or that might refuse the pages the next time.
         """
         begin = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (at + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -86,13 +86,14 @@ class _Mapping(mmap.mmap):
     """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce. So this is
     an anonymous mapping, which :meth:`of` replaces.
 
-    In a forked child it is replaced by private memory, so that the child does not hold the parent's. Views of
-    it that the child has inherited show zeros: unmapped, they would crash, or show other memory.
+    In a forked child it is replaced by private memory, so that the child does not keep the parent's memory
+    alive. Views that the child inherited then show zeros; if the memory were unmapped, they would crash, or
+    show other memory.
     """
 
     @classmethod
     def of(cls, fd: int, nbytes: int) -> Self:
-        """Shows the memory of this descriptor. Raises OSError."""
+        """Map the memory of this descriptor. Raises OSError."""
         made = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         memfd.Memfd.map(fd, made._address(), nbytes, _READ_WRITE)
         close_after_fork(made)

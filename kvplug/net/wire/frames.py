@@ -5,7 +5,7 @@ offset  size  field
 ======  ====  =====================================================================
 0       4     magic, ``b"KVPG"``
 4       1     major version; both ends must have the same
-5       1     minor version; the lower of the two is spoken
+5       1     minor version; both ends use the lower of the two
 6       1     kind, see :class:`FrameKind`
 7       1     flags, whose meaning belongs to the kind
 8       8     length of the payload that follows, in bytes
@@ -26,7 +26,7 @@ MAGIC: Final = b"KVPG"
 MAJOR: Final = 1
 """Changes when an old reader would misunderstand a new writer."""
 MINOR: Final = 0
-"""Grows when something is added that an old reader never sees unless it was agreed on."""
+"""Increases with each addition. An addition is sent only if both ends agreed on it."""
 
 _HEADER = struct.Struct("<4sBBBBQ")
 HEADER_SIZE: Final = _HEADER.size
@@ -47,7 +47,7 @@ class FrameKind(enum.IntEnum):
     GOODBYE = 5
     """The sender has closed politely and sends nothing more. No payload."""
     LACK = 6
-    """The sender's process has no resources to go on. A value: what it lacks, and the reason in words."""
+    """The sender's process ran out of a resource. A value: which resource, and the reason in words."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
@@ -64,7 +64,7 @@ class FrameHeader:
     flags: int
     """Eight bits, whose meaning belongs to the kind."""
     minor: int
-    """Minor version that the sender speaks."""
+    """Minor version of the sender."""
 
 
 def encode_header(kind: FrameKind, length: int, flags: int = 0) -> bytes:
@@ -79,7 +79,7 @@ def encode_header(kind: FrameKind, length: int, flags: int = 0) -> bytes:
 
 
 def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> FrameHeader:
-    """What the first 16 bytes of ``buf`` say. More may follow; it is not looked at.
+    """Decode and check the first 16 bytes of ``buf``; later bytes are ignored.
 
     Raises:
         WireError: too short, not kvplug's, another major version, an unknown kind, or a payload of more
@@ -93,8 +93,8 @@ def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> Fr
         raise WireError(f"not a kvplug frame: it starts with {magic!r} instead of {MAGIC!r}")
     if major != MAJOR:
         raise WireError(
-            f"the peer speaks wire version {major}.{minor}, this is {MAJOR}.{MINOR};"
-            " the major versions must be equal, so upgrade the older side"
+            f"the peer uses wire version {major}.{minor}, and this end {MAJOR}.{MINOR};"
+            " the major versions must be equal, so upgrade the older end"
         )
     known = _KINDS.get(kind)
     if known is None:

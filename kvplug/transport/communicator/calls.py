@@ -1,4 +1,4 @@
-"""A rank's next call, as the other ranks get it: checked, described and compared. All functions are pure."""
+"""Checks, describes and compares the next calls of all ranks. All functions are pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAIRED: Final = "send and recv"
-"""The name of a call between some ranks, not a collective of all."""
+"""The name of a call in which only some ranks take part."""
 
 
 @attrs.frozen
@@ -28,14 +28,15 @@ class Call:
     call: str
     """Its name."""
     arguments: str = ""
-    """All that must be the same at every rank, in words."""
+    """The arguments that must be the same at every rank, in words."""
     refused: str | None = None
-    """Why that rank does not begin the call."""
+    """Why that rank refuses to begin the call; ``None`` if it does not refuse."""
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The rank's tokens for experts, which may differ by rank."""
     sends: tuple[str, ...] = ()
-    """What a paired call sends the other rank."""
+    """The tensors that a paired call sends to the other rank, in words."""
     recvs: tuple[str, ...] = ()
+    """The tensors that a paired call receives from the other rank, in words."""
 
     def encoded(self) -> bytes:
         """For the other ranks. Equal calls have equal bytes."""
@@ -43,7 +44,7 @@ class Call:
 
     @classmethod
     def decoded(cls, rank: int, data: object) -> Call:
-        """The call that ``rank`` sent, which may be anything. Raises WireError: it is not a call."""
+        """Decode the call that ``rank`` sent. Raises WireError if ``data`` is not a call."""
         what = f"the next call of rank {rank}"
         if not isinstance(data, bytes):
             raise WireError(f"{what} is a {type(data).__name__}, and bytes were expected")
@@ -81,21 +82,22 @@ def describe(
     ``vary``: the length along ``dim`` may differ by rank, as ``sizes`` say.
 
     Raises:
-        TensorMismatchError: ``dim`` is not there, or ``sizes`` do not fit the tensor or the group.
+        TensorMismatchError: the tensor has no dimension ``dim``, or ``sizes`` do not fit the tensor or the
+            group.
     """
     shape: list[int | str] = list(tensor.shape)
     rest = ""
     if dim is not None:
         if not -len(shape) <= dim < len(shape):
-            raise TensorMismatchError(f"dimension {dim} of a tensor of shape {shape} is not there")
+            raise TensorMismatchError(f"a tensor of shape {shape} has no dimension {dim}")
         rest = f", dim {dim % len(shape)}"
     if sizes is not None and dim is not None:
         if not isinstance(sizes, Sequence):
-            raise TensorMismatchError(f"sizes={sizes!r} was given, and {world_size} numbers are wanted")
+            raise TensorMismatchError(f"sizes={sizes!r} was given, and {world_size} numbers are needed")
         rest += f", sizes {list(sizes)}"
         if len(sizes) != world_size or any(type(size) is not int or size < 0 for size in sizes):
             raise TensorMismatchError(
-                f"sizes {list(sizes)} were given, and {world_size} numbers, one for each rank, are wanted"
+                f"sizes {list(sizes)} were given, and {world_size} numbers are needed, one for each rank"
             )
         if vary and shape[dim] != sizes[rank]:
             raise TensorMismatchError(
@@ -110,11 +112,11 @@ def describe(
 
 
 def check_fillable(tensor: Tensor) -> None:
-    """Raises UnsupportedError: elements of it share their memory."""
+    """Check that a tensor can be written. Raises UnsupportedError if its elements share memory."""
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UnsupportedError(
-            f"a tensor of shape {list(tensor.shape)} is to be filled, of which elements share their memory,"
-            " as after expand(); give its clone()"
+            f"a tensor of shape {list(tensor.shape)} cannot be filled: some of its elements share memory,"
+            " as after expand(); pass its clone()"
         )
 
 
@@ -128,16 +130,14 @@ def check_same(name: str, calls: Sequence[Call]) -> None:
     if first.refused is None and all(call.same_as(first) for call in calls):
         return
     lines = "".join(f"\n  rank {rank}: {call}" for rank, call in enumerate(calls))
-    raise TensorMismatchError(
-        f"{name}: every rank must be about to do the same, and nothing was done:{lines}"
-    )
+    raise TensorMismatchError(f"{name}: every rank must make the same call; nothing was done:{lines}")
 
 
 def check_paired(rank: int, calls: Mapping[int, Call], theirs: Mapping[int, Call]) -> None:
     """Check that each of two ranks receives what the other sends, in the same order.
 
     Raises:
-        TensorMismatchError: it is not, with some rank.
+        TensorMismatchError: what one rank sends is not what the other receives.
     """
     for peer, call in calls.items():
         if theirs[peer] != Call(PAIRED, sends=call.recvs, recvs=call.sends):
@@ -157,18 +157,22 @@ def row_bytes(tensor: Tensor) -> int:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A contiguous tensor without autograd or lazy flags: the same memory where the tensor already is one."""
+    """Return a contiguous tensor without autograd or lazy flags, if possible in the same memory."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def write_back(tensor: Tensor, work: Tensor) -> None:
-    """Copy the result in ``plain(tensor)`` back, if that was a copy."""
+    """Copy ``work``, which is ``plain(tensor)``, back into ``tensor`` if it is a copy."""
     if work.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(work)
 
 
 def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Of its dtype and device. Raises CapacityError: there is no memory for it."""
+    """Return an uninitialised tensor of the dtype and device of ``like``.
+
+    Raises:
+        CapacityError: there is no memory for it.
+    """
     try:
         return like.new_empty(tuple(shape))
     except (RuntimeError, OverflowError) as e:
@@ -176,7 +180,7 @@ def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def in_one(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
-    """New memory for tensors of these shapes, one behind the other: the whole of it, flat, and each.
+    """Allocate tensors of these shapes in one piece of memory. Return that memory, flat, and the tensors.
 
     Raises as :func:`empty`.
     """

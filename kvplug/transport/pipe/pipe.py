@@ -59,11 +59,11 @@ class Pipe(abc.ABC):
     Callers. Connectors and lookup buffers. One thread may send while one other receives; a second
     thread in the same direction gets ``BusyError``. ``close`` and ``abort`` may come from any thread.
 
-    Not promised. Delivery once the sender has been told ``done()``: it means that the source may be
-    overwritten, not that the peer has read the message. Nothing is retried.
+    Not promised. Delivery: ``done()`` means that the source may be overwritten, not that the peer has read
+    the message. Nothing is retried.
 
-    A subclass implements the abstract methods whose names begin with ``_``; the others call them, and have
-    what passes counted. :class:`~kvplug.transport.DuplexPipe` is the base of those of transports.
+    A subclass implements the abstract methods whose names begin with ``_``; the public ones call them and
+    count the traffic. Transports subclass :class:`~kvplug.transport.DuplexPipe`.
     """
 
     @attrs.frozen(kw_only=True)
@@ -71,17 +71,16 @@ class Pipe(abc.ABC):
         """What a transport knows of the path of one pipe. Rates are in 10^9 bytes per second."""
 
         measured_gb_per_s: float | None = None
-        """What it measured itself when the pipe began; ``None``: nothing."""
+        """What it measured itself when the pipe began; ``None`` if it did not measure."""
         expected_gb_per_s: float | None = None
-        """What the path should carry, where that is better known than by the spec's ``Cost``: by an option,
-        for
-        example. ``0``: nothing is expected. ``None``: what the ``Cost`` claims."""
+        """What the path should carry, if that is known better than from the spec's ``Cost``, for example from
+        an option. ``0``: no rate is expected. ``None``: the rate that the ``Cost`` claims."""
         reason: str = ""
-        """Why the path may be slow, as far as the transport sees, and what to change; empty: it sees
-        nothing."""
+        """Why the path may be slow, as far as the transport can see, and what to change; empty if it sees no
+        reason."""
 
     recorder: Recorder | None = None
-    """What counts and measures what passes; set by the program that has opened the pipe."""
+    """Counts and measures the traffic; set by the program that opened the pipe."""
 
     @property
     @abc.abstractmethod
@@ -96,8 +95,8 @@ class Pipe(abc.ABC):
     @property
     def route(self) -> str:
         """What carries the bytes, for logs and metrics: the transport and its lanes, such as
-        ``nixl rma(rc_mlx5/mlx5_0:1)``. Few different ones, since each is a series. Empty where a transport
-        does not say."""
+        ``nixl rma(rc_mlx5/mlx5_0:1)``. It should have few different values, since each becomes a series of
+        the metrics. Empty if the transport does not name a route."""
         return ""
 
     def path_report(self) -> Pipe.PathReport:
@@ -109,8 +108,8 @@ class Pipe(abc.ABC):
         """Queue one message and return at once, unless ``max_in_flight_bytes`` are unsent: then block.
 
         One message larger than that limit passes alone. The pipe keeps ``tensor`` alive; the caller
-        may overwrite it once the transfer is done. A tensor on a device is read when the device has done
-        what the caller's current stream was given before; a transport may wait for that here.
+        may overwrite it once the transfer is done. A tensor on a device is read after the work that was
+        queued earlier on the caller's current stream; a transport may wait for that here.
 
         Raises:
             TimeoutError: there was no room in time, or the device had not written the tensor; nothing was
@@ -123,20 +122,21 @@ class Pipe(abc.ABC):
         return self._send_counted(lambda: self._send_tensor(tensor, timeout), lambda: _nbytes(tensor))
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        """The next message. With ``out`` it is received into that memory, and ``out`` is returned.
+        """Receive the next message into ``out``, or into new memory without it, and return it.
 
         ``out`` must have the message's shape and dtype and may be non-contiguous. On a device it is written
-        when the device has done what the caller's current stream was given before, which may still read it;
-        what the stream is given afterwards reads the message.
+        after the work that was queued earlier on the caller's current stream, which may still read it; work
+        that is queued on that stream afterwards sees the message.
 
         Raises:
             TensorMismatchError: ``out`` does not fit, or the message is ``None`` and ``out`` was given;
                 the message stays and can be received by another call.
-            CapacityError: without ``out``: the message is larger than the context's ``max_message_bytes``,
-                than :meth:`limit_messages` allows, or than the memory there is; it stays.
-            TimeoutError: nothing (or not all) arrived in time. Nothing is lost: the next call gets the
-                message, or goes on with it; or the pipe is broken and says so. It is never skipped.
-            ResourceExhaustedError: there is no free thread or memory for it; the same holds.
+            CapacityError: without ``out``, the message is larger than the context's ``max_message_bytes``,
+                than :meth:`limit_messages` allows, or than the free memory; it stays.
+            TimeoutError: nothing (or not all) arrived in time. The next call receives or resumes the
+                message, unless the pipe is broken: then later calls say so. A message is never skipped.
+            ResourceExhaustedError: there is no free thread or memory for it. The next call can receive the
+                message, as after a ``TimeoutError``.
             PeerGoneError, ClosedError, BusyError: as the law says.
         """
         return self._receive_counted(lambda: self._receive_tensor(out, timeout), _nbytes)
@@ -173,7 +173,7 @@ class Pipe(abc.ABC):
         on_layer: Callable[[int], None] | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
-        """The next message, received into the blocks ``block_ids`` of all layers.
+        """Receive the next message into the blocks ``block_ids`` of all layers.
 
         Blocks on a device are written in the order of the caller's current stream, as ``out`` of
         :meth:`recv_tensor` is. After an error they may hold a part of the message; it stays, or is resumed by
@@ -181,8 +181,8 @@ class Pipe(abc.ABC):
 
         Args:
             on_layer: Called in this thread with the index of each layer of ``views``, in order, once its
-                blocks are written: while later layers are on their way if the transport can, at the end
-                otherwise. What it raises is logged. A call that resumes a message reports all layers.
+                blocks are written: while later layers arrive if the transport can do that, else at the end.
+                An exception that it raises is logged. A call that resumes a message reports all layers.
 
         Raises:
             LayoutError: as :class:`Blocks` says, or a block comes twice; the message stays.
@@ -283,10 +283,9 @@ def _nbytes(tensor: Tensor | None) -> int:
 
 
 class Lifecycle:
-    """Whether a pipe, for example, has ended, and why. The first reason is kept, but closing here replaces
-    it.
+    """Records whether something, such as a pipe, has ended, and why.
 
-    A forked child finds it closed.
+    The first reason is kept, except that closing at this end replaces it. In a forked child it is closed.
 
     >>> pipe = Lifecycle("the pipe to pid 7")
     >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
@@ -296,7 +295,7 @@ class Lifecycle:
     """
 
     CLOSED_BY_PEER = "the peer closed it"
-    """The reason of :meth:`lose_peer` where the peer has said so, and all that it sent was received."""
+    """The reason for :meth:`lose_peer` if the peer said that it closed, and all that it sent was received."""
 
     def __init__(self, what: str) -> None:
         """``what`` names it in errors: "the pipe to pid 7"."""
@@ -333,7 +332,7 @@ class Lifecycle:
         return "closed" if self.closed else "ended" if self.ended else "open"
 
     def close(self, reason: str) -> bool:
-        """It was closed here; False if it already was."""
+        """Record that this end was closed. Return False if it already was."""
         with self._lock:
             if self._closed:
                 return False
@@ -341,23 +340,24 @@ class Lifecycle:
             return True
 
     def lose_peer(self, reason: str) -> bool:
-        """The peer is gone; False if it had ended before.
+        """Record that the peer is gone. Return False if it had ended before.
 
-        That it has said so counts more than that its connection ended, which may be seen first.
+        :attr:`CLOSED_BY_PEER` replaces another reason of this kind: this end may notice that the connection
+        ended before it reads that the peer closed it.
         """
         if reason == self.CLOSED_BY_PEER and self.peer_lost:
             self._reason = reason
         return self._end(PeerGoneError, reason)
 
     def fail(self, reason: str) -> bool:
-        """The stream cannot be trusted any more; False if it had ended before."""
+        """Record that the stream cannot be trusted any more. Return False if it had ended before."""
         return self._end(TransportError, reason)
 
     def _after_fork_in_child(self) -> None:
         self._closed = self._closed or "belongs to the process that this one was forked from"
 
     def error(self) -> KvplugError:
-        """A fresh exception that says how it ended."""
+        """Return a new exception that says how it ended."""
         if self._closed:
             return ClosedError(f"{self._what} {self._closed}")
         if self._reason:
@@ -376,19 +376,19 @@ class Lifecycle:
 
 
 class DescriptorGuard:
-    """Counts the threads that use descriptors, and closes them when the last has left after the end.
+    """Counts the threads that use descriptors. After :meth:`retire`, the last one to leave closes them.
 
     A descriptor that is closed under a blocked call may be reused for another file, and the call continues
     with that file. So ending a pipe shuts its sockets down, which wakes every thread, and the last thread to
     leave closes them.
 
-    ``with guard:`` around a call that uses them; it raises what ``refusal`` makes once they are retired. In a
-    forked child they are closed at once.
+    Put ``with guard:`` around each call that uses them; once they are retired, it raises the exception that
+    ``refusal`` returns. In a forked child they are closed at once.
     """
 
     def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
-        """``close`` must be idempotent: a forked child calls it also for what its parent had closed. A number
-        that is closed twice may be another file's by then.
+        """``close`` must be idempotent: a forked child calls it even if the parent had closed the
+        descriptors. Their numbers may belong to other files by then.
         """
         self._close = close
         self._refusal = refusal
@@ -460,14 +460,14 @@ class DuplexPipe(Pipe, abc.ABC):
 
     @attrs.frozen(kw_only=True)
     class Settings:
-        """What every pipe of an endpoint has of the endpoint's context. A transport adds its own settings."""
+        """What every pipe takes from its endpoint's context. A transport adds its own settings."""
 
         timeout_s: float
         """The default timeout of calls, in seconds."""
         heartbeat_timeout_s: float
         """Seconds of silence that count as the peer's death, if its process cannot be watched."""
         max_message_bytes: int | None
-        """The largest message that is received into memory of the pipe's."""
+        """The largest message that is received into memory that the pipe allocates."""
 
         @classmethod
         def of(cls, context: PipeEndpoint.Context, **own: Any) -> Self:
@@ -480,8 +480,8 @@ class DuplexPipe(Pipe, abc.ABC):
             )
 
     def __init__(self, peer: str, settings: Settings, *, device: str = "cpu") -> None:
-        """``peer`` names the other end in messages. ``device``: where the pipe takes memory for messages,
-        whose size it compares with ``_limit`` before.
+        """``peer`` names the other end in messages. ``device``: where the pipe allocates memory for messages,
+        after it has compared their size with ``_limit``.
         """
         self._peer = peer
         self._timeout_s = settings.timeout_s
@@ -518,9 +518,9 @@ class DuplexPipe(Pipe, abc.ABC):
         return self._in_turn(self._receiving, self._check_receiving, receive)
 
     def _in_turn(self, use: ExclusiveUse, check: Callable[[], None], call: Callable[[], T]) -> T:
-        # Checks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for
-        # those in use. A call that begins at that moment sees the end, or is waited for; one that has failed
-        # then does not return.
+        # Checks twice whether the pipe has ended. A program that exits ends its pipes, and then waits for the
+        # calls in progress. A call that begins at that moment either sees the end, or the program waits for
+        # it. A call that fails while the program exits does not return.
         try:
             check()
             with use.taken():
@@ -578,14 +578,14 @@ class DuplexPipe(Pipe, abc.ABC):
         """
 
     def _join_threads(self) -> None:
-        """After ``close``: wait for the pipe's threads, for a moment, except for the calling one."""
+        """After ``close``: wait briefly for the pipe's threads other than the calling one."""
 
     def _on_peer_gone(self) -> None:
         """The peer is gone: wake every thread. Messages that have wholly arrived can still be received."""
         self._end()
 
     def _on_failure(self) -> None:
-        """The stream has lost its place: wake every thread. Nothing is received any more."""
+        """The position in the stream is lost: wake every thread. Nothing more can be received."""
         self._end()
 
     def _release_in_child(self) -> None:

@@ -32,7 +32,7 @@ def test_the_layout_in_memory_is_the_documented_one() -> None:
         (b"", "16 bytes"),
         (encode_header(FrameKind.NONE, 0)[:15], "16 bytes"),
         (b"HTTP" + bytes(12), "HTTP"),
-        (struct.pack("<4sBBBBQ", b"KVPG", MAJOR + 1, 0, 1, 0, 0), "upgrade the older side"),
+        (struct.pack("<4sBBBBQ", b"KVPG", MAJOR + 1, 0, 1, 0, 0), "upgrade the older end"),
         (struct.pack("<4sBBBBQ", b"KVPG", MAJOR, 0, 200, 0, 0), "unknown frame kind 200"),
         (encode_header(FrameKind.VALUE, 1001), "1001 bytes, and at most 1000"),
     ],
