@@ -158,6 +158,9 @@ def secret(path: str) -> None:
         with open(fd, "w", encoding="ascii") as f:
             os.fchmod(fd, 0o600)
             f.write(f"{secrets.token_hex(32)}\n")
+    except FileExistsError:
+        click.echo(printable(f"kvplug: {path} exists, and is left as it is: name a new file"), err=True)
+        sys.exit(2)
     except OSError as e:
         click.echo(printable(f"kvplug: {path}: {e.strerror or e}"), err=True)
         sys.exit(2)

@@ -56,7 +56,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
     metavar="DURATION",
     type=Duration(),
     default=TIMEOUT_S,
-    help=f"When all waiting ends. Default: {TIMEOUT_S:g}.",
+    help=f"All waiting ends after this time, such as 10 or '1 min'. Default: {TIMEOUT_S:g} s.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option("--quiet", is_flag=True, help="Show notes and problems only, and how many others there are.")

@@ -41,7 +41,8 @@ def show_findings(findings: Sequence[Finding], *, quiet: bool = False, details: 
             table.add_row("", "", _marked("-> ", finding.change))
     print_rich(table, min(shutil.get_terminal_size().columns, _WIDTH))
     if quiet:
-        click.echo(f"{len(findings) - len(shown)} others are ok")
+        others = len(findings) - len(shown)
+        click.echo("1 other is ok" if others == 1 else f"{others} others are ok")
 
 
 def _marked(mark: str, text: str) -> Any:

@@ -78,7 +78,7 @@ class Program(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             specs = sorted(self._specs(ctx).items())
-            formatter.write_dl([(name, printable(spec.summary)) for name, spec in specs])
+            formatter.write_dl([(name, printable(spec.summary.rstrip("."))) for name, spec in specs])
 
     def invoke(self, ctx: click.Context) -> Any:
         """As click does it, but an error's message is printable."""

@@ -110,8 +110,8 @@ def _check_free(name: str, template: Template, target: Path) -> None:
         raise click.ClickException(f"kvplug {name} is a command of kvplug's own")
     if owners := Registry.from_env().owners(template.kind, name):
         raise click.ClickException(
-            f"the {template.words} {name!r} is offered by {owners[0]}, which is installed;"
-            " of two with one name neither is taken (--force generates it all the same)"
+            f"the {template.words} {name!r} is offered by {owners[0]}, which is installed, and kvplug refuses"
+            " a name that two packages offer: choose another name (--force generates it anyway)"
         )
 
 

@@ -62,6 +62,8 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
     kvplug store serve host --address unix:@kv --set options.host.size='64 GiB'
     kvplug store stats unix:@kv
     """
+    if name is not None and name.endswith((".toml", ".json")):
+        raise click.UsageError(f"{name!r} was given; allowed is the name of a store: use --config {name}")
     config = Config.load(path, overrides=overrides)
     show_log("INFO", "%(asctime)s %(levelname)s %(message)s")  # who comes and goes, unless KVPLUG_LOG is set
     # Blocked in this and every later thread, and taken below: a handler would run in the middle of anything.

@@ -53,6 +53,12 @@ def test_a_command_of_two_plugins_is_refused_and_none_takes_one_of_the_core(bird
     assert "carrier-pigeon" in birds.kvplug("list").stdout
 
 
+def test_a_file_in_place_of_a_store_is_refused_with_the_option_that_takes_it(birds: Any) -> None:
+    done = birds.kvplug("store", "serve", "kv.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "use --config kv.toml" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [

@@ -88,7 +88,8 @@ class Secret:
                 raw = f.read(_MAX_SECRET_BYTES + 1)
         except OSError as e:
             NamedExhaustion.check(e, f"reading secret_file {name}")
-            raise ConfigError(f"secret_file {name}: {e.strerror or e}") from e
+            advice = f"; {_HOW}" if isinstance(e, FileNotFoundError) else ""
+            raise ConfigError(f"secret_file {name}: {e.strerror or e}{advice}") from e
         if len(raw) > _MAX_SECRET_BYTES:
             raise ConfigError(f"secret_file {name} is larger than {_MAX_SECRET_BYTES} bytes")
         if mode & (stat.S_IRWXO | stat.S_IWGRP):

@@ -16,7 +16,7 @@ def kvplug_stores() -> list[StoreSpec]:
             client="kvplug_host.factory:make_client",
             options="kvplug_host.options:HostOptions",
             probe="kvplug_host.probe:describe",
-            summary="pages in shared memory, which processes of the same host read themselves",
+            summary="Pages in shared memory, which processes of the same host read themselves",
             cross_host=True,
         )
     ]

@@ -66,7 +66,11 @@ class _Inspector:
         mine = [each for each in found if each.name == self._name]
         if not mine:
             hint = did_you_mean(self._name, others)
-            self._breach("PLUGIN-1", f"no entry point {self._name!r} is installed in the group kvplug{hint}")
+            known = ", ".join(sorted(others)) or "none"
+            self._breach(
+                "PLUGIN-1",
+                f"no entry point {self._name!r} is installed in the group kvplug{hint}; installed: {known}",
+            )
             return ()
         modules = {each.module for each in mine}
         points = [
@@ -146,7 +150,7 @@ class _Inspector:
         for device in sorted(able.devices):
             if not re.fullmatch("[a-z][a-z_]*", device):
                 form = "those are lower-case letters and underscores, such as 'cuda', without an index"
-                self._breach("PLUGIN-3", f"the {of} claims {device!r}, which is no type of device; {form}")
+                self._breach("PLUGIN-3", f"the {of} claims {device!r}, which is not a type of device; {form}")
         if able.cost is UNSTATED:
             hint = "so that auto cannot compare it: Capabilities(cost=Capabilities.Cost(...))"
             self._breach("PLUGIN-3", f"the {of} states no cost, {hint}")

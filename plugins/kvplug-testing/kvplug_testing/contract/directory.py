@@ -73,7 +73,7 @@ class DirectoryContract(Contract):
         """A new object at that URL. Override it for a directory that is not installed."""
         context = Directory.Context(options=self.made_options(), url=url, timeout_s=self.timeout_s)
         made = self.installed("opened").load_factory()(context)
-        assert isinstance(made, Directory), f"the factory made {made!r}, which is no Directory"
+        assert isinstance(made, Directory), f"the factory made {made!r}, which is not a Directory"
         return made
 
     def open(self, url: str) -> Directory:

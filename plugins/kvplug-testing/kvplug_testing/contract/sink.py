@@ -67,7 +67,7 @@ class SinkContract(Contract):
     def made(self) -> Sink:
         """A new sink. Override it for one that is not installed."""
         made = self.installed("made").load_factory()(self.made_options())
-        assert isinstance(made, Sink), f"the factory made {made!r}, which is no Sink"
+        assert isinstance(made, Sink), f"the factory made {made!r}, which is not a Sink"
         return made
 
     def counted(self, op: str) -> float:

@@ -136,7 +136,7 @@ class StoreSuite(Contract):
         made = self.make_store(context)
         if isinstance(made, BlockingStore):
             made = ExecutedStore(made, name=self.called, seal=context.seal, timeout_s=context.timeout_s)
-        assert isinstance(made, Store), f"the factory made {made!r}, which is no Store"
+        assert isinstance(made, Store), f"the factory made {made!r}, which is not a Store"
         self.later(made.abort)
         place.first = place.first or made
         return made
@@ -151,7 +151,7 @@ class StoreSuite(Contract):
         link = self._connect(place.address, waits.patience_s)
         self.later(link.close)
         made = self.make_client(self.context(place), link)
-        assert isinstance(made, Store), f"the maker of clients made {made!r}, which is no Store"
+        assert isinstance(made, Store), f"the maker of clients made {made!r}, which is not a Store"
         self.later(made.abort)
         return made
 
