@@ -125,7 +125,7 @@ def check(path: str) -> None:
     faults = [*draft.faults, *name_faults(Registry.from_env(), draft.values, draft.options)]
     notes = []
     if draft.values.get("role") is None and not any(fault.startswith("role:") for fault in draft.faults):
-        notes.append("role is not set here; KVPLUG_ROLE must set it (producer, consumer or both)")
+        notes.append("role is not set here: set it, or KVPLUG_ROLE, to producer, consumer or both")
     try:
         certificates = _check_trust(draft)
     except InsecureAddressError as e:

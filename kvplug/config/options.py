@@ -240,7 +240,7 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
     faults = [fault for _, of_key in found.values() for fault in of_key]
     for key, each in known.items():
         if each.is_required and values.get(key, "") == "":
-            faults.append(Fault(f"{key}: must be given; {each.help or 'no default'}", key=key))
+            faults.append(Fault(f"{key}: must be given ({each.help.rstrip('.') or 'no default'})", key=key))
     try:
         if not faults:
             return cls(**{key: value for key, (value, _) in found.items()})
