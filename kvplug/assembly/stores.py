@@ -129,8 +129,7 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
         PluginError: it cannot work here, or its factory returned something else.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
-    resolved = ResolvedConfig(config, registry)
-    resolved.check(keys=("stores", "transport", "integrity"))
+    resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "integrity")
     return StoreOpener(LinkSettings(resolved=resolved)).open(name or config.stores[0])
 
 
@@ -230,8 +229,7 @@ def serve_store(
     """
     if address is not None:
         config = attrs.evolve(config, host=_host_of(address))  # pipes listen where the link does
-    resolved = ResolvedConfig(config, registry)
-    resolved.check(keys=("stores", "transport", "integrity"))
+    resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "integrity")
     settings = LinkSettings(resolved=resolved)
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
     if spec.client is None:

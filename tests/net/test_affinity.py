@@ -113,6 +113,21 @@ tell(**said)
     assert found == {str(OTHER[0]): OTHER, "all": OTHER, "inherit": ONE}, "the default changes nothing"
 
 
+@pytest.mark.parametrize("make", ["build_store", "serve_store"])
+def test_a_store_without_an_engine_runs_on_the_cpus_of_its_config(make: str, told: Told) -> None:
+    found = told(
+        f"""
+import contextlib
+from kvplug import Config, ConfigError, Registry
+from kvplug.assembly import stores
+with contextlib.suppress(ConfigError):  # this registry offers no store
+    stores.{make}(Config.from_dict({{"thread_cpus": "{OTHER[0]}", "stores": ["none"]}}), registry=Registry())
+tell(thread=in_thread())
+"""
+    )
+    assert found == {"thread": OTHER}
+
+
 def test_cpus_that_the_process_may_not_use_are_refused_by_name() -> None:
     with pytest.raises(ConfigError) as refused:
         ResolvedConfig.to_build(Config.from_dict({"thread_cpus": "9000-9002"}), Registry())
