@@ -143,7 +143,7 @@ class ReachingEnd(LookupBuffer):
         self._data = data
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._speaking = threading.Lock()
+        self._sending = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._left: dict[int, None] = {}
@@ -183,7 +183,7 @@ class ReachingEnd(LookupBuffer):
         key = key_to_bytes(key_under(input_tokens, roi))
         call = self._open(_MATCH)
         try:
-            self._say(Match(call.number, key, extra_bytes(extra)), deadline)
+            self._send_or_lose(Match(call.number, key, extra_bytes(extra)), deadline)
             answer = self._answer(call, deadline, "a match")
             assert isinstance(answer, Matched)
             if answer.num_tokens > len(key) // 8:
@@ -205,12 +205,12 @@ class ReachingEnd(LookupBuffer):
         call, ended = self._open(_TAKE), False
         try:
             key = None if query.key is None else key_to_bytes(query.key)
-            self._say(Take(call.number, key, query.extra, deadline.remaining()), deadline)
+            self._send_or_lose(Take(call.number, key, query.extra, deadline.remaining()), deadline)
             entry = self._fetch(call, query, None, deadline)
             # All of it is here, and only the store can say that no other caller gets it. To leave now would
             # lose the entry for everybody, so the answer, which waits for nothing, may still come.
             last = Deadline(max(deadline.at, Deadline.after(_SETTLE_S).at))
-            self._say(Done(call.number), last)
+            self._send_or_lose(Done(call.number), last)
             granted = self._answer(call, last, "the last word on an entry")
             ended = True
             assert isinstance(granted, Granted)
@@ -235,12 +235,12 @@ class ReachingEnd(LookupBuffer):
         query = _Query(key, extra_bytes(extra), max(1, min_tokens))
         call, ended = self._open(_READ), False
         try:
-            self._say(
+            self._send_or_lose(
                 Read(call.number, key_to_bytes(key), query.extra, query.min_tokens, deadline.remaining()),
                 deadline,
             )
             entry = self._fetch(call, query, sink, deadline)
-            self._say(Done(call.number), deadline)
+            self._send_or_lose(Done(call.number), deadline)
             ended = True
             return entry
         finally:
@@ -292,7 +292,7 @@ class ReachingEnd(LookupBuffer):
             except KvplugError as e:
                 self._lose(e)
 
-    def _say(self, message: Message, deadline: Deadline) -> None:
+    def _send_or_lose(self, message: Message, deadline: Deadline) -> None:
         try:
             self._send(message, deadline)
         except (TimeoutError, UnsupportedError, CapacityError, ResourceExhaustedError):
@@ -303,7 +303,7 @@ class ReachingEnd(LookupBuffer):
 
     def _send(self, message: Message, deadline: Deadline) -> None:
         tensor = pack(message)
-        with deadline_lock(self._speaking, deadline):
+        with deadline_lock(self._sending, deadline):
             self._signal.send_tensor(tensor, timeout=deadline.remaining())
 
     def _answer(self, call: _Call, deadline: Deadline, what: str) -> Message:

@@ -85,7 +85,7 @@ class Session:
         self._number = next(_numbers)
         self.holder = f"{self._number}: {signal.peer}"
         """Who holds its loans."""
-        self._speaking = threading.Lock()
+        self._sending = threading.Lock()
         self._calls: dict[int, _Call] = {}  # touched by the requests thread only
         self._outbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._threads = [
@@ -106,7 +106,7 @@ class Session:
     def close(self, deadline: Deadline) -> None:
         """Say that it is the end, and close the pipes."""
         try:
-            self._say(End(), deadline)
+            self._send_message(End(), deadline)
         except KvplugError as e:
             _log.debug("%s was not told that the store closes: %s", self.holder, e)
         self._signal.close(deadline.remaining())
@@ -162,7 +162,7 @@ class Session:
                 except ClosedError as e:
                     self._fail(number, e)
                 else:
-                    self._say(Matched(number, num_tokens))
+                    self._send_message(Matched(number, num_tokens))
             case Take(number, key_or_any, extra, timeout):
                 call = self._begin(number, timeout)
                 call.waiter = Waiter(
@@ -209,11 +209,11 @@ class Session:
         call = self._calls.pop(number, None)
         loan = None if call is None else call.loan
         if loan is None:
-            self._say(Granted(number, False))
+            self._send_message(Granted(number, False))
             return
         ended = self._lending.end(loan, taken=loan.is_exclusive)
         if loan.is_exclusive:
-            self._say(Granted(number, ended))
+            self._send_message(Granted(number, ended))
 
     def _cancel(self, call: _Call) -> None:
         self._calls.pop(call.number, None)
@@ -254,7 +254,7 @@ class Session:
                 self._fail(call.number, e)
                 return
             try:
-                with self._speaking:
+                with self._sending:
                     self._signal.send_tensor(coming, timeout=None)
             except ResourceExhaustedError as e:
                 self._lending.end(loan)
@@ -285,12 +285,12 @@ class Session:
 
     def _fail(self, number: int, error: KvplugError) -> None:
         lacks = error.resource if isinstance(error, ResourceExhaustedError) else ""
-        self._say(Failed(number, type(error).__name__, str(error), lacks))
+        self._send_message(Failed(number, type(error).__name__, str(error), lacks))
 
-    def _say(self, message: Message, deadline: Deadline | None = None) -> None:
+    def _send_message(self, message: Message, deadline: Deadline | None = None) -> None:
         tensor = pack(message)
         deadline = deadline or Deadline.after(None)
-        with deadline_lock(self._speaking, deadline):
+        with deadline_lock(self._sending, deadline):
             self._signal.send_tensor(tensor, timeout=deadline.remaining())
 
 

@@ -51,14 +51,14 @@ class EngineSources:
     def follow(self) -> None:
         """Begin."""
         if self._members is not None:
-            self._members.follow(self._hear)
+            self._members.follow(self._update)
 
     def wait_until_known(self, deadline: Deadline) -> None:
         """Raises what :meth:`Members.wait_until_known` raises."""
         if self._members is not None:
             self._members.wait_until_known(deadline)
 
-    def _hear(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
+    def _update(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
         wanted = {f"peer {engine.engine_id}": engine for engine in engines if self._is_source(engine)}
         self._tell_strange(engines)
         with self._lock:

@@ -26,7 +26,7 @@ class KeptBlocks:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def hear(self, rank: int, read_until: int) -> None:
+    def note_read(self, rank: int, read_until: int) -> None:
         """A worker has read the pages of all steps up to this one."""
         self._read_until[rank] = read_until
 

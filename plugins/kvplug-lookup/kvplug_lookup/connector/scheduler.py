@@ -183,9 +183,9 @@ class LookupScheduler(SchedulerConnector):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
         for rank, said in metadata.items():
-            self._hear_shard(rank, said)
+            self._note_shard(rank, said)
 
-    def _hear_shard(self, rank: int, said: Any) -> None:
+    def _note_shard(self, rank: int, said: Any) -> None:
         """A worker says which part of the model it holds, and how its stores protect pages."""
         if not isinstance(said, Mapping) or "shard" not in said:
             return
@@ -444,13 +444,13 @@ class LookupScheduler(SchedulerConnector):
                 self._tracked[request_id].is_loading = False
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
-            self._hear(part)
+            self._take_report(part)
 
-    def _hear(self, part: Mapping[str, Any]) -> None:
+    def _take_report(self, part: Mapping[str, Any]) -> None:
         """What one worker says after a step."""
         rank = part["rank"]
         self._heard = max(self._heard, part["step"])
-        self._hear_shard(rank, part)
+        self._note_shard(rank, part)
         if part["reset"] and part["step"] == self._reset_step:
             self._note_reset()
         if part["rates"]:
@@ -465,7 +465,7 @@ class LookupScheduler(SchedulerConnector):
         self._matcher.note_unreadable(part["unreadable"])
         for source in self._own[:1]:
             source.settle(part["settled"], rank)
-        self._kept.hear(rank, part["read_until"])
+        self._kept.note_read(rank, part["read_until"])
         for request_id, page in part["unsaved"].items():
             if request_id in self._tracked:
                 self._tracked[request_id].miss(page)

@@ -95,9 +95,9 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
         undo_pidfd = undo.enter_context(contextlib.ExitStack())
         if pidfd is not None:
             undo_pidfd.callback(os.close, pidfd)
-        said = {"rank": rank, "sees_death": pidfd is not None, "patience_s": float(heartbeat_timeout_s)}
+        greeting = {"rank": rank, "sees_death": pidfd is not None, "patience_s": float(heartbeat_timeout_s)}
         with contextlib.suppress(PeerGoneError):  # declined already? Then the reason is waiting to be read.
-            _send(connection, said, deadline)
+            _send(connection, greeting, deadline)
         answer, fds = _receive(connection, 1, deadline)
         try:
             match answer:
@@ -178,8 +178,8 @@ def asked(connection: Connection, heartbeat_timeout_s: float, sees_death: bool, 
     Raises:
         TimeoutError, PeerGoneError, WireError.
     """
-    said, _ = _receive(connection, 0, deadline)
-    match said:
+    greeting, _ = _receive(connection, 0, deadline)
+    match greeting:
         case {"rank": int(rank), "sees_death": bool(sees), "patience_s": float(patience_s)} if patience_s > 0:
             patience_s = min(patience_s, float(heartbeat_timeout_s))
             return Asked(rank=rank, quiet=sees and sees_death, patience_s=patience_s)
@@ -193,8 +193,8 @@ def refuse(connection: Connection, why: str, deadline: Deadline) -> None:
 
 def decline(connection: Connection, shortage: ResourceExhaustedError, deadline: Deadline) -> None:
     """Second step, if the writer's process has no resources for the reader now. It may try again."""
-    said = {"exhausted": shortage.resource, "why": str(shortage)[:_MOST_WORDS]}
-    _send(connection, said, deadline)
+    answer = {"exhausted": shortage.resource, "why": str(shortage)[:_MOST_WORDS]}
+    _send(connection, answer, deadline)
 
 
 def hand_over(

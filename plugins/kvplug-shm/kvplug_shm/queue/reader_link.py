@@ -32,8 +32,8 @@ class ReaderLink:
     who: PeerIdentity
     patience_s: float
     """Silence that counts as death: the shorter timeout of the two ends."""
-    heard: float
-    said: float
+    received_at: float
+    sent_at: float
     read: int = 0
     """Messages that it has reported as read."""
     arrived: int = 0

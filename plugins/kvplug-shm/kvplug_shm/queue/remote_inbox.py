@@ -74,7 +74,7 @@ class Inbox:
         if self._messages:
             return self._messages[0][0]
         if self._error is not None and self._error[0] is not PeerGoneError:
-            raise self._told()
+            raise self._end_error()
         return None
 
     def wait_for_first(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> QueueMessage:
@@ -91,7 +91,7 @@ class Inbox:
         with self._lock:
             while not self._joined:
                 if self._error is not None:
-                    raise self._told()
+                    raise self._end_error()
                 if deadline.expired:
                     raise TimeoutError(late)
                 self._changed.wait(deadline.remaining())
@@ -112,11 +112,11 @@ class Inbox:
         with self._lock:
             while not there():
                 if self._error is not None:
-                    raise self._told()
+                    raise self._end_error()
                 self._changed.wait(wait.pause())
                 check()
 
-    def _told(self) -> KvplugError:
+    def _end_error(self) -> KvplugError:
         assert self._error is not None
         kind, text = self._error
         return kind(text)

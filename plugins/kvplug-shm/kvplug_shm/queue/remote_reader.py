@@ -69,10 +69,10 @@ class RemoteReader(SocketThread):
         self._assembly = Assembly(max_message_bytes)
         self._writer: PeerIdentity | None = None
         self._watch: Watch | None = None
-        self._told: tuple[int, int, int] = (0, 0, 0)
+        self._reported: tuple[int, int, int] = (0, 0, 0)
         self._published = 0
         self._wants_ready = self._leaving = self._proven = self._died = False
-        self._heard = self._said = time.monotonic()
+        self._received_at = self._sent_at = time.monotonic()
         self._suspected = self._dying = self._left = 0.0
         name = f"reader rank {rank} of the queue at {contact}"
         try:
@@ -88,7 +88,7 @@ class RemoteReader(SocketThread):
                 "who": attrs.asdict(PeerIdentity.of_this_process()),
                 "patience_s": float(self._patience_s),
             }
-            self._say(frames.plain(QueueFrameKind.JOIN, joining))
+            self._send_frame(frames.plain(QueueFrameKind.JOIN, joining))
         except BaseException:
             self._let_go(0)
             connection.close()
@@ -157,7 +157,7 @@ class RemoteReader(SocketThread):
 
     def _turn(self, now: float) -> float | None:
         inbox = self._inbox
-        self._hear(now)
+        self._receive_frames(now)
         for event, _ in list(self._connection_events()):
             self._see(event, now)
         if not inbox.ended:
@@ -166,13 +166,13 @@ class RemoteReader(SocketThread):
             return self._leave(now)
         if inbox.ended:
             return None
-        if self._wants_ready and self._say(frames.plain(QueueFrameKind.READY)):
+        if self._wants_ready and self._send_frame(frames.plain(QueueFrameKind.READY)):
             self._wants_ready = False
         taken = self._taken()
-        if taken != self._told and self._say(frames.taken(*taken)):
-            self._told = taken
-        if self._writer is not None and now - self._said >= self._beat_s:
-            self._say(frames.plain(QueueFrameKind.BEAT))
+        if taken != self._reported and self._send_frame(frames.taken(*taken)):
+            self._reported = taken
+        if self._writer is not None and now - self._sent_at >= self._beat_s:
+            self._send_frame(frames.plain(QueueFrameKind.BEAT))
         return self._pause()
 
     def _taken(self) -> tuple[int, int, int]:
@@ -182,17 +182,17 @@ class RemoteReader(SocketThread):
         """Send LEAVE and wait for the answer: closing with unread bytes could discard it."""
         if not self._left and not self._inbox.ended:
             self._left = now
-            self._say(frames.plain(QueueFrameKind.LEAVE))
+            self._send_frame(frames.plain(QueueFrameKind.LEAVE))
         left_s = self._left + SETTLE_S - now
         if self._inbox.ended or left_s <= 0:
             self.end(0)
         return max(0.0, left_s)
 
-    def _hear(self, now: float) -> None:
+    def _receive_frames(self, now: float) -> None:
         for parts in self._received():
             if self._inbox.ended:
                 continue
-            self._heard, self._suspected = now, 0.0
+            self._received_at, self._suspected = now, 0.0
             try:
                 self._take(frames.read([part.buffer for part in parts]))
             except (WireError, TransportError, CapacityError) as e:
@@ -250,12 +250,12 @@ class RemoteReader(SocketThread):
 
     def _over(self, over: Over) -> None:
         lost = max(over.lost, over.total - self._assembly.arrived)
-        told = f"{lost} of {over.total} messages are lost to reader rank {self._rank}"
+        losses = f"{lost} of {over.total} messages are lost to reader rank {self._rank}"
         if over.why:
-            text = f"{self.writer} has evicted this reader ({over.why}): {told}, and all that come later"
+            text = f"{self.writer} has evicted this reader ({over.why}): {losses}, and all that come later"
             self._inbox.fail(TransportError, text)
         elif lost:
-            self._inbox.fail(TransportError, f"{self.writer} has closed in haste: {told}")
+            self._inbox.fail(TransportError, f"{self.writer} has closed in haste: {losses}")
         else:
             text = f"{self.writer} has closed, and everything of it was received"
             self._inbox.fail(PeerGoneError, text)
@@ -265,7 +265,7 @@ class RemoteReader(SocketThread):
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._proven = True
         elif event == zmq.EVENT_DISCONNECTED:
-            self._hear(now)  # process the last frames before the end
+            self._receive_frames(now)  # process the last frames before the end
             self._inbox.fail(PeerGoneError, self._how_it_ended())
         elif not self._proven:
             error = failure(event, self._contact, self._rank)
@@ -285,23 +285,23 @@ class RemoteReader(SocketThread):
         if self._dying:
             if now - self._dying >= SETTLE_S:
                 self._inbox.fail(PeerGoneError, self._how_it_ended())
-        elif self._writer is not None and self._watch is None and now - self._heard >= self._patience_s:
+        elif self._writer is not None and self._watch is None and now - self._received_at >= self._patience_s:
             # This process may have been stopped: read first what arrived meanwhile.
             self._suspected = self._suspected or now
             if now - self._suspected >= self._beat_s / 2:
                 self._inbox.fail(
                     PeerGoneError,
-                    f"{self.writer} is silent for {now - self._heard:.1f} s, after {self._assembly.arrived}"
-                    f" messages had arrived at reader rank {self._rank}",
+                    f"{self.writer} is silent for {now - self._received_at:.1f} s, after"
+                    f" {self._assembly.arrived} messages had arrived at reader rank {self._rank}",
                 )
 
     @property
     def _beat_s(self) -> float:
         return self._patience_s / BEATS_IN_PATIENCE
 
-    def _say(self, frame: bytes) -> bool:
+    def _send_frame(self, frame: bytes) -> bool:
         """Send a frame. Returns whether there was room: none if the writer is stopped, or just ended."""
-        self._said = time.monotonic()
+        self._sent_at = time.monotonic()
         try:
             self._put(frame)
         except zmq.Again:
@@ -314,9 +314,9 @@ class RemoteReader(SocketThread):
     def _pause(self) -> float | None:
         if self._writer is None:
             return None
-        moments = [self._said + self._beat_s]
-        if self._dying or self._suspected or self._wants_ready or self._taken() != self._told:
+        moments = [self._sent_at + self._beat_s]
+        if self._dying or self._suspected or self._wants_ready or self._taken() != self._reported:
             moments.append(time.monotonic() + self._beat_s / 10)
         if self._watch is None:
-            moments.append(self._heard + self._patience_s)
+            moments.append(self._received_at + self._patience_s)
         return max(0.0, min(moments) - time.monotonic())

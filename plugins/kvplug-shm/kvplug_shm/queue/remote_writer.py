@@ -133,27 +133,27 @@ class RemoteWriter(SocketThread):
     def _turn(self, now: float) -> float | None:
         assert self._admission is not None
         self._admission.answer()
-        self._hear(now)
+        self._receive_frames(now)
         ended = {fd for event, fd in list(self._connection_events()) if event == zmq.EVENT_DISCONNECTED}
         if ended:
-            self._hear(now)  # process its last frames before its end
+            self._receive_frames(now)  # process its last frames before its end
         for link in self._links.values():
             if link.descriptor in ended:
                 link.doubted = now  # the event may be of an earlier connection with that descriptor
         self._judge(now)
         self._send(now)
-        if self._closing is not None and self._all_told(self._closing, now):
+        if self._closing is not None and self._all_notified(self._closing, now):
             return 0.0
         return self._pause(now)
 
-    def _hear(self, now: float) -> None:
+    def _receive_frames(self, now: float) -> None:
         for routing_id, *parts in self._received():
             link = self._links.get(routing_id.bytes)
             if link is None:
                 self._meet(routing_id.bytes, parts, now)
                 continue
             with self._concerning(link):
-                link.heard, link.suspected, link.beats = now, 0.0, 0
+                link.received_at, link.suspected, link.beats = now, 0.0, 0
                 self._take(link, frames.read([part.buffer for part in parts]))
 
     @contextlib.contextmanager
@@ -192,7 +192,7 @@ class RemoteWriter(SocketThread):
         with self._lock:
             self._links[routing_id] = link
         if why:
-            self._say(link, [frames.plain(QueueFrameKind.REFUSED, why)], now)
+            self._send_frame(link, [frames.plain(QueueFrameKind.REFUSED, why)], now)
             self._forget(link)
             return
         with self._concerning(link):
@@ -206,7 +206,7 @@ class RemoteWriter(SocketThread):
         us = attrs.asdict(PeerIdentity.of_this_process())
         count = self._feed.published()
         welcome = {"version": frames.VERSION, "who": us, "patience_s": link.patience_s, "published": count}
-        self._say(link, [frames.plain(QueueFrameKind.WELCOME, welcome)], now)
+        self._send_frame(link, [frames.plain(QueueFrameKind.WELCOME, welcome)], now)
 
     def _has_ended(self, link: ReaderLink) -> None:
         """The reader's process has ended; its last frames may still arrive. From any thread."""
@@ -239,14 +239,15 @@ class RemoteWriter(SocketThread):
             elif link.dying:
                 self._beat(link, now)
             elif link.doubted:
-                self._say(link, [frames.plain(QueueFrameKind.BEAT)], now)  # fails if it was its connection
+                # This fails if it was its connection.
+                self._send_frame(link, [frames.plain(QueueFrameKind.BEAT)], now)
                 if now - link.doubted >= SETTLE_S:
                     link.doubted = 0.0
-            elif not link.watched and now - link.heard >= link.patience_s:
+            elif not link.watched and now - link.received_at >= link.patience_s:
                 # This process may have been stopped: read first what arrived meanwhile.
                 link.suspected = link.suspected or now
                 if now - link.suspected >= link.beat_s / 2:
-                    self._evict(link, f"silent for {now - link.heard:.1f} s", died=True)
+                    self._evict(link, f"silent for {now - link.received_at:.1f} s", died=True)
 
     def _send(self, now: float) -> None:
         published = self._feed.published()
@@ -257,14 +258,14 @@ class RemoteWriter(SocketThread):
 
     def _serve(self, link: ReaderLink, published: int, ready: bool, now: float) -> None:
         """Send one reader as much as it has room for; the rest is sent later."""
-        if ready and link.wants_ready and self._say(link, [frames.plain(QueueFrameKind.READY)], now):
+        if ready and link.wants_ready and self._send_frame(link, [frames.plain(QueueFrameKind.READY)], now):
             link.wants_ready = False
         while self._has(link) and link.has_room and link.sent < published:
             parts, last = link.next_frame(self._feed)
-            if not self._say(link, parts, now):
+            if not self._send_frame(link, parts, now):
                 break
             link.count(parts, last)
-        if now - link.said >= link.beat_s:
+        if now - link.sent_at >= link.beat_s:
             self._beat(link, now)
 
     def _has(self, link: ReaderLink) -> bool:
@@ -273,16 +274,16 @@ class RemoteWriter(SocketThread):
 
     def _beat(self, link: ReaderLink, now: float) -> None:
         """Send a heartbeat, unless it has not answered for long: then it is stopped, or gone."""
-        link.said = now
+        link.sent_at = now
         if link.beats < BEATS:
             link.beats += 1
-            self._say(link, [frames.plain(QueueFrameKind.BEAT)], now)
+            self._send_frame(link, [frames.plain(QueueFrameKind.BEAT)], now)
 
-    def _say(self, link: ReaderLink, parts: list[Part], now: float) -> bool:
+    def _send_frame(self, link: ReaderLink, parts: list[Part], now: float) -> bool:
         """Send one frame; False if there is no room. Evicts a reader that cannot be reached."""
         if not self._has(link):
             return False
-        link.said = now
+        link.sent_at = now
         try:
             self._put(link.routing_id, parts)
         except zmq.Again:  # frames of it lie before the mark: only one that reads nothing comes so far
@@ -317,14 +318,14 @@ class RemoteWriter(SocketThread):
             self._moved.notify_all()
         link.close()
 
-    def _all_told(self, deadline: Deadline, now: float) -> bool:
+    def _all_notified(self, deadline: Deadline, now: float) -> bool:
         """After everything has arrived, or at the deadline: announce the end to the readers, and end."""
         published = self._feed.published()
         links = list(self._links.values())
         if any(link.arrived < published for link in links) and not deadline.expired:
             return False
         for link in links:
-            self._say(link, [frames.goodbye(published)], now)
+            self._send_frame(link, [frames.goodbye(published)], now)
         left = deadline.remaining()
         self.end(SETTLE_S if left is None else max(_LOOK_S, min(SETTLE_S, left)))
         return True
@@ -334,10 +335,10 @@ class RemoteWriter(SocketThread):
         links = list(self._links.values())
         if not links:
             return None
-        moments = [link.said + link.beat_s for link in links]
+        moments = [link.sent_at + link.beat_s for link in links]
         if any(link.restless for link in links):
             moments.append(now + _LOOK_S)
-        moments.extend(link.heard + link.patience_s for link in links if not link.watched)
+        moments.extend(link.received_at + link.patience_s for link in links if not link.watched)
         if self._closing is not None:
             moments.append(self._closing.at)
         return max(0.0, min(moments) - time.monotonic())
