@@ -150,9 +150,6 @@ from kvplug.transport.directory import (
 from kvplug.config.addresses import (
     Address as Address,
 )
-from kvplug.errors import (
-    AddressInUseError as AddressInUseError,
-)
 from kvplug.net.liveness import (
     Watch as Watch,
 )

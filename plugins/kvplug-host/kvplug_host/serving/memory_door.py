@@ -10,10 +10,9 @@ import secrets
 import threading
 from typing import Final
 
-from kvplug import ConfigError, KvplugError
+from kvplug import KvplugError, ResourceExhaustedError, TransportError
 from kvplug.transport import (
     Acceptor,
-    AddressInUseError,
     Connection,
     Credentials,
     Deadline,
@@ -106,10 +105,12 @@ class MemoryDoor:
 
 
 def open_door(segments: Segments, address: str, credentials: Credentials) -> MemoryDoor | KvplugError:
-    """The door, or why there is none: then readers get copies over pipes."""
+    """The door, or why there is none: then readers get copies over pipes.
+
+    Raises:
+        KvplugError: the operator named an address that is in use, or not one of this host's.
+    """
     try:
         return MemoryDoor(segments, address, credentials)
-    except (ConfigError, AddressInUseError):
-        raise  # the operator named the address
-    except KvplugError as e:
+    except (TransportError, ResourceExhaustedError) as e:
         return e

@@ -29,7 +29,7 @@ class Server:
         """Serve one peer, until it is gone or the link is closed.
 
         Raises:
-            ConfigError, AddressInUseError: the memory cannot be handed out at the configured path.
+            KvplugError: the memory cannot be handed out at the configured path.
         """
         options = self._options
         Session(self._pages, link, self._opened(), self._context.timeout_s, options.stall_timeout_s).run()
