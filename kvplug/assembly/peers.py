@@ -46,7 +46,6 @@ class LinkServer(Acceptor[T], PeerServer):
         discard: Callable[[T], None],
         max_served: int,
     ) -> None:
-        self.contact = listener.contact
         self._settings = settings
         self._complete = complete
         super().__init__(

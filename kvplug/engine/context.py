@@ -48,8 +48,10 @@ class PeerLink(abc.ABC):
 class PeerServer(abc.ABC):
     """Serves other processes at the control address, until it is closed."""
 
-    contact: str
-    """Where it listens: what ``Peers.connect`` of another process takes as ``peer``."""
+    @property
+    @abc.abstractmethod
+    def contact(self) -> str:
+        """Where it listens: what ``Peers.connect`` of another process takes as ``peer``."""
 
     @abc.abstractmethod
     def close(self) -> None:

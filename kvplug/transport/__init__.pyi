@@ -99,7 +99,6 @@ from kvplug.transport.pipe.blocks import (
 )
 from kvplug.transport.pipe.endpoint import (
     DuplexEndpoint as DuplexEndpoint,
-    PipeAcceptor as PipeAcceptor,
     PipeEndpoint as PipeEndpoint,
     PipeListener as PipeListener,
 )

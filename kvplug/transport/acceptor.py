@@ -54,6 +54,7 @@ class Acceptor(Generic[T]):
         *,
         what: str,
         name: str,
+        contact: str = "",
         discard: Callable[[T], object] = lambda made: None,
         timeout_s: float | None = None,
         max_served: int = 0,
@@ -68,6 +69,7 @@ class Acceptor(Generic[T]):
                 gets that as the reason.
             what: What is made, for messages: "a pipe".
             name: What the threads' names begin with.
+            contact: What peers need to reach it. Default: the first listener's.
             discard: Ends an object that was not accepted before :meth:`close`.
             timeout_s: The default timeout of :meth:`accept`.
             max_served: How many are served at once, and wait to be accepted. Other peers wait. 0:
@@ -83,6 +85,7 @@ class Acceptor(Generic[T]):
         self._make = make
         self._what = what
         self._name = name
+        self._contact = contact or listeners[0].contact
         self._discard = discard
         self._timeout_s = timeout_s
         self._max_served = max_served or MAX_SERVED
@@ -111,6 +114,11 @@ class Acceptor(Generic[T]):
             self.close()
             NamedExhaustion.check(e, "a listener needs a thread that takes connections")
             raise
+
+    @property
+    def contact(self) -> str:
+        """What peers need to reach it."""
+        return self._contact
 
     @property
     def closed(self) -> bool:

@@ -13,7 +13,7 @@ from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError, Ti
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
-from kvplug.transport import PipeAcceptor
+from kvplug.transport import Acceptor
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
@@ -46,7 +46,7 @@ def num_joining() -> int:
     return sum(each.name == "kvplug-plain-serve" for each in threading.enumerate())
 
 
-class Plain(PipeAcceptor):
+class Plain(Acceptor[Any]):
     """A byte says what becomes of a connection: a pipe, nothing, or a failure; without one it waits."""
 
     def __init__(self, listener: Listener) -> None:
@@ -56,7 +56,13 @@ class Plain(PipeAcceptor):
         self.go_on = threading.Event()
         self.go_on.set()
         super().__init__(
-            [listener], self._join, transport="plain", contact="plain contact", timeout_s=PATIENCE_S
+            [listener],
+            self._join,
+            what="the pipe 'plain'",
+            name="kvplug-plain",
+            contact="plain contact",
+            discard=lambda pipe: pipe.abort(),
+            timeout_s=PATIENCE_S,
         )
 
     def _join(self, connection: Connection) -> Any:

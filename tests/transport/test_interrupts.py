@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import os, signal, socket, threading
 from kvplug import KvplugError, StatelessGroup
-from kvplug.transport import Channel, Connection, Credentials, Listener, PipeAcceptor, PeerIdentity
+from kvplug.transport import Acceptor, Channel, Connection, Credentials, Listener, PeerIdentity
 from kvplug.net.trust.challenge import Mode
 
 def interrupt(*_):
@@ -53,11 +53,11 @@ call = lambda: listener.accept(0)
 end = listener.close
 """
 ACCEPTOR = """
-acceptor = PipeAcceptor(
+acceptor = Acceptor(
     [Listener.open("unix:", Credentials(), "test")],
     lambda connection: None,
-    transport="test",
-    contact="test",
+    what="a test",
+    name="kvplug-test",
     timeout_s=0,
 )
 call = acceptor.accept

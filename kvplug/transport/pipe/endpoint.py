@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import attrs
 
 from kvplug.config.addresses import DEFAULT_HOST, Address
-from kvplug.errors import PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError, WireError
+from kvplug.errors import PeerGoneError, TimeoutError, TransportError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.trust.connection import Connection
@@ -102,6 +102,10 @@ class PipeEndpoint(abc.ABC):
             WireError: the contact is not one of this transport's.
             ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """
+
+
+class _DuplexListener(Acceptor[Pipe], PipeListener):
+    """A pipe of each proven connection."""
 
 
 class DuplexEndpoint(PipeEndpoint):
@@ -248,60 +252,16 @@ class DuplexEndpoint(PipeEndpoint):
 
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:
         """The listener whose contact this is. It owns ``listeners`` from here on, also if it raises."""
-        return PipeAcceptor(
+        return _DuplexListener(
             listeners,
             lambda connection: self._join(connection, Deadline.after(self.JOIN_TIMEOUT_S), accepted=True),
-            transport=self.CONTACT.TRANSPORT,
+            what=f"the pipe {self.CONTACT.TRANSPORT!r}",
+            name=f"kvplug-{self.CONTACT.TRANSPORT}",
             contact=contact,
+            discard=lambda pipe: pipe.abort(),
             timeout_s=self._context.timeout_s,
         )
 
     def _connect(self, address: str, deadline: Deadline) -> Pipe:
         """The pipe to a listener at one of its addresses. Raises as :meth:`PipeEndpoint.connect`."""
         return self._join(self._dial(address, deadline), deadline, accepted=False)
-
-
-class PipeAcceptor(Acceptor[Pipe], PipeListener):
-    """The listening end of a pipe transport over connections: a transport turns each one into a pipe.
-
-    In a forked child it is closed.
-    """
-
-    def __init__(
-        self,
-        listeners: Sequence[Listener],
-        join: Callable[[Connection], Pipe | None],
-        *,
-        transport: str,
-        contact: str,
-        timeout_s: float,
-    ) -> None:
-        """Owns the listeners from here on, also if it raises. ``join`` may be called at once.
-
-        Args:
-            join: The pipe over a connection, or ``None`` if the connection is part of another one's pipe:
-                then :meth:`release` comes before that pipe can be accepted. It is called in a thread of its
-                own. If it raises, the connection is closed.
-            timeout_s: The default timeout of :meth:`accept`.
-
-        Raises:
-            ResourceExhaustedError: this process can have no more threads.
-        """
-        self._contact = contact
-        super().__init__(
-            listeners,
-            join,
-            what=f"the pipe {transport!r}",
-            name=f"kvplug-{transport}",
-            discard=lambda pipe: pipe.abort(),
-            timeout_s=timeout_s,
-            lost=self._note_shortage,
-        )
-
-    @property
-    def contact(self) -> str:
-        return self._contact
-
-    def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
-        """A resource ran out, and this connection becomes no pipe: tell the peer. May be extended."""
-        connection.decline(shortage)

@@ -19,7 +19,7 @@ from typing import Final
 import attrs
 
 from kvplug import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
-from kvplug.transport import Connection, Deadline, Listener, Pipe, PipeAcceptor, Watch, WireError
+from kvplug.transport import Acceptor, Connection, Deadline, Listener, Pipe, PipeListener, Watch, WireError
 from kvplug_cpu.pipe import CpuPipe, CpuPipeSettings
 
 PURPOSE: Final = "pipe-cpu"
@@ -125,7 +125,7 @@ class _Session:
     """What this process lacked for a connection that may be one of them."""
 
 
-class CpuListener(PipeAcceptor):
+class CpuListener(Acceptor[Pipe], PipeListener):
     """The listening end: connections are joined to pipes, several to each. Owns its listeners."""
 
     def __init__(
@@ -138,7 +138,14 @@ class CpuListener(PipeAcceptor):
         self._sessions: dict[bytes, _Session] = {}
         self._ends = False
         super().__init__(
-            listeners, self._join, transport="cpu", contact=contact, timeout_s=settings.timeout_s
+            listeners,
+            self._join,
+            what="the pipe 'cpu'",
+            name="kvplug-cpu",
+            contact=contact,
+            discard=lambda pipe: pipe.abort(),
+            timeout_s=settings.timeout_s,
+            lost=self._note_shortage,
         )
 
     def close(self) -> None:
@@ -156,7 +163,7 @@ class CpuListener(PipeAcceptor):
         return None
 
     def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
-        super()._note_shortage(connection, shortage)
+        connection.decline(shortage)
         with self._joining:  # it may be a data connection: its pipe would wait for it in vain
             for session in self._sessions.values():
                 if session.began < connection.since:
