@@ -28,7 +28,7 @@ HOOKS: Final = {
     "DuplexEndpoint": ("_join", "_addresses", "_listener", "_connect", "_dial"),
     "Pipe": ("_send_tensor", "_receive_tensor", "_send_blocks", "_receive_blocks", "_close", "_abort"),
     "Store": ("_lookup", "_put", "_get", "_remove", "_close", "_abort"),
-    "MessageQueue": ("_is_in_use", "_after_fork_in_child", "_deadline", "_wait"),
+    "MessageQueue": ("_taken", "_is_in_use", "_after_fork_in_child", "_deadline", "_wait"),
     "DuplexPipe": (
         *("_deadline", "_drain", "_release", "_join_threads"),
         *("_on_peer_gone", "_on_failure", "_release_in_child", "_peer_gone", "_fail"),

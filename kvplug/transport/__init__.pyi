@@ -116,9 +116,6 @@ from kvplug.transport.pipe.transfer import (
 )
 
 # Write a queue.
-from kvplug.net.exclusive_use import (
-    ExclusiveUse as ExclusiveUse,
-)
 from kvplug.transport.queue import (
     MessageQueue as MessageQueue,
     QueueEndpoint as QueueEndpoint,

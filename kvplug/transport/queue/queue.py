@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.errors import CancelledError, TimeoutError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import ExitGuard
 from kvplug.transport.queue.handle import QueueHandle
@@ -108,6 +109,7 @@ class MessageQueue(abc.ABC):
         """
         self._context = context
         self._rank = rank
+        self._use = ExclusiveUse("at this end of the queue")
         close_after_fork(self)
         ExitGuard.register(self)
 
@@ -258,9 +260,17 @@ class MessageQueue(abc.ABC):
 
     # -- for transports ------------------------------------------------------------------------
 
-    @abc.abstractmethod
+    def _taken(self) -> AbstractContextManager[object]:
+        """For a ``with`` statement around each call that waits, sends or receives.
+
+        Raises:
+            BusyError: another thread is inside one.
+        """
+        return self._use.taken()
+
     def _is_in_use(self) -> bool:
-        """Whether a thread is inside a call."""
+        """Whether a thread is inside a call: inside :meth:`_taken`, unless the transport knows otherwise."""
+        return self._use.busy
 
     @abc.abstractmethod
     def _after_fork_in_child(self) -> None:

@@ -14,7 +14,6 @@ from kvplug.transport import (
     Connection,
     Deadline,
     DescriptorGuard,
-    ExclusiveUse,
     MessageQueue,
     QueueEndpoint,
     Timeout,
@@ -41,7 +40,6 @@ class End(MessageQueue):
     def __init__(self, context: QueueEndpoint.Context, rank: int | None) -> None:
         self._closed = False
         self._lock = threading.RLock()
-        self._use = ExclusiveUse("at this end of the queue")
         self._descriptors = DescriptorGuard(self._close_descriptors, self._is_closed)
         super().__init__(context, rank)
 
@@ -75,7 +73,7 @@ class End(MessageQueue):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Around every call: one thread at a time, and none after the end."""
-        with self._use.taken():
+        with self._taken():
             self._check_open()
             with self._descriptors:
                 yield
@@ -95,9 +93,6 @@ class End(MessageQueue):
     @staticmethod
     def _is_closed() -> ClosedError:
         return ClosedError("this end of the queue is closed")
-
-    def _is_in_use(self) -> bool:
-        return self._use.busy
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
