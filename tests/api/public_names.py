@@ -38,7 +38,7 @@ WIRE = {
     "kvplug.net.wire.frames": ("HEADER_SIZE", "FrameKind", "decode_header", "encode_header"),
     "kvplug.net.wire.messages": (
         *("GOODBYE", "NONE", "SHORTEST_TENSOR_PREFIX", "prefix_size", "read_prefix"),
-        *("Announcement", "tensor_prefix"),
+        *("Announcement", "message_parts", "tensor_prefix"),
     ),
     "kvplug.net.wire.token_ids": ("pack_tokens", "unpack_tokens"),
     "kvplug.net.wire.tensors": (
@@ -51,7 +51,7 @@ PROTECTED = (
     *("_addresses", "_compare", "_compare_pairs", "_connect", "_deadline", "_destroy", "_dial", "_drain"),
     *("_exchange", "_fail", "_give_up", "_join", "_join_threads", "_listener", "_on_failure"),
     *("_on_peer_gone", "_peer_gone", "_receive_blocks", "_resume", "_send_blocks", "_suspend"),
-    *("_synchronize", "_wait"),
+    *("_is_in_use", "_synchronize", "_taken", "_wait"),
 )
 """Private methods with a body that subclasses of abstract classes override or call, beside abstract ones."""
 ABSTRACT = "abstract method"

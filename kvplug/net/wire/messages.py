@@ -21,6 +21,7 @@ from kvplug.net.wire.tensors import (
     decode_meta,
     dtype_name,
     encode_meta,
+    memory_of,
     meta_size,
 )
 
@@ -47,6 +48,19 @@ def tensor_prefix(dtype: torch.dtype, shape: torch.Size, nbytes: int, flags: int
     return encode_header(FrameKind.TENSOR, len(meta) + nbytes, flags) + meta
 
 
+def message_parts(tensor: torch.Tensor | None) -> list[memoryview]:
+    """A whole message, to be sent one part after the other: the prefix, and the bytes of a CPU tensor.
+
+    Raises:
+        UnsupportedError: as :func:`~kvplug.net.wire.tensors.memory_of`, which also says when bytes are
+            copied.
+    """
+    if tensor is None:
+        return [memoryview(NONE)]
+    memory = memory_of(tensor)
+    return [memoryview(tensor_prefix(tensor.dtype, tensor.shape, len(memory))), memory]
+
+
 @attrs.frozen
 class Announcement:
     """What a prefix says: a tensor's meta, or ``None``, and the transport's flags."""
@@ -58,11 +72,16 @@ class Announcement:
 
 @functools.lru_cache(1024)
 def prefix_size(start: bytes) -> int:
-    """How many bytes a prefix has, from its first ``SHORTEST_TENSOR_PREFIX`` or, if fewer came, 16.
+    """How many bytes a prefix has, as far as ``start`` tells, which is as much of it as has come.
+
+    The whole size, if at least ``SHORTEST_TENSOR_PREFIX`` bytes have come. Otherwise the number of bytes to
+    ask with again, which may be all of them.
 
     Raises:
         WireError: it is not a message of a pipe.
     """
+    if len(start) < HEADER_SIZE:
+        return HEADER_SIZE
     header = decode_header(start, max_length=MAX_LENGTH)
     if header.kind in (FrameKind.NONE, FrameKind.GOODBYE):
         return HEADER_SIZE

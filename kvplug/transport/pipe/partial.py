@@ -12,6 +12,7 @@ from kvplug.net.wire.tensors import (
     TensorMeta,
     copy_into,
     dtype_name,
+    empty_like_meta,
     is_dense,
     memory_of,
     memory_of_writable,
@@ -75,7 +76,7 @@ class PartialMessage:
         self,
         out: Tensor | None,
         *,
-        allocate: Callable[[TensorMeta], Tensor],
+        allocate: Callable[[TensorMeta], Tensor] = empty_like_meta,
         fill: Callable[[Tensor], bool],
         fail: Callable[[str], object],
         peer: str,
@@ -85,7 +86,7 @@ class PartialMessage:
 
         Args:
             out: What :meth:`check_out` has let pass.
-            allocate: New memory. If it raises the message stays.
+            allocate: New memory. Default: any of the process. If it raises the message stays.
             fill: Receive what is left into a contiguous tensor whose first ``got`` bytes are there already,
                 and count ``got``; False at the deadline.
             fail: The stream's position is lost: break the pipe.

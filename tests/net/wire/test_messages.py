@@ -32,6 +32,8 @@ def prefix_of(dtype: str, shape: tuple[int, ...], flags: int = 0) -> bytes:
 @pytest.mark.parametrize("flags", [0, 1, 255])
 def test_a_prefix_says_what_it_was_made_of(shape: tuple[int, ...], flags: int) -> None:
     prefix = prefix_of("bfloat16", shape, flags)
+    assert prefix_size(b"") == prefix_size(prefix[:15]) == HEADER_SIZE
+    assert prefix_size(prefix[:HEADER_SIZE]) == SHORTEST_TENSOR_PREFIX
     assert prefix_size(prefix[:SHORTEST_TENSOR_PREFIX]) == len(prefix)
     announcement = read_prefix(prefix)
     assert announcement.meta == TensorMeta("bfloat16", shape)
@@ -50,8 +52,6 @@ def test_none_and_goodbye_are_headers() -> None:
 
 def test_what_is_no_message_of_a_pipe_is_refused() -> None:
     for data in (
-        b"",
-        b"KVPG",
         b"\0" * 18,
         encode_header(FrameKind.VALUE, 3) + b"abc",
         encode_header(FrameKind.TENSOR, MAX_LENGTH + 1) + b"\2\0",
@@ -60,6 +60,9 @@ def test_what_is_no_message_of_a_pipe_is_refused() -> None:
     ):
         with pytest.raises(WireError):
             prefix_size(data)
+    for data in (b"", b"KVPG"):
+        with pytest.raises(WireError):
+            read_prefix(data)
 
 
 def test_a_length_that_contradicts_the_meta_is_refused() -> None:

@@ -13,9 +13,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.net.wire.frames import HEADER_SIZE
-from kvplug.net.wire.messages import NONE, prefix_size, read_prefix, tensor_prefix
-from kvplug.net.wire.tensors import empty_like_meta, memory_of, memory_of_writable
+from kvplug.net.wire.messages import message_parts, prefix_size, read_prefix
+from kvplug.net.wire.tensors import memory_of_writable
 from kvplug.transport import (
     BackgroundThread,
     Connection,
@@ -24,8 +23,6 @@ from kvplug.transport import (
     DuplexEndpoint,
     DuplexPipe,
     PartialMessage,
-    Pipe,
-    PipeEndpoint,
     SendWindow,
     Timeout,
     Transfer,
@@ -51,7 +48,7 @@ class SampleEndpoint(DuplexEndpoint):
     CONTACT = SampleContact
     PURPOSE = "kvplug-sample pipe"
 
-    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
+    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> SamplePipe:
         try:
             return SamplePipe(connection, self._context)
         except BaseException:
@@ -60,7 +57,7 @@ class SampleEndpoint(DuplexEndpoint):
 
 
 class SamplePipe(DuplexPipe):
-    def __init__(self, connection: Connection, context: PipeEndpoint.Context) -> None:
+    def __init__(self, connection: Connection, context: DuplexEndpoint.Context) -> None:
         super().__init__(connection.describe, self.Settings.of(context))
         self._sock = connection.sock
         self._sock.settimeout(None)
@@ -82,7 +79,7 @@ class SamplePipe(DuplexPipe):
     # -- sending -------------------------------------------------------------------------------
 
     def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
-        parts = _parts(tensor)  # refuses what is not carried before anything is queued
+        parts = message_parts(tensor)  # refuses what is not carried before anything is queued
         transfer = Transfer(0 if tensor is None else len(parts[1]))
         with self._window.lock:
             self._window.wait_for_room(transfer.nbytes, self._deadline(timeout))
@@ -134,7 +131,6 @@ class SamplePipe(DuplexPipe):
             if message.meta is not None:
                 tensor = message.receive(
                     out,
-                    allocate=empty_like_meta,
                     fill=lambda tensor: self._fill(message, tensor, deadline),
                     fail=self._fail,
                     peer=self._peer,
@@ -146,7 +142,7 @@ class SamplePipe(DuplexPipe):
     def _next_message(self, deadline: Deadline) -> PartialMessage:
         """What has come of its prefix is kept when the time is up."""
         try:
-            while missing := self._missing():
+            while missing := prefix_size(bytes(self._prefix)) - len(self._prefix):
                 rest = memoryview(bytearray(missing))
                 got = self._read(rest, deadline)
                 self._prefix += rest[:got]
@@ -160,11 +156,6 @@ class SamplePipe(DuplexPipe):
             raise
         self._prefix = bytearray()
         return PartialMessage(announced.meta)
-
-    def _missing(self) -> int:
-        """Bytes of the prefix that have to come before more is known."""
-        here = len(self._prefix)
-        return (HEADER_SIZE if here < HEADER_SIZE else prefix_size(bytes(self._prefix))) - here
 
     def _fill(self, message: PartialMessage, tensor: Tensor, deadline: Deadline) -> bool:
         message.got += self._read(memory_of_writable(tensor)[message.got :], deadline)
@@ -218,11 +209,3 @@ class SamplePipe(DuplexPipe):
     def _join_threads(self) -> None:
         if self._writer is not None and self._writer is not threading.current_thread():
             self._writer.join(1.0)
-
-
-def _parts(tensor: Tensor | None) -> list[memoryview]:
-    """The bytes of one message, the tensor's uncopied."""
-    if tensor is None:
-        return [memoryview(NONE)]
-    memory = memory_of(tensor)
-    return [memoryview(tensor_prefix(tensor.dtype, tensor.shape, len(memory))), memory]

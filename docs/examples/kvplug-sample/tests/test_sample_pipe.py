@@ -8,13 +8,13 @@ import pytest
 
 import kvplug
 import kvplug.transport
-from kvplug.net.wire.frames import FrameKind, encode_header
+from kvplug.net.wire.messages import message_parts
 from kvplug_sample.light import SampleOptions, describe
 from kvplug_sample.pipe import SampleContact, SampleEndpoint
 
 
 def endpoint():
-    context = kvplug.transport.PipeEndpoint.Context(
+    context = SampleEndpoint.Context(
         options=SampleOptions(), credentials=kvplug.transport.Credentials(), timeout_s=20.0
     )
     return SampleEndpoint(context)
@@ -24,7 +24,7 @@ def test_a_receive_that_times_out_within_a_header_is_resumed():
     here = endpoint()
     listener = here.listen()
     with contextlib.closing(listener), here.connect(listener.contact) as one, listener.accept() as two:
-        header = bytes(encode_header(FrameKind.NONE, 0))
+        (header,) = message_parts(None)
         one._sock.send(header[:9])
         with pytest.raises(kvplug.TimeoutError):
             two.recv_tensor(timeout=0.05)
