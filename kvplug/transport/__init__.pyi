@@ -7,7 +7,6 @@ from kvplug.config.options import (
 )
 from kvplug.errors import (
     BusyError as BusyError,
-    InsecureAddressError as InsecureAddressError,
     WireError as WireError,
 )
 from kvplug.net.deadline import (

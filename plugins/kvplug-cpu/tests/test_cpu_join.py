@@ -9,8 +9,9 @@ import pytest
 
 from cpu_ends import make_endpoint
 from kvplug import ConfigError, TransportError
+from kvplug.errors import InsecureAddressError
 from kvplug.net.trust.credentials import Secret
-from kvplug.transport import Credentials, InsecureAddressError, WireError
+from kvplug.transport import Credentials, WireError
 from kvplug_cpu.endpoint import CpuContact
 from kvplug_testing.resources import Resources
 

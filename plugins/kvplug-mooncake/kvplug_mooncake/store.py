@@ -14,7 +14,6 @@ from kvplug.transport import (
     Address,
     BlockingStore,
     Deadline,
-    InsecureAddressError,
     MissReason,
     PageError,
     close_after_fork,
@@ -53,8 +52,8 @@ class MooncakeStore(BlockingStore):
         """Starts the client process, and does not wait for it.
 
         Raises:
-            ConfigError: the options are wrong.
-            InsecureAddressError: the config does not permit what Mooncake does between hosts.
+            ConfigError: the options are wrong, or the config does not permit what Mooncake does between
+                hosts.
             ResourceExhaustedError, OSError: there is no memory, descriptor or thread for it.
         """
         options: MooncakeOptions = context.options
@@ -186,7 +185,7 @@ def _setup_of(context: BlockingStore.Context, options: MooncakeOptions) -> Setup
         Address(host).is_loopback and Address(options.master.rpartition(":")[0].strip("[]")).is_loopback
     )
     if is_exposed and not context.allow_unauthenticated_data_plane:
-        raise InsecureAddressError(
+        raise ConfigError(
             f"Mooncake's connections between hosts (host {host}, options.mooncake.master {options.master})"
             " prove nothing, and let strangers read and change pages: use a network that only trusted hosts"
             " reach, and set allow_unauthenticated_data_plane"

@@ -15,8 +15,9 @@ import zmq
 import shm_queue_ends as ends
 import shm_remote_ends as remote
 from kvplug import AuthenticationError, TransportError
+from kvplug.errors import InsecureAddressError
 from kvplug.net.trust.credentials import Secret
-from kvplug.transport import Credentials, Deadline, InsecureAddressError, QueueHandle, WireError
+from kvplug.transport import Credentials, Deadline, QueueHandle, WireError
 from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.remote_contact import RemoteContact, new_contact
 from kvplug_shm.queue.remote_dialling import connect, dial_writer, use_keys
