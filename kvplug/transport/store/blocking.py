@@ -1,4 +1,4 @@
-"""Stores whose calls block: three methods, from which an executor makes a whole store."""
+"""Stores whose calls block. Authors write three methods, and an executor makes a whole store of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvplug.transport.store.store import Store
 
 
 class PageError(TransportError):
-    """One page could not be read or written. Others can be: the store is not taken for gone.
+    """One page could not be read or written. The store still counts as reachable.
 
-    A page that cannot be read is not promised again until a put has replaced it, unless the reason is
-    ``TIMEOUT``, ``CANCELLED``, ``CLOSED`` or ``NO_MEMORY``, which say nothing about the page."""
+    Lookups report a page that cannot be read as absent until a put has replaced it. The reasons ``TIMEOUT``,
+    ``CANCELLED``, ``CLOSED`` and ``NO_MEMORY`` do not concern the page, so it is still reported."""
 
     def __init__(self, reason: MissReason, message: str = "") -> None:
         super().__init__(message or reason.value)
         self.reason = reason
-        """What the page's result says."""
+        """The page's result."""
 
 
 class BlockingStore(abc.ABC):
@@ -29,65 +29,66 @@ class BlockingStore(abc.ABC):
     Law. :meth:`read` returns bytes of one :meth:`write`, never a mixture, also after a crash in the middle of
     a write. A page that is there is not replaced: the first whole write of a key wins.
 
-    Callers. An executor of kvplug, from several threads at once. It makes the headers and verifies them,
-    keeps the deadlines, counts, and tries again after errors. So a method may take its time, and may raise
-    whatever its libraries raise:
+    Callers. An executor of kvplug, from several threads at once. It makes and verifies the headers, enforces
+    deadlines, counts, and retries after errors. So a method may be slow, and may raise whatever its libraries
+    raise:
 
-    - :class:`PageError`: this page is a miss, or is not kept, for its reason.
+    - :class:`PageError`: this page is a miss, or is not kept, for the error's reason.
     - ``ConnectionError``, or an error of a read or write that took more than five seconds: the store is gone.
-      Requests are misses, and it is left alone for a while.
-    - Any other error: :meth:`has` is called with a key that no page has. If that fails as well, the store is
-      gone. Else the call is made once more, except after a ``TimeoutError``; then its page is a miss
-      (``UNREADABLE`` or ``TIMEOUT``). A full disk (``ENOSPC``) is no room.
+      Requests are misses, and the executor does not call the store for a while.
+    - Any other error: the executor calls :meth:`has` with a key that no page has. If that call fails too, the
+      store is gone. Otherwise the executor repeats the failed call once, except after a ``TimeoutError``; if
+      it fails again, its page is a miss (``UNREADABLE`` or ``TIMEOUT``). A full disk (``ENOSPC``) counts as
+      no room.
 
-    A page that could not be read is called absent until it was replaced: by :meth:`remove`, :meth:`write` and
-    :meth:`read`, in this order, when it is put again.
+    A page that could not be read counts as absent until it is put again. That put calls :meth:`remove`,
+    :meth:`write` and :meth:`read`, in this order.
 
     Forks. In a forked child kvplug calls no method, not even :meth:`close`. A store that keeps descriptors
     open, such as connections, passes itself to ``kvplug.transport.close_after_fork`` and closes them in
-    ``_after_fork_in_child``, where it sends nothing."""
+    ``_after_fork_in_child``, where it must not send anything."""
 
     Context: TypeAlias = Store.Context
-    """The argument of its factory."""
+    """The argument of the store's factory."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""
 
     is_shared: bool = True
-    """Whether every process that makes it with the same options reaches the same pages."""
+    """Whether every process that opens the store with the same options reaches the same pages."""
 
     location: str = ""
-    """Where its pages are kept, for people, without secrets: a folder, a server's address."""
+    """Where the store keeps its pages, such as a folder or a server's address. For people; no secrets."""
 
     medium: str = "other"
-    """What its pages are kept in: ``"host"`` (memory of this host), ``"disk"`` or ``"other"``."""
+    """The medium of its pages: ``"host"`` (memory of this host), ``"disk"`` or ``"other"``."""
 
     @abc.abstractmethod
     def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Whether there is a whole page under each key (32 bytes). One call for a whole prompt.
+        """Whether each key (32 bytes) has a whole page. Called once for a whole prompt.
 
-        If it raises, and the store is there, it is called again for parts of the keys."""
+        If it raises although the store can be reached, it is called again for parts of the keys."""
 
     @abc.abstractmethod
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         """Fill the buffers, one after the other, with the page from its first byte on.
 
-        Returns the length of the whole page in bytes, which may be more or less than the buffers take;
-        ``None``: there is none.
+        Returns the length of the whole page in bytes, which may be more or less than the buffers hold, or
+        ``None`` if the store does not have the page.
         """
 
     @abc.abstractmethod
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        """Keep the page, whose bytes are those of the buffers one after the other.
+        """Keep a page, which consists of the bytes of the buffers, one after the other.
 
-        Returns whether it is there now. False: there is no room for it; the caller goes on without.
+        Returns whether the store has the page now. False means that there is no room for it.
         """
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget these pages, as far as they are there. Also called for pages whose bytes are wrong.
+        """Forget those of these pages that the store has. Also called for pages whose bytes are wrong.
 
         Raises:
-            UnsupportedError: the store cannot; the default does nothing else.
+            UnsupportedError: the store cannot remove pages. The default always raises it.
         """
         raise UnsupportedError(f"{type(self).__name__} cannot remove pages")
 
@@ -95,26 +96,27 @@ class BlockingStore(abc.ABC):
         """Forget all pages.
 
         Raises:
-            UnsupportedError: other programs keep theirs here, too.
+            UnsupportedError: other programs keep pages here, too.
         """
         raise UnsupportedError(f"{type(self).__name__} cannot forget all its pages at once")
 
     def keys(self, series: bytes) -> Sequence[bytes]:
-        """The keys that are there, of that series (its id) as far as the store can tell them apart.
+        """Return the keys that the store has. ``series``: the id of their series, for a store that can
+        filter by it.
 
         Raises:
-            UnsupportedError: the store cannot list them; the default does nothing else.
+            UnsupportedError: the store cannot list its keys. The default always raises it.
         """
         raise UnsupportedError(f"{type(self).__name__} cannot list what it holds")
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The pages were used, and should be kept longer than others."""
+        """Note that the pages were used, and should be kept longer than others."""
         return None
 
     def usage(self) -> Usage:
-        """What the store holds, as far as is known. Must not block."""
+        """Return what the store holds, as far as it knows. Must not block."""
         return Usage(num_pages=0, used_bytes=0, budget_bytes=None)
 
     def close(self) -> None:
-        """No call follows. Idempotent."""
+        """Close the store. No other call follows. Idempotent."""
         return None

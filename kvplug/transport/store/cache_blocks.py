@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 class PageBlocks(PageMemory):
     """Pages of one sequence in the blocks of a paged cache.
 
-    The cache is seen through *views*: for each layer one tensor for each part of the format, with any
-    strides. Its shape is (blocks, tokens in a block), and then the rest of the part's shape."""
+    The cache is given as *views*: one tensor for each part of each layer, with any strides. A view's shape is
+    (blocks, tokens in a block, *the rest of the part's shape)."""
 
     @attrs.frozen(kw_only=True)
     class Group:
-        """The blocks of some layers of a sequence, where not all layers have the same block table."""
+        """The blocks of some layers of a sequence, for caches where layers have different block tables."""
 
         layers: frozenset[int]
-        """Their numbers in the format."""
+        """The layers' numbers in the format."""
         block_ids: Sequence[int]
         """The block table, from the sequence's first block on."""
         begin: int = 0
-        """The first token that may be written; blocks wholly before it need not exist."""
+        """The first token that may be written. Blocks that end before it need not exist."""
 
     def __init__(
         self,
@@ -48,22 +48,22 @@ class PageBlocks(PageMemory):
         writable: range | None = None,
         after: DeviceMark | None = None,
     ) -> None:
-        """``count`` pages, from token ``first_token`` of the sequence on.
+        """Describe ``count`` pages, from token ``first_token`` of the sequence on.
 
         Args:
             views: ``[layer][part]``, in the order of the format.
-            block_ids: the sequence's block table, from its first block on; or those of groups of layers. A
-                group with a sliding window has the blocks of the last tokens only: the others may be missing
-                where they are not written.
-            writable: tokens of the sequence that a load may write; it leaves the others of the same pages as
-                they are. Blocks wholly before them need not exist, whatever their ids. Default: all tokens of
-                the pages.
-            after: on a device, what must have run there before the blocks are read or written; what the
-                thread that calls the store has queued by then, if not given.
+            block_ids: the sequence's block table, from its first block on, or one table for each group of
+                layers. A group with a sliding window needs only the blocks that are written, those of the
+                last tokens.
+            writable: tokens of the sequence that a load may write; it leaves the pages' other tokens as they
+                are. Blocks that end before these tokens need not exist, whatever their ids. Default: all
+                tokens of the pages.
+            after: device work that must have run before the blocks are read or written. Default: what the
+                thread that calls the store has queued when it calls.
 
         Raises:
-            LayoutError: the views are not those of the format; a layer is in no block table, or in two; a
-                block id is out of range or comes twice; a table is too short.
+            LayoutError: the views do not fit the format; a layer is in no block table, or in two; a block id
+                is out of range or comes twice; a table is too short.
         """
         if len(views) != form.num_layers or any(len(layer) != len(form.parts) for layer in views):
             raise LayoutError(
@@ -74,7 +74,7 @@ class PageBlocks(PageMemory):
         self.format = form
         self.device = str(views[0][0].device)
         self.after = after
-        """What must have run on the device before the blocks are read or written; ``None``: nothing."""
+        """Device work that must have run before the blocks are read or written, if any was given."""
         self._views = views if isinstance(views, BlockViews) else BlockViews(views)
         self._count = count
         self._block_size: int = block_size
@@ -83,7 +83,7 @@ class PageBlocks(PageMemory):
         end = first_token + count * form.page_tokens
         self._writable = range(first_token, end) if writable is None else writable
         self._end = min(end, self._writable.stop)
-        """Tokens from this one on are not written, and may have no blocks."""
+        """The end of the tokens that are written. Tokens from this one on may have no blocks."""
         every = range(form.num_layers)
         groups = cast("Sequence[PageBlocks.Group]", block_ids)
         if not (block_ids and isinstance(block_ids[0], PageBlocks.Group)):
@@ -94,9 +94,9 @@ class PageBlocks(PageMemory):
             raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")
         self._is_grouped = len(groups) > 1
         self._tables: list[array[int]] = [array("q")] * form.num_layers
-        """Of each layer the blocks of the pages' tokens."""
+        """For each layer, the blocks of the pages' tokens."""
         self._begins = array("q", every)
-        """Of each layer the first token that is written."""
+        """For each layer, the first token that is written."""
         for group in groups:
             table, begin = self._checked(group.block_ids, group.begin, num_blocks)
             for layer in group.layers:
@@ -104,7 +104,7 @@ class PageBlocks(PageMemory):
         self._is_whole = self._end == end and max(self._begins) == first_token
 
     def _checked(self, block_ids: Sequence[int], begin: int, num_blocks: int) -> tuple[array[int], int]:
-        """The blocks of the pages' tokens, out of a block table, and the first token that is written."""
+        """Return the blocks of the pages' tokens from a block table, and the first token that is written."""
         size, first, end, given = self._block_size, self._first_block, self._end, self._writable
         begin = max(self._first_token, given.start, min(begin, given.stop))
         if len(block_ids) * size < end:
@@ -166,10 +166,10 @@ class PageBlocks(PageMemory):
                     _copy_rows(rows, dense, columns, tokens, into_rows=True)
 
     def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
-        """A function that copies one part of one layer of these pages into the cache, or out of it.
+        """Return a function that copies one part of one layer of these pages into the cache, or out of it.
 
-        It is called with the numbers of layer and part, and with memory on the cache's device: of as many
-        bytes, contiguous, one token after the other. It queues the copy on the current stream.
+        Its arguments are the layer's number, the part's number, and contiguous memory of the same size on the
+        cache's device, one token after the other. It queues the copy on the current stream.
         """
         begin = self._first_token + first * self.format.page_tokens
         end = begin + count * self.format.page_tokens
@@ -197,7 +197,7 @@ class PageBlocks(PageMemory):
 def _copy_rows(
     rows: PageRows, dense: Tensor | None, columns: slice, tokens: Tensor, *, into_rows: bool
 ) -> None:
-    """Between columns of the rows and ``tokens``: [pages, bytes]."""
+    """Copy between columns of the rows and ``tokens``, [pages, bytes]."""
     import torch
 
     if dense is not None:
@@ -210,11 +210,11 @@ def _copy_rows(
 
 
 def ids_on(block_ids: array[int], device: torch.device) -> Tensor:
-    """Block ids as indices: on a CPU the same memory, on a GPU an asynchronous copy."""
+    """Return block ids as an index tensor: on a CPU over the same memory, on a GPU an asynchronous copy."""
     import torch
 
     ids = torch.frombuffer(block_ids, dtype=torch.int64)
-    if device.type == "cuda":  # from other memory the host would wait for all that the stream was given
+    if device.type == "cuda":  # a copy from pageable memory would make the host wait for the whole stream
         ids = ids.pin_memory()
     return ids.to(device, non_blocking=True)
 
@@ -222,20 +222,20 @@ def ids_on(block_ids: array[int], device: torch.device) -> Tensor:
 def copy_tokens(
     view: Tensor, block_ids: array[int], ids: Tensor, start: int, tokens: Tensor, *, into_cache: bool
 ) -> None:
-    """Copy bits between a cache and ``tokens``, whatever the dtype, in at most three operations: a first
-    block that is entered in the middle, all whole blocks at once, a last block that is left early.
+    """Copy bits of any dtype between a cache and ``tokens``, in at most three operations: the part of the
+    first block, all whole blocks at once, and the part of the last block.
 
     Args:
         view: the cache, [blocks, tokens in a block, *rest], any strides.
         block_ids: the blocks of the tokens, from the block of the first token on. Not checked.
-        ids: the same, as :func:`ids_on` makes them for the cache's device.
-        start: the first token's number in its sequence; its place in the first block follows from it.
+        ids: the same ids, as :func:`ids_on` makes them for the cache's device.
+        start: the first token's number in its sequence, which gives its place in the first block.
         tokens: [tokens, *rest], of the cache's dtype and device; need not be contiguous.
-        into_cache: from ``tokens`` into the cache; else the other way round.
+        into_cache: whether to copy from ``tokens`` into the cache, or the other way round.
     """
     import torch
 
-    # as integers: bits stay bits, and torch indexes few of its float8 and unsigned types
+    # copied as integers: the bits do not change, and torch cannot index most float8 and unsigned types
     wide = as_elements(view, axes=2), as_elements(tokens[None], axes=2)
     if wide[0] is not None and wide[1] is not None:
         view, tokens = wide[0], wide[1][0]
@@ -252,7 +252,7 @@ def copy_tokens(
         first = 1
     if whole:
         index = ids[first : first + whole]
-        # splitting a dimension is a view whatever the strides are
+        # splitting a dimension gives a view with any strides
         outside = tokens[head : num_tokens - tail].view(whole, *view.shape[1:])
         if into_cache:
             view.index_copy_(0, index, outside)

@@ -1,9 +1,8 @@
 """Copies between pages of a caller's memory and rows of bytes, with the checksums.
 
-pages.c does both at once, where it was compiled and can reach the memory; elsewhere Python does. What is the
-same for all steps of a request is prepared once. Nothing is checked in pages.c: addresses and strides of
-caches are those of tensors, block ids were checked with their table, and rows have the length of their
-layers."""
+pages.c copies and hashes at once where it was compiled and can reach the memory; elsewhere Python does both.
+What all steps of a request share is prepared once. pages.c checks nothing: caches have the addresses and
+strides of tensors, block ids were checked with their table, and rows have the length of their layers."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _LOCK_FREE_BYTES: Final = 256 << 10
 _SAVE, _LOAD, _HASH, _VERIFY = range(4)
 """``enum what`` of pages.c."""
 _IS_GONE: Final = 2
-"""Of ``enum fault``."""
+"""A value of ``enum fault``."""
 _NO_SEAL: Final = PageSeal(checksums=False)
 
 
@@ -51,9 +50,9 @@ class _Used(NamedTuple):
 
 
 class PageCopy:
-    """Copies pages between a caller's memory and rows, which :meth:`use` names, some layers at a time.
+    """Copies pages between a caller's memory and the rows given to :meth:`use`, some layers at a time.
 
-    Threads may share it, each with other pages or layers.
+    Threads may share it if each works on different pages or layers.
 
     >>> from kvplug.transport.store.format import opaque_format
     >>> from kvplug.transport.store.memory import PageBuffers
@@ -69,7 +68,7 @@ class PageCopy:
 
     @attrs.frozen(eq=False)
     class Generations:
-        """What the slots of a request's pages must hold after a copy, where the store may use them again."""
+        """What the slots of a request's pages must hold after a copy, where the store may reuse slots."""
 
         words: memoryview
         """The memory of all slots, as words."""
@@ -79,7 +78,7 @@ class PageCopy:
         """The value that each of these words must have after the copy."""
 
         def are_there(self, pages: Sequence[int]) -> list[bool]:
-            """Whether the slots of these pages still hold them."""
+            """Whether the slots of these pages still hold the pages."""
             words, at, expected = self.words, self.at, self.expected
             return [words[at[page]] == expected[page] for page in pages]
 
@@ -93,9 +92,9 @@ class PageCopy:
     ) -> None:
         """
         Args:
-            seal: whether there are checksums; by default there are none.
-            generations: of the slots that the rows of the pages are in, for :meth:`load`; ``None``: they stay
-                what they are.
+            seal: whether pages have checksums; by default they have none.
+            generations: those of the slots that the pages' rows lie in, checked by :meth:`load`; ``None`` if
+                the slots cannot be reused.
             native: whether compiled code may be used.
         """
         form, count = memory.format, len(memory)
@@ -124,7 +123,7 @@ class PageCopy:
         self._checksums = array("Q", bytes(8 * count * self._each))
         self._locked_layers = -(-_LOCK_FREE_BYTES // form.layer_nbytes)
         self._kept = [parts, places]
-        """What the task points to."""
+        """Kept alive, since the task points to them."""
         task = _Task(
             rows=self._addresses.buffer_info()[0],
             num_layers=form.num_layers,
@@ -156,17 +155,17 @@ class PageCopy:
         headers: Sequence[bytes | memoryview] = (),
         layers: range | None = None,
     ) -> None:
-        """Pages ``first`` and on have these rows from now on, one page a row. Their memory must stay alive
+        """Set the rows of pages ``first`` and on, one row for each page. The rows' memory must stay alive
         while pages are copied.
 
         Args:
-            headers: of each page, for :meth:`load` and :meth:`verify`; they have passed
-                :meth:`PageSeal.check_header`. An empty one: that page is never loaded.
-            layers: consecutive ones that the rows have; ``None``: all.
+            headers: one for each page, for :meth:`load` and :meth:`verify`; each has passed
+                :meth:`PageSeal.check_header`, or is empty if its page is never loaded.
+            layers: the consecutive layers that the rows have; ``None``: all.
 
         Raises:
-            LayoutError: there are fewer pages, the rows have another length than their layers, or the
-                headers are not those of such pages.
+            LayoutError: there are fewer pages than rows, the length of the rows is not that of the layers,
+                or the headers do not fit such pages.
         """
         form, count = self._memory.format, len(rows)
         layers = self._all_layers if layers is None else layers
@@ -192,11 +191,11 @@ class PageCopy:
             self._checksums[first * self._each : (first + count) * self._each] = array("Q", given)
 
     def load(self, pages: range, layers: range | None = None) -> list[MissReason | None] | None:
-        """Verify these layers of consecutive pages, which one :meth:`use` has named, and copy them into the
+        """Verify these layers of consecutive pages from one call of :meth:`use`, and copy them into the
         memory.
 
-        Returns: for each page why it must not be used; ``None``: all are right, as far as the seal can tell.
-            These layers of a page that must not be used are zeros in the memory.
+        Returns: for each page why it must not be used, or ``None`` if all are right, as far as the seal can
+            tell. A page that must not be used has zeros in these layers.
         """
         layers = self._all_layers if layers is None else layers
         if self._library is None:
@@ -234,18 +233,17 @@ class PageCopy:
         ]
 
     def _write_zeros(self, page: int, layers: range) -> None:
-        """Overwrite wrong bytes, which were copied before they were found to be wrong.
+        """Overwrite bytes that were found to be wrong after they were copied.
 
-        Read as numbers they may be NaN. An attention kernel that multiplies masked places by 0 carries them
-        into its output: an engine that computes a missed block again, in chunks, reads all of it after the
-        first one.
+        They may be NaN. An engine that recomputes a missed block in chunks reads the whole block after the
+        first chunk, and an attention kernel that multiplies masked places by 0 carries NaN into its output.
         """
         nbytes = len(layers) * self._memory.format.layer_nbytes
         self._memory.scatter(page, PageRows.dense(memoryview(bytearray(nbytes)), 1, nbytes), layers)
 
     def verify(self, pages: range) -> list[MissReason | None]:
-        """Why the bytes in the row of each page are not those that its header states; ``None`` where they
-        are. The memory is left alone."""
+        """Return for each page why its row does not match its header, or ``None`` if it does. Does not touch
+        the memory."""
         if self._library is None:
             return self._checked(pages, self._all_layers, self._rows_of(pages, self._all_layers))
         if not self._each:
@@ -254,10 +252,10 @@ class PageCopy:
         return [MissReason.CORRUPT if each else None for each in faults]
 
     def save(self, pages: range, layers: range | None = None) -> list[bytes | None]:
-        """Copy these layers of consecutive pages, which one :meth:`use` has named, out of the memory.
+        """Copy these layers of consecutive pages from one call of :meth:`use` out of the memory.
 
-        Returns: for each page the checksums of all its layers, as :meth:`PageSeal.header` takes them;
-            ``None``: they were not made.
+        Returns: for each page the checksums of all its layers, as :meth:`PageSeal.header` takes them, or
+            ``None`` if they were not made.
         """
         layers = self._all_layers if layers is None else layers
         if self._library is None or not self._saves:
@@ -267,7 +265,7 @@ class PageCopy:
         return self._made(pages)
 
     def hash(self, pages: range) -> list[bytes | None]:
-        """The same of rows that have these pages already."""
+        """Return the checksums, as :meth:`save` does, of pages that their rows already have."""
         if self._library is None:
             return [None] * len(pages)
         self._move(self._library, _HASH, pages, self._all_layers)
@@ -280,7 +278,7 @@ class PageCopy:
         return [self._checksums[page * each : (page + 1) * each].tobytes() for page in pages]
 
     def _rows_of(self, pages: range, layers: range) -> PageRows:
-        """These layers of the rows of these pages."""
+        """Return these layers of the rows of these pages."""
         used = self._rows[pages.start]
         assert used is not None, "the rows of these pages were not named"
         index, step = pages.start - used.first, self._memory.format.layer_nbytes
@@ -294,12 +292,12 @@ class PageCopy:
             raise LayoutError(f"{layers} of {self._all_layers.stop} layers")
 
     def _move(self, compiled: _Library, what: int, pages: range, layers: range) -> bytes | None:
-        """Do that with these layers of these pages.
+        """Run operation ``what`` on these layers of these pages.
 
-        One small page is moved with the interpreter's lock held: a thread that releases it for some
-        microseconds may wait 5 ms for it.
+        Holds the interpreter's lock for one small page: a thread that releases the lock for some microseconds
+        may wait 5 ms to get it back.
 
-        Returns: for each page its ``enum fault`` of pages.c; ``None``: they are all right.
+        Returns: for each page its ``enum fault`` of pages.c, or ``None`` if all are right.
         """
         self._check(pages, layers)
         faults = ctypes.create_string_buffer(len(pages))
@@ -364,14 +362,14 @@ class _Library(NamedTuple):
     move: Callable[..., int]
     """Releases the interpreter's lock."""
     move_locked: Callable[..., int]
-    """The same, and keeps it."""
+    """The same function, but keeps the interpreter's lock."""
     hash: int
     """Address of xxhash's XXH3_64bits."""
 
 
 def library() -> _Library | None:
-    """The compiled copies; ``None``: they were not built, or cannot be used, which is logged. Where only a
-    descriptor or memory is missing to load them, the next call tries again."""
+    """Return the compiled functions, or ``None`` if they were not built or cannot be used, which is logged.
+    If only a descriptor or memory is missing to load them, the next call tries again."""
     try:
         return _loaded()
     except (OSError, AttributeError, ImportError) as e:
@@ -380,12 +378,12 @@ def library() -> _Library | None:
         return None
 
 
-@functools.cache  # of texts, not of results
+@functools.cache  # logs each text once
 def _warn_once(why: str) -> None:
     logger.warning("%s cannot be used (%s); using Python instead", _FILE, why)
 
 
-@functools.cache  # of what it returns; what it raises is not kept
+@functools.cache  # does not cache exceptions
 def _loaded() -> _Library | None:
     if not _FILE.exists():
         return None
@@ -396,7 +394,7 @@ def _loaded() -> _Library | None:
     source.restype = ctypes.c_uint32
     if source() != zlib.crc32(_SOURCE.read_bytes()):
         raise ImportError("it was built from another pages.c")
-    # xxhash's module has the functions of the C library in it. They are tried before they are believed.
+    # xxhash's module contains the functions of the C library. Samples show that the one found is the same.
     hash_of = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__).XXH3_64bits
     hash_of.restype, hash_of.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
     for sample in (b"", b"kvplug", bytes(range(256)) * 17):
@@ -413,7 +411,7 @@ def _loaded() -> _Library | None:
 
 @functools.lru_cache(maxsize=64)
 def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int) -> Any:
-    """An array of ``struct part``; ``None``: a part has too many axes, or the cache has other sizes."""
+    """Return an array of ``struct part``, or ``None`` if a part has too many axes or another size."""
     found = (_Part * len(places))()
     for index, ((offset, nbytes), place) in enumerate(zip(form.spans, places, strict=True)):
         token_bytes, axes = place.run_bytes, list[tuple[int, int, int]]()
@@ -429,6 +427,6 @@ def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int)
         part.is_dense = not axes and place.token_stride == token_bytes
         part.num_axes = len(axes)
         for at, (stride, count, step) in enumerate(sorted(axes, reverse=True)):
-            # what is furthest apart in the cache is outermost
+            # the axis with the largest stride in the cache is outermost
             part.in_cache[at], part.counts[at], part.in_row[at] = stride, count, step
     return found

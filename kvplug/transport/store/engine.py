@@ -1,10 +1,10 @@
-"""The engine of jobs: turns, deadlines, cancelling and settling, in one place for every store.
+"""The job engine: turns, deadlines, cancelling and settling, in one place for every store.
 
-A :class:`JobTask` does what one job needs, in steps. A :class:`JobEngine` runs the steps of all tasks of a
-store in a few threads, in turns, so that a job for a few pages is not held up by one for thousands. Another
-thread keeps the deadlines, so a job ends in time whatever the steps wait for.
+A :class:`JobTask` does the work of one job in steps. A :class:`JobEngine` runs the steps of a store's tasks
+in a few threads, in turns, so that a job for thousands of pages does not hold up a job for a few. Another
+thread enforces the deadlines, so a job ends in time even if a step blocks.
 
-A task ends once: with its last step, at the deadline, by ``cancel``, or with the engine. If a step copies
+A task ends once: with its last step, at the deadline, by ``cancel``, or with the engine. If a step is copying
 from or into the caller's memory at that moment, the job is done, and settles when the copy has ended.
 """
 
@@ -32,46 +32,47 @@ from kvplug.transport.store.results import MissReason
 _log = logging.getLogger(__name__)
 
 _MANY: Final = 8
-"""Alarms that were cancelled, from which on they are cleared away."""
+"""Cancelled alarms are cleared away once there are more of them than this."""
 
 
 class CopyError(Exception):
-    """The memory that the caller handed in cannot be used. The store is not to blame."""
+    """The caller's memory cannot be used. This is not a fault of the store."""
 
 
 class JobEngine:
-    """Runs the tasks of one store. Its threads start when there is something for them to do."""
+    """Runs the tasks of one store. Its threads start when there is work for them."""
 
     class Steps(abc.ABC):
-        """Something to do in steps, each in any of the engine's threads."""
+        """Work in steps. Each step may run in any of the engine's threads."""
 
         is_urgent: bool = False
-        """Whether its steps come before those of other work."""
+        """Whether its steps run before those of other work."""
 
         @abc.abstractmethod
         def next_step(self) -> int | None:
-            """Begin another step: its number; ``None``: there is none now. Called under the engine's lock."""
+            """Begin a step and return its number, or ``None`` if no step can begin now. Called under the
+            engine's lock."""
 
         @abc.abstractmethod
         def has_steps(self) -> bool:
-            """Whether :meth:`next_step` would give one. Called under the engine's lock."""
+            """Whether :meth:`next_step` would begin a step. Called under the engine's lock."""
 
         @abc.abstractmethod
         def run(self, step: int) -> None:
-            """Do that step. Must not raise."""
+            """Run the step. Must not raise."""
 
     class Alarm:
-        """A call to come. ``cancel`` it when it is not needed; from any thread, at any time."""
+        """A scheduled call. Any thread may ``cancel`` it at any time."""
 
         __slots__ = ("_engine", "call")
 
         def __init__(self, engine: JobEngine, call: Callable[[], object]) -> None:
             self._engine = engine
             self.call: Callable[[], object] | None = call
-            """What is called; ``None`` afterwards, or once it is cancelled."""
+            """The function to call; ``None`` once it was called or cancelled."""
 
         def cancel(self) -> None:
-            """It is not called, unless it is being called now. Idempotent."""
+            """Cancel the call, unless it is being made now. Idempotent."""
             if self.call is not None:
                 self.call = None
                 self._engine._num_cancelled += 1
@@ -86,11 +87,11 @@ class JobEngine:
     ) -> None:
         """
         Args:
-            name: of the store, for messages and threads.
-            num_threads: that run steps.
-            stop: ends the store, without waiting, when the program leaves; default: :meth:`give_up`.
-            stuck_s: a step that takes longer does not count: another thread may run beside it, up to twice
-                as many threads in total.
+            name: the store's name, for messages and threads.
+            num_threads: how many threads run steps.
+            stop: called when the program exits; ends the store without waiting. Default: :meth:`give_up`.
+            stuck_s: seconds after which a step counts as stuck. Another thread then replaces its thread, up
+                to twice ``num_threads`` in total.
         """
         self._name = name
         self._num_threads = num_threads
@@ -103,9 +104,9 @@ class JobEngine:
         self._urgent: deque[JobEngine.Steps] = deque()
         self._work: deque[JobEngine.Steps] = deque()
         self._tasks: dict[JobTask, None] = {}
-        """Those that are under way, in the order of coming."""
+        """Tasks under way, in the order of their submission."""
         self._running: dict[threading.Thread, tuple[float, JobEngine.Steps]] = {}
-        """Threads inside a step, since when, and of what."""
+        """For each thread that runs a step: when the step began, and whose step it is."""
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
         self._clock: threading.Thread | None = None
@@ -113,12 +114,12 @@ class JobEngine:
         self._numbers = itertools.count()
         self._num_cancelled = 0
         self.is_closing = False
-        """Whether no more jobs are taken."""
+        """Whether the engine refuses new jobs."""
         self._is_closed = False
         close_after_fork(self)
 
     def check_open(self) -> None:
-        """Raises ClosedError: no more jobs are taken."""
+        """Raises ClosedError: the engine takes no more jobs."""
         if self.is_closing:
             ExitGuard.hold()
             raise ClosedError(f"the store {self._name!r} is closed")
@@ -126,7 +127,7 @@ class JobEngine:
     # -- tasks ---------------------------------------------------------------------------------
 
     def submit(self, task: JobTask) -> None:
-        """Have a job done: :meth:`begin` it, and run its steps."""
+        """:meth:`begin` a job, and queue its steps."""
         if not self.begin(task):
             return
         if task.is_finished():
@@ -135,10 +136,10 @@ class JobEngine:
             task.end(MissReason.STORE_GONE)
 
     def begin(self, task: JobTask) -> bool:
-        """From now on the job ends by its deadline, by ``cancel``, or with the engine.
+        """Make the job end by its deadline, by ``cancel``, or with the engine.
 
-        Returns whether it is under way. Without a thread, it has ended as ``STORE_GONE``; with a closed
-        engine, as ``CLOSED``.
+        Returns whether the job is under way. If no thread could start, it has ended as ``STORE_GONE``; if the
+        engine is closed, as ``CLOSED``.
         """
         task._engine = self
         task.job.on_cancel(lambda: task.end(MissReason.CANCELLED))
@@ -152,12 +153,12 @@ class JobEngine:
                 refused = refused or MissReason.STORE_GONE
         if refused is not None:
             task.end(refused)
-        elif task.is_over:  # it was ended before
+        elif task.is_over:  # it ended meanwhile
             self.note_end(task)
         return not task.is_over
 
     def note_end(self, task: JobTask) -> None:
-        """The job of the task is done. The engine forgets it unless it is still under way."""
+        """Note that the task's job is done. Forget the task, unless it is still under way."""
         with self._lock:
             if not task.is_under_way:
                 self._tasks.pop(task, None)
@@ -166,7 +167,7 @@ class JobEngine:
                 self._has_alarm.notify_all()
 
     def tasks(self) -> list[JobTask]:
-        """Those that are under way, or whose steps are running, in the order of coming."""
+        """Return the tasks that are under way or have a running step, in the order of their submission."""
         with self._lock:
             running = [work for _, work in self._running.values() if isinstance(work, JobTask)]
             return list(dict.fromkeys([*self._tasks, *running]))
@@ -174,7 +175,7 @@ class JobEngine:
     # -- turns ---------------------------------------------------------------------------------
 
     def add(self, work: JobEngine.Steps) -> bool:
-        """Have its steps run, in turns with those of others. Returns whether there is a thread for it."""
+        """Queue work; its steps take turns with those of other work. Returns whether a thread can run it."""
         with self._lock:
             queue = self._urgent if work.is_urgent else self._work
             if self._is_closed or not self._rouse():
@@ -183,7 +184,7 @@ class JobEngine:
             return True
 
     def _rouse(self) -> bool:
-        """With the lock: wake a thread for a step, or start one. Returns whether there are any."""
+        """With the lock: wake or start a thread for a step. Returns whether there are any threads."""
         if self._num_idle:
             self._has_work.notify()
         else:
@@ -210,9 +211,9 @@ class JobEngine:
             work, step = taken
             try:
                 work.run(step)
-            except Exception:  # the thread serves other work, too
+            except Exception:  # the thread must live on to serve other work
                 _log.exception("a step of the store %r failed: a fault of kvplug", self._name)
-            del work, taken  # an idle thread keeps no memory of a caller
+            del work, taken  # an idle thread must not keep a caller's memory alive
 
     def _next_step(self) -> tuple[JobEngine.Steps, int] | None:
         me = threading.current_thread()
@@ -243,12 +244,12 @@ class JobEngine:
     # -- time ----------------------------------------------------------------------------------
 
     def at(self, when: float, call: Callable[[], object]) -> JobEngine.Alarm:
-        """Make the call at that time of the monotonic clock; ``math.inf``: never. It must not block.
+        """Schedule a call, which must not block, for a time of the monotonic clock (``math.inf``: never).
 
         After :meth:`give_up` calls are made only as long as a task is under way.
 
         Raises:
-            RuntimeError: this process can have no more threads.
+            RuntimeError: this process cannot start another thread.
         """
         alarm = JobEngine.Alarm(self, call)
         with self._lock:
@@ -283,8 +284,8 @@ class JobEngine:
                 continue
             try:
                 call()
-            except Exception:  # the other calls come in time
-                _log.exception("a call of the store %r at a given time failed", self._name)
+            except Exception:  # the other calls must still be made in time
+                _log.exception("a scheduled call of the store %r failed", self._name)
             del call
             with self._lock:
                 if self._urgent or self._work:
@@ -293,7 +294,7 @@ class JobEngine:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
-        """Take no more jobs, end all but puts, and wait for these until the deadline. Idempotent."""
+        """Refuse new jobs, end all jobs but puts, and wait for the puts until the deadline. Idempotent."""
         with self._lock:
             self.is_closing = True
             others = [task for task in self._tasks if not task.is_put]
@@ -306,7 +307,7 @@ class JobEngine:
             )
 
     def give_up(self, reason: MissReason = MissReason.CLOSED) -> bool:
-        """End every job, and then the threads. Does not wait. Returns whether it was the first call."""
+        """End every job, and then the threads. Does not wait. Returns whether this was the first call."""
         with self._lock:
             is_first = not self._is_closed
             self.is_closing = self._is_closed = True
@@ -319,7 +320,7 @@ class JobEngine:
         return is_first
 
     def join(self, deadline: Deadline) -> None:
-        """After :meth:`give_up`: wait for the threads to end."""
+        """Wait for the threads to end, after :meth:`give_up`."""
         with self._lock:
             threads = [*self._threads, *filter(None, (self._clock,))]
         for thread in threads:
@@ -328,7 +329,7 @@ class JobEngine:
 
     def _after_fork_in_child(self) -> None:
         self.is_closing = self._is_closed = True
-        for task in self._tasks:  # they are kept: a child must not free what a device uses
+        for task in self._tasks:  # not removed: a child must not free memory that a device uses
             task.after_fork()
 
 
@@ -339,17 +340,17 @@ class JobTask(JobEngine.Steps):
         """The job ended before the copy began."""
 
     UNKNOWN: ClassVar[object] = object()
-    """The result of a page about which nothing is known yet."""
+    """The result of a page that has no result yet."""
 
     is_put: bool = False
-    """Whether the close of its store waits for it."""
+    """Whether its store waits for it in ``close``."""
 
     def __init__(self, job: Job[Any], num_steps: int | None) -> None:
-        """``num_steps``: the job ends with the last of them; ``None``: its end is not that of a step."""
+        """``num_steps``: how many steps end the job; ``None`` if the job does not end with a step."""
         self.job = job
-        """What it works for."""
+        """The job that the task works for."""
         self.results: list[Any] = [JobTask.UNKNOWN] * job.count
-        """Those of the keys, in their order, so far."""
+        """The results so far, in the order of the keys."""
         self.lock = threading.RLock()
         """Held while results change and while the job ends."""
         self.is_over = False
@@ -383,7 +384,7 @@ class JobTask(JobEngine.Steps):
             self.end(reason)
 
     def attempt(self, step: int) -> MissReason | None:
-        """Do that step. Returns why the job fails with it; ``None``: it does not."""
+        """Run the step. Returns why the job fails with it, or ``None`` if it does not."""
         try:
             self.do(step)
         except JobTask.OverError:
@@ -396,7 +397,7 @@ class JobTask(JobEngine.Steps):
         return None
 
     def do(self, step: int) -> None:
-        """Do that step. The default is for jobs whose end is not that of a step.
+        """Do the work of the step. The default is for jobs that do not end with a step.
 
         Raises:
             JobTask.OverError: the job has ended.
@@ -404,23 +405,23 @@ class JobTask(JobEngine.Steps):
         """
 
     def is_finished(self) -> bool:
-        """With the lock: whether the job is done, since all steps have ended."""
+        """With the lock: whether all steps have ended, and the job with them."""
         return self._ended == self._num_steps
 
     def note(self, index: int, result: Any) -> None:
-        """The result of one page. It counts unless the job is over."""
+        """Record the result of one page, unless the job is over."""
         with self.lock:
             if not self.is_over:
                 self.results[index] = result
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Around a copy from or into the caller's memory.
+        """A context for a copy from or into the caller's memory.
 
         Raises:
             JobTask.OverError: the job has ended, and its memory must not be touched.
             CopyError: the memory cannot be used.
-            MemoryError: there is no memory to copy through.
+            MemoryError: there is no memory for intermediate copies.
         """
         with self.lock:
             if self.is_over:
@@ -438,7 +439,7 @@ class JobTask(JobEngine.Steps):
                 self.job.settle()
 
     def _copied(self) -> bool:
-        """A copy has ended. Returns whether the job settles with it."""
+        """Note that a copy has ended. Returns whether the job settles with it."""
         with self.lock:
             self._copies -= 1
             return self.is_over and not self._copies
@@ -446,7 +447,8 @@ class JobTask(JobEngine.Steps):
     # -- the end -------------------------------------------------------------------------------
 
     def end(self, reason: MissReason | None) -> bool:
-        """The job is done. ``None``: every page has its result. Returns whether it was not over before."""
+        """End the job for this reason, or with ``None`` if every page has a result. Returns whether this call
+        ended it."""
         with self.lock:
             if self.is_over:
                 return False
@@ -463,38 +465,38 @@ class JobTask(JobEngine.Steps):
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy is under way, with which the job settles."""
+        """Whether a copy is under way; the job settles when it ends."""
         return self._copies > 0
 
     def final(self, reason: MissReason | None) -> list[Any]:
-        """With the lock: the results of the job when it ends for that reason."""
+        """With the lock: return the results of a job that ends for this reason."""
         left = self.result_for(reason)
         return [left if each is JobTask.UNKNOWN else each for each in self.results]
 
     def result_for(self, reason: MissReason | None) -> Any:
-        """The result of a page about which nothing is known when the job ends for that reason."""
+        """Return the result of a page that has none when the job ends for this reason."""
         return reason
 
     def settled(self) -> None:
-        """The job is over, and no copy is under way. Called once, before the job settles."""
+        """Called once, before the job settles: the job is over, and no copy is under way."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the engine still has to look after it: at least until it is over."""
+        """Whether the engine must keep the task. True at least until the job is over."""
         return not self.is_over
 
     def ended(self) -> None:
-        """The job is done, or what was under way afterwards has ended, too."""
+        """Notify the engine that the job is done, or that work which outlived the job has ended."""
         if self._engine is not None:
             self._engine.note_end(self)
 
     def after_fork(self) -> None:
-        """In a forked child: the job is the parent's, and ends here."""
+        """In a forked child: end the job, which belongs to the parent."""
         self.lock = threading.RLock()
         self.is_over = True
         self.job.after_fork(self.final(MissReason.CLOSED))
 
 
 def in_words(error: BaseException | None) -> str:
-    """The error's class and text."""
+    """Return the error's class and text."""
     return f"{type(error).__name__}: {error}" if error is not None else "unknown"

@@ -1,11 +1,11 @@
 """Events of a store about its pages, and followers that keep a complete index of its keys.
 
-A store numbers its events: 1, 2, 3, … A follower applies them in that order. If one is missing, or the store
-has restarted (its *epoch* changed), the follower is not *ready*: its index then says "not yet" instead of an
-answer that may be wrong.
+A store numbers its events 1, 2, 3, … A follower applies them in that order. If an event is missing, or the
+store has restarted (its *epoch* changed), the follower is not *ready*: its index then answers "not yet",
+since any other answer may be wrong.
 
-A new follower begins with a snapshot: the event says up to which number it reaches, and how many *stored* and
-*declared* events follow for it; then come the live events.
+A new follower begins with a snapshot. The *snapshot* event gives the number of the last event that it covers,
+and how many *stored* and *declared* events belong to it. Those events follow, and then the live ones.
 
 Pure: no thread, no lock, no I/O.
 """
@@ -37,52 +37,51 @@ EventKind = Literal["snapshot", "stored", "declared", "removed", "cleared"]
 
 @attrs.frozen(kw_only=True)
 class PageEvent:
-    """Something that happened to pages of a store. Its kind is one of:
+    """A change of the pages of a store. Its kind is one of:
 
-    - ``snapshot``: empty the index; the next :attr:`count` events are all that the store holds and expects as
-      of :attr:`seq`
-    - ``stored``: the pages are held from now on
-    - ``declared``: the pages are going to be put. They are *stored* or *removed* later, at the latest after
-      :attr:`for_s`
-    - ``removed``: the pages are no longer held, or no longer going to be put
-    - ``cleared``: no page is held from now on, and none that was declared comes
+    - ``snapshot``: empty the index; the next :attr:`count` events describe all that the store holds and
+      expects as of :attr:`seq`
+    - ``stored``: the store holds the pages from now on
+    - ``declared``: the pages are going to be put. They are *stored* or *removed* within :attr:`for_s`
+    - ``removed``: the store no longer holds the pages, or no longer expects them
+    - ``cleared``: the store holds and expects no pages any more
     """
 
     class Removal(enum.StrEnum):
-        """Why a page is no longer there, or does not come."""
+        """Why a store no longer holds or expects a page."""
 
         EVICTED = "evicted"
-        """It made room for another."""
+        """The page made room for another."""
         EXPIRED = "expired"
-        """It reached its maximum age, or was declared and did not come in time."""
+        """The page reached its maximum age, or was declared and not put in time."""
         WITHDRAWN = "withdrawn"
-        """It was declared, and its writer gave it up."""
+        """The page was declared, and its writer gave it up."""
         REMOVED = "removed"
-        """A program removed it."""
+        """A program removed the page."""
         CORRUPT = "corrupt"
-        """Its bytes were found to be wrong."""
+        """The page's bytes were found to be wrong."""
         OTHER = "other"
-        """A reason this version does not know."""
+        """A reason that this version does not know."""
 
     kind: EventKind
     """What happened."""
     epoch: str
-    """The store's epoch; changes when it restarts."""
+    """The store's epoch, which changes when the store restarts."""
     seq: int
-    """Number of the event in its epoch: one more than that of the event before."""
+    """The event's number in its epoch, one more than the previous event's."""
     series: bytes = b""
-    """Id of the series of all these pages."""
+    """Id of the series that all these pages belong to."""
     keys: tuple[bytes, ...] = attrs.field(default=(), repr=_shown)
     """Keys of the pages, 32 bytes each."""
     for_s: float = 0.0
-    """Of ``declared``: seconds from the event on."""
+    """For ``declared``: within how many seconds the pages are expected."""
     reason: PageEvent.Removal = Removal.OTHER
-    """Of ``removed``: why the pages are gone."""
+    """For ``removed``: why the pages are gone."""
     count: int = 0
-    """Of ``snapshot``: how many events follow that belong to it."""
+    """For ``snapshot``: how many of the following events belong to it."""
 
     def to_plain(self) -> dict[str, Any]:
-        """For a channel: a dict with the kind, as ``event``, and the fields that it has."""
+        """Return a dict for a channel: the kind, as ``event``, and the fields of events of this kind."""
         plain = {"event": self.kind, **{name: getattr(self, name) for name in _FIELDS[self.kind]}}
         if "keys" in plain:
             plain["keys"] = b"".join(self.keys)
@@ -92,10 +91,10 @@ class PageEvent:
 
     @staticmethod
     def from_plain(plain: Any) -> PageEvent:
-        """The event that :meth:`to_plain` described. Fields of a newer version are passed over.
+        """Return the event that :meth:`to_plain` described. Ignores fields of a newer version.
 
         Raises:
-            WireError: a field of the event is missing or wrong; names it.
+            WireError: a field of the event is missing or wrong; the message names it.
         """
         kind = plain.get("event") if isinstance(plain, Mapping) else None
         names = _FIELDS.get(kind) if isinstance(kind, str) else None
@@ -136,8 +135,8 @@ _REASONS: Final = frozenset(PageEvent.Removal)
 class PageEventLog:
     """Numbers a store's events.
 
-    The store calls it under its own lock, and hands every event to its followers in the same order. The store
-    knows what it holds, so the log keeps no copy of it.
+    The store calls the log under its own lock, and passes events to its followers in the order of their
+    numbers. The log does not record which pages the store holds.
 
     >>> log = PageEventLog("life 1")
     >>> event = log.stored(bytes(16), [bytes(32)])
@@ -145,7 +144,7 @@ class PageEventLog:
     ('life 1', 1)
 
     Args:
-        epoch: of this store's life; a new random one by default.
+        epoch: identifies this run of the store; random by default.
     """
 
     class Follower:
@@ -163,7 +162,7 @@ class PageEventLog:
             self._epoch: str | None = None
             self._seq = 0
             self._left = 0
-            """Events the snapshot still owes."""
+            """Events of the snapshot that have not come yet."""
 
         @property
         def ready(self) -> bool:
@@ -172,14 +171,14 @@ class PageEventLog:
 
         @property
         def epoch(self) -> str | None:
-            """The store's; ``None``: a snapshot is needed."""
+            """The store's epoch, or ``None`` if a snapshot is needed."""
             return self._epoch
 
         def accept(self, event: PageEvent) -> bool:
-            """Whether ``event`` is the next one, to be applied now.
+            """Return whether ``event`` is the next one, which the index must apply now.
 
-            False: something before it is missing, or the store has restarted. The follower is not ready
-            until the next snapshot has been accepted.
+            False means that an earlier event is missing, or that the store has restarted. The follower is
+            then not ready until it has accepted the next snapshot.
             """
             if event.kind == "snapshot":
                 self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
@@ -200,7 +199,7 @@ class PageEventLog:
 
     def __init__(self, epoch: str | None = None) -> None:
         self.epoch = uuid.uuid4().hex if epoch is None else epoch
-        """Of this store's life; in every event."""
+        """Identifies this run of the store in every event."""
         self._seq = 0
 
     @property
@@ -213,19 +212,19 @@ class PageEventLog:
         return PageEvent(kind=kind, epoch=self.epoch, seq=self._seq, **fields)
 
     def stored(self, series: bytes, keys: Sequence[bytes]) -> PageEvent:
-        """The event of pages that are held from now on."""
+        """Return the next event, for pages that the store holds from now on."""
         return self._event("stored", series=series, keys=tuple(keys))
 
     def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> PageEvent:
-        """The event of pages that are going to be put within ``for_s`` seconds."""
+        """Return the next event, for pages that are going to be put within ``for_s`` seconds."""
         return self._event("declared", series=series, keys=tuple(keys), for_s=for_s)
 
     def removed(self, series: bytes, keys: Sequence[bytes], reason: PageEvent.Removal) -> PageEvent:
-        """The event of pages that are held, or expected, no more."""
+        """Return the next event, for pages that the store no longer holds or expects."""
         return self._event("removed", series=series, keys=tuple(keys), reason=reason)
 
     def cleared(self) -> PageEvent:
-        """The event of a store that forgets everything."""
+        """Return the next event, for a store that forgets everything."""
         return self._event("cleared")
 
     def snapshot(
@@ -233,11 +232,11 @@ class PageEventLog:
         held: Mapping[bytes, Sequence[bytes]],
         declared: Sequence[tuple[bytes, Sequence[bytes], float]] = (),
     ) -> list[PageEvent]:
-        """The first events for a new follower.
+        """Return the first events for a new follower.
 
         Args:
-            held: keys of all held pages by series.
-            declared: series, keys and seconds that are left, of all declared pages that have not come.
+            held: for each series, the keys of all held pages.
+            declared: series, keys and remaining seconds of all pages that were declared and not yet put.
         """
         of_pages = [
             PageEvent(kind="stored", epoch=self.epoch, seq=self._seq, series=series, keys=part)

@@ -1,14 +1,13 @@
-"""Makes a :class:`Store` of a :class:`BlockingStore`: verification, and what failed calls mean.
+"""Makes a :class:`Store` of a :class:`BlockingStore`: verifies pages, and interprets failed calls.
 
-Calls of the blocking store are the steps of tasks (see ``tasks``) in the engine of jobs. A page is read into
-memory of the thread, and verified while it is copied from there to the caller: a wrong one is a miss,
-whatever its memory then holds. So a call that returns after its job's deadline touches nothing of the
-caller's.
+Calls of the blocking store are the steps of tasks (see ``tasks``) in the job engine. A page is read into
+memory of the thread, and verified while it is copied to the caller's memory; a wrong page is a miss. So a
+call that returns after its job's deadline does not touch the caller's memory.
 
-A call that does not return holds its thread. The jobs go on in another one, up to a bound; then they end by
-their deadlines. A call whose error means that the store is gone (see ``page_calls``) ends its job; requests
-end at once, as misses, until the back-off is over and one of them is tried again. An error about one page is
-a miss of that page.
+A call that does not return blocks its thread. Other threads, up to a limit, run the jobs meanwhile; beyond
+it, jobs end by their deadlines. A call whose error means that the store is gone (see ``page_calls``) ends its
+job. Requests then end at once as misses until the back-off is over and one is tried again. An error about one
+page is a miss of that page.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from kvplug.transport.store.tasks import GetTask, KeysTask, PutTask, RemoveTask,
 _log = logging.getLogger(__name__)
 
 _BACKOFF_S: Final = (0.1, 5.0)
-"""After the second failure in a row, and at most; doubled each time. After the first one, the next request is
-tried at once: a connection may have been lost, and the store be there."""
+"""The back-off after the second failure in a row, and its maximum; it doubles each time. After the first
+failure the next request is tried at once, since only a connection may have been lost."""
 _CLOSE_S: Final = 5.0
-"""How long ``close`` waits for calls under way, after its jobs have ended."""
+"""How long ``close`` waits for calls under way after the jobs have ended."""
 
 
 class ExecutedStore(Store):
@@ -52,13 +51,13 @@ class ExecutedStore(Store):
         timeout_s: float = 30.0,
         num_threads: int | None = None,
     ) -> None:
-        """Owns ``store`` from here on.
+        """Take ownership of ``store``.
 
         Args:
-            name: of the store, for messages and threads.
+            name: the store's name, for messages and threads.
             seal: how pages are protected.
             timeout_s: the default deadline of a job.
-            num_threads: calls at the same time; default: what the store says.
+            num_threads: calls at the same time; default: the store's ``num_threads``.
         """
         self.seal = seal
         self._store = store
@@ -69,7 +68,7 @@ class ExecutedStore(Store):
             name, max(1, store.num_threads if num_threads is None else num_threads), stuck_s=timeout_s
         )
         self._lock = threading.Lock()
-        """Held while what follows changes."""
+        """Protects the attributes below."""
         self._num_failed = 0
         """Failures in a row."""
         self._failed_at = self._retry_at = 0.0
@@ -150,13 +149,13 @@ class ExecutedStore(Store):
             self._jobs.submit(task)
 
     def _note(self, reason: MissReason | None, error: BaseException | None, began: float) -> None:
-        """Note whether the store is there, by what a call of it came to."""
+        """Note from the outcome of a call whether the store can be reached."""
         with self._lock:
             if reason is MissReason.STORE_GONE:
                 if began < self._failed_at:
-                    return  # it was under way when another one failed
+                    return  # the call was under way when another one failed
                 if not self._num_failed and not ExitGuard.is_leaving():
-                    _log.warning("the store %r failed, and is tried again: %s", self._name, in_words(error))
+                    _log.warning("the store %r failed and will be retried: %s", self._name, in_words(error))
                 self._failed_at = time.monotonic()
                 if self._num_failed:
                     pause = min(_BACKOFF_S[0] * 2 ** (self._num_failed - 1), _BACKOFF_S[1])

@@ -1,8 +1,8 @@
-"""The format of a page: which bytes it consists of, and in which order.
+"""The format of a page: its bytes and their order.
 
-A page holds the KV of consecutive tokens of one worker's shard, with the layers of all KV cache groups. Its
-bytes are layer after layer; a layer is part after part (keys, values, or what the model has instead); each
-part is one dense tensor."""
+A page holds the KV of consecutive tokens of one worker's shard, with the layers of all KV cache groups. The
+layers follow one another. Each layer consists of parts (keys, values, or what the model has instead), and
+each part is one dense tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvplug.net.wire import from_plain, to_plain
 from kvplug.net.wire.tensors import DTYPES
 
 VERSION: Final = 1
-"""Of the order of a page's bytes. It is part of the key, so pages of another version are misses."""
+"""Version of the order of a page's bytes. It is part of the key, so pages of other versions are misses."""
 DIGEST_BYTES: Final = 16
 MAX_PARTS: Final = 64
 
@@ -34,7 +34,7 @@ class Part:
     """One tensor of each layer of a page.
 
     Raises:
-        LayoutError: a size is not positive, or an axis is none of the shape's.
+        LayoutError: the dtype is unknown, a size is not positive, or the shape lacks an axis.
     """
 
     name: str
@@ -42,17 +42,17 @@ class Part:
     dtype: str
     """torch's name, without ``torch.``."""
     shape: tuple[int, ...] = attrs.field(converter=_shape)
-    """Of one layer of one page, for example ``(page_tokens, num_kv_heads, head_size)``."""
+    """The shape in one layer of one page, such as ``(page_tokens, num_kv_heads, head_size)``."""
     token_axis: int | None = 0
-    """The axis of the tokens; ``None``: the order inside is an attention kernel's own."""
+    """The axis of the tokens, or ``None`` if an attention kernel defines the order inside."""
     head_axis: int | None = None
-    """The axis of the heads; ``None``: there is none, or the order inside is a kernel's own."""
+    """The axis of the heads, or ``None`` if the part has no heads or a kernel defines the order inside."""
 
     def __attrs_post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise LayoutError(f"{self.dtype!r} is no dtype of a page's part; these are: {', '.join(DTYPES)}")
+            raise LayoutError(f"a page's part cannot have the dtype {self.dtype!r}, only {', '.join(DTYPES)}")
         if not self.shape or not all(type(size) is int and size > 0 for size in self.shape):
-            raise LayoutError(f"part {self.name!r} of a page: its shape is {self.shape!r}")
+            raise LayoutError(f"part {self.name!r} of a page has an invalid shape: {self.shape!r}")
         for axis in (self.token_axis, self.head_axis):
             if axis is not None and not 0 <= axis < len(self.shape):
                 raise LayoutError(f"part {self.name!r} of a page: {self.shape!r} has no axis {axis}")
@@ -77,26 +77,26 @@ class PageFormat:
     (32768, 131072)
 
     Raises:
-        LayoutError: no part, a name twice, or a size that is not positive.
+        LayoutError: there are no parts or too many, a name comes twice, or a size is not positive.
     """
 
     page_tokens: int
-    """Tokens in a page; 0 for pages that hold something else (opaque bytes under a foreign key)."""
+    """Tokens in a page; 0 for pages of opaque bytes under a foreign key."""
     num_layers: int
     """Layers in a page."""
     parts: tuple[Part, ...] = attrs.field(converter=_parts)
     """The tensors of each layer, in the order of their bytes."""
     block_format: str = ""
-    """The attention kernel whose own order the parts have; empty: the axes say all."""
+    """The attention kernel that defines the order inside the parts; empty if the axes describe it fully."""
     version: int = VERSION
-    """Of the format itself; pages of another one are misses."""
+    """The version of the format. Pages of another version are misses."""
 
     def __attrs_post_init__(self) -> None:
         names = [part.name for part in self.parts]
         if not 0 < len(names) <= MAX_PARTS or len(set(names)) != len(names):
             raise LayoutError(f"a page has 1 to {MAX_PARTS} parts, each with its own name; got {names}")
         if type(self.num_layers) is not int or self.num_layers < 1 or self.page_tokens < 0:
-            raise LayoutError(f"a page of {self.page_tokens} tokens and {self.num_layers} layers")
+            raise LayoutError(f"a page cannot have {self.page_tokens} tokens and {self.num_layers} layers")
 
     @functools.cached_property
     def layer_nbytes(self) -> int:
@@ -105,12 +105,12 @@ class PageFormat:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of one page, without its header."""
+        """Bytes of one page without its header."""
         return self.num_layers * self.layer_nbytes
 
     @functools.cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First byte and number of bytes of each part in a layer."""
+        """The first byte and the number of bytes of each part in a layer."""
         ends = [0]
         for part in self.parts:
             ends.append(ends[-1] + part.nbytes)
@@ -118,25 +118,25 @@ class PageFormat:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """16 bytes that are equal exactly for equal formats."""
+        """16 bytes that are equal if and only if the formats are equal."""
         text = json.dumps(self.to_plain(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, person=b"kvplug format").digest()
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values, for the wire."""
+        """Return plain values for the wire."""
         return dict(to_plain(self))
 
     @classmethod
     def from_plain(cls, plain: Any) -> PageFormat:
-        """The format that :meth:`to_plain` described. Keys of a newer version are passed over.
+        """Return the format that :meth:`to_plain` described. Ignores keys of a newer version.
 
         Raises:
-            LayoutError: a field of the format is missing or wrong; names it.
+            LayoutError: a field of the format is missing or wrong; the message names it.
         """
         return from_plain(plain, cls, "format of pages", LayoutError)
 
     def differences(self, theirs: PageFormat) -> tuple[str, ...]:
-        """The fields that differ, one sentence each; empty if the formats are equal.
+        """Return one sentence for each field that differs; empty if the formats are equal.
 
         >>> key = Part(name="key", dtype="float16", shape=(16, 8, 64))
         >>> ours = PageFormat(page_tokens=16, num_layers=4, parts=(key,))
@@ -152,7 +152,7 @@ class PageFormat:
 
 
 def opaque_format(nbytes: int) -> PageFormat:
-    """The format of pages that are ``nbytes`` opaque bytes each: for engines with keys of their own.
+    """Return the format of pages of ``nbytes`` opaque bytes, for engines with keys of their own.
 
     >>> opaque_format(4096).nbytes
     4096
@@ -165,7 +165,7 @@ def opaque_format(nbytes: int) -> PageFormat:
 
 
 def pieces_format(sizes: Sequence[int]) -> PageFormat:
-    """The format of pages that consist of opaque pieces with these lengths in bytes, one after the other.
+    """Return the format of pages of consecutive opaque pieces with these lengths in bytes.
 
     >>> pieces_format([8, 2]).nbytes
     10
@@ -174,7 +174,7 @@ def pieces_format(sizes: Sequence[int]) -> PageFormat:
     (4, 50)
 
     Raises:
-        LayoutError: there is no piece, or more than 64 without a pattern that repeats and covers all.
+        LayoutError: there are no pieces, or more than 64 whose lengths do not repeat in a pattern.
     """
     sizes = tuple(sizes)
     if len(sizes) == 1:
@@ -188,7 +188,7 @@ def pieces_format(sizes: Sequence[int]) -> PageFormat:
             )
             return PageFormat(page_tokens=0, num_layers=num_layers, parts=tuple(parts))
     raise LayoutError(
-        f"pages of {len(sizes)} pieces: allowed are 1 to {MAX_PARTS}, or more whose lengths repeat"
+        f"a page cannot have {len(sizes)} pieces: 1 to {MAX_PARTS}, or more if their lengths repeat"
     )
 
 
