@@ -2,25 +2,25 @@
 
 A new thread inherits the affinity of the thread that starts it. Engines bind their main threads: OpenMP binds
 the thread that loads it to the first of its CPUs, where vLLM's worker then spins. All of kvplug's threads
-would share that one CPU with it. So each of them sets its own affinity when it starts (:func:`set_own_cpus`),
-to the CPUs that the config's key ``thread_cpus`` names.
+would share that one CPU with the worker. So each kvplug thread, when it starts, sets its own affinity
+(:func:`set_own_cpus`) to the CPUs that the config's key ``thread_cpus`` names.
 
-The default, "all", is what the operator gave to the program, as far as that can be known:
+The default, "all", means the CPUs that the operator gave to the program, as far as kvplug can find out:
 
-- the affinities of all threads that the process has, the one that it had when this module was imported, and
-  the CPUs to which OpenMP binds threads: what an engine has bound is a part of them;
-- where :mod:`multiprocessing` started this process, those of the process that asked for it. vLLM starts its
-  workers with variables that make OpenMP bind them before any of their code runs, so that a worker itself has
-  no trace of its CPUs.
+- the affinities of all threads of the process, the process's affinity when this module was imported, and the
+  CPUs to which OpenMP binds threads. They include every CPU to which an engine has bound a thread;
+- if :mod:`multiprocessing` started this process, the CPUs of its parent process. vLLM starts its workers with
+  variables that make OpenMP bind them before any of their code runs, so a worker cannot find out its CPUs by
+  itself.
 
-A program that was restricted from outside (taskset, numactl, Slurm, systemd) stays within that: an affinity
-is never taken from a parent that is another program, nor from the list of all CPUs. A container's cpuset
-restricts every thread anyway.
+A program that was restricted from outside (taskset, numactl, Slurm, systemd) stays within its restriction:
+kvplug never takes an affinity from a parent that is another program, nor from the list of all CPUs. A
+container's cpuset restricts every thread anyway.
 
-Where OpenMP binds threads to CPUs (``GOMP_CPU_AFFINITY``, ``OMP_PROC_BIND``, ...), it binds one that first
-shares a loop with others through OpenMP, as torch does for a large copy: GNU's library to the first of its
-places, which is the CPU of the engine's main thread, whatever affinity the thread had chosen. So there
-kvplug's threads share no loops; what they do is copying.
+Where OpenMP binds threads to CPUs (``GOMP_CPU_AFFINITY``, ``OMP_PROC_BIND``, ...), it binds a thread when
+that thread first runs a parallel loop, as torch does for a large copy. GNU's library binds it to the first of
+its places, the CPU of the engine's main thread, whatever affinity the thread had chosen. So kvplug's threads
+then run no parallel loops; they only copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Cpus = frozenset[int]
 
 
 def _of_thread(thread_id: int) -> Cpus:
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    with contextlib.suppress(OSError):  # the thread has ended, or belongs to another user
         return frozenset(os.sched_getaffinity(thread_id))
     return frozenset()
 
@@ -54,7 +54,7 @@ _AT_IMPORT: Final = _of_thread(0)
 
 
 def cpus_of(pid: int | str) -> Cpus:
-    """All CPUs that any thread of a process may use; empty where that is not known."""
+    """Return all CPUs that any thread of a process may use; empty if unknown."""
     with contextlib.suppress(OSError):  # no /proc, or the process has ended
         threads = os.listdir(_TASKS.format(pid))
         return frozenset[int]().union(*(_of_thread(int(thread)) for thread in threads))
@@ -63,19 +63,20 @@ def cpus_of(pid: int | str) -> Cpus:
 
 @functools.cache
 def all_cpus() -> Cpus:
-    """What "all" means; see the module. Asked once: an engine may bind more of its threads later."""
+    """Return the CPUs that "all" means; see the module. Cached, since an engine may bind more threads
+    later."""
     found = _AT_IMPORT | cpus_of("self") | _places()
-    # A process that multiprocessing has started has imported this.
+    # A process started by multiprocessing has imported this module.
     module: Any = sys.modules.get("multiprocessing.process")
     starter = module and module.parent_process()
-    with contextlib.suppress(OSError, ValueError):  # the program has closed descriptors of others
+    with contextlib.suppress(OSError, ValueError):  # the program has closed descriptors that it does not own
         if starter is not None and starter.is_alive():
             found |= cpus_of(starter.pid)
     return found
 
 
 def format_cpus(cpus: Cpus) -> str:
-    """``{0, 1, 2, 8}`` as ``"0-2,8"``."""
+    """Return ``{0, 1, 2, 8}`` as ``"0-2,8"``."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -86,7 +87,7 @@ def format_cpus(cpus: Cpus) -> str:
 
 
 def parse_cpus(text: str) -> Cpus:
-    """``"0-3,8"`` as a set."""
+    """Return ``"0-3,8"`` as a set."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -95,29 +96,30 @@ def parse_cpus(text: str) -> Cpus:
 
 
 def missing_cpus(wanted: str) -> str | None:
-    """The fault of a config's ``thread_cpus`` that lists CPUs which this host does not have."""
+    """Return an error text if a config's ``thread_cpus`` lists CPUs that this host does not have, else
+    ``None``."""
     try:
         with open(_ONLINE, encoding="ascii") as file:
             online = parse_cpus(file.read().strip())
     except (OSError, ValueError):
-        return None  # another system, or one that does not say
+        return None  # another system, or the file is unavailable
     missing = frozenset[int]() if wanted in ("all", "inherit") else parse_cpus(wanted) - online
     if not missing:
         return None
     has = format_cpus(online)
-    return f"thread_cpus: {wanted!r} was given, and this host has {has}: there is no {format_cpus(missing)}"
+    return f"thread_cpus: {wanted!r} was given, but this host has {has}, without {format_cpus(missing)}"
 
 
 _chosen: Cpus | None = None
-"""``None``: all, which are asked for when the first thread starts."""
+"""``None``: all, computed when the first thread starts."""
 
 
 def choose_cpus(wanted: str) -> None:
-    """Threads of kvplug that this process starts from now on use these CPUs.
+    """Set the CPUs of the kvplug threads that this process starts from now on.
 
     Args:
-        wanted: ``"inherit"`` (those of the thread that starts it), or a list as ``"0-3,8"``. ``"all"``, the
-            default of a config, leaves what another config of this process has chosen.
+        wanted: ``"inherit"`` (the CPUs of the thread that starts the new one), or a list such as ``"0-3,8"``.
+            ``"all"``, the default of a config, keeps the choice of another config of this process.
 
     Raises:
         ConfigError: this process may use none of the listed CPUs.
@@ -132,36 +134,36 @@ def choose_cpus(wanted: str) -> None:
                 os.sched_setaffinity(0, chosen)
         except OSError as e:
             raise ConfigError(
-                f"thread_cpus: {wanted!r} was given, and this process may use none of these CPUs; it may use"
+                f"thread_cpus: {wanted!r} was given, but this process may use none of these CPUs; it may use"
                 f" {format_cpus(all_cpus())}"
             ) from e
     _chosen = chosen
 
 
 def set_own_cpus() -> None:
-    """The calling thread, which is one of kvplug's and starts, uses the CPUs that were chosen."""
+    """Bind the calling thread, a new thread of kvplug, to the chosen CPUs."""
     if cpus := _wanted():
         _share_no_loops()
         _bind(cpus)
 
 
 def _wanted() -> Cpus:
-    """Empty: those that a thread has inherited."""
+    """Return the chosen CPUs; empty: the thread keeps the CPUs that it inherited."""
     return all_cpus() if _chosen is None else _chosen
 
 
 def _bind(cpus: Cpus) -> None:
     try:
         os.sched_setaffinity(0, cpus)
-    except OSError as e:  # a container's CPUs have changed
+    except OSError as e:  # the container's CPUs have changed
         _log.debug("a thread keeps the CPUs of the thread that started it: %s", e)
 
 
 @contextlib.contextmanager
 def thread_cpus() -> Iterator[None]:
-    """Threads that a library starts itself while the block runs use the CPUs of kvplug's threads.
+    """Make threads that a library starts while the block runs use the CPUs of kvplug's threads.
 
-    They inherit them from the calling thread, which has its own ones again afterwards.
+    These threads inherit the CPUs from the calling thread, which gets its own CPUs back afterwards.
     """
     with _own_cpus_again():
         if cpus := _wanted():
@@ -182,30 +184,31 @@ def _own_cpus_again() -> Iterator[None]:
 # -- OpenMP ----------------------------------------------------------------------------------------
 
 _LIBRARY = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so[^/\s]*$", re.MULTILINE)
-"""GNU's, Intel's and LLVM's, in the list of mapped files."""
+"""Matches GNU's, Intel's and LLVM's OpenMP libraries in the list of mapped files."""
 
 
 def _share_no_loops() -> None:
-    """In the calling thread, if OpenMP is loaded and binds threads. Call it before the affinity is set."""
+    """Turn off parallel loops in the calling thread if OpenMP binds threads. Call this before setting the
+    affinity."""
     libraries = _loaded()
     if not libraries:
         return
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):
-        torch.get_num_threads()  # when a thread first asks, torch sets the number: not after us
+        torch.get_num_threads()  # first: a thread's first query makes torch set its own number
     for library in libraries:
         library.omp_set_num_threads(1)
 
 
 def _places() -> frozenset[int]:
-    """The CPUs to which OpenMP binds threads; empty if it binds none.
+    """Return the CPUs to which OpenMP binds threads; empty if it binds none.
 
-    They are among those that the process had at its start, before OpenMP bound the main thread.
+    They are among the CPUs that the process had at its start, before OpenMP bound the main thread.
     """
     libraries = _loaded()
     if not libraries:
         return frozenset()
-    import ctypes  # not before it is needed: this is imported by whatever starts a thread
+    import ctypes  # imported only when needed: everything that starts a thread imports this module
 
     found: set[int] = set()
     for library in libraries:
@@ -217,13 +220,13 @@ def _places() -> frozenset[int]:
 
 
 def _loaded() -> list[Any]:
-    """The libraries of OpenMP that are loaded and bind threads. torch brings one."""
+    """Return the loaded OpenMP libraries that bind threads. torch brings one."""
     return _search(with_torch="torch" in sys.modules)
 
 
 @functools.cache
 def _search(*, with_torch: bool) -> list[Any]:
-    """The same, once for each answer."""
+    """Cache the result of :func:`_loaded` before and after torch was imported."""
     found = []
     with contextlib.suppress(OSError):
         with open("/proc/self/maps") as maps:
@@ -231,7 +234,7 @@ def _search(*, with_torch: bool) -> list[Any]:
         if paths:
             import ctypes
         for path in paths:
-            with contextlib.suppress(OSError):  # its file was removed since
+            with contextlib.suppress(OSError):  # its file has been removed
                 library = ctypes.CDLL(path)
                 if hasattr(library, "omp_get_place_proc_ids") and library.omp_get_proc_bind():
                     found.append(library)

@@ -29,7 +29,7 @@ DEFAULT_TIMEOUT: Final = Default.TIMEOUT
 """The default of every ``timeout`` argument."""
 
 _FOR_EVER_S = 1e9
-"""Some thirty years. Locks and sockets refuse to wait for ten times as long."""
+"""About thirty years. Locks and sockets refuse to wait ten times as long."""
 
 Timeout = float | None | Default
 """Seconds, ``None`` (for ever), or :data:`DEFAULT_TIMEOUT`."""
@@ -53,7 +53,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: Timeout, default: float | None = None) -> Deadline:
-        """The moment ``timeout`` seconds from now; ``default`` stands in for DEFAULT_TIMEOUT.
+        """Return the moment ``timeout`` seconds from now. ``default`` replaces DEFAULT_TIMEOUT.
 
         Raises:
             ConfigError: the timeout is negative or not a number.
@@ -71,7 +71,7 @@ class Deadline:
         raise ConfigError(bad_value("timeout", seconds, "a number of seconds, 0 or more, or None for ever"))
 
     def within(self, seconds: float) -> Deadline:
-        """This moment, or the one ``seconds`` from now if that is earlier."""
+        """Return this moment, or the moment ``seconds`` from now if that is earlier."""
         return Deadline(min(self.at, time.monotonic() + seconds))
 
     @property
@@ -80,7 +80,7 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def remaining(self) -> float | None:
-        """Seconds left (0.0 once passed); ``None`` when it never comes. Fits ``wait(timeout=…)``."""
+        """Return the seconds left (0.0 once passed), or ``None`` for never. Fits ``wait(timeout=…)``."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
 

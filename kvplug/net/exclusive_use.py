@@ -1,4 +1,4 @@
-"""One thread at a time in each direction."""
+"""Lets one thread at a time use each direction of an endpoint."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ExclusiveUse:
     """
 
     def __init__(self, what: str) -> None:
-        """``what``: what a thread does inside, for the error: "sending"."""
+        """``what`` describes the use in the error: "sending"."""
         self._what = what
         self._lock = threading.Lock()
 
     def _at_fork_reinit(self) -> None:
-        """In a forked child: no thread is inside, whichever thread of the parent was."""
+        """Free the lock in a forked child, where no thread is inside."""
         self._lock = threading.Lock()
 
     @property
@@ -34,15 +34,15 @@ class ExclusiveUse:
         return self._lock.locked()
 
     def taken(self) -> AbstractContextManager[object]:
-        """For a ``with`` statement around the whole call.
+        """Return a context manager to hold for the whole call.
 
         Of two threads that enter at the very same moment, one waits for the other.
 
         Raises:
-            BusyError: another thread is inside one.
+            BusyError: another thread is inside.
         """
         if self._lock.locked():
             raise BusyError(f"another thread is already {self._what}; one thread sends, one receives")
-        # The lock itself: no signal is handled between acquiring it and the block. A Python ``__enter__``
-        # could be interrupted after acquiring the lock, which would then never be released.
+        # Return the lock itself: no signal is handled between acquiring it and the block. A Python
+        # ``__enter__`` could be interrupted after acquiring the lock, which would then never be released.
         return self._lock

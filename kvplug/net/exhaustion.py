@@ -1,9 +1,9 @@
-"""A descriptor, thread, memory or space that ran out, as one error of kvplug's that names it.
+"""One kvplug error for a resource that ran out: descriptors, threads, memory or space.
 
-The system reports it in many forms: ``OSError`` with one of a dozen numbers, ``MemoryError``, ``RuntimeError:
-can't start new thread``, a sentence of a C++ library. They are recognised here and nowhere else. A public
-call that may need a resource runs inside :class:`NamedExhaustion`; code that catches ``OSError`` because it
-has another meaning for it, such as "the peer is gone", calls :meth:`NamedExhaustion.check` first.
+The system reports exhaustion in many forms: ``OSError`` with one of a dozen numbers, ``MemoryError``,
+``RuntimeError: can't start new thread``, a sentence from a C++ library. Only this module recognises them. A
+public call that may need a resource runs inside :class:`NamedExhaustion`. Code that gives a caught
+``OSError`` another meaning, such as "the peer is gone", calls :meth:`NamedExhaustion.check` first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import errno
 import mmap
 import os
-import resource  # now, since an import needs a descriptor itself
+import resource  # imported now, since an import itself needs a descriptor
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -38,29 +38,29 @@ _NUMBERS: Final = {
 }
 _SENTENCES: Final = (
     ("can't start new thread", THREADS, None),
-    (os.strerror(errno.EAGAIN), THREADS, None),  # of std::thread
+    (os.strerror(errno.EAGAIN), THREADS, None),  # raised by std::thread
     *((os.strerror(number), what, number) for number, what in _NUMBERS.items()),
     ("can't allocate memory", MEMORY, errno.ENOMEM),
     ("not enough memory", MEMORY, errno.ENOMEM),
-    ("out of memory", MEMORY, None),  # of a device
+    ("out of memory", MEMORY, None),  # on a device
     ("bad_alloc", MEMORY, errno.ENOMEM),
 )
-"""What libraries write that have no number: torch, gloo, the loader of shared libraries."""
+"""Messages of libraries that report no error number: torch, gloo, the loader of shared libraries."""
 _STACK_BYTES: Final = 8 << 20
-"""Of a thread that a library starts, where ``RLIMIT_STACK`` sets no other size."""
+"""Stack size of a thread that a library starts, unless ``RLIMIT_STACK`` sets another."""
 _ADDRESSES_ALONE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
-"""Of a mapping that is never used: with MAP_NORESERVE."""
+"""Flags of a mapping that is never used: includes MAP_NORESERVE."""
 _KEPT: Final = (ClosedError, CancelledError, BusyError)
-"""Errors that stay what they are, whatever their cause."""
+"""Errors that are never converted, whatever their cause."""
 _LONGEST_CHAIN: Final = 16
 
 
 class NamedExhaustion(contextlib.ContextDecorator):
-    """``with NamedExhaustion("connecting a pipe"):`` around what may need a resource of the system.
+    """``with NamedExhaustion("connecting a pipe"):`` wraps code that may need a system resource.
 
-    An error in the block that says, itself or by its causes, that one ran out becomes
-    :class:`ResourceExhaustedError`, with that error as its cause. Any other error passes unchanged. It may be
-    entered by several threads at once, and decorate a function.
+    If an error in the block, or one of its causes, reports that a resource ran out, a
+    :class:`ResourceExhaustedError` is raised from it. Any other error passes unchanged. Several threads may
+    enter one object at once, and it can decorate a function.
 
     >>> with NamedExhaustion("connecting a pipe"):
     ...     raise RuntimeError("can't start new thread")
@@ -83,10 +83,11 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def of(error: BaseException, doing: str = "") -> ResourceExhaustedError | None:
-        """A :class:`ResourceExhaustedError` if ``error`` or its causes report one, else ``None``.
+        """Return a :class:`ResourceExhaustedError` if ``error`` or one of its causes reports one, else
+        ``None``.
 
-        It is ``error`` itself if that names the resource already. ``doing`` begins its text otherwise:
-        "connecting a pipe".
+        Returns ``error`` itself if it is one already. Otherwise ``doing``, such as "connecting a pipe",
+        begins the new error's text.
 
         >>> NamedExhaustion.of(OSError(errno.EMFILE, "Too many open files"), "connecting a pipe")
         ResourceExhaustedError('connecting a pipe: this process has no free descriptor ...')
@@ -114,10 +115,11 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def check(error: BaseException, doing: str) -> None:
-        """For a handler, before ``error`` gets another meaning: return unless a resource ran out.
+        """Raise if ``error`` reports that a resource ran out. Handlers call this before giving it another
+        meaning.
 
         Raises:
-            ResourceExhaustedError: one did, as :meth:`of` makes it.
+            ResourceExhaustedError: the error that :meth:`of` returns.
         """
         found = NamedExhaustion.of(error, doing)
         if found is error:
@@ -127,11 +129,11 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
-        """Check that so many can be had. For libraries that end the process when they are refused them:
-        gloo, ZeroMQ.
+        """Check that this many descriptors and threads are available. For libraries that end the process if
+        they are not: gloo, ZeroMQ.
 
         Raises:
-            ResourceExhaustedError: they cannot.
+            ResourceExhaustedError: they are not available.
         """
         over = threading.Event()
         with contextlib.ExitStack() as undo, NamedExhaustion(doing):
@@ -145,11 +147,11 @@ class NamedExhaustion(contextlib.ContextDecorator):
                 thread = BackgroundThread(over.wait, name="kvplug ensures threads", stop=over.set)
                 thread.start()
                 undo.callback(thread.join)
-                undo.callback(over.set)  # called before it
+                undo.callback(over.set)  # undone first: callbacks run in reverse order
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its explicit causes."""
+    """Yield the error and its explicit causes."""
     each: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if each is None:
@@ -159,15 +161,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _recognised(error: BaseException) -> tuple[str, int | None] | None:
-    """Which resource an error says has run out, and the system's number."""
+    """Return the resource that ran out according to ``error``, and the system's error number."""
     if isinstance(error, ResourceExhaustedError):
         return error.resource, error.errno
     if isinstance(error, KvplugError):
         return None
     if isinstance(error, MemoryError):
         return MEMORY, errno.ENOMEM
-    number = getattr(error, "errno", None)  # of ZeroMQ's errors too, which are no OSError
-    if isinstance(number, int) and type(error).__module__ != "ssl":  # which has numbers of its own
+    number = getattr(error, "errno", None)  # ZeroMQ's errors have one too, though they are not OSErrors
+    if isinstance(number, int) and type(error).__module__ != "ssl":  # ssl has its own numbers
         what = _NUMBERS.get(number)
         return None if what is None else (what, number)
     if isinstance(error, RuntimeError | ImportError | OSError):
@@ -179,12 +181,12 @@ def _recognised(error: BaseException) -> tuple[str, int | None] | None:
 
 
 def _explained(what: str, number: int | None) -> str:
-    """What ran out, by which limit, and the next step."""
+    """Explain what ran out, which limit applies, and what to do next."""
     match what, number:
         case (_, errno.ENFILE):
             return "this host has no free descriptor (fs.file-max)"
         case (_, errno.ETOOMANYREFS):
-            return f"too many descriptors are under way between processes{_limit('NOFILE')}; try again"
+            return f"too many descriptors are in transit between processes{_limit('NOFILE')}; try again"
         case "descriptors", _:
             return (
                 f"this process has no free descriptor{_limit('NOFILE')}; raise the limit (ulimit -n), or"
@@ -210,7 +212,7 @@ def _explained(what: str, number: int | None) -> str:
 
 
 def _limit(*names: str) -> str:
-    """The limits of this process that are set, of these: " (RLIMIT_NOFILE is 1024)"."""
+    """Return those of the named limits that are set for this process: " (RLIMIT_NOFILE is 1024)"."""
     said = []
     for name in names:
         soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))

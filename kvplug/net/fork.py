@@ -1,9 +1,9 @@
 """Forked children close what they inherited, and never share a stream with their parent.
 
 A forked child has the parent's descriptors but none of its threads. Two processes that read one stream would
-each get half of it, so everything of kvplug that owns descriptors registers here. A lock that another thread
-of the parent held at the fork would stay held in the child: before anything is closed, the locks in the
-attributes of everything that is registered are made free.
+each get half of it, so every kvplug object that owns descriptors registers here. A lock that another thread
+of the parent held at the fork would stay held in the child, so the locks in the attributes of all registered
+objects are freed before anything is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOCKS: Final = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
     ExclusiveUse,
 )
-"""They have the method by which Python itself makes its own ones free in a forked child."""
+"""These types have the method with which Python frees its own locks in a forked child."""
 
 
 class Inherited(Protocol):
@@ -35,9 +35,9 @@ class Inherited(Protocol):
     def _after_fork_in_child(self) -> None:
         """Close the descriptors and mark the object closed; later calls raise ``ClosedError``.
 
-        Locks, conditions and events in its attributes are free by then. It must not shut sockets down (the
-        parent still uses them) and must not change an epoll set, which is shared with the parent too:
-        closing descriptors is all that is safe.
+        Locks, conditions and events in its attributes have been freed by then. This must not shut down
+        sockets, which the parent still uses, nor change an epoll set, which the parent shares. Only closing
+        descriptors is safe.
         """
 
 
@@ -53,12 +53,12 @@ def close_after_fork(thing: Inherited) -> None:
 
 
 def alive(things: weakref.WeakValueDictionary[int, T]) -> list[T]:
-    """The values; other threads, and a signal's handler, may add some meanwhile."""
+    """Return the living values. Other threads and signal handlers may add values at the same time."""
     return [thing for ref in things.valuerefs() if (thing := ref()) is not None]
 
 
 def free_locks_after_fork(module: ModuleType) -> None:
-    """Free the locks that are globals of a module in every forked child."""
+    """Free the locks among a module's globals in every forked child."""
     _modules.append(module)
 
 
@@ -80,7 +80,7 @@ def _in_child() -> None:
 
 
 def _call(step: Callable[[T], None], things: Iterable[T]) -> None:
-    """What fails is logged, and the rest is done."""
+    """Call ``step`` for each of ``things``; log a failure and continue."""
     for thing in things:
         try:
             step(thing)

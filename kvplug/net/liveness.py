@@ -1,16 +1,16 @@
-"""One watcher per process: it notices that a peer has died and calls back.
+"""One watcher per process, which notices that a peer has died and calls back.
 
-Three signs, alone or together; the first one counts:
+It uses up to three signs together; the first to appear counts:
 
-- a **pidfd** becomes readable when the process has ended (also while it is an unreaped zombie, and also when
-  a child of it keeps its sockets open). A stopped or busy process is alive.
+- a **pidfd** becomes readable when the process has ended, even if the process is an unreaped zombie or a
+  child of it keeps its sockets open. A stopped or busy process is alive.
 - a **socket** reports that the other end hung up.
-- a **heartbeat** on a connection of its own: silence longer than its timeout counts as death. For peers that
-  a pidfd cannot see: other hosts, other pid namespaces. There, a process that is stopped for that long
-  counts as dead, since it cannot be distinguished from a vanished host.
+- a **heartbeat** on a connection of its own: silence longer than its timeout counts as death. It serves peers
+  that a pidfd cannot see, on other hosts or in other pid namespaces. Such a process counts as dead if it is
+  stopped for that long, since it cannot be distinguished from a vanished host.
 
-The thread starts with the first watch and ends with the last one. Callbacks run in it, outside all locks, and
-must not block: they hold up every other watch.
+The watcher's thread starts with the first watch and ends with the last. Callbacks run in this thread, outside
+all locks. They must not block, since they hold up every other watch.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _READ_BYTES = 4096
 _READABLE = select.EPOLLIN
 _HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP
 _MAX_MS: Final = 2**32 - 1
-"""What fits the field of a join message."""
+"""The largest value that fits the field of a join message."""
 
 
 class Watch:
-    """One peer being watched: :attr:`reason` is set, and a function called once, when it is gone."""
+    """Watches one peer. When the peer is gone, sets :attr:`reason` and calls a function once."""
 
     @attrs.frozen
     class Terms:
-        """The terms of one end when it joins; :meth:`agreed` computes those that hold for both.
+        """The terms that one end states when it joins; :meth:`agreed` computes the terms that hold for both.
 
         >>> ours, theirs = Watch.Terms.of(10.0, sees_death=True), Watch.Terms.of(4.0, sees_death=False)
         >>> ours.agreed(theirs).silence_s()
@@ -59,29 +59,30 @@ class Watch:
         """
 
         BEATS_PER_TIMEOUT: ClassVar[int] = 5
-        """How many heartbeats an end sends in the silence that would count as its death."""
+        """How many heartbeats an end sends within the silence that counts as its death."""
 
         sees_death: bool
-        """The end has a pidfd of the other; agreed: both have, so no heartbeats are needed."""
+        """Whether this end has a pidfd of the other. In agreed terms: both have, so no heartbeats are
+        needed."""
         heartbeat_ms: int
-        """Milliseconds of silence that count as death for this end, where heartbeats are needed."""
+        """Milliseconds of silence that this end counts as death, where heartbeats are needed."""
 
         @classmethod
         def of(cls, timeout_s: float, *, sees_death: bool) -> Self:
-            """Of an end whose config has ``timeout_s`` as its ``heartbeat_timeout_s``."""
+            """Return the terms of an end whose config has ``timeout_s`` as its ``heartbeat_timeout_s``."""
             return cls(sees_death, max(1, min(int(timeout_s * 1000), _MAX_MS)))
 
         def agreed(self, theirs: Watch.Terms) -> Watch.Terms:
-            """The terms of both ends together. Symmetric."""
+            """Return the terms that hold for both ends. Symmetric."""
             return Watch.Terms(
                 self.sees_death and theirs.sees_death, min(self.heartbeat_ms, theirs.heartbeat_ms)
             )
 
         def silence_s(self, timeout_s: float | None = None, *, at_least_s: float = 0.0) -> float | None:
-            """Seconds of silence that count as death; ``None``: both ends have a pidfd and send no
-            heartbeats.
+            """Return the seconds of silence that count as death, or ``None`` if both ends have a pidfd and
+            send no heartbeats.
 
-            At most ``timeout_s``, which milliseconds round.
+            The result is at most ``timeout_s``; the agreed time is in whole milliseconds.
             """
             if self.sees_death:
                 return None
@@ -89,7 +90,8 @@ class Watch:
             return max(at_least_s, agreed_s if timeout_s is None else min(agreed_s, timeout_s))
 
         def interval_s(self, timeout_s: float, *, at_least_s: float) -> float | None:
-            """Seconds between two heartbeats of one end; ``None``: it sends none. For :class:`Watch`."""
+            """Return the seconds between two heartbeats of one end, for :class:`Watch`, or ``None`` without
+            heartbeats."""
             silence_s = self.silence_s(timeout_s)
             return None if silence_s is None else max(at_least_s, silence_s / self.BEATS_PER_TIMEOUT)
 
@@ -102,22 +104,24 @@ class Watch:
         timeout_s: float = 10.0,
         on_gone: Callable[[str], None],
     ) -> None:
-        """Watch by pidfd, by a connection to the peer, or by both. A peer that is gone already is also
-        reported.
+        """Watch a peer by its pidfd, by a connection to it, or by both. Also reports a peer that is already
+        gone.
 
         Args:
-            pidfd: Owned from here on, also if this raises.
-            sock: Stays the caller's, who closes the watch before it. Without ``interval_s`` it is only polled
-                for the other end hanging up, never read: what has arrived can still be received.
-            interval_s: Both ends send a byte on ``sock`` so often, and nothing else; it becomes non-blocking.
-                ``None``: no heartbeats.
-            timeout_s: Seconds of silence that count as death, with heartbeats: several times the interval of
-                the *other* end.
-            on_gone: Called once with the reason, in the watcher's thread; then the watch is over. It must not
+            pidfd: The watch owns it from here on, even if this raises.
+            sock: The caller still owns it, and closes the watch first. Without ``interval_s`` the watch never
+                reads it, but only polls it for the other end hanging up, so that arrived data can still be
+                received.
+            interval_s: Seconds between the bytes that each end sends on ``sock``, which carries nothing else
+                and becomes non-blocking. ``None``: no heartbeats.
+            timeout_s: With heartbeats, the seconds of silence that count as death: several times the interval
+                of the *other* end.
+            on_gone: Called once with the reason, in the watcher's thread, which ends the watch. Must not
                 block.
 
         Raises:
-            ValueError: there is nothing to watch, that socket is watched already, or the times do not fit.
+            ValueError: neither a pidfd nor a socket was given, the socket is already watched, or the times do
+                not fit.
             ClosedError: the socket is closed.
             ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
         """
@@ -167,8 +171,8 @@ class Watch:
         _drop(self, None)
 
     def _judge(self, ready: Collection[int], now: float) -> str | None:
-        """Why the peer is gone, if it is; something has happened at the ``ready`` descriptors. Sends a beat
-        if one is due."""
+        """Return why the peer is gone, or ``None``. Sends a heartbeat if one is due. ``ready``: descriptors
+        with an event."""
         if self._pidfd in ready:
             return "its process ended"
         if self._interval_s is None or self._sock is None:
@@ -177,8 +181,9 @@ class Watch:
             if now >= self._next_beat:
                 self._next_beat = now + self._interval_s
                 with contextlib.suppress(BlockingIOError):
-                    self._sock.send(_BEAT)  # a peer that does not read is silent itself
-            # After a silence too: this process may have been stopped, and what came is still in the buffer.
+                    self._sock.send(_BEAT)  # a peer that does not read is itself silent
+            # Read after a silence too: this process may have been stopped while heartbeats arrived in the
+            # buffer.
             if ready or now - self._heard >= self._timeout_s:
                 with contextlib.suppress(BlockingIOError):
                     if not self._sock.recv(_READ_BYTES):
@@ -190,14 +195,14 @@ class Watch:
         return f"silent for {silence_s:.1f} s" if silence_s >= self._timeout_s else None
 
     def _due_at(self) -> float:
-        """When it must be judged again, whatever happens until then."""
+        """Return the time by which the watch must be judged again, even without an event."""
         if self._interval_s is None:
             return math.inf
         return min(self._next_beat, self._heard + self._timeout_s)
 
 
 class _Loop:
-    """The watcher's thread, what it polls and what it knows. Everything but ``run`` is called locked."""
+    """The watcher's thread and its state. Callers of every method except ``run`` hold the lock."""
 
     def __init__(self) -> None:
         self.poller = select.epoll()
@@ -216,13 +221,13 @@ class _Loop:
         close_after_fork(self)
 
     def add(self, new: Watch) -> None:
-        """If it raises, :meth:`remove` takes back what it has done."""
+        """Add a watch. If this raises, :meth:`remove` undoes the part that was done."""
         self.watches.add(new)
         for fd, mask in new._fds.items():
             try:
                 self.poller.register(fd, mask)
             except FileExistsError as e:
-                raise ValueError("that socket is watched already") from e
+                raise ValueError("the socket is already watched") from e
             self.by_fd[fd] = new
 
     def remove(self, old: Watch) -> None:
@@ -230,15 +235,15 @@ class _Loop:
         for fd in old._fds:
             if self.by_fd.get(fd) is old:
                 del self.by_fd[fd]
-                with contextlib.suppress(OSError):  # closed already: the kernel forgot it
+                with contextlib.suppress(OSError):  # already closed, so the kernel has removed it
                     self.poller.unregister(fd)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake anyway
+        with contextlib.suppress(OSError):  # full, so the thread is awake anyway
             self.wake_in.send(b"x")
 
     def stop(self) -> None:
-        """The program leaves: watch nothing any more. Takes no lock."""
+        """Stop watching, since the program exits. Takes no lock."""
         self.stopped = True
         self.wake()
 
@@ -248,7 +253,8 @@ class _Loop:
         self.wake_out.close()
 
     def _after_fork_in_child(self) -> None:
-        """There is no such thread. The epoll set is the parent's too: only close it here."""
+        """Forget the thread, which the child lacks, and close the epoll set, which the parent shares, without
+        changing it."""
         global _loop
         _loop = None
         for each in self.watches:
@@ -260,7 +266,7 @@ class _Loop:
 
     def run(self) -> None:
         global _loop
-        pause: float | None = 0.0  # judge the first watch at once: it may have a heartbeat
+        pause: float | None = 0.0  # judge the first watch at once, since it may need a heartbeat
         try:
             while True:
                 self.poll(pause)
@@ -277,7 +283,7 @@ class _Loop:
                         except Exception:
                             logger.exception("a callback of the liveness watcher failed")
         except Exception:
-            logger.exception("the liveness watcher stops: a fault of kvplug")
+            logger.exception("the liveness watcher stops because of a fault in kvplug")
         finally:
             with _lock:
                 if _loop is self:
@@ -285,10 +291,10 @@ class _Loop:
                 self.close()
 
     def judge(self) -> list[tuple[Watch, str]]:
-        """The watches whose peers are gone, and why.
+        """Return the watches whose peers are gone, each with the reason.
 
-        Polls again, under the lock, when no watch is added or removed: a descriptor that was ready may have
-        been closed since, and its number reused.
+        Polls again under the lock, so that no watch is added or removed meanwhile: a descriptor that was
+        ready before may have been closed and its number reused.
         """
         ready: dict[Watch, set[int]] = {each: set() for each in self.watches}
         for fd in self.poll(0.0):
@@ -305,7 +311,7 @@ class _Loop:
         return [fd for fd, _ in events]
 
 
-_lock = threading.RLock()  # a signal's handler may end a watch while its thread ends or adds one
+_lock = threading.RLock()  # a signal handler may end a watch while its thread ends or adds one
 free_locks_after_fork(sys.modules[__name__])
 _loop: _Loop | None = None
 
@@ -324,13 +330,13 @@ def _add(new: Watch) -> None:
             if started is None:
                 loop.close()
             raise
-        _loop = loop  # also if there was one: a signal's handler may have ended its last watch meanwhile
+        _loop = loop  # set even if unchanged: a signal handler may have ended its last watch meanwhile
         if started is not None:
             loop.wake()
 
 
 def _drop(old: Watch, reason: str | None) -> bool:
-    """End a watch; False if it had ended already."""
+    """End a watch; return False if it had already ended."""
     global _loop
     with _lock:
         if old._closed:
@@ -341,7 +347,7 @@ def _drop(old: Watch, reason: str | None) -> bool:
         if loop is not None and old in loop.watches:
             loop.remove(old)
             if not loop.watches:
-                _loop = None  # its thread sees that nothing is left, and ends
+                _loop = None  # its thread sees that no watch is left, and ends
             loop.wake()
         if old._pidfd is not None:
             os.close(old._pidfd)

@@ -1,9 +1,9 @@
 """Makes text from peers, plugins and files safe for messages, logs and terminals.
 
 A peer may have proved its identity and still send newlines, escape codes of terminals, or megabytes. Every
-text of a peer passes :func:`peer_text` before it becomes a part of a message; ``tests/architecture`` checks
-it. What a command prints passes :func:`printable`: texts of plugins, of files and of models reach terminals
-too.
+text from a peer passes :func:`peer_text` before it becomes part of a message; ``tests/architecture`` checks
+this. Everything that a command prints passes :func:`printable`, because texts from plugins, files and models
+reach terminals too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 MAX_PEER_TEXT: Final = 1000
-"""Characters that are kept by default."""
+"""Number of characters kept by default."""
 MAX_PEER_ITEMS: Final = 256
-"""Elements of a list or mapping that are kept by default."""
+"""Number of elements of a list or mapping kept by default."""
 _UNPRINTABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -32,9 +32,9 @@ def _in_place_of(character: str) -> str:
 
 
 def peer_text(text: object, most: int = MAX_PEER_TEXT, *, keep_lines: bool = False) -> str:
-    """Return one printable line of at most ``most`` characters. A peer may have sent any type as ``text``.
+    """Return ``text`` as one printable line of at most ``most`` characters. A peer may have sent any type.
 
-    ``keep_lines``: the whole text instead, with its line feeds and tabs, for what a command prints.
+    ``keep_lines``: return the whole text instead, with its line feeds and tabs, for a command to print.
 
     >>> peer_text("no room\\n\\x1b[31mfor you")
     'no room \N{REPLACEMENT CHARACTER}[31mfor you'
@@ -54,8 +54,8 @@ def peer_text(text: object, most: int = MAX_PEER_TEXT, *, keep_lines: bool = Fal
 
 
 def peer_texts(plain: object, most: int = MAX_PEER_TEXT, items: int = MAX_PEER_ITEMS) -> Any:
-    """Plain values of a peer, at most ``items`` of each list or mapping, with every text as of
-    :func:`peer_text`.
+    """Apply :func:`peer_text` to every text in a peer's plain values, and cut each list or mapping to
+    ``items``.
 
     >>> peer_texts({"rooms": ["one\\n", 2]}, most=10)
     {'rooms': ['one', 2]}

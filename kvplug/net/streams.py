@@ -1,10 +1,10 @@
-"""Streams of a device for the exclusive use of one owner, and marks behind what was queued for a device.
+"""Streams of a device for the exclusive use of one owner, and marks in the work queued on a device.
 
 torch hands out the same 32 CUDA streams again and again: the 17th pipe of a process would get the streams of
 the first, and a kernel of one pipe that spins for its peer would delay the other pipe.
 
-Everything but the making of CUDA streams goes through ``torch.get_device_module``, so other accelerators, and
-the simulated device of the conformance kit, are served in the same way.
+Everything except the creation of CUDA streams goes through ``torch.get_device_module``, so other accelerators
+and the simulated device of the conformance kit work in the same way.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import torch
 
 _DRIVER: Final = "libcuda.so.1"
-_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
+_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _PINS: Final = frozenset({"cuda", "xpu"})
 """Devices for which torch can pin host memory."""
-_PRIORITY: Final = -1  # higher than the usual 0: what is moved is usually waited for
+_PRIORITY: Final = -1  # higher than the usual 0: someone usually waits for the transfer
 
 _lock = threading.Lock()
 _idle: Final[dict[str, list[Any]]] = defaultdict(list)
@@ -36,11 +36,11 @@ class StreamPool:
 
     @staticmethod
     def acquire(device: torch.device) -> Any:
-        """A stream that is exclusively the caller's until :meth:`release`: a new one, or an idle released
-        one.
+        """Return a stream for the caller's exclusive use until :meth:`release`: an idle released one, or a
+        new one.
 
         Raises:
-            TransportError: the driver cannot create one.
+            TransportError: the driver cannot create a stream.
             RuntimeError: the device failed.
         """
         with _lock:
@@ -61,20 +61,21 @@ class StreamPool:
 
 
 def on_stream(stream: Any) -> Any:
-    """A context in which the calling thread queues work on ``stream``."""
+    """Return a context in which the calling thread queues work on ``stream``."""
     import torch
 
     return torch.get_device_module(stream.device).stream(stream)
 
 
 class DeviceMark:
-    """Behind everything that the calling thread has queued for a device by now, on its current stream.
+    """Marks the end of everything that the calling thread has queued so far on its current stream of a
+    device.
 
-    A thread works on a stream of its own there: what another thread has only queued, it does not see. On a
+    Each thread has its own current stream, so a mark does not cover work that another thread has queued. On a
     CPU nothing is queued, and every mark is passed.
 
     Args:
-        timed: whether :meth:`seconds_since` is asked.
+        timed: whether :meth:`seconds_since` will be called.
     """
 
     __slots__ = ("_event", "_made_at")
@@ -94,34 +95,35 @@ class DeviceMark:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the device has come past it."""
+        """Whether the device has passed this mark."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Return when the device has come past it. Any thread, any number of times."""
+        """Wait until the device has passed this mark. Any thread may call this, any number of times."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: DeviceMark) -> float:
-        """The time that the device took from another mark to this one. Both are timed, and passed."""
+        """Return the time that the device took from ``earlier`` to this mark. Both must be timed and
+        passed."""
         if self._event is None:
             return self._made_at - earlier._made_at
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
     def hold(self, stream: Any) -> None:
-        """Let what is queued on ``stream`` from now on run after it. Does not wait."""
+        """Make work queued on ``stream`` from now on run after this mark. Does not wait."""
         if self._event is not None:
             stream.wait_event(self._event)
 
 
 def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """``nbytes`` of host memory, between which and the device copies run while the host goes on.
+    """Return ``nbytes`` of host memory that the device can copy from and to while the host continues.
 
-    torch keeps freed memory of this kind for later calls, and hands it out again only when the device is done
+    torch keeps freed memory of this kind for later calls, and reuses it only when the device has finished
     with it.
 
     Raises:
-        RuntimeError: the device's driver gives no more.
+        RuntimeError: the device's driver cannot allocate it.
     """
     import torch
 
@@ -139,10 +141,12 @@ def _made(device: torch.device) -> Any:
         try:
             make = ctypes.CDLL(_DRIVER).cuStreamCreateWithPriority
         except (OSError, AttributeError) as e:
-            NamedExhaustion.check(e, f"making a stream of {device}")
-            raise TransportError(f"{device} makes no stream: {e}") from e
+            NamedExhaustion.check(e, f"creating a stream on {device}")
+            raise TransportError(f"no stream can be created on {device}: {e}") from e
         make.restype = ctypes.c_int
         make.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]
         if result := make(ctypes.byref(handle), _NON_BLOCKING, _PRIORITY):
-            raise TransportError(f"{device} makes no stream: cuStreamCreateWithPriority gave {result}")
+            raise TransportError(
+                f"no stream can be created on {device}: cuStreamCreateWithPriority returned {result}"
+            )
     return torch.cuda.ExternalStream(handle.value, device=device)

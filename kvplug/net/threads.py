@@ -1,19 +1,18 @@
-"""Threads that are inside kvplug when the program leaves: they leave first.
+"""Stop kvplug's threads before the interpreter exits.
 
-At its end Python stops daemon threads: each one ends where it next asks for the interpreter's lock. A thread
-that does so on its way back from a library in C++ (every method of a tensor is such a call) ends within
-frames that do not allow it, and the whole process ends by SIGABRT ("terminate called without an active
-exception") instead of with its exit code. Threads that are not daemons are no remedy: Python waits for them
-without a limit, also for one that waits for a peer.
+When the interpreter exits, Python ends each daemon thread where that thread next asks for the interpreter's
+lock. A thread that asks while it returns from a C++ library (every method of a tensor is such a call) ends
+within frames that do not allow this. The whole process then dies of SIGABRT ("terminate called without an
+active exception") instead of returning its exit code. Non-daemon threads do not help: Python waits for them
+without a limit, even for one that waits for a peer.
 
-So kvplug's threads are :class:`BackgroundThread`, each with a function that ends it, and objects whose calls
-are made in threads of the program register with :meth:`ExitGuard.register`. When the program leaves, after
-Python has waited for the program's own threads, all of them are ended, and waited for, for :data:`EXIT_S` in
-total.
-A thread that is still there then usually waits for a peer, and Python may stop it: only frames of C are on
-its stack. A thread of the program whose call has failed so would go back into the program, and drop tensors
-there, which is a call of torch again: :meth:`ExitGuard.hold` keeps it. In a forked child nothing is waited
-for but what the child itself has started.
+So each of kvplug's threads is a :class:`BackgroundThread` with a function that ends it, and objects that are
+called in the program's threads register with :meth:`ExitGuard.register`. At exit, after Python has waited for
+the program's own threads, kvplug ends all of them and waits for them for :data:`EXIT_S` in total. A thread
+that still runs after that usually waits for a peer. Python may stop it there, since its stack has only C
+frames. A thread of the program whose call fails because of this would return to the program and drop tensors,
+which calls torch again; :meth:`ExitGuard.hold` keeps it back. A forked child waits only for threads that it
+started itself.
 """
 
 from __future__ import annotations
@@ -37,38 +36,38 @@ from kvplug.net.fork import alive
 logger = logging.getLogger(__name__)
 
 EXIT_S: Final = 2.0
-"""How long a program that leaves waits for threads inside kvplug, at most."""
+"""The longest time that an exiting program waits for threads inside kvplug."""
 _LOOK_S: Final = 0.001
 _HELD_S: Final = 10.0
-"""For a program whose own function at exit waits for its thread without a limit: it ends, if late."""
+"""Bounds the exit of a program whose own atexit function waits for its thread without a limit."""
 
 Stop = Callable[[], object]
 
 
 class BackgroundThread(threading.Thread):
-    """A thread of kvplug's: it runs on the CPUs that the config names, and ends when the program leaves."""
+    """A thread of kvplug. It runs on the CPUs that the config names and ends when the program exits."""
 
     def __init__(
         self, target: Callable[..., object], *, name: str, stop: Stop, args: Iterable[Any] = ()
     ) -> None:
-        """``stop`` makes ``target`` return soon, whatever it waits for. It does not wait itself.
+        """``stop`` makes ``target`` return soon, whatever ``target`` waits for, and does not itself wait.
 
-        It is called when the program leaves: in another thread, perhaps more than once, and perhaps after the
-        owner of the thread was closed.
+        ``stop`` is called when the program exits: in another thread, perhaps more than once, and perhaps
+        after the owner of the thread was closed.
         """
         super().__init__(target=target, name=name, args=args, daemon=True)
         self._ended_by: Stop | None = stop
 
     @staticmethod
     def affinity() -> AbstractContextManager[None]:
-        """A block in which threads that a library starts use the CPUs of kvplug's threads.
+        """Return a context in which threads that a library starts use the CPUs of kvplug's threads.
 
-        They inherit them from the calling thread, which has its own ones again afterwards.
+        These threads inherit the CPUs from the calling thread, which gets its own CPUs back afterwards.
         """
         return thread_cpus()
 
     def start(self) -> None:
-        """Raises RuntimeError: there can be no more threads now, or the program has left."""
+        """Raises RuntimeError: no more threads can be started now, or the program is exiting."""
         if _has_left:
             raise RuntimeError("can't create new thread at interpreter shutdown")
         if self._ended_by is not None:
@@ -80,7 +79,7 @@ class BackgroundThread(threading.Thread):
             raise
 
     def run(self) -> None:
-        """The thread's body; called by :meth:`start`. Give ``target`` instead of overriding it."""
+        """The thread's body; called by :meth:`start`. Pass ``target`` instead of overriding this method."""
         try:
             set_own_cpus()
             super().run()
@@ -93,10 +92,10 @@ class BackgroundThread(threading.Thread):
 
 
 class CalledByProgram(Protocol):
-    """An object whose calls may be inside a library in C++, in a thread of the program."""
+    """An object whose calls may be inside a C++ library, in a thread of the program."""
 
     def _end_at_exit(self) -> object:
-        """Make calls under way, and later ones, raise ``ClosedError`` soon. It does not wait; idempotent."""
+        """Make current and later calls raise ``ClosedError`` soon. Does not wait; idempotent."""
 
     def _is_in_use(self) -> bool:
         """Whether a thread is inside a call."""
@@ -108,25 +107,25 @@ _is_leaving = _has_left = False
 
 
 class ExitGuard:
-    """What the end of the program does to objects whose calls are made in threads of the program."""
+    """Ends, at exit, the objects that are called in threads of the program."""
 
     @staticmethod
     def register(thing: CalledByProgram) -> None:
-        """When the program leaves, end ``thing`` if it still lives, and wait until no thread is inside a
-        call."""
+        """End ``thing`` at exit if it is still alive, and wait until no thread is inside one of its calls."""
         _called[id(thing)] = thing
 
     @staticmethod
     def is_leaving() -> bool:
-        """Whether the program is leaving. From then on Python 3.12 starts no more threads."""
+        """Whether the program is exiting. Python 3.12 starts no more threads then."""
         return _is_leaving
 
     @staticmethod
     def hold() -> None:
-        """For a call of an object that ends at exit, when it has failed: it no longer counts as in use.
+        """Hold back a thread whose call of a registered object failed at exit; the call no longer counts as
+        in use.
 
-        Returns at once, except in a thread of the program's that Python is about to stop: there it waits, so
-        that the thread is stopped here. Python 3.14 keeps such threads in the same way.
+        Returns at once, except in a thread of the program that Python is about to stop. There it waits, so
+        that Python stops the thread here. Python 3.14 holds such threads in the same way.
         """
         if _is_leaving:
             thread = threading.current_thread()
@@ -141,8 +140,8 @@ def _leave() -> None:
     deadline = Deadline.after(EXIT_S)
     ended: dict[int, object] = {}
     while (_is_busy() or alive(_called)) and not deadline.expired:
-        # A second Ctrl-C, or another signal whose handler raises, does not end the wait: it is short. It all
-        # happens in this thread, since Python 3.12 starts no more threads by now.
+        # The wait is short, so a second Ctrl-C or another signal whose handler raises does not end it.
+        # Everything happens in this thread, since Python 3.12 starts no more threads by now.
         with contextlib.suppress(BaseException), _interrupted_at(deadline):
             _end_all(deadline, ended)
             break
@@ -152,9 +151,11 @@ def _leave() -> None:
 
 
 def _end_all(deadline: Deadline, ended: dict[int, object]) -> None:
-    """``ended``: what need not be ended again, by identity, and kept, or the identity might become another's.
+    """End every thread and object that is not in ``ended``, and wait until none is busy.
 
-    After an interruption it goes on with what it was ending.
+    ``ended`` maps the identity of each object to the object. It keeps the object alive, so that no other
+    object can get the same identity. A call after an interruption resumes with the object that was being
+    ended.
     """
     while not deadline.expired:
         # Objects first: one whose thread ended before it was closed would report a failure.
@@ -165,7 +166,7 @@ def _end_all(deadline: Deadline, ended: dict[int, object]) -> None:
                 try:
                     end()
                 except Exception:
-                    logger.exception("a thread of kvplug could not be ended at exit")
+                    logger.exception("a kvplug thread could not be ended at exit")
                 ended[id(thing)] = thing
         if not _is_busy():
             return
@@ -173,12 +174,13 @@ def _end_all(deadline: Deadline, ended: dict[int, object]) -> None:
 
 
 class _LateError(BaseException):
-    """The time is over."""
+    """The time is up."""
 
 
 @contextlib.contextmanager
 def _interrupted_at(deadline: Deadline) -> Iterator[None]:
-    """Raise :class:`_LateError` at the deadline: an end may wait for a lock whose owner never comes back."""
+    """Raise :class:`_LateError` at the deadline, since a stop function may wait for a lock that is never
+    released."""
 
     def interrupt(*_: object) -> None:
         raise _LateError

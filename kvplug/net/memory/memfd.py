@@ -1,4 +1,4 @@
-"""The kernel's anonymous memory, by descriptor: made, sealed, checked and mapped. Light: probes import it."""
+"""Creates, seals, checks and maps anonymous memory (memfds). Kept light, because probes import it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplug.net.exhaustion import NamedExhaustion
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTURE_WRITE_SEAL: Final = 0x10  # F_SEAL_FUTURE_WRITE, since Linux 5.1
 _NOEXEC_SEAL: Final = 0x8
-"""MFD_NOEXEC_SEAL, since Linux 6.3: an administrator may refuse memory that could be executed."""
+"""MFD_NOEXEC_SEAL, since Linux 6.3. An administrator may forbid memfds without it."""
 _STRICT: Final = b"2"
 _MAP_SHARED: Final = 0x01
 _MAP_PRIVATE: Final = 0x02
@@ -25,14 +25,14 @@ _MAP_NORESERVE: Final = 0x4000
 
 
 class Memfd:
-    """Anonymous memory of the kernel, by its descriptor, which processes pass on to each other."""
+    """Functions on the descriptor of anonymous memory, which processes pass to each other."""
 
     @staticmethod
     def create(name: str, nbytes: int = 0) -> int:
-        """The descriptor of new memory, zeroed, which can be sealed; close-on-exec. ``name`` is for /proc.
+        """Return a close-on-exec descriptor of new, zeroed, sealable memory. ``name`` is shown in /proc.
 
         Raises:
-            OSError: the system cannot create it.
+            OSError: the system cannot create the memory.
             OverflowError: no memory can be that large.
         """
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -54,62 +54,62 @@ class Memfd:
 
     @staticmethod
     def seal(fd: int, *, read_only: bool) -> None:
-        """Seal the size: no process can shrink the memory under another, whose access would then raise
-        SIGBUS.
+        """Seal the size: no process can shrink the memory while another uses it, whose access would then
+        raise SIGBUS.
 
-        ``read_only``: mappings that are there already can be written, and no new one.
+        ``read_only``: only existing mappings can be written, no new ones.
 
         Raises:
-            OSError: it is sealed already, or the kernel is older than Linux 5.1 and ``read_only`` was asked
-                for.
+            OSError: the memory is already sealed, or ``read_only`` was given and the kernel is older than
+                Linux 5.1.
         """
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | (_FUTURE_WRITE_SEAL if read_only else 0))
 
     @staticmethod
     def check(fd: int, nbytes: int, *, writable: bool) -> None:
-        """Return if the descriptor is sealed memory of that size, which cannot be taken away under a reader.
+        """Check that the descriptor is sealed memory of ``nbytes``, which cannot shrink while it is read.
 
-        ``writable``: it is to be mapped for writing; else it must be sealed against new writers.
+        ``writable``: the caller will map it for writing. Otherwise it must be sealed against new writers.
 
         Raises:
-            WireError: it is something else.
-            OSError: this process has no descriptor left to check with.
+            WireError: it is not such memory.
+            OSError: this process has no descriptor left for the check.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as e:
-            raise WireError(f"what was handed over is no memory that can be sealed: {e}") from e
+            raise WireError(f"the received descriptor is not sealable memory: {e}") from e
         found = os.fstat(fd)
         if seals & _SIZE_SEALS != _SIZE_SEALS or found.st_size != nbytes or nbytes <= 0:
             raise WireError(
-                f"sealed memory of {nbytes} bytes was promised; {found.st_size} came, with seals {seals:#x}"
+                f"expected sealed memory of {nbytes} bytes, received {found.st_size} with seals {seals:#x}"
             )
         if writable:
-            # Checked first: a mapping that fails leaves a hole, in which another thread's mapping may be
+            # Check before mapping: a failed mapping leaves a hole, where another thread's mapping may be
             # placed.
             unwritable = seals & (fcntl.F_SEAL_WRITE | _FUTURE_WRITE_SEAL)
             if unwritable or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-                raise WireError("what was handed over is memory that cannot be written")
+                raise WireError("the received memory cannot be written")
         elif not seals & _FUTURE_WRITE_SEAL:
-            raise WireError("what was handed over is memory that more processes could write")
+            raise WireError("the received memory can be mapped for writing by more processes")
         if found.st_dev != device_of_memory():
-            raise WireError("what was handed over is memory of another kind, which can run out under us")
+            raise WireError("the received memory is of another kind, whose pages can run out during use")
 
     @staticmethod
     def map(fd: int, address: int, nbytes: int, protection: int) -> None:
-        """Map memory, shared, over the caller's own mapping at ``address``: whole pages, ``mmap.PROT_...``.
+        """Map shared memory over the caller's own mapping at ``address``: whole pages, ``mmap.PROT_...``.
 
-        The mapping needs the descriptor no more.
+        The mapping no longer needs the descriptor.
 
         Raises:
-            OSError: the system refuses. What is at the address then is undefined.
+            OSError: the system refuses. The mapping at the address is then undefined.
         """
         _place(address, nbytes, protection, _MAP_SHARED, fd)
 
 
-@functools.cache  # of what it returns; what it raises is not kept
+@functools.cache  # results are cached, exceptions are not
 def device_of_memory() -> int:
-    """All memfds of 4 KiB pages lie on one device of the kernel's; those of huge pages do not."""
+    """Return the device number of memfds. All with 4 KiB pages share it; memfds of huge pages do not."""
     fd = Memfd.create("kvplug-probe")
     try:
         return os.fstat(fd).st_dev
@@ -118,7 +118,8 @@ def device_of_memory() -> int:
 
 
 def is_accounted_strictly() -> bool:
-    """Whether the kernel may refuse a page on access (SIGBUS): then all pages are allocated at once."""
+    """Whether the kernel may refuse a page on access (SIGBUS), so that all pages must be allocated at
+    once."""
     try:
         with open("/proc/sys/vm/overcommit_memory", "rb") as f:
             return f.read(1) == _STRICT
@@ -127,11 +128,11 @@ def is_accounted_strictly() -> bool:
         return False
 
 
-# -- over addresses that are the caller's already ---------------------------------------------------
+# -- over addresses that the caller owns -----------------------------------------------------------
 
 
 def map_zeroes(address: int, nbytes: int, protection: int) -> None:
-    """The same with memory of this process only, which is zero. Raises OSError."""
+    """As :meth:`Memfd.map`, with zeroed memory private to this process. Raises OSError."""
     _place(address, nbytes, protection, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
 
 
@@ -141,7 +142,7 @@ def _place(address: int, nbytes: int, protection: int, flags: int, fd: int) -> N
         raise OSError(number, os.strerror(number))
 
 
-# By item: what is named as an attribute is one object for all of the process, and so are its argtypes.
+# By item: a function got as an attribute is one object for the whole process, and so are its argtypes.
 _map = ctypes.CDLL(None, use_errno=True)["mmap"]
 _map.restype = ctypes.c_void_p
 _map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)

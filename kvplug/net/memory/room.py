@@ -1,7 +1,8 @@
-"""How much memory this process can have: what a peer announces is compared with it before memory is taken.
+"""How much memory this process can have. Sizes that a peer announces are checked against it before
+allocation.
 
-An allocation that is far too large does not always fail. Where the kernel overcommits, it succeeds, and the
-process is killed when it uses the memory.
+An allocation that is far too large does not always fail. If the kernel overcommits, the allocation succeeds,
+and the process is killed when it uses the memory.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Final
 from kvplug.errors import CapacityError
 
 _ALWAYS_BYTES: Final = 16 << 20
-"""No limit of the system is looked at for less."""
+"""Smaller sizes are not compared with the system's limits."""
 _FRESH_S: Final = 10.0
-"""How long the limits of the machine and of control groups are kept: reading them takes longer than an
+"""How long the limits of the machine and of control groups are cached: reading them takes longer than an
 allocation."""
 _GROUP: Final = Path("/proc/self/cgroup")
 _GROUPS: Final = Path("/sys/fs/cgroup")
@@ -32,8 +33,8 @@ _FILES: Final = {1: "total_inactive_file", 2: "inactive_file"}
 
 
 def memory_limit() -> int:
-    """The most bytes that this process can have: the machine's memory, ``RLIMIT_AS``, ``RLIMIT_DATA``, or the
-    limit of its control group, whichever is lowest. It may use a part of them already.
+    """Return the most bytes that this process can have, including those already in use: the machine's memory,
+    ``RLIMIT_AS``, ``RLIMIT_DATA``, or the limit of its control group, whichever is lowest.
     """
     limit = machine_memory()
     for number in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
@@ -44,14 +45,14 @@ def memory_limit() -> int:
 
 
 def machine_memory() -> int:
-    """The most bytes that this process and those of its control groups can have: the machine's memory, or the
-    limit of a group, whichever is lowest.
+    """Return the most bytes that the processes of this process's control groups can have: the machine's
+    memory, or the limit of a group, whichever is lowest.
     """
     return _of_machine(int(time.monotonic() / _FRESH_S))
 
 
 def free_memory() -> int:
-    """The bytes of :func:`machine_memory` that are free now, or are taken by files that can be read again."""
+    """Return the bytes of :func:`machine_memory` that are free now or hold reclaimable file pages."""
     found = [machine_memory()]
     if (available := meminfo().get("MemAvailable:")) is not None:
         found.append(1024 * available)
@@ -67,17 +68,17 @@ def free_memory() -> int:
 
 
 def meminfo() -> dict[str, int]:
-    """The numbers in ``/proc/meminfo`` by name, each with its colon: kilobytes, or pages. Empty: it cannot be
-    read."""
+    """Return the numbers in ``/proc/meminfo`` (kilobytes or pages) by name with its colon; empty if
+    unreadable."""
     with contextlib.suppress(OSError):
         return dict(_numbers_in(_MEMINFO))
     return {}
 
 
 class MessageLimit:
-    """The largest message for which memory is taken. Checked before memory is asked for. Any thread.
+    """The size of the largest message to allocate memory for, checked before allocating. Thread-safe.
 
-    A peer announces a message's size before its bytes. What is received into the caller's memory has no
+    A peer announces a message's size before its bytes. A message received into the caller's memory has no
     bound.
 
     >>> limit = MessageLimit(1000)
@@ -88,28 +89,29 @@ class MessageLimit:
     """
 
     def __init__(self, most: int | None = None, *, device: str = "cpu") -> None:
-        """``most`` is the context's ``max_message_bytes``; ``None``: what this process can have.
+        """``most`` is the context's ``max_message_bytes``; ``None``: the memory that this process can have.
 
-        ``device``: where the memory is. A device has no more than it has, and its allocator refuses the rest.
+        ``device``: where the memory is. On other devices than the CPU the allocator refuses larger sizes
+        itself.
         """
         self._most = most
         self._on_host = device.partition(":")[0] == "cpu"
 
     @property
     def most(self) -> int:
-        """The bound in bytes; very large if only the memory of the process or device is one."""
+        """The bound in bytes; ``sys.maxsize`` if only the memory of the process or device limits the size."""
         return sys.maxsize if self._most is None else self._most
 
     def lower(self, nbytes: int) -> None:
-        """Accept no larger messages than of ``nbytes`` from now on."""
+        """Accept no messages larger than ``nbytes`` from now on."""
         self._most = min(self.most, nbytes)
 
     def check(self, nbytes: int, peer: str) -> None:
-        """Raises CapacityError: the next message of ``peer`` has more bytes, and stays."""
+        """Raises CapacityError: the next message of ``peer`` is larger; it stays unreceived."""
         self.check_size(nbytes, f"the next message of {peer}, which stays,")
 
     def check_size(self, nbytes: int, what: str) -> None:
-        """Raises CapacityError: ``what``, which a peer has announced, has more bytes. Names the limit."""
+        """Raises CapacityError: ``what``, announced by a peer, is larger. The error names the limit."""
         if self._most is not None:
             if nbytes > self._most:
                 raise CapacityError(
@@ -122,16 +124,17 @@ class MessageLimit:
 
 @functools.lru_cache(maxsize=1)
 def _of_machine(_: int) -> int:
-    """Read once in each period."""
+    """Read the limits once per period."""
     limits = (limit for group, version in _groups() for limit in _limit_in(group / _LIMIT[version]))
     return min((os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits))
 
 
 def _groups() -> Iterator[tuple[Path, int]]:
-    """This process's control group and those around it, with their version (of 1, the memory controller)."""
+    """Yield this process's control group and its parents, with their version (for version 1, the memory
+    controller)."""
     try:
         lines = _GROUP.read_text().splitlines()
-    except OSError:  # no Linux, or no /proc
+    except OSError:  # not Linux, or /proc is missing
         return
     for line in lines:
         number, controllers, path = line.split(":", 2)
@@ -151,14 +154,14 @@ def _groups() -> Iterator[tuple[Path, int]]:
 def _limit_in(file: Path) -> Iterator[int]:
     try:
         text = file.read_text().strip()
-    except OSError:  # the root has no limit, and a container may show only its own group, as the root
+    except OSError:  # the root has no limit; a container may show only its own group, as the root
         return
     if text.isdigit():  # otherwise "max"
         yield int(text)
 
 
 def _numbers_in(file: Path) -> Iterator[tuple[str, int]]:
-    """The lines of a name and a number. Raises OSError: it cannot be read."""
+    """Yield the name and number of each line that has both. Raises OSError if the file cannot be read."""
     for line in file.read_text().splitlines():
         name, number, *_ = (*line.split(), "", "")
         if number.isdigit():

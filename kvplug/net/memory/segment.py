@@ -1,8 +1,8 @@
-"""Memory that two processes of one user share: anonymous, sealed, and freed with the last of them.
+"""Anonymous, sealed memory that two processes of one user share, freed when the last of them ends.
 
 A segment is a memfd. It has no name to open, does not count against ``/dev/shm``, and is freed with the last
-process that holds it. Its size is sealed before its descriptor is passed on: no process can shrink it under a
-reader, whose access would then raise SIGBUS.
+process that holds it. Its size is sealed before its descriptor is passed on, so no process can shrink it
+while another reads it, whose access would then raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class Segment:
-    """A mapping of shared memory. It is unmapped with the last reference to it and to its views, since
+    """A mapping of shared memory. It is unmapped when the last reference to it and its views goes, since
     another thread may still be copying.
     """
 
@@ -32,7 +32,7 @@ class Segment:
         self.memory = memory
         """The mapping."""
         self.view = memoryview(memory)
-        """All of its bytes, which may be written."""
+        """All of its bytes, writable."""
         self.address = address_of(self.view)
         """The address of its first byte in this process."""
 
@@ -43,13 +43,13 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> tuple[Segment, int]:
-        """New memory, zeroed, and its descriptor, which the caller passes on and closes.
+        """Create zeroed memory. Returns it with its descriptor, which the caller passes on and closes.
 
         Raises:
-            ResourceExhaustedError: not enough memory, or no descriptor left.
+            ResourceExhaustedError: there is not enough memory, or no descriptor is left.
             TransportError: the system refused for another reason.
         """
-        with _in_words(f"shared memory of {nbytes} bytes cannot be made"), contextlib.ExitStack() as undo:
+        with _in_words(f"shared memory of {nbytes} bytes cannot be created"), contextlib.ExitStack() as undo:
             fd = memfd.Memfd.create(f"kvplug-{name}", nbytes)
             undo.callback(os.close, fd)
             memfd.Memfd.seal(fd, read_only=False)
@@ -59,10 +59,10 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> Segment:
-        """Map memory of another process. The caller still owns the descriptor.
+        """Map another process's memory. The caller still owns the descriptor.
 
         Raises:
-            WireError: it is not sealed memory of this size that can be written.
+            WireError: it is not sealed, writable memory of this size.
             ResourceExhaustedError: there are not enough addresses, or no descriptor is left.
             TransportError: it cannot be mapped for another reason.
         """
@@ -71,9 +71,10 @@ class Segment:
             return cls(_Mapping.of(fd, nbytes))
 
     def give_back(self, at: int, nbytes: int) -> None:
-        """Return the whole pages of this part to the system. They read as zeros, and use memory once written.
+        """Return the whole pages of this part to the system. They then read as zeros, and use memory again
+        once written.
 
-        Does nothing on a kernel that does not support this, or that might refuse the pages the next time.
+        Does nothing if the kernel does not support this or might refuse the pages on the next access.
         """
         begin = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (at + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -83,17 +84,17 @@ class Segment:
 
 
 class _Mapping(mmap.mmap):
-    """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce. So this is
-    an anonymous mapping, which :meth:`of` replaces.
+    """An anonymous mapping, which :meth:`of` replaces by the memfd's memory. Before Python 3.13, a file
+    mapping made by Python keeps a descriptor open, and descriptors are scarce.
 
-    In a forked child it is replaced by private memory, so that the child does not keep the parent's memory
-    alive. Views that the child inherited then show zeros; if the memory were unmapped, they would crash, or
+    In a forked child, private memory replaces it, so that the child does not keep the parent's memory alive.
+    Views that the child inherited then show zeros. If the memory were unmapped, reading them would crash or
     show other memory.
     """
 
     @classmethod
     def of(cls, fd: int, nbytes: int) -> Self:
-        """Map the memory of this descriptor. Raises OSError."""
+        """Map the memory of ``fd``. Raises OSError."""
         made = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         memfd.Memfd.map(fd, made._address(), nbytes, _READ_WRITE)
         close_after_fork(made)
@@ -104,7 +105,7 @@ class _Mapping(mmap.mmap):
             return address_of(view)
 
     def _after_fork_in_child(self) -> None:
-        if not self.closed:  # else the addresses may be another mapping's
+        if not self.closed:  # otherwise another mapping may have the addresses
             memfd.map_zeroes(self._address(), len(self), _READ_WRITE)
 
 
