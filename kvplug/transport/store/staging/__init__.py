@@ -1,1 +1,1 @@
-"""Pages between a store in host memory and a cache on a device."""
+"""Moves pages between a store in host memory and a cache on a device."""

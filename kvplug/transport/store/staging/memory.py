@@ -1,4 +1,4 @@
-"""Host memory that pages cross between stores and devices: pinned and lent in parts; and the copies there."""
+"""Pinned host memory, lent in blocks, that pages pass through between stores and devices; and the copies."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 _LENT_ALIGN: Final = 256
 _ALIGN: Final = 16
-"""Where each part begins: at a multiple of the size of every dtype."""
+"""Each part begins at a multiple of this, which is a multiple of the size of every dtype."""
 
 
 class PinnedMemory:
-    """One piece of pinned memory, which is made once, since making it takes long, and lent in parts.
+    """One piece of pinned memory, lent in blocks. It is allocated once, since that takes long.
 
-    Requests that wait for a part are served in the order of coming, and before those that do not wait. A part
-    may be lent again as soon as it is given back: no copy of it is under way then.
+    Waiting requests are served first come first served, and before requests that do not wait. No copy of a
+    block may be under way when it is given back, since it may be lent again at once.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -37,7 +37,7 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._whole: Tensor | None = None
         self._free: list[tuple[int, int]] = []
-        """Where free parts begin and end, in their order."""
+        """The beginning and end of each free block, in order."""
         self._waiting: deque[object] = deque()
         self._listeners: list[Callable[[], None]] = []
         close_after_fork(self)
@@ -46,10 +46,10 @@ class PinnedMemory:
         self._waiting, self._listeners = deque(), []
 
     def prepare(self, device: torch.device) -> None:
-        """Make it, if it was not.
+        """Allocate the memory, unless this was done before.
 
         Raises:
-            RuntimeError: the device's driver gives no more.
+            RuntimeError: the device's driver cannot allocate it.
         """
         with self._lock:
             if self._whole is None:
@@ -57,7 +57,7 @@ class PinnedMemory:
                 self._free = [(0, self.nbytes)]
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` when a part was given back, or the next waiter has its turn. It must not
+        """Call ``listener`` when a block was given back, or the next waiter has its turn. It must not
         block."""
         with self._lock:
             self._listeners.append(listener)
@@ -68,13 +68,13 @@ class PinnedMemory:
                 self._listeners.remove(listener)
 
     def largest(self) -> int:
-        """Bytes of the largest part that is free for those who do not wait."""
+        """Return the bytes of the largest block that a caller without a waiter could take."""
         with self._lock:
             return 0 if self._waiting else max((end - begin for begin, end in self._free), default=0)
 
     def take(self, nbytes: int, waiter: object = None) -> Tensor | None:
-        """A part, of any content; ``None``: not now. A ``waiter`` has a turn from then on; the other callers
-        do not."""
+        """Return an uninitialised block, or ``None`` if none is free. Passing ``waiter`` queues the caller,
+        first come first served."""
         with self._lock:
             is_next = not self._waiting or self._waiting[0] is waiter
             at = next((at for at, (begin, end) in enumerate(self._free) if end - begin >= nbytes), None)
@@ -91,7 +91,7 @@ class PinnedMemory:
             assert self._whole is not None
             part = self._whole[begin : begin + nbytes]
         if has_waited:
-            self._tell()  # it is the next one's turn
+            self._call_listeners()  # the next waiter has its turn
         return part
 
     def give_back(self, part: Tensor) -> None:
@@ -106,17 +106,17 @@ class PinnedMemory:
                 else:
                     merged.append(one)
             self._free = merged
-        self._tell()
+        self._call_listeners()
 
     def forget(self, waiter: object) -> None:
-        """It waits no more."""
+        """Remove a waiter from the queue."""
         with self._lock:
             if waiter not in self._waiting:
                 return
             self._waiting.remove(waiter)
-        self._tell()
+        self._call_listeners()
 
-    def _tell(self) -> None:
+    def _call_listeners(self) -> None:
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -126,12 +126,12 @@ class PinnedMemory:
 class StagedPages(FlatPages):
     """Pages in one piece of host memory: layer after layer, part after part, page after page.
 
-    So a layer of all pages is one copy to or from a device, where each of its parts is one tensor. In a store
-    a page is one piece; the store's copy into this memory, or out of it, changes the order.
+    So one copy moves a layer of all pages to or from a device, where each part is one tensor. In a store a
+    page is one piece; the store reorders it in its copy into this memory or out of it.
     """
 
     def __init__(self, form: PageFormat, count: int, memory: Tensor) -> None:
-        """``memory``: :meth:`nbytes_of` bytes, of any content."""
+        """``memory``: :meth:`nbytes_of` bytes, uninitialised."""
         self.format = form
         self.memory = memory
         self._count = count
@@ -139,12 +139,12 @@ class StagedPages(FlatPages):
 
     @staticmethod
     def nbytes_of(form: PageFormat, count: int) -> int:
-        """Bytes of memory for so many pages."""
+        """Return the bytes of memory that ``count`` pages need."""
         return form.num_layers * _starts(form, count)[-1]
 
     @classmethod
     def most_in(cls, form: PageFormat, nbytes: int) -> int:
-        """How many pages so much memory has room for."""
+        """Return how many pages ``nbytes`` bytes of memory can hold."""
         count = nbytes // form.nbytes
         while count and cls.nbytes_of(form, count) > nbytes:
             count -= 1
@@ -154,11 +154,11 @@ class StagedPages(FlatPages):
         return self._count
 
     def layer(self, layer: int) -> Tensor:
-        """The bytes of one layer of all pages."""
+        """Return the bytes of one layer of all pages."""
         return self.memory[layer * self._step : (layer + 1) * self._step]
 
     def part(self, layer: Tensor, part: int, pages: range) -> Tensor:
-        """The bytes of one part of consecutive pages, in a tensor with one layer of all pages."""
+        """Return the bytes of one part of consecutive pages from a tensor with one layer of all pages."""
         begin, nbytes = self._starts[part], self.format.spans[part][1]
         return layer[begin + pages.start * nbytes : begin + pages.stop * nbytes]
 
@@ -182,7 +182,7 @@ class StagedPages(FlatPages):
 
 
 def _starts(form: PageFormat, count: int) -> list[int]:
-    """Where the parts of a layer of all pages begin, and where the layer ends."""
+    """Return where the parts of a layer of all pages begin, and where the layer ends."""
     sizes = (-(-count * nbytes // _ALIGN) * _ALIGN for _, nbytes in form.spans)
     return list(accumulate(sizes, initial=0))
 
@@ -198,9 +198,9 @@ def queue_scatter(
     """Queue copies of these layers of staged pages into the cache.
 
     Args:
-        first: the number in ``blocks`` of the first staged page.
-        runs: the staged pages that are copied.
-        stream: on the cache's device.
+        first: the number of the first staged page in ``blocks``.
+        runs: the staged pages to copy.
+        stream: a stream on the cache's device.
     """
     with on_stream(stream):
         movers = [(run, blocks.mover(first + run.start, len(run), into_cache=True)) for run in runs]
@@ -212,7 +212,7 @@ def queue_scatter(
 
 
 def queue_gather(staged: StagedPages, blocks: PageBlocks, first: int, stream: Any) -> None:
-    """Queue copies out of the cache into all staged pages, from page ``first`` of ``blocks`` on."""
+    """Queue copies from page ``first`` of ``blocks`` on into all staged pages."""
     import torch
 
     pages = range(len(staged))

@@ -1,15 +1,15 @@
-"""Lets a store serve caches on a device: pages are staged through pinned host memory.
+"""Lets a store serve caches on a device by staging pages through pinned host memory.
 
-A get brings pages into host memory by the store itself, verified there, and copies each layer to the device
-once it has come for all pages. A put copies the pages into host memory, and gives them to the store when they
-are there. Copies run on streams of their own, one for each direction, so that they neither wait for the
-engine's kernels nor hold them up, beyond what they must:
+For a get, the store reads pages into host memory and verifies them there. Each layer is copied to the device
+once the store has it for all pages. For a put, the pages are copied into host memory, and then given to the
+store. Copies run on one stream for each direction, so that they and the engine's kernels do not wait for each
+other except where they must:
 
-- a get's copies run after what the blocks were used for before (``PageBlocks.after``, or what the calling
-  thread has queued), and a layer counts as there when the device has come past its copy;
-- a put's copies run after what the calling thread has queued, which has computed the pages; and what that
-  thread queues next runs after them, so that blocks may be used again at once, unless some pages wait for
-  host memory (``Job.reusable``).
+- A get's copies run after earlier uses of the blocks (``PageBlocks.after``, or what the calling thread has
+  queued). A layer is ready when the device has finished its copy.
+- A put's copies run after what the calling thread has queued, which computes the pages. What that thread
+  queues next runs after the copies, so that blocks may be reused at once, unless some pages wait for host
+  memory (``Job.reusable``).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from kvplug.transport.store.store import J, PageRequest, Store, ended
 _log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 256 << 20
-"""Of pinned memory, by default."""
+"""Bytes of pinned memory by default."""
 _PIECE: Final = 4
-"""Many pages come and go in pieces of this part of the pinned memory: while one is copied to the device, the
-next ones are read from the store; and the reverse."""
+"""Large requests are staged in pieces of at most a quarter of the pinned memory, so that one piece is copied
+to the device while the next ones are read from the store, or the reverse."""
 _CLOSE_S: Final = 1.0
 """How long ``release`` waits for the device."""
 
 
 class Staging:
-    """What one store needs to serve memory on devices that it does not serve itself."""
+    """Serves memory on devices for one store that does not serve them itself."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class Staging:
         """
         Args:
             timeout_s: the default deadline of a job.
-            memory: shared with other stores of this process; by default its own, of :data:`MAX_BYTES`. A
-                request that finds none free waits for it, and a large one comes in pieces.
+            memory: pinned memory, which stores of this process may share; by default its own, of
+                :data:`MAX_BYTES`. Requests wait for free memory, and large ones are staged in pieces.
             devices: types of devices for which the store needs no staging.
         """
         self._store = store
         self._timeout_s = timeout_s
         self._memory = PinnedMemory(MAX_BYTES) if memory is None else memory
         self.direct = devices
-        """Types of devices for which nothing is staged."""
+        """Types of devices that need no staging."""
         self._jobs = JobEngine("staging", 0)
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, type[Transfer]], Lane] = {}
@@ -74,10 +74,10 @@ class Staging:
         close_after_fork(self)
 
     def prepare(self, device: str) -> None:
-        """Make the pinned memory, which takes long, and the streams.
+        """Allocate the pinned memory, which takes long, and the streams.
 
         Raises:
-            RuntimeError: the device failed, or its driver gives no more memory.
+            RuntimeError: the device failed, or its driver cannot allocate more memory.
             ClosedError: the store is closed.
         """
         for kind in (Get, Put):
@@ -86,19 +86,19 @@ class Staging:
     # -- jobs ----------------------------------------------------------------------------------
 
     def put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
-        """As :meth:`Store.submit_put`, out of memory on a device."""
+        """:meth:`Store.submit_put` from memory on a device."""
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(timeout, self._timeout_s))
         return self._staged(Put, pages, job, PutReason.NO_MEMORY, PutReason.OTHER)
 
     def get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
-        """As :meth:`Store.submit_get`, into memory on a device."""
+        """:meth:`Store.submit_get` into memory on a device."""
         job = GetJob(
             len(pages.keys), pages.series.format.num_layers, Deadline.after(timeout, self._timeout_s)
         )
         return self._staged(Get, pages, job, MissReason.NO_MEMORY, MissReason.OTHER)
 
     def _staged(self, kind: type[Transfer], pages: PageRequest, job: J, no_memory: Any, other: Any) -> J:
-        """``no_memory``, ``other``: results where there is no memory, and where the device has failed."""
+        """Start a transfer. ``no_memory``, ``other``: the results if memory runs out or the device fails."""
         transfer = None
         try:
             lane = self._lane(pages.memory.device, kind)
@@ -110,26 +110,26 @@ class Staging:
             transfer.queue()
         except ClosedError:
             raise
-        except Exception as e:  # of the device
+        except Exception as e:  # an error of the device
             if transfer is not None:
                 transfer.lane.stream.synchronize()  # some copies may have been queued
                 transfer.abandon()
             way = "out of" if kind is Put else "into"
-            _log.warning("pages are not copied %s a cache on %s: %s", way, pages.memory.device, e)
+            _log.warning("cannot copy pages %s a cache on %s: %s", way, pages.memory.device, e)
             return ended(job, no_memory if NamedExhaustion.of(e) else other)
         self._jobs.begin(transfer)
         transfer.wake()
         return job
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
-        """Pages are removed: those that have not reached the store are not put. ``None``: all pages."""
+        """Cancel puts of removed pages that have not reached the store. ``None``: all pages are removed."""
         removed = None if keys is None else frozenset(keys)
         for task in self._jobs.tasks():
             if isinstance(task, Put):
                 task.forget(removed)
 
     def _most(self, form: PageFormat) -> int:
-        """How many pages are staged together; 0: not even one has room."""
+        """Return how many pages are staged together; 0 if there is no room for one."""
         most = StagedPages.most_in(form, self._memory.nbytes // _PIECE)
         return most or int(StagedPages.nbytes_of(form, 1) <= self._memory.nbytes)
 
@@ -152,7 +152,7 @@ class Staging:
             return lane
 
     def _wake(self) -> None:
-        """Some of the pinned memory was given back."""
+        """Wake the transfers, since some pinned memory was given back."""
         for task in self._jobs.tasks():
             if isinstance(task, Transfer):
                 task.wake()
@@ -160,17 +160,17 @@ class Staging:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, timeout: Timeout) -> Timeout:
-        """End gets, and wait until puts have ended. Idempotent. Returns the time that is left."""
+        """End gets, and wait until puts have ended. Idempotent. Returns the remaining time."""
         deadline = Deadline.after(timeout, self._timeout_s)
         self._jobs.close(deadline)
         return deadline.remaining()
 
     def give_up(self) -> None:
-        """End every job. Idempotent, and does not wait."""
+        """End every job. Idempotent; does not wait."""
         self._jobs.give_up()
 
     def release(self) -> None:
-        """After :meth:`give_up`: give back the streams, and wait a moment for what the device has to do."""
+        """After :meth:`give_up`: give back the streams, and wait a moment for the device's work."""
         self._memory.ignore(self._wake)
         with self._lock:
             lanes, self._lanes = self._lanes, {}
@@ -179,4 +179,4 @@ class Staging:
         self._jobs.join(Deadline.after(_CLOSE_S))
 
     def _after_fork_in_child(self) -> None:
-        """Nothing: the engine of jobs ends the jobs, and a child must not free what a device uses."""
+        """Do nothing: the job engine ends the jobs, and a child must not free memory that a device uses."""

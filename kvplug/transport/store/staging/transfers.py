@@ -1,8 +1,8 @@
-"""Requests for pages whose memory is on a device: what each waits for, and does next.
+"""Requests for pages in memory on a device: what each waits for, and its next steps.
 
-The clock of the engine of jobs looks at each request whenever something has changed for it, and now and then
-while the device has copies of it to do: marks, which say what has run there, cannot be waited for together,
-nor with a deadline. So nothing waits for the device.
+The clock of the job engine looks at each request when something has changed for it, and polls it while the
+device has copies of it to do. Nothing waits for the device, since one cannot wait for several device marks
+together, nor with a deadline.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LOOK_S: Final = (50e-6, 1e-3)
-"""Before it is looked again at what the device has to do: at first, and at most; doubled each time."""
+"""The pause between two looks at the device: the first one, and the maximum; it doubles each time."""
 
 
 @attrs.define(eq=False)
 class Lane:
-    """What transfers of one direction share on one device."""
+    """The stream and memory that transfers of one direction share on one device."""
 
     device: torch.device
     stream: Any
     memory: PinnedMemory
 
     def on_device(self) -> Any:
-        """A context in which the device is the calling thread's current one: events ask the current one."""
+        """A context that makes this the calling thread's current device, which events query."""
         import torch
 
         return torch.get_device_module(self.device).device(self.device)
 
     def mark(self) -> DeviceMark:
-        """Behind what was queued on the stream by now."""
+        """Return a mark after all that is queued on the stream so far."""
         with on_stream(self.stream):
             return DeviceMark(self.device)
 
     def wait_for(self, mark: DeviceMark | None) -> None:
-        """What is queued on the stream from now on runs after the mark."""
+        """Make all that is queued on the stream from now on run after the mark."""
         if mark is not None:
             mark.hold(self.stream)
 
     def make_caller_wait_for(self, mark: DeviceMark) -> None:
-        """What the calling thread queues from now on, on its own stream, runs after the mark."""
+        """Make all that the calling thread queues from now on, on its own stream, run after the mark."""
         import torch
 
         mark.hold(torch.get_device_module(self.device).current_stream(self.device))
 
     def pages(self, form: PageFormat, count: int, waiter: object = None) -> StagedPages | None:
-        """Host memory for so many pages; ``None``: not now. The waiter has a turn, before those that only ask
-        again."""
+        """Return host memory for ``count`` pages, or ``None`` if none is free. Passing ``waiter`` queues the
+        caller, ahead of callers without a waiter."""
         part = self.memory.take(StagedPages.nbytes_of(form, count), waiter)
         return None if part is None else StagedPages(form, count, part)
 
@@ -81,28 +81,28 @@ class _Piece:
     pages: range
     staged: StagedPages | None = None
     job: Any = None
-    """That of the store; ``None``: it was not asked yet."""
+    """The store's job, or ``None`` if it was not submitted yet."""
     marks: deque[tuple[DeviceMark, int]] = attrs.field(factory=deque)
-    """Behind each group of queued copies; of a get with the number of layers that are in the cache then."""
+    """A mark after each group of queued copies; for a get with the number of layers in the cache by then."""
     is_over: bool = False
     num_queued: int = 0
-    """Of a get: layers whose copies to the device were queued."""
+    """For a get: layers whose copies to the device were queued."""
     num_landed: int = 0
-    """Of a get: layers that are in the cache."""
+    """For a get: layers that are in the cache."""
     has_failed: bool = False
-    """Of a get: some copies could not be queued, and no more of them are."""
+    """For a get: whether some copies could not be queued, so that no more are."""
 
 
 class Transfer(JobTask):
-    """One request, in pieces: each is staged when there is memory for it."""
+    """One request in pieces, each staged when there is memory for it."""
 
     def __init__(self, store: Store, job: Job[Any], request: PageRequest, lane: Lane, max_pages: int) -> None:
-        """``max_pages``: that are staged together."""
+        """``max_pages``: how many pages are staged together."""
         assert isinstance(request.memory, PageBlocks)
         super().__init__(job, None)
         self.lane = lane
         self.is_on_device = False
-        """Whether the device has copies of it to do: then it is looked at often."""
+        """Whether the device has copies of the request to do, so that it must be polled often."""
         self._store = store
         self._request = request
         self._blocks = request.memory
@@ -111,7 +111,7 @@ class Transfer(JobTask):
         ]
         self._is_finished = False
         self._look: JobEngine.Alarm | None = None
-        """The next look."""
+        """The alarm for the next look."""
         self._pause = _LOOK_S[0]
 
     # -- looks ---------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Transfer(JobTask):
 
     @property
     def is_copying(self) -> bool:
-        """The job settles apart from its end, when the device is done with the blocks."""
+        """Always true, since the job settles after its end, when the device has finished with the blocks."""
         return True
 
     def ended(self) -> None:
@@ -130,7 +130,7 @@ class Transfer(JobTask):
         self.wake()
 
     def wake(self) -> None:
-        """Something has changed for it: have it looked at now. Any thread."""
+        """Schedule a look now, since something has changed. From any thread."""
         self._pause = _LOOK_S[0]
         self._look_at(0.0)
 
@@ -143,7 +143,7 @@ class Transfer(JobTask):
             try:
                 self._look = self._engine.at(when, self.look)
                 return
-            except RuntimeError:  # there can be no more threads, so the job has ended
+            except RuntimeError:  # no thread can start, so the job ends
                 self._is_finished = True
         self.end(MissReason.NO_MEMORY)
         self.lane.stream.synchronize()  # some copies may have been queued
@@ -151,14 +151,14 @@ class Transfer(JobTask):
         super().ended()
 
     def look(self) -> None:
-        """Do what can be done now."""
+        """Take the steps that are possible now, and schedule the next look."""
         if self._is_finished:
             return
         was_over = self.is_over
         try:
             with self.lane.on_device():
                 self._is_finished = self.step()
-        except Exception as e:  # of the device, or of the store's own
+        except Exception as e:  # an error of the device or the store
             if was_over:
                 self.abandon()
                 self._is_finished = True
@@ -174,10 +174,10 @@ class Transfer(JobTask):
             self._pause = min(2 * self._pause, _LOOK_S[1])
 
     def step(self) -> bool:
-        """Do what can be done now. Returns whether the request is over: nothing of it is under way."""
+        """Take the steps that are possible now. Returns whether nothing of the request is under way."""
         for piece in self._pieces:
             if not piece.is_over and not self._step(piece):
-                break  # the next one is staged when this one has its memory
+                break  # the next piece is staged when this one has its memory
         self.is_on_device = any(piece.marks for piece in self._pieces)
         is_finished = self._note_progress()
         if is_finished:
@@ -186,13 +186,13 @@ class Transfer(JobTask):
         return is_finished
 
     def abandon(self) -> None:
-        """Give the memory back, and settle the job: the device is done with both, or has failed."""
+        """Give the memory back, and settle the job, when the device has finished or failed."""
         for piece in self._pieces:
             self._give_back(piece)
         self.job.settle()
 
     def _end(self, piece: _Piece) -> None:
-        """Nothing of the piece is under way: its memory is for the next one."""
+        """Record the results of a finished piece, and give its memory back."""
         for at, result in zip(piece.pages, piece.job.results() if piece.job else (), strict=False):
             self.note(at, result)
         piece.is_over = True
@@ -204,7 +204,7 @@ class Transfer(JobTask):
             self.lane.memory.give_back(staged.memory)
 
     def _part(self, piece: _Piece) -> PageRequest:
-        """The request for a piece, in its staged memory."""
+        """Return the store's request for a piece, in its staged memory."""
         assert piece.staged is not None
         pages = slice(piece.pages.start, piece.pages.stop)
         return attrs.evolve(
@@ -216,7 +216,7 @@ class Transfer(JobTask):
 
     @abc.abstractmethod
     def queue(self) -> None:
-        """Queue what can be queued for the device. To be called in the thread that asks.
+        """Queue the first device work. Called in the thread that submits the request.
 
         Raises:
             RuntimeError: the device failed, or has no memory.
@@ -224,15 +224,15 @@ class Transfer(JobTask):
 
     @abc.abstractmethod
     def _step(self, piece: _Piece) -> bool:
-        """Do what can be done for one piece. Returns whether it has its memory."""
+        """Take the steps that are possible for one piece. Returns whether the piece has its memory."""
 
     @abc.abstractmethod
     def _note_progress(self) -> bool:
-        """Note what has come, after each piece had its step. Returns whether the request is over."""
+        """Note progress after the steps of all pieces. Returns whether the request is over."""
 
 
 class Get(Transfer):
-    """Pages into a cache on a device."""
+    """A transfer of pages into a cache on a device."""
 
     job: GetJob
 
@@ -253,7 +253,7 @@ class Get(Transfer):
             piece.job.watch(self.wake)
         inner, staged = piece.job, piece.staged
         assert staged is not None
-        has_ended = inner.done and inner.settled  # asked first: what comes meanwhile is queued next time
+        has_ended = inner.done and inner.settled  # read first: later arrivals are queued next time
         if self.is_over:
             inner.cancel()
         else:
@@ -265,8 +265,8 @@ class Get(Transfer):
         return True
 
     def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages) -> None:
-        """Queue copies of the layers that have come."""
-        ready = inner.num_layers_ready  # before the results: all layers, only with the pages that were missed
+        """Queue copies of the layers that have arrived."""
+        ready = inner.num_layers_ready  # read before the results: if all are ready, misses are known
         results = inner.results()
         layers = range(piece.num_queued, ready)
         if not layers or piece.has_failed:
@@ -280,12 +280,12 @@ class Get(Transfer):
                 queue_scatter(staged, self._blocks, piece.pages.start, layers, runs, self.lane.stream)
             piece.has_failed = False
             piece.num_queued = ready
-        finally:  # some copies may be queued though others could not be
+        finally:  # some copies may be queued even if others could not be
             piece.marks.append((self.lane.mark(), piece.num_queued))
 
     def _note_progress(self) -> bool:
         if self.is_over:
-            self.lane.memory.forget(self)  # what is under way may take long, and others wait behind it
+            self.lane.memory.forget(self)  # work under way may take long, and others wait behind it
             if not self.is_on_device:
                 self.job.settle()  # the store may still write into host memory
             return all(piece.is_over or piece.job is None for piece in self._pieces)
@@ -301,7 +301,7 @@ class Get(Transfer):
 
 
 def _found(results: list[MissReason | None]) -> list[range]:
-    """The consecutive pages that were not missed."""
+    """Return runs of consecutive pages that were not missed."""
     runs: list[range] = []
     for at, missed in enumerate(results):
         if missed is None:
@@ -313,10 +313,10 @@ def _found(results: list[MissReason | None]) -> list[range]:
 
 
 class Put(Transfer):
-    """Pages out of a cache on a device.
+    """A transfer of pages out of a cache on a device.
 
-    As many pieces as there is host memory for are copied at once. The others wait for memory that is given
-    back, behind every get that waits, at most until the deadline; until then the blocks are in use.
+    Pieces are copied at once as far as host memory allows. The other pieces wait for memory that is given
+    back, behind every waiting get, at most until the deadline. Until then their blocks are in use.
     """
 
     is_put = True
@@ -326,11 +326,11 @@ class Put(Transfer):
         self._num_read = 0
         """Pieces whose copies were queued."""
         self._handing_over = threading.Lock()
-        """Held while pages go to the store: a removal finds them either here or there."""
+        """Held while pages go to the store, so that a removal finds them either here or there."""
 
     def queue(self) -> None:
-        """What the thread that asks queues next for the device runs after the pages that are copied at once;
-        where these are all of the request, the blocks may be used again."""
+        """Queue copies of the pieces that there is memory for. If these are all pieces, the calling thread's
+        next device work runs after the copies, and the blocks are reusable."""
         self.lane.wait_for(self._blocks.after)
         self.lane.wait_for(DeviceMark(self.lane.device))
         if all(map(self._gather, self._pieces)):
@@ -344,7 +344,7 @@ class Put(Transfer):
             return False
         try:
             queue_gather(piece.staged, self._blocks, piece.pages.start, self.lane.stream)
-        finally:  # some copies may be queued though others could not be
+        finally:  # some copies may be queued even if others could not be
             piece.marks.append((self.lane.mark(), 0))
             self.is_on_device = True
         self._num_read += 1
@@ -364,7 +364,7 @@ class Put(Transfer):
         return PutReason.of(reason or MissReason.OTHER)
 
     def forget(self, keys: frozenset[bytes] | None) -> None:
-        """Pages are removed: if some of these have not reached the store, none of the request are put.
+        """Cancel the whole put if some removed pages have not reached the store.
 
         ``None``: every page is removed.
         """
