@@ -1,15 +1,15 @@
-"""Doors: packages whose public names are imported when they are first asked for.
+"""Doors: packages whose public names are imported on first use.
 
-The names of a door stand once, in its stub ``__init__.pyi``: type checkers read it, and so does Python, when
-the first name is asked for. ``import kvplug`` costs nothing, and ``from kvplug import Config`` loads what
-Config needs and no more.
+A door's names are listed only in its stub ``__init__.pyi``. Type checkers read the stub, and so does Python
+on the first use of a name. ``import kvplug`` is cheap, and ``from kvplug import Config`` loads only what
+Config needs.
 """
 
 from __future__ import annotations
 
 
 class Door:
-    """The names of one package, to be its ``__getattr__`` (PEP 562)."""
+    """The names of one package. Serves as the package's ``__getattr__`` (PEP 562)."""
 
     def __init__(self, package: str, folder: str) -> None:
         self._package = package
@@ -17,7 +17,7 @@ class Door:
         self._homes: dict[str, str] = {}
 
     def homes(self) -> dict[str, str]:
-        """Each name, and the module that it comes from."""
+        """Return each name with the module that defines it."""
         if not self._homes:
             import re
 
@@ -42,7 +42,7 @@ class Door:
         return found
 
     def names(self) -> list[str]:
-        """For ``__dir__``: also what stands in the module itself."""
+        """Return the names for ``__dir__``, including those defined in the package itself."""
         import sys
 
         return sorted({*vars(sys.modules[self._package]), *self.homes()})

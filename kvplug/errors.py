@@ -12,8 +12,8 @@ import builtins
 class KvplugError(Exception):
     """Base of every error raised by kvplug and by well-behaved plugins.
 
-    ``code`` is the cause in a word or two, where errors of a class have several, and ``change`` the line or
-    command that mends it; else they are empty.
+    ``code`` names the cause in a word or two if errors of the class have several causes. ``change`` is the
+    line or command that fixes it. Both may be empty.
     """
 
     def __init__(self, *args: object, code: str = "", change: str = "") -> None:
@@ -31,7 +31,7 @@ class ConfigError(KvplugError, ValueError):
         self.faults: tuple[str, ...] = faults
         """Every fault, one sentence each."""
         self.source = source
-        """Where the configuration comes from, such as a file; empty where that is not known."""
+        """Where the configuration comes from, such as a file; empty if unknown."""
         where = f" in {source}" if source else ""
         if len(faults) == 1:
             text = f"bad configuration{where}: {faults[0]}"
@@ -42,18 +42,18 @@ class ConfigError(KvplugError, ValueError):
 
 
 class InsecureAddressError(ConfigError, PermissionError):
-    """An address other hosts can reach was asked for without a secret."""
+    """The configuration has an address that other hosts can reach, but no secret."""
 
 
 # -- plugins -----------------------------------------------------------------------------------
 
 
 class PluginError(KvplugError):
-    """Something is wrong with a plugin, or with the name of one."""
+    """A plugin, or the name of a plugin, is wrong."""
 
 
 class PluginLoadError(PluginError, ImportError):
-    """A plugin was found and could not be loaded. The message says which, why, and what to do."""
+    """A plugin was found but could not be loaded. The message names it, the cause, and what to do."""
 
 
 class UnknownNameError(PluginError, LookupError):
@@ -69,7 +69,7 @@ class UnknownTransportError(UnknownNameError):
 
 
 class AmbiguousNameError(PluginError, LookupError):
-    """Two distributions offer one name of one kind; write ``distribution:name``."""
+    """Two distributions offer the same name for the same kind; write ``distribution:name``."""
 
 
 # -- endpoints at work -------------------------------------------------------------------------
@@ -80,10 +80,10 @@ class ClosedError(KvplugError, ValueError):
 
 
 class PeerGoneError(KvplugError, ConnectionError):
-    """The process at the other end died or closed, or counts as dead after a silence."""
+    """The process at the other end died or closed, or was silent for so long that it counts as dead."""
 
     closed: bool = False
-    """The other end closed by itself and announced it, and not within a message."""
+    """Whether the other end announced that it closes, and not in the middle of a message."""
 
 
 class TimeoutError(KvplugError, builtins.TimeoutError):
@@ -91,11 +91,11 @@ class TimeoutError(KvplugError, builtins.TimeoutError):
 
 
 class StalledError(TimeoutError):
-    """Nothing of a transfer came for too long, though its peer lives: it is stopped, or too slow."""
+    """A transfer made no progress for too long although its peer lives: the peer is stopped or too slow."""
 
 
 class CancelledError(KvplugError, RuntimeError):
-    """The caller's own ``cancel`` event was set while it waited. Nothing was taken."""
+    """The caller's ``cancel`` event was set while the call waited. Nothing was taken."""
 
 
 class BusyError(KvplugError, RuntimeError):
@@ -103,7 +103,7 @@ class BusyError(KvplugError, RuntimeError):
 
 
 class TensorMismatchError(KvplugError, ValueError):
-    """Tensors that must match do not, or a message does not fit the memory offered, and stays."""
+    """Tensors that must match do not, or a message does not fit the memory offered and is not taken."""
 
 
 class UnsupportedError(KvplugError, TypeError):
@@ -111,11 +111,11 @@ class UnsupportedError(KvplugError, TypeError):
 
 
 class CapacityError(KvplugError, ValueError):
-    """A value is larger than the whole budget it would have to fit into; waiting cannot help."""
+    """A value is larger than the whole budget that it must fit into, so waiting cannot help."""
 
 
 class LayoutError(KvplugError, ValueError):
-    """A tensor, or a range of blocks, is not what the KV cache's layout says. Nothing was copied."""
+    """A tensor or a range of blocks does not match the KV cache's layout. Nothing was copied."""
 
 
 class AddressInUseError(KvplugError, OSError):
@@ -123,42 +123,42 @@ class AddressInUseError(KvplugError, OSError):
 
 
 class EntryGoneError(KvplugError, LookupError):
-    """The lookup entry existed when it was promised and no longer does."""
+    """A lookup entry that was promised no longer exists."""
 
 
 class LentError(KvplugError, RuntimeError):
-    """The entry is leased, and that lease excludes the one that was asked for."""
+    """The entry has a lease that excludes the requested one."""
 
 
 class TransportError(KvplugError, OSError):
-    """A transport failed in a way that no other error describes; the cause is chained."""
+    """A transport failed in a way that no other error describes. The cause is chained."""
 
 
 class SlowPathError(TransportError):
-    """A pipe carries far less than its transport claims, or than before, and ``slow_path`` is "refuse"."""
+    """A pipe is far slower than its transport claims, or than before, and ``slow_path`` is "refuse"."""
 
 
 class ResourceExhaustedError(TransportError):
-    """A process, this one or a peer's, has no free descriptor, thread, memory or space; names which.
+    """This process or a peer's ran out of descriptors, threads, memory or space; the message names which.
 
-    It is the system's state now, and nothing remembers it: the next call may succeed. ``resource`` is one of
-    ``descriptors``, ``threads``, ``memory`` and ``space`` (of a file system); ``errno`` is the system's
-    number, where it has given one.
+    The next call may succeed, since the error only reports the system's present state. ``resource`` is one of
+    ``descriptors``, ``threads``, ``memory`` and ``space`` (of a file system); ``errno`` is the system's error
+    number, if it gave one.
     """
 
     def __init__(self, text: str, *, resource: str = "", errno: int | None = None) -> None:
         self.resource = resource
-        """``descriptors``, ``threads``, ``memory`` or ``space``; empty where that is not known."""
+        """``descriptors``, ``threads``, ``memory`` or ``space``; empty if unknown."""
         super().__init__(text)
         self.errno = errno
-        """The system's number; ``None`` where it has given none."""
+        """The system's error number, or ``None`` if it gave none."""
 
 
 # -- agreement and trust -----------------------------------------------------------------------
 
 
 class WireError(KvplugError, ValueError):
-    """Bytes that are not what the wire format allows."""
+    """Received bytes violate the wire format."""
 
 
 class AuthenticationError(KvplugError, PermissionError):
@@ -166,14 +166,14 @@ class AuthenticationError(KvplugError, PermissionError):
 
 
 class Reason(str):
-    """One reason of a refused handshake: a sentence, and its parts."""
+    """One reason why a handshake was refused: a sentence, and its parts."""
 
     field: str
-    """The field of the handshake; ``transport NAME`` for one transport of those that were considered."""
+    """The field of the handshake, or ``transport NAME`` for a transport that was considered."""
     what: str
-    """The two values, or what is wrong."""
+    """The two values, or the fault."""
     change: str
-    """What to change; empty where the reason before says it."""
+    """What to change; empty if the previous reason gives it."""
 
     def __new__(cls, field: str, what: str, change: str = "") -> Reason:
         reason = super().__new__(cls, f"{field}: {what}" + (f"; {change}" if change else ""))
@@ -185,17 +185,17 @@ class HandshakeError(KvplugError):
     """The two ends cannot work together. ``reasons`` holds every reason, with both values."""
 
     remote: object = None
-    """The peer's Hello, where it could be read."""
+    """The peer's Hello, if it could be read."""
 
     def __init__(self, *reasons: str, peer: str = "") -> None:
         self.reasons: tuple[str, ...] = reasons
-        """Every reason, one sentence each, with both values; a :class:`Reason` where this end found it."""
+        """Every reason, one sentence each, with both values; a :class:`Reason` if this end found it."""
         self.peer = peer
-        """The other end, for messages; empty where it is not known."""
+        """The other end, for messages; empty if unknown."""
         with_whom = f" with {peer}" if peer else ""
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         super().__init__(f"handshake{with_whom} refused:{lines}")
 
 
 class IntegrityError(KvplugError):
-    """Received memory does not hash to what its sender stated."""
+    """Received memory does not have the hash that its sender gave."""

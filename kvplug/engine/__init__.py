@@ -1,4 +1,4 @@
-"""For authors of connectors and of adapters to engines."""
+"""Names for authors of connectors and of adapters to engines."""
 
 from kvplug.door import Door
 

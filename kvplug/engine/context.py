@@ -1,7 +1,7 @@
-"""The context of a connector: the argument of its factory, with everything from outside that it may use.
+"""The context of a connector: the argument of its factory, with all that it may use from outside.
 
-Only the composition root (:mod:`kvplug.assembly`) looks names up; a plugin gets its options, its identity,
-its metrics and its access to other processes here.
+Only the composition root (:mod:`kvplug.assembly`) looks names up. A plugin gets its options, its identity,
+its metrics and its access to other processes from the context.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvplug.transport.store.store import Store
 
 
 class PeerLink(abc.ABC):
-    """An authenticated, agreed connection to one other process."""
+    """An authenticated connection to one other process, with an agreement."""
 
     agreement: Agreement
-    """The agreement of the two ends, and the identity of the other one."""
+    """The agreement of the two ends, and the identity of the other end."""
     channel: Channel
-    """Small plain values both ways; for the connector's own use."""
+    """A channel for small plain values in both directions, for the connector's own use."""
 
     @abc.abstractmethod
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """One pipe over the transport that was agreed on for tensors on ``device``.
+        """Open a pipe over the transport that was agreed on for tensors on ``device``.
 
-        Both ends call it, in the same order, with the same label; the contact crosses the channel.
+        Both ends call it, in the same order, with the same label. The contact is sent over the channel.
         """
 
     @abc.abstractmethod
@@ -46,12 +46,12 @@ class PeerLink(abc.ABC):
 
 
 class PeerServer(abc.ABC):
-    """Serves other processes at the control address, until it is closed."""
+    """Serves other processes at the control address until it is closed."""
 
     @property
     @abc.abstractmethod
     def contact(self) -> str:
-        """Where it listens: what ``Peers.connect`` of another process takes as ``peer``."""
+        """Where it listens. Another process passes it to ``Peers.connect`` as ``peer``."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -65,14 +65,14 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def serve(self, serve_link: Callable[[PeerLink, Deadline], None], *, max_served: int = 0) -> PeerServer:
-        """Listen at the config's address for this worker, or as the embedding program says, and call
-        ``serve_link`` for each peer that proved itself and with which an agreement was reached, each in its
-        own thread. A refused peer receives the reason and is counted.
+        """Listen at the config's address for this worker, or at the embedding program's, and call
+        ``serve_link`` in a thread for each peer that was authenticated and agreed with. A refused peer
+        receives the reason and is counted.
 
-        Its second argument is the deadline of the peer's handshake: open pipes by it. The link is closed when
-        ``serve_link`` returns, which may be when the peer goes; pipes that it has opened live on, and are the
-        connector's to close. An error that it raises is logged and ends that link only. ``max_served`` peers
-        are served at once (0: 256); more wait.
+        The second argument of ``serve_link`` is the deadline of the peer's handshake, by which pipes must be
+        open. The link is closed when ``serve_link`` returns, which may be when the peer goes. Pipes that it
+        opened live on, and the connector closes them. An error that it raises is logged and ends that link
+        only. At most ``max_served`` peers are served at once (0: 256); others wait.
         """
 
     @abc.abstractmethod
@@ -85,76 +85,75 @@ class Peers(abc.ABC):
         retry: bool = True,
         peer: str | Mapping[int, str] | None = None,
     ) -> PeerLink:
-        """Connect to worker ``rank`` of a peer engine; retries until it listens or the deadline passes.
+        """Connect to worker ``rank`` of a peer engine; retry until it listens or the deadline passes.
 
-        ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement. With
+        ``purpose`` is a word that both connectors know; the acceptor finds it in the agreement. With
         ``retry=False`` the peer must already listen. ``peer`` is the address of the peer engine's worker 0,
-        as in the config's ``peers``, or the contact of each worker by its rank; by default the config's host
-        and port, or what the embedding program says.
+        as in the config's ``peers``, or the contact of each worker by its rank. By default it is the config's
+        host and port, or the embedding program's choice.
 
         Raises:
-            TimeoutError: no process listened there in time; names the address.
+            TimeoutError: no process listened there in time; the message names the address.
             PeerGoneError: no process listens there, and ``retry`` is false.
-            HandshakeError, AuthenticationError: at once.
+            HandshakeError, AuthenticationError: the peer was refused; raised without a retry.
             ClosedError: ``close`` was called, perhaps during the wait.
         """
 
     @abc.abstractmethod
     def address_of(self, rank: int, peer: str | Mapping[int, str] | None = None) -> str:
-        """The address, or the contact, at which :meth:`connect` reaches worker ``rank`` of a peer engine.
+        """Return the address or contact at which :meth:`connect` reaches worker ``rank`` of a peer engine.
 
         Raises:
-            HandshakeError: contacts are known, and none for this rank.
+            HandshakeError: the peer's contacts do not include this rank.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
         """Close every listener, and end every wait in ``connect``. Idempotent.
 
-        A connector calls it first in ``shutdown``. The caller that opened a link or a pipe owns it.
+        A connector calls it first in ``shutdown``. Links and pipes belong to the callers that opened them.
         """
 
 
 @attrs.frozen(kw_only=True)
 class ConnectorContext:
-    """For the two factories of a connector."""
+    """The argument of a connector's two factories."""
 
     config: Config
-    """The whole config. Its ``options`` are in ``options``, checked."""
+    """The whole config. Its ``options`` are checked and in :attr:`options`."""
     options: Any
     """An instance of the spec's options class, or ``None``."""
     side: Side
-    """Which side is made."""
+    """The side that the factory makes."""
     model: ModelInfo
-    """The engine's model, as far as its KV is concerned."""
+    """The properties of the engine's model that its KV depends on."""
     cache: KVCacheConfig
-    """The paged cache of this worker; on the scheduler's side of any one."""
+    """The paged cache of this worker; on the scheduler side, that of any worker."""
     parallelism: Parallelism
-    """The place of this worker among those that share the model."""
+    """The place of this worker among the workers that share the model."""
     loads_in_background: bool = False
-    """The engine lets every request wait until its load has ended, because it plans a step before it knows
-    how the loads of the step before have ended. A connector that can load in the background does so, whatever
-    its options say.
+    """Whether the engine makes every request wait until its load has ended, because it plans a step before it
+    knows the outcome of the previous step's loads. A connector that can load in the background then does so,
+    regardless of its options.
     """
     peers: Peers
     """Listens for other processes, and connects to them."""
     members: Members | None = None
-    """The engines that a directory knows, where ``peers`` names one. A connector closes it in
+    """The engines in a directory, if the config's ``peers`` names one. A connector closes it in
     ``shutdown``."""
     stats: TransferStats
-    """The counters of this connector. One object for each side; sinks read it."""
+    """The counters of this connector. Each side has one object; sinks read it."""
     checksums: tuple[str, ...] = ()
-    """Hashes this side computes and verifies with, preferred ones first; empty when integrity is off."""
+    """Hashes that this side supports, preferred ones first; empty when integrity is off."""
     open_store: Callable[[str], Store]
     """Opens a store by its name, with the config's options for it. The caller closes it."""
     store_client: Callable[[str, PeerLink], Store]
-    """Makes this process's end of the store of that name which the peer at the link's other end serves."""
+    """Makes this process's end of the named store, which the peer at the other end of the link serves."""
     open_lookup: Callable[[], LookupEndpoint]
-    """Makes the endpoint of the lookup buffer that the config's ``lookup_buffer`` names, with the config's
-    options for it. The spec of a connector that calls it says ``uses_lookup_buffer``. The caller closes the
-    ends that it makes."""
+    """Makes the endpoint of the config's ``lookup_buffer``, with the config's options for it. A connector
+    that calls it sets ``uses_lookup_buffer`` in its spec. The caller closes the ends that it makes."""
     close: Callable[[], None]
-    """Ends what was built for this connector outside it (listeners, links, reporters).
+    """Closes what was built for this connector outside it (listeners, links, reporters).
 
     A connector calls it last in ``shutdown``. Idempotent.
     """

@@ -1,6 +1,6 @@
-"""Layouts of a paged KV cache in memory, and token-granular copies out of it and into it.
+"""Layouts of a paged KV cache in memory, and copies of ranges of tokens out of it and into it.
 
-A layout is a string of axis letters, outermost in memory first, and a size for each:
+A layout is a string of axis letters, outermost in memory first, and a size for each axis:
 
     K  the pair (key, value)      always 2
     B  blocks
@@ -8,29 +8,28 @@ A layout is a string of axis letters, outermost in memory first, and a size for 
     H  key/value heads
     D  head size
 
-Every cache has B, T and D; one of keys and values per head has K and H too, and latent attention (MLA)
-has neither: one vector per token, and no values. The letters may come in any order. NHD is ``KBTHD``,
-HND is ``KBHTD``.
+Every cache has B, T and D. A cache of keys and values per head also has K and H. A cache of latent attention
+(MLA) has neither: it has one vector per token, and no values. The letters may come in any order. NHD is
+``KBTHD``, HND is ``KBHTD``.
 
-**Packed or separate.** Where K stands directly before D, keys and values are *packed*: the two letters
-are one dimension of the tensor, of 2 * head_size, the keys first. ``BHTKD`` is a tensor of four
-dimensions, [blocks, heads, tokens, 2 * head_size]. Anywhere else K is a dimension of its own.
+**Packed or separate.** If K comes directly before D, keys and values are *packed*: the two letters are one
+dimension of the tensor, of size 2 * head_size, with the keys first. ``BHTKD`` is a tensor of four dimensions,
+[blocks, heads, tokens, 2 * head_size]. Anywhere else K is a separate dimension.
 
-A layout comes from the engine's statement and from strides, never from a shape: with 16 heads and 16 tokens
-in a block, NHD and HND have the same shape.
+A layout is derived from what the engine states and from strides, never from a shape: with 16 heads and 16
+tokens in a block, NHD and HND have the same shape.
 
 **The inside of a block.** Some attention kernels keep keys in an order of their own, transposed or in tiles,
-under a shape that looks like any other. An engine that cannot vouch for the order inside its blocks names
-their ``block_format``: they are then moved whole, and only between caches of the same format.
+which the shape does not show. An engine that does not know the order inside its blocks names their
+``block_format``. Such blocks are only moved whole, between caches of the same format.
 
-**Copies.** Each copy is at most three operations for keys and three for values: a first block that is entered
-in the middle, all whole blocks at once, a last block that is left early. The cache is looked at through
-``as_strided`` as [block, token, head, element], which costs nothing and is the same for every layout.
+**Copies.** A copy takes at most three operations for keys and three for values: the part of the first block,
+all whole blocks at once, and the part of the last block. For every layout, ``as_strided`` gives a view of the
+cache as [block, token, head, element] at no cost.
 
-**Pages.** A page has the same format whatever the cache's layout is, as long as the axes say where everything
-lies: keys, then values, each [tokens, heads, head size]; one latent where there are no values. Engines with
-different layouts and block sizes share pages. Blocks in a kernel's own order make pages that only the same
-kernel can read.
+**Pages.** If the axes fully describe a cache, its pages have the same format for every layout: keys, then
+values, each [tokens, heads, head size], or one latent if there are no values. So engines with different
+layouts and block sizes share pages. Only the same kernel can read pages of blocks in a kernel's own order.
 
 The arithmetic does not need torch; ``Tensor`` is ``torch.Tensor``.
 """
@@ -54,19 +53,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LETTERS = "KBTHD"
-"""Every axis there is."""
+"""All axes."""
 
 
 PAGE_TOKENS = 16
-"""Tokens in a page, where nothing else is asked for."""
+"""Tokens in a page by default."""
 
 
 @functools.lru_cache(maxsize=256)
 def dimensions(axes: str) -> tuple[str, ...]:
-    """The dimensions of a tensor with these axes: one letter each, or ``"KD"`` where they are packed.
+    """Return the dimensions of a tensor with these axes: one letter each, or ``"KD"`` if packed.
 
     Raises:
-        LayoutError: not an axis string.
+        LayoutError: ``axes`` is not an axis string.
     """
     unknown = sorted(set(axes) - set(LETTERS))
     if unknown or not axes:
@@ -78,7 +77,7 @@ def dimensions(axes: str) -> tuple[str, ...]:
 
 
 def _ordered(sizes: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """The sizes as a value that can be hashed, equal whatever order they were given in."""
+    """Return the sizes as a hashable value that does not depend on their order."""
     return tuple(sorted(dict(sizes).items(), key=lambda pair: LETTERS.find(pair[0])))
 
 
@@ -86,8 +85,8 @@ def _ordered(sizes: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tu
 class KVLayout:
     """How one tensor of a paged KV cache lies in memory.
 
-    ``KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})``. The number of blocks (``B``) may be left out, and
-    is then whatever a tensor has; ``K`` is 2 and may be left out.
+    ``KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})``. The number of blocks (``B``) may be left out if it may
+    vary between tensors. ``K`` is always 2 and may be left out.
 
     >>> layout = KVLayout("BHTKD", {"B": 1000, "T": 16, "H": 3, "D": 64})
     >>> layout.shape
@@ -96,7 +95,7 @@ class KVLayout:
     (16, True)
 
     Raises:
-        LayoutError: not the axes of a KV cache, or a size that is missing, too much, or not positive.
+        LayoutError: the axes are not those of a KV cache; a size is missing, not positive, or of no axis.
     """
 
     axes: str
@@ -105,9 +104,10 @@ class KVLayout:
     _sizes: tuple[tuple[str, int], ...] = attrs.field(converter=_ordered)
     """Size of each axis by its letter: a mapping, or pairs."""
     block_format: str = attrs.field(default="", kw_only=True)
-    """Name of an attention kernel's own order inside a block; the axes then give its size, not its order.
+    """Name of an attention kernel's own order inside a block. The axes then give only the block's size.
 
-    Such blocks are moved whole, into a cache of the same layout, format included. Empty: the axes say all.
+    Such blocks are moved whole, into a cache of the same layout and block format. Empty if the axes describe
+    the order.
     """
 
     def __attrs_post_init__(self) -> None:
@@ -139,12 +139,12 @@ class KVLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis letter to size; ``B`` only where it is known."""
+        """The size of each axis by its letter; ``B`` only if known."""
         return dict(self._sizes)
 
     @property
     def num_blocks(self) -> int | None:
-        """``None`` where the layout leaves it open."""
+        """The number of blocks, or ``None`` if the layout leaves it open."""
         return self.sizes.get("B")
 
     @property
@@ -154,7 +154,7 @@ class KVLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """1 for latent attention."""
+        """Key/value heads; 1 for latent attention."""
         return self.sizes.get("H", 1)
 
     @property
@@ -164,7 +164,7 @@ class KVLayout:
 
     @property
     def has_values(self) -> bool:
-        """Whether there are values beside the keys: not for latent attention."""
+        """Whether there are values besides the keys. False for latent attention."""
         return "K" in self.axes
 
     @property
@@ -174,15 +174,15 @@ class KVLayout:
 
     @property
     def granule(self) -> int:
-        """Tokens that can be moved alone: one, or a block where its inside is a kernel's own."""
+        """The smallest number of tokens that can be moved: 1, or a block with a kernel's own order."""
         return self.block_size if self.block_format else 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor.
+        """The shape of the tensor.
 
         Raises:
-            LayoutError: the number of blocks is left open.
+            LayoutError: the layout leaves the number of blocks open.
         """
         if self.num_blocks is None:
             raise LayoutError(f"layout {self.axes!r} leaves the number of blocks open: it has no shape")
@@ -191,10 +191,10 @@ class KVLayout:
     # -- checking ------------------------------------------------------------------------------
 
     def check_range(self, start: int, end: int) -> None:
-        """Return if tokens ``start`` to ``end`` (exclusive) of a sequence can be moved without the others.
+        """Check that tokens ``start`` to ``end`` (exclusive) of a sequence can be moved without the others.
 
         Raises:
-            LayoutError: they begin or end inside a block that only its kernel can read.
+            LayoutError: the range begins or ends inside a block that only its kernel can read.
         """
         if start % self.granule or end % self.granule:
             raise LayoutError(
@@ -203,36 +203,36 @@ class KVLayout:
             )
 
     def check(self, tensor: Tensor) -> None:
-        """Return if the tensor lies in memory as this layout says.
+        """Check that the tensor has this layout in memory.
 
-        Shape and strides are both compared: the dimensions must be in the order of memory, outermost
-        first, and no two elements may share memory. Gaps (a view of a larger tensor) are fine.
+        Compares shape and strides: the dimensions must be in the order of memory, outermost first, and
+        elements must not share memory. Gaps (a view of a larger tensor) are allowed.
 
         Raises:
-            LayoutError: names the axis, what was expected and what is there.
+            LayoutError: the message names the axis, and what was expected and found.
         """
         self.check_shape(tuple(tensor.shape))
         named = [
             (name, size, stride)
             for name, size, stride in zip(dimensions(self.axes), tensor.shape, tensor.stride(), strict=True)
-            if size > 1  # the stride of a dimension of one element says nothing
+            if size > 1  # the stride of a dimension of one element is arbitrary
         ]
-        room = 0  # elements from the first to the last of the dimensions inside
+        room = 0  # distance from the first to the last element of the inner dimensions
         for name, size, stride in reversed(named):
             if stride <= room:
                 in_memory = "".join(name for name, *_ in sorted(named, key=lambda dim: -dim[2]))
                 raise LayoutError(
                     f"axis {name}: layout {self.axes!r} expects a stride of more than {room} elements, got"
-                    f" {stride} (memory order {in_memory}); give the layout of the memory, and a tensor that"
-                    " is permuted to it and whose elements do not share memory"
+                    f" {stride} (memory order {in_memory}); give the layout of the memory, and a tensor"
+                    " permuted to match it, whose elements do not share memory"
                 )
             room += (size - 1) * stride
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
-        """Return if a tensor of this shape can be one of this layout. :meth:`check` looks at strides too.
+        """Check that a tensor of this shape can have this layout. :meth:`check` compares strides too.
 
         Raises:
-            LayoutError: names the axis, what was expected and what is there.
+            LayoutError: the message names the axis, and what was expected and found.
         """
         names, sizes = dimensions(self.axes), dict(self._sizes)
         if len(shape) != len(names):
@@ -252,12 +252,12 @@ class KVLayout:
     # -- copying -------------------------------------------------------------------------------
 
     def views(self, cache: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Keys and values as views of the cache, each [blocks, tokens, heads, head size].
+        """Return keys and values as views of the cache, each [blocks, tokens, heads, head size].
 
-        Values are ``None`` and there is one head where the layout is latent.
+        For latent attention there is one head, and the values are ``None``.
 
         Raises:
-            LayoutError: the cache's shape is not the layout's.
+            LayoutError: the cache does not have the layout's shape.
         """
         self.check_shape(tuple(cache.shape))
         sizes = self.sizes
@@ -290,21 +290,21 @@ class KVLayout:
         Args:
             block_ids: the sequence's block table; its i-th block holds tokens i * block_size and on.
             out_key, out_value: memory to copy into, shape [end - start, heads, head size], of the cache's
-                dtype and device; need not be contiguous. Allocated where not given.
+                dtype and device; need not be contiguous. Allocated by default.
 
         Returns:
-            ``(key, value)``, each [tokens, heads, head size]; latent attention has one head, and ``None``.
+            ``(key, value)``, each [tokens, heads, head size]; for latent attention one head, and ``None``.
 
         Raises:
-            LayoutError: the cache is not of this layout; a block id is out of range or comes twice; there
-                are too few blocks; an ``out`` does not fit; part of a block is asked for that can only be
-                moved whole (``block_format``). Nothing was copied.
+            LayoutError: the cache does not have this layout; a block id is out of range or comes twice; there
+                are too few blocks; an ``out`` does not fit; the range includes part of a block that can only
+                be moved whole (``block_format``). Nothing was copied.
         """
         self.check_range(start, end)
         key_view, value_view = self.views(cache)
         index = _block_index(block_ids, self.block_size, key_view.shape[0], start, end)
         if value_view is None and out_value is not None:
-            raise LayoutError(f"layout {self.axes!r} has no values, and memory for them was given")
+            raise LayoutError(f"layout {self.axes!r} has no values, but memory for values was given")
         key = _memory("out_key", out_key, key_view, end - start)
         value = None if value_view is None else _memory("out_value", out_value, value_view, end - start)
         _copy(index, start, ((key_view, key), (value_view, value)), into_cache=False)
@@ -322,7 +322,7 @@ class KVLayout:
 
         Args:
             key, value: [tokens, heads, head size], of the cache's dtype and device; need not be contiguous.
-                ``value`` is ``None`` exactly for latent attention.
+                ``value`` is ``None`` for latent attention only.
 
         Raises:
             LayoutError: as for :meth:`gather`. Nothing was copied.
@@ -344,11 +344,11 @@ class KVLayout:
     # -- pages ---------------------------------------------------------------------------------
 
     def page_tokens(self, wanted: int | None = None) -> int:
-        """Tokens in a page of a cache with this layout.
+        """Return the number of tokens in a page of a cache with this layout.
 
         Args:
-            wanted: What the operator asks for; ``None``: 16, or the least number of whole blocks with as many
-                tokens where a block cannot be divided.
+            wanted: the number that the operator sets; ``None``: 16, rounded up to whole blocks if blocks
+                cannot be divided.
 
         Raises:
             LayoutError: ``wanted`` tokens cannot be moved without the rest of a block.
@@ -359,12 +359,12 @@ class KVLayout:
         if wanted < 1 or wanted % granule:
             raise LayoutError(
                 f"pages of {wanted} tokens: the inside of a block of {granule} is in the kernel's own order"
-                f" ({self.block_format}), so a page is a multiple of {granule} tokens"
+                f" ({self.block_format}), so a page must be a multiple of {granule} tokens"
             )
         return wanted
 
     def page_format(self, dtype: str, num_layers: int, page_tokens: int) -> PageFormat:
-        """The format of pages of ``page_tokens`` tokens of a cache whose layers have this layout.
+        """Return the format of pages of ``page_tokens`` tokens of a cache whose layers have this layout.
 
         ``dtype``: torch's name, without ``torch.``.
         """
@@ -389,7 +389,7 @@ class KVLayout:
         )
 
     def page_views(self, caches: Sequence[Tensor]) -> BlockViews:
-        """For each layer the views of its parts, for :class:`kvplug.transport.PageBlocks` and for
+        """Return the views of each layer's parts, for :class:`kvplug.transport.PageBlocks` and
         :meth:`kvplug.transport.Pipe.send_blocks`.
 
         ``caches``: one tensor for each layer, in the order of the layers.
@@ -408,7 +408,7 @@ def _size_of(dimension: str, sizes: Mapping[str, int]) -> int:
 def _block_index(
     block_ids: Sequence[int], block_size: int, num_blocks: int, start: int, end: int
 ) -> array[int] | None:
-    """The ids of the blocks that hold the range, checked; ``None`` for no token."""
+    """Check and return the ids of the blocks that hold the range, or ``None`` if the range is empty."""
     if not 0 <= start <= end:
         raise LayoutError(f"tokens {start} to {end} are not a range")
     if end > len(block_ids) * block_size:
@@ -430,7 +430,7 @@ def _copy(
     *,
     into_cache: bool,
 ) -> None:
-    """Copy each part between its view of the cache and its tokens, where there are any."""
+    """Copy each part that exists between its view of the cache and its tokens."""
     if index is None:
         return
     for view, tokens in parts:
@@ -440,7 +440,7 @@ def _copy(
 
 
 def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> Tensor:
-    """The tensor of the tokens' keys or values: the given one, checked, or a new one."""
+    """Check and return the given tensor for the tokens' keys or values, or return a new one."""
     wanted = (num_tokens, view.shape[2], view.shape[3])
     if given is None:
         return view.new_empty(wanted)

@@ -1,4 +1,4 @@
-"""The engines of a deployment, as a directory knows them."""
+"""The engines of a deployment that a directory lists."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvplug.net.deadline import Deadline
 
 @attrs.frozen(kw_only=True)
 class Engine:
-    """One engine, all of whose workers have announced themselves."""
+    """An engine whose workers have all announced themselves."""
 
     engine_id: str
-    """The config's ``engine_id``; no two engines have the same."""
+    """The config's ``engine_id``, which is unique."""
     epochs: tuple[str, ...]
-    """Of the workers' processes, by rank. They change when the engine is started again."""
+    """The epochs of the workers' processes, by rank. They change when the engine restarts."""
     contacts: Mapping[int, str] = attrs.field(repr=False)
-    """Where each worker listens, by rank: for ``Peers.connect(peer=...)``, which refuses another engine that
-    answers there, and this one after a restart. Opaque."""
+    """Where each worker listens, by rank, for ``Peers.connect(peer=...)``. That refuses a different engine at
+    the contact, and this engine after a restart. Opaque."""
     role: str
     """``producer``, ``consumer`` or ``both``."""
     model: str
-    """A fingerprint: engines whose KV means the same have equal ones."""
+    """A fingerprint, equal for engines with interchangeable KV."""
 
 
 Listener = Callable[[tuple[Engine, ...], bool], None]
@@ -38,28 +38,28 @@ class Members(abc.ABC):
 
     @abc.abstractmethod
     def announce(self, contact: str) -> None:
-        """Announce that this worker listens at ``contact``, and renew that until :meth:`close`.
+        """Announce that this worker listens at ``contact``, and renew the announcement until :meth:`close`.
 
         Raises:
-            ConfigError: other hosts reach the directory and cannot reach the contact.
+            ConfigError: other hosts can reach the directory but not the contact.
         """
 
     @abc.abstractmethod
     def follow(self, listener: Listener) -> None:
-        """Have the other engines reported, in a thread of the directory's: ``listener(engines, is_stale)``
-        after each change, each with all of them. With ``is_stale`` the directory has not answered for longer
-        than a lease, ``engines`` are those that it knew last, and the call is repeated until it answers; then
-        it reports all of them again."""
+        """Call ``listener(engines, is_stale)`` with all other engines after each change, in a thread of the
+        directory. ``is_stale`` means that the directory has not answered for longer than a lease. Then
+        ``engines`` are its last known ones, and the call is repeated until the directory answers and all
+        engines are reported again."""
 
     @abc.abstractmethod
     def wait_until_known(self, deadline: Deadline) -> None:
         """Wait for the first answer of the directory.
 
         Raises:
-            TimeoutError: there was none; says why.
-            ClosedError: it was closed.
+            TimeoutError: the directory did not answer in time; the message gives the cause.
+            ClosedError: :meth:`close` was called.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Withdraw what was announced, and end the thread. Does not wait longer than a second. Idempotent."""
+        """Withdraw the announcement, and end the thread. Waits at most a second. Idempotent."""

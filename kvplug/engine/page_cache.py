@@ -1,4 +1,4 @@
-"""A store as the page cache of an engine that has keys and memory of its own."""
+"""Makes a store the page cache of an engine that has its own keys and memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 _R = TypeVar("_R", PutReason, MissReason)
 
 _ORDINARY: Final = frozenset({"absent", "evicted", "expired", "cancelled", "closed"})
-"""Reasons that say nothing about the store's health."""
+"""Reasons that do not concern the store's health."""
 _MANY: Final = 1000
-"""Leases and sizes of pages, from which on old ones are cleared away."""
+"""Old leases, or sizes of pages, are cleared away when there are more than this."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,23 +37,23 @@ class FlatPage:
     """One page of another engine's cache."""
 
     key: bytes
-    """All that the engine calls it by."""
+    """The engine's whole key of the page."""
     view: memoryview
-    """Its bytes: contiguous. Its memory must stay alive, which a view of it ensures."""
+    """The page's bytes, contiguous. The view keeps their memory alive."""
     more: Sequence[memoryview] = ()
-    """Further pieces of it that lie elsewhere, in their order. They are one page in the store."""
+    """Further pieces of the page that lie elsewhere, in order. In the store they are one page."""
     layout: bytes = b""
-    """What the bytes mean, as far as the key leaves it out (dtype, shape). A page that was put with another
-    layout or another length is a miss."""
+    """What the key leaves out about the meaning of the bytes (dtype, shape). A page that was put with another
+    layout or length is a miss."""
 
     @property
     def pieces(self) -> tuple[memoryview, ...]:
-        """All of its bytes, in their order."""
+        """All pieces of the page, in order."""
         return (self.view, *self.more)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of its pieces, in bytes."""
+        """The lengths of the pieces, in bytes."""
         return tuple(piece.nbytes for piece in self.pieces)
 
 
@@ -67,8 +67,8 @@ class PageCache:
 
     Callers. Adapters of engines, from any thread.
 
-    Not promised. What :class:`~kvplug.transport.Store` does not promise: that a page is kept, or still there
-    when it is got.
+    Not promised. As for :class:`~kvplug.transport.Store`: a page may not be kept, and may be gone before it
+    is got.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class PageCache:
         stats: TransferStats | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Owns ``store`` from here on.
+        """Take ownership of ``store``.
 
         Args:
-            engine: whose cache it is: pages of engines with other names are never found.
-            namespace: what determines the content of pages besides their keys.
+            engine: name of the engine; pages of engines with other names are never found.
+            namespace: all that determines the content of pages besides their keys.
             timeout_s: the default deadline.
-            stats: where the store counts, see :attr:`stats`.
+            stats: counters for the store, see :attr:`stats`.
             on_close: called once, after the store is closed.
         """
         self.store = store
         """The store that keeps the pages."""
         self.stats = TransferStats() if stats is None else stats
-        """What was asked for, put and got, and what failed for which reason."""
+        """Counts pages that were looked up, put and got, and failures by reason."""
         name = engine.encode()
-        # the store's own namespace: pages with another protection are misses, not pages of the wrong format
+        # includes the seal, so that pages with another protection are misses and not of a wrong format
         self._namespace = b"".join(
             len(part).to_bytes(8, "little") + part for part in (name, namespace, store.seal.id)
         )
@@ -106,7 +106,7 @@ class PageCache:
         self._idle = threading.Condition(self._lock)
         self._num_live = 0
         self._leases = LeaseCounts()
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._series: dict[tuple[tuple[int, ...], bytes], Series] = {}
 
     def __repr__(self) -> str:
@@ -117,14 +117,14 @@ class PageCache:
     def lookup(
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:
-        """Whether the pages are there.
+        """Look up whether the store has the pages.
 
-        ``lease_s``: the held pages are not evicted for so long, or until :meth:`release` was called as often
-        as they were found, where the store can do that.
+        ``lease_s``: if the store has leases, held pages are not evicted for this long, or until
+        :meth:`release` was called as often as they were found.
         """
         own, deadline = self._keys(keys), Deadline.after(timeout, self._timeout_s)
         if lease_s:
-            self._leases.hold(own, lease_s)  # before the answer: a release meanwhile must not end this lease
+            self._leases.hold(own, lease_s)  # before the answer, so that no release can end this lease
         try:
             job = self.store.submit_lookup(own, lease_s=lease_s, timeout=timeout)
         except Exception as e:
@@ -135,33 +135,33 @@ class PageCache:
         return job
 
     def _keep_leases(self, keys: Sequence[bytes], found: Sequence[Presence]) -> None:
-        """Of a lookup, on the pages that it has found."""
+        """Release the leases of a lookup on the pages that it did not find."""
         self._release([key for key, held in zip(keys, found, strict=True) if held is not Presence.HELD])
 
     def is_leased(self, key: bytes) -> bool:
-        """Whether a lease of :meth:`lookup` is on the page."""
+        """Whether :meth:`lookup` has a lease on the page."""
         return self._leases.is_leased(foreign_key(self._namespace, key))
 
     @property
     def num_leased(self) -> int:
-        """Pages with leases."""
+        """How many pages have leases."""
         return len(self._leases)
 
     def put(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
-        """Keep copies of the pages. Result: ``None`` for a page that is held now, else why not."""
+        """Keep copies of the pages. Result: ``None`` for a page that the store has now, else why not."""
         return self._submitted(
             "put", pages, self.store.submit_put, (PutReason.CLOSED, PutReason.OTHER), timeout
         )
 
     def get(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[MissReason | None]:
-        """Fill the pages' memory. Result: ``None`` for a page that is there and verified, else why not; then
-        its memory holds no bytes that are not the page's."""
+        """Fill the pages' memory. Result: ``None`` for a page that was copied and verified, else why not. The
+        memory of a missed page never receives bytes of another page."""
         return self._submitted(
             "get", pages, self.store.submit_get, (MissReason.CLOSED, MissReason.OTHER), timeout
         )
 
     def remove(self, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
-        """Forget the pages. Result: whether it is done."""
+        """Forget the pages. Result: whether they are gone."""
         deadline = Deadline.after(timeout, self._timeout_s)
         try:
             return self.store.submit_remove(self._keys(keys), timeout=timeout)
@@ -170,7 +170,7 @@ class PageCache:
             return ended(Job(len(keys), deadline), False)
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """One lease of :meth:`lookup` less on each of these pages; the last one ends in the store."""
+        """Release one lease of :meth:`lookup` on each page. The store's lease ends with the page's last."""
         self._release(self._keys(keys))
 
     def _release(self, own: Sequence[bytes]) -> None:
@@ -182,7 +182,7 @@ class PageCache:
             self._failed("release", e, 0)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The pages were used elsewhere, and are evicted later than others."""
+        """Note that the pages were used elsewhere, so that they are evicted later."""
         try:
             self.store.touch(self._keys(keys))
         except Exception as e:
@@ -191,7 +191,7 @@ class PageCache:
     # -- at once -------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
-        """What the store holds; nothing, if it was closed."""
+        """Return what the store holds; all zeros if it was closed."""
         try:
             return self.store.usage()
         except KvplugError:
@@ -199,16 +199,16 @@ class PageCache:
 
     @property
     def failures(self) -> Mapping[str, Mapping[str, int]]:
-        """How many pages failed, by operation (``"get"``) and reason."""
+        """How many pages failed, by operation (such as ``"get"``) and reason."""
         found: Mapping[str, Mapping[str, int]] = self.stats.snapshot()["failures"]
         return found
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> bool:
-        """End every job and give everything back. Idempotent.
+        """End every job, and close the store. Idempotent.
 
         Puts that have begun are finished within ``timeout``; gets end as ``CLOSED``.
 
-        Returns: whether no memory of a job is touched any more, which is so unless a copy hangs.
+        Returns: whether the memory of every job is free. False only if a copy hangs.
         """
         deadline = Deadline.after(timeout, self._timeout_s)
         try:
@@ -238,7 +238,7 @@ class PageCache:
     def _series_of(self, sizes: tuple[int, ...], layout: bytes) -> Series:
         found = self._series.get((sizes, layout))
         if found is None:
-            if len(self._series) > _MANY:  # an engine has a few; a length for each page would fill memory
+            if len(self._series) > _MANY:  # most engines have a few, but each page may have its own length
                 self._series.clear()
             found = Series(pieces_format(sizes), shard=layout, seal=self.store.seal.id)
             self._series[sizes, layout] = found
@@ -252,9 +252,10 @@ class PageCache:
         refusals: tuple[_R, _R],
         timeout: Timeout,
     ) -> Job[_R | None]:
-        """Pages of one length and layout are one request to the store; the job is done when all are settled.
+        """Submit one request to the store for each length and layout of pages. The job is done when all
+        requests have settled.
 
-        ``refusals``: results where the store was closed, and where it refuses for another reason.
+        ``refusals``: the result if the store is closed, and the result if it fails in another way.
         """
         parts: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
         for index, page in enumerate(pages):
@@ -288,28 +289,28 @@ class PageCache:
     def _ended(self, op: str, results: Sequence[Any]) -> None:
         for reason, count in Counter(results).items():
             if reason is not None:
-                self._tell(op, str(reason), f"{count} of {len(results)} pages")
+                self._log_once(op, str(reason), f"{count} of {len(results)} pages")
         with self._lock:
             self._num_live -= 1
             self._idle.notify_all()
 
     def _failed(self, op: str, error: Exception, count: int) -> None:
-        """A call of the store has raised, which it should not: no page has a result."""
+        """Count and log an error that a call of the store raised, so that its pages have no results."""
         if isinstance(error, LayoutError):
             _log.error("memory of %s cannot be used: %s", self._engine, error)
         reason = str(reason_of(error))
         if count:
             self.stats.fail(op, reason, count=count)
-        self._tell(op, reason, f"{type(error).__name__}: {error}")
+        self._log_once(op, reason, f"{type(error).__name__}: {error}")
 
-    def _tell(self, op: str, reason: str, what: str) -> None:
-        """Once for each kind of failure: the counters have the rest."""
+    def _log_once(self, op: str, reason: str, what: str) -> None:
+        """Log each kind of failure once, since the counters cover the others."""
         with self._lock:
-            if reason in _ORDINARY or (op, reason) in self._told:
+            if reason in _ORDINARY or (op, reason) in self._logged:
                 return
-            self._told.add((op, reason))
+            self._logged.add((op, reason))
         _log.warning(
-            "%s of the pages of %s failed (%s: %s); this is said once, and counted from now on",
+            "%s of the pages of %s failed (%s: %s); further failures of this kind are only counted",
             op,
             self._engine,
             reason,
@@ -318,7 +319,7 @@ class PageCache:
 
 
 class _Whole:
-    """A job that is done when several others are done and settled."""
+    """A job that is done when several other jobs are done and settled."""
 
     def __init__(self, job: Job[Any], num_parts: int, on_end: Callable[[Sequence[Any]], None]) -> None:
         self.job = job
@@ -329,7 +330,7 @@ class _Whole:
         self._on_end = on_end
 
     def follow(self, part: Job[Any], indices: Sequence[int]) -> None:
-        """``part`` has the results of these pages."""
+        """Take the results of these pages from ``part`` when it has settled."""
         self._parts.append(part)
         has_ended = False
 
@@ -349,7 +350,7 @@ class _Whole:
         part.watch(look)
 
     def failed(self, indices: Sequence[int], reason: Any) -> None:
-        """These pages have no job of the store."""
+        """Set the result of pages that have no job of the store."""
         self._add(indices, [reason] * len(indices))
 
     def _add(self, indices: Sequence[int], found: Sequence[Any]) -> None:
@@ -362,7 +363,7 @@ class _Whole:
         self.end()
 
     def end(self) -> None:
-        """Every part has ended."""
+        """End the job, since every part has ended."""
         self.job.set(self._results)
         self._on_end(self._results)
 
@@ -372,7 +373,7 @@ class _Whole:
 
 
 class LeaseCounts:
-    """Counts the leases on keys. A lease that is not given back ends after its time, as in the store.
+    """Counts the leases on keys. A lease that is not released ends after its time, as in the store.
 
     Thread-safe.
     """
@@ -381,17 +382,17 @@ class LeaseCounts:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: dict[bytes, tuple[int, float]] = {}
-        """Of each key: how many, and until when."""
+        """For each key: how many leases, and when they end."""
         self._purge_at = _MANY
 
     def __len__(self) -> int:
-        """Keys that are leased."""
+        """How many keys have leases."""
         with self._lock:
             self._purge()
             return len(self._leases)
 
     def hold(self, keys: Sequence[bytes], lease_s: float) -> None:
-        """One more lease on each key. All leases on it last at least so long."""
+        """Add a lease on each key. All leases on the key last at least this long."""
         with self._lock:
             now = self._clock()
             for key in keys:
@@ -402,7 +403,7 @@ class LeaseCounts:
                 self._purge_at = max(_MANY, 2 * len(self._leases))
 
     def release(self, keys: Sequence[bytes]) -> list[bytes]:
-        """One lease less on each key. Returns the keys that have none left."""
+        """Release one lease on each key. Returns the keys that have no lease left."""
         last = []
         with self._lock:
             for key in keys:
@@ -414,7 +415,7 @@ class LeaseCounts:
         return last
 
     def is_leased(self, key: bytes) -> bool:
-        """Whether the key has a lease whose time is not over."""
+        """Whether the key has a lease that has not expired."""
         with self._lock:
             return self._leases.get(key, (0, 0.0))[1] > self._clock()
 

@@ -1,8 +1,8 @@
-"""What the conformance kit uses of the core beyond the public names for plugins. Plugins do not import it.
+"""Names of the core for the conformance kit, beyond the public names for plugins. Plugins do not import them.
 
-The kit judges what the core builds (connections of ranks, recorded and staged stores, figures), looks into
-installed plugins and their options, and changes what peers say in the core's formats. A name stays until the
-second number of the version changes.
+The kit tests what the core builds (connections of ranks, recorded and staged stores, figures), inspects
+installed plugins and their options, and alters peers' messages in the core's formats. A name stays until the
+minor version changes.
 """
 
 from kvplug.door import Door

@@ -1,1 +1,1 @@
-"""The interface of a connector: two ABCs, and the plain values that pass between engine and connector."""
+"""The interface of a connector: two ABCs, and the plain values that engine and connector exchange."""

@@ -29,18 +29,18 @@ class WorkerConnector(abc.ABC):
     ``wait_for_save``; ``get_finished``; ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``;
     ``build_worker_metadata``; ``clear_connector_metadata``. At the end ``shutdown``.
 
-    Two calls of a step may come later, each for itself. ``start_load_kv`` comes before the forward pass
-    only where a request of this step needs its loads; otherwise, all of them being in the background, it
-    may come after it, or in a step without one. So nothing but loads begins there; whatever else a step
-    needs begins in ``bind_connector_metadata``. ``wait_for_save`` comes after ``build_worker_metadata`` in
-    an engine that drafts (speculative decoding), since its draft model's layers do. So the loads that the
-    step needs have ended by whichever comes first of ``wait_for_save``, ``get_finished`` and
-    ``get_block_ids_with_load_errors``. ``clear_connector_metadata`` is the last call in either case.
+    Each of two calls of a step may come later. ``start_load_kv`` comes before the forward pass only if a
+    request of this step needs its loads. If all loads are in the background, it may come after the forward
+    pass, or in a step without one. So it begins only loads; everything else that a step needs begins in
+    ``bind_connector_metadata``. ``wait_for_save`` comes after ``build_worker_metadata`` in an engine that
+    drafts (speculative decoding), since the draft model's layers run then. So the loads that the step needs
+    have ended when the first of ``wait_for_save``, ``get_finished`` and ``get_block_ids_with_load_errors``
+    returns. ``clear_connector_metadata`` is always the last call.
 
-    None of these raises because a transfer failed: that is a load error or a counted save failure. None of
-    them waits for a load in the background, whatever its peer does. Blocks that a failed load or a save may
-    still use hold up the step that writes into them, and raise :class:`~kvplug.engine.StalledError` where
-    that does not end.
+    None of these calls raises because a transfer failed: that is a load error or a counted save failure. None
+    waits for a load in the background, whatever its peer does. A step that writes into blocks which a failed
+    load or a save may still use waits for it, and raises :class:`~kvplug.engine.StalledError` if that takes
+    too long.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """The paged cache: layer name to tensor, laid out as the cache config's groups state.
+        """Receive the paged cache: a tensor for each layer name, laid out as in the cache config's groups.
 
         Raises:
-            LayoutError, ConfigError: the tensors are not what the cache config promised.
+            LayoutError, ConfigError: the tensors do not match the cache config.
         """
 
     def get_handshake_metadata(self) -> Plain:
-        """The data that scheduler sides of this and other engines need to reach this worker."""
+        """Return the data that scheduler sides of this and other engines need to reach this worker."""
         return None
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -71,22 +71,22 @@ class WorkerConnector(abc.ABC):
     # -- each step -----------------------------------------------------------------------------
 
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
-        """The blocks of these requests will be overwritten: stop all reads and writes of them now."""
+        """Stop all reads and writes of the blocks of these requests now, before they are overwritten."""
         return None
 
     def bind_connector_metadata(self, metadata: Plain) -> None:
-        """What ``build_connector_meta`` of the scheduler side returned for this step."""
+        """Begin a step with the metadata from the scheduler side's ``build_connector_meta``."""
         self._metadata = metadata
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._metadata = None
 
     def has_connector_metadata(self) -> bool:
         """Whether this step needs ``wait_for_layer_load`` and ``save_kv_layer``.
 
-        The engine asks in each layer, and leaves both out otherwise. ``False`` outside of a step, and in a
-        step that loads nothing in front of its layers and saves nothing by layer. The default: whether the
+        The engine asks in each layer, and skips both calls if this is false. It is false outside of a step,
+        and in a step whose layers wait for no load and are not saved one by one. The default: whether the
         step's metadata is bound.
         """
         return self._metadata is not None
@@ -95,54 +95,54 @@ class WorkerConnector(abc.ABC):
     def start_load_kv(self) -> None:
         """Begin this step's loads, and nothing else.
 
-        Does not wait for them, nor for the device: a load writes into its blocks after all work that the
+        Does not wait for the loads or the device. A load writes into its blocks after all work that the
         caller has queued on the device so far, which may include a forward pass.
         """
 
     @abc.abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return when this layer's KV is in the cache, or its load has failed and been noted.
+        """Return when this layer's KV is in the cache, or when its load has failed and been noted.
 
-        A load without progress for some time, much less than ``timeout_s``, has failed: other
-        requests of the step wait as well.
+        A load without progress for some time, much less than ``timeout_s``, counts as failed, since other
+        requests of the step wait too.
         """
 
     @abc.abstractmethod
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
-        """This layer's KV of the step's tokens is in the cache. Begin to save what must be saved."""
+        """Begin to save what must be saved of this layer, now that the step's KV is in the cache."""
 
     @abc.abstractmethod
     def wait_for_save(self) -> None:
-        """Return when the step's blocks may be overwritten, by the caller or by what it queues next.
+        """Return when the caller, or the work it queues next, may overwrite the step's blocks.
 
-        Whole blocks of a request, which do not change while it runs, may be read until it is preempted or
-        ``get_finished`` names it; not in layers with a window, whose blocks are freed earlier.
+        A request's whole blocks do not change while it runs, so the connector may read them until the request
+        is preempted or ``get_finished`` names it. This excludes layers with a window, whose blocks are freed
+        earlier.
         """
 
     @abc.abstractmethod
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Requests whose asynchronous (sending, receiving) ended since the last call.
+        """Return the requests whose asynchronous (sending, receiving) ended since the last call.
 
-        Only requests that were kept by ``request_finished``, or loaded asynchronously, are named; each
-        once. One that ended while its load was under way is named as received when the load has ended,
-        and that frees its blocks: it is not named as sent as well, even where ``request_finished`` kept
-        them.
+        Names only requests that ``request_finished`` kept or that were loaded asynchronously, each once. A
+        request that ended while its load was under way is named as received when the load has ended, which
+        frees its blocks. It is then not named as sent too, even if ``request_finished`` kept the blocks.
         """
 
     @abc.abstractmethod
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        """Blocks whose load failed since the last call."""
+        """Return the blocks whose load failed since the last call."""
 
     def get_stats(self) -> Mapping[str, Any] | None:
-        """Snapshot of TransferStats since the last call; ``None`` if nothing was counted."""
+        """Return the TransferStats since the last call, or ``None`` if nothing was counted."""
         return None
 
     def take_events(self) -> Iterable[CacheEvent]:
-        """Cache events that only the worker sees."""
+        """Return cache events that only the worker sees."""
         return ()
 
     def build_worker_metadata(self) -> Plain:
-        """This worker's message to the scheduler side after this step; ``None`` for none.
+        """Return this worker's message to the scheduler side after this step, or ``None``.
 
         The scheduler side receives the messages of all workers in ``WorkerOutput.worker_metadata``.
         """
@@ -150,4 +150,4 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End everything. Idempotent, bounded in time. An engine that is killed never calls it."""
+        """End everything. Idempotent; bounded in time. An engine that is killed never calls it."""

@@ -247,7 +247,7 @@ def test_pages_longer_than_a_window_and_groups_whose_blocks_differ_are_refused()
         for name, size in (("a", 8), ("b", 16))
     )
     for order in ((), ("a",), ("a", "b", "b")):
-        with pytest.raises(LayoutError, match="it has each layer of the groups once"):
+        with pytest.raises(LayoutError, match="it must name each layer of the groups once"):
             KVCacheConfig(groups=groups, num_blocks=8, forward_order=order)
     cache = KVCacheConfig(groups=groups, num_blocks=8, forward_order=("b", "a"))
     with pytest.raises(UnsupportedError, match=r"blocks of group 1 .* differ from those of group 0"):
