@@ -67,8 +67,8 @@ class PageBlocks(PageMemory):
         """
         if len(views) != form.num_layers or any(len(layer) != len(form.parts) for layer in views):
             raise LayoutError(
-                f"views of {len(views)} layers for pages of {form.num_layers} layers with {len(form.parts)}"
-                " parts each"
+                f"the views of {len(views)} layers do not fit pages of {form.num_layers} layers with"
+                f" {len(form.parts)} parts each"
             )
         num_blocks, block_size = views[0][0].shape[:2]
         self.format = form
@@ -91,7 +91,7 @@ class PageBlocks(PageMemory):
             groups = [PageBlocks.Group(layers=frozenset(every), block_ids=ids)]
         layers = sorted(layer for group in groups for layer in group.layers)
         if layers != list(every):
-            raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")
+            raise LayoutError(f"the block tables cover layers {layers}; pages have {form.num_layers} layers")
         self._is_grouped = len(groups) > 1
         self._tables: list[array[int]] = [array("q")] * form.num_layers
         """For each layer, the blocks of the pages' tokens."""

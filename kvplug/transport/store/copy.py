@@ -172,7 +172,7 @@ class PageCopy:
         self._check(range(first, first + count), layers)
         if rows.nbytes != len(layers) * form.layer_nbytes:
             raise LayoutError(
-                f"rows of {rows.nbytes} bytes for {len(layers)} layers of {form.layer_nbytes} bytes"
+                f"rows of {rows.nbytes} bytes do not fit {len(layers)} layers of {form.layer_nbytes} bytes"
             )
         pages = slice(first, first + count)
         if not self._saves:
@@ -187,7 +187,7 @@ class PageCopy:
             at, none = self._seal.checksums_at(form, self._all_layers), bytes(8 * self._each)
             given = b"".join([header[at] or none for header in headers])
             if len(given) != count * len(none):  # an array of another length would move, and pages.c uses it
-                raise LayoutError(f"{len(headers)} headers of other pages for {count} pages")
+                raise LayoutError(f"the {len(headers)} headers given do not fit {count} pages")
             self._checksums[first * self._each : (first + count) * self._each] = array("Q", given)
 
     def load(self, pages: range, layers: range | None = None) -> list[MissReason | None] | None:
@@ -287,9 +287,9 @@ class PageCopy:
 
     def _check(self, pages: range, layers: range) -> None:
         if not 0 <= pages.start <= pages.stop <= self._count or pages.step != 1:
-            raise LayoutError(f"{pages} of {self._count} pages")
+            raise LayoutError(f"{pages} are not consecutive pages out of {self._count}")
         if not 0 <= layers.start <= layers.stop <= self._all_layers.stop or layers.step != 1:
-            raise LayoutError(f"{layers} of {self._all_layers.stop} layers")
+            raise LayoutError(f"{layers} are not consecutive layers out of {self._all_layers.stop}")
 
     def _move(self, compiled: _Library, what: int, pages: range, layers: range) -> bytes | None:
         """Run operation ``what`` on these layers of these pages.

@@ -8,19 +8,19 @@ version            1       of this table
 checksum           1       0 none, 1 xxh3_64
 proof              1       0 none, 1 HMAC-SHA256
 reserved           1       0
-header length      4       of the whole header, little-endian, as all numbers here
+header length      4       of the whole header; all numbers are little-endian
 identity length    4
 payload length     8       of the page's bytes, which follow the header
 format             16      digest of the page format
 series             16      id of the series, see :class:`~kvplug.transport.store.keys.Series`
 identity                   token ids and parent, or the engine's own key
-checksums          8 each  of each part of each layer, layer after layer; none with checksum 0
-proof              32      over all of the header before it, and the page's bytes; none with proof 0
+checksums          8 each  of each part of each layer, layer after layer; absent with checksum 0
+proof              32      over the header before it and the page's bytes; absent with proof 0
 =================  ======  =======================================================================
 
-A reader knows format, series and identity of the page it asks for, so it knows the header's length, and all
-of its bytes but checksums and proof. What a store returns is compared with that. Nothing in a header is
-believed."""
+A reader knows the format, series and identity of the page it asks for. So it knows the header's length and
+all of its bytes except the checksums and the proof, and compares what a store returns with them. It never
+trusts a header."""
 
 from __future__ import annotations
 
@@ -53,21 +53,22 @@ _FIXED = struct.Struct("<4sBBBBIIQ16s16s")
 
 @attrs.frozen(kw_only=True)
 class PageSeal:
-    """How the pages of one deployment are protected: the same for every writer and reader of a store.
+    """How the pages of one deployment are protected. All writers and readers of a store use the same seal.
 
-    Checksums find accidents. A proof also finds forgery by a process that can write to the store: it needs
-    the secret."""
+    Checksums detect accidents. A proof, which requires the secret, also detects forgery by a process that can
+    write to the store."""
 
     checksums: bool = True
     """Whether headers have a checksum of each part of each layer."""
     secret: bytes | None = attrs.field(default=None, repr=False)
-    """Key of the proof; ``None``: pages have none."""
+    """Key of the proof; ``None`` if pages have no proof."""
 
     @staticmethod
     def split(page: Buffer) -> tuple[bytes, bytes, bytes, int] | None:
-        """Format digest, series id, identity and payload length that a header states; ``None`` if it is none.
+        """Return the format digest, series id, identity and payload length in a header, or ``None`` if
+        ``page`` does not begin with a header.
 
-        For listing what a store holds; a page that is read is compared with what its reader expects instead.
+        For listing what a store holds. Readers do not use it: they compare a page with what they expect.
         """
         if len(page) < _FIXED.size:
             return None
@@ -81,20 +82,19 @@ class PageSeal:
 
     @functools.cached_property
     def id(self) -> bytes:
-        """16 bytes that are equal for equal protection. Part of every key, and shows nothing of the
-        secret."""
+        """16 bytes that are equal for equal protection. Part of every key; does not reveal the secret."""
         checksum = CHECKSUM.encode() if self.checksums else b""
         if self.secret is None:
             return hashlib.sha256(b"kvplug seal" + checksum).digest()[:16]
         return hmac.digest(self.secret, b"kvplug seal" + checksum, "sha256")[:16]
 
     def header_length(self, form: PageFormat, identity: bytes) -> int:
-        """Bytes of the header of a page with this format and identity."""
+        """Return the length in bytes of the header of a page with this format and identity."""
         checksums = form.num_layers * len(form.parts) * _CHECKSUM_BYTES if self.checksums else 0
         return _FIXED.size + len(identity) + checksums + (_PROOF_BYTES if self.secret is not None else 0)
 
     def beginnings(self, series: Series, identities: Sequence[bytes]) -> list[bytes]:
-        """The first bytes of the header of each of these pages: all that a reader knows before it reads."""
+        """Return the first bytes of each page's header: all that a reader knows before it reads the page."""
         fixed: dict[int, bytes] = {}
         for identity in identities:
             if len(identity) not in fixed:
@@ -115,9 +115,9 @@ class PageSeal:
     def header(
         self, series: Series, identity: bytes, payload: memoryview, checksums: bytes | None = None
     ) -> bytes:
-        """The header of a page whose bytes are ``payload``, layer after layer.
+        """Return the header of a page whose bytes are ``payload``, layer after layer.
 
-        ``checksums``: those of ``payload``, one after the other, where they were made before.
+        ``checksums``: those of ``payload``, one after the other, if they were made before.
         """
         (header,) = self.beginnings(series, (identity,))
         return self.complete(header, series.format, payload, checksums)
@@ -125,7 +125,7 @@ class PageSeal:
     def complete(
         self, beginning: bytes, form: PageFormat, payload: memoryview, checksums: bytes | None = None
     ) -> bytes:
-        """:meth:`header`, of which :meth:`beginnings` has made the first bytes."""
+        """Return the header that begins with ``beginning``, from :meth:`beginnings`; see :meth:`header`."""
         header = beginning
         if self.checksums:
             header += b"".join(checksums_of(form, payload)) if checksums is None else checksums
@@ -134,13 +134,14 @@ class PageSeal:
         return header
 
     def check_header(self, series: Series, identity: bytes, header: Buffer) -> MissReason | None:
-        """Why this is not the header of that page; ``None`` if it is, as far as a header can tell."""
+        """Return why this is not the header of that page, or ``None`` if it is, as far as a header can
+        tell."""
         return self.check_headers(series, (identity,), (bytes(header),))[0]
 
     def check_headers(
         self, series: Series, identities: Sequence[bytes], headers: Sequence[bytes]
     ) -> list[MissReason | None]:
-        """The same of several pages."""
+        """:meth:`check_header` for several pages."""
         rest = self.header_length(series.format, b"") - _FIXED.size
         return [
             None
@@ -152,7 +153,7 @@ class PageSeal:
     def check_layers(
         self, form: PageFormat, header: Buffer, first_layer: int, layers: memoryview
     ) -> MissReason | None:
-        """Why these bytes are not those of the layers from ``first_layer`` on; ``None`` if they are.
+        """Return why these bytes are not the layers from ``first_layer`` on, or ``None`` if they are.
 
         ``header`` has passed :meth:`check_header`. Without checksums every byte passes.
         """
@@ -164,8 +165,8 @@ class PageSeal:
         return None if wanted == found else MissReason.CORRUPT
 
     def checksums_at(self, form: PageFormat, layers: range) -> slice:
-        """Where the checksums of these layers are in a header of any length that has passed
-        :meth:`check_header`; an empty slice without checksums or layers."""
+        """Return where a header that has passed :meth:`check_header` has the checksums of these layers; an
+        empty slice if there are no checksums or layers."""
         if not self.checksums or not layers:
             return slice(0, 0)
         step = len(form.parts) * _CHECKSUM_BYTES
@@ -174,8 +175,8 @@ class PageSeal:
         return slice(-after - len(layers) * step, -after or None)
 
     def check_proof(self, header: Buffer, payload: memoryview) -> MissReason | None:
-        """Why the page is not proven to be of a holder of the secret; ``None`` if it is, or if none is
-        needed."""
+        """Return why the page does not prove that its writer knew the secret, or ``None`` if it does or need
+        not."""
         if self.secret is None:
             return None
         proof = _proof(self.secret, header[:-_PROOF_BYTES], payload)
@@ -183,7 +184,7 @@ class PageSeal:
 
 
 def checksums_of(form: PageFormat, layers: memoryview) -> list[bytes]:
-    """The checksum of each part of whole layers, layer after layer."""
+    """Return the checksum of each part of whole layers, layer after layer."""
     spans, step = form.spans, form.layer_nbytes
     is_small = max(count for _, count in spans) < _LOCK_FREE_BYTES
     hash_of = _hash_of() if is_small else functools.partial(digest, CHECKSUM)
@@ -196,7 +197,8 @@ def checksums_of(form: PageFormat, layers: memoryview) -> list[bytes]:
 
 @functools.cache
 def _hash_of() -> Callable[[Buffer], bytes]:
-    """The hash in one call, which holds the interpreter's lock: four times as fast for small parts."""
+    """Return the hash as one function that holds the interpreter's lock: four times as fast for small
+    parts."""
     digest(CHECKSUM, b"")  # raises UnsupportedError
     import xxhash
 
@@ -205,7 +207,7 @@ def _hash_of() -> Callable[[Buffer], bytes]:
 
 
 def _difference(known: bytes, rest: int, header: bytes) -> MissReason:
-    """Of a header that does not begin as ``known``, or has not ``rest`` more bytes."""
+    """Return what is wrong with a header that does not begin with ``known`` or lacks ``rest`` more bytes."""
     if len(header) != len(known) + rest or header[: _FIXED.size] != known[: _FIXED.size]:
         return MissReason.FORMAT
     return MissReason.IDENTITY

@@ -1,4 +1,4 @@
-"""One request to a store under way."""
+"""A request to a store, and its results."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Job(Generic[T]):
     Law. It always ends, by its deadline, also when the store's process is stopped or killed. A failure of the
     store is a result (a miss with its reason), never an exception.
 
-    A job that has ended is *done*: its results are final. It is *settled* when the store touches the caller's
-    memory no more, which is the same moment for most stores. Where a deadline cannot stop a copy that is
-    under way (another process, a device or a library performs it), the job is done first and settled later:
-    the memory must not be used again in between. The memory of a put is *reusable* when it is settled, or
-    earlier: what the thread that asked does or queues next runs after the store has read it.
+    A job that has ended is *done*: its results are final. It is *settled* when the store no longer touches
+    the caller's memory, for most stores at the same moment. Where a deadline cannot stop a copy that is under
+    way (another process, a device or a library performs it), the job is done first and settled later, and the
+    caller must not reuse the memory in between. The memory of a put is *reusable* when the job is settled, or
+    earlier, when anything that the submitting thread does or queues next runs after the store's read.
 
-    Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers do the rest.
+    Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers use the other methods.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Job(Generic[T]):
         self.count = count
         """Number of keys."""
         self.deadline = deadline
-        """When the store gives up what has not come."""
+        """When the store gives up the pages that have not come."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None
@@ -72,26 +72,26 @@ class Job(Generic[T]):
 
     @property
     def settled(self) -> bool:
-        """Whether the store touches the caller's memory no more."""
+        """Whether the store has stopped using the caller's memory."""
         return self._settled
 
     @property
     def reusable(self) -> bool:
-        """Of a put: whether the thread that asked may use the memory again."""
+        """For a put: whether the submitting thread may use the memory again."""
         return self._reusable or self._settled
 
     def wait(self, timeout: Timeout = None) -> list[T]:
-        """The results, once the job is done.
+        """Wait until the job is done, and return the results.
 
         Raises:
-            TimeoutError: it is still under way. The job goes on.
+            TimeoutError: the job is still under way, and continues.
         """
         with self._lock:
             self._changed.wait_for(lambda: self.done, Deadline.after(timeout).remaining())
             results = self._results
         if results is None:
             raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
-        ExitGuard.hold()  # then the store has ended, which the program does not expect
+        ExitGuard.hold()  # at exit the store has ended, which the program does not expect
         return results
 
     def wait_settled(self, timeout: Timeout = None) -> bool:
@@ -100,18 +100,18 @@ class Job(Generic[T]):
             return self._changed.wait_for(lambda: self._settled, Deadline.after(timeout).remaining())
 
     def results(self) -> list[T] | None:
-        """The results; ``None`` while the job is under way."""
+        """Return the results, or ``None`` while the job is under way."""
         return self._results
 
     def cancel(self) -> None:
-        """The caller needs it no more: it ends soon, with what it has. Idempotent; never blocks for long."""
+        """Make the job end soon, with the results that it has. Idempotent; never blocks for long."""
         with self._lock:
             cancel = None if self._results is not None else self._on_cancel
         if cancel is not None:
             cancel()
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
-        """Call ``callback(self)`` once the job is done: at once if it is, else in the thread that ends it.
+        """Call ``callback(self)`` when the job is done: at once if it is, else in the thread that ends it.
 
         The callback must not block.
         """
@@ -122,23 +122,23 @@ class Job(Generic[T]):
         callback(self)
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher()`` whenever the job changes: something has arrived, it is done, or settled. For one
-        watcher, which must not block."""
+        """Call ``watcher()`` now, and whenever something arrives and when the job is done or settled. A job
+        has one watcher, which must not block."""
         self._watcher = watcher
         watcher()
 
-    def _tell(self) -> None:
+    def _call_watcher(self) -> None:
         if self._watcher is not None:
             self._watcher()
 
     # -- for stores ----------------------------------------------------------------------------
 
     def on_cancel(self, cancel: Callable[[], object]) -> None:
-        """What :meth:`cancel` calls, in the caller's thread, while the job is under way."""
+        """Set the function that :meth:`cancel` calls, in the caller's thread, while the job is under way."""
         self._on_cancel = cancel
 
     def set(self, results: Sequence[T], *, settled: bool = True) -> bool:
-        """The job is done. Returns whether it was not before: of two that end it, the first wins."""
+        """End the job with these results. Returns whether this call ended it: the first of several does."""
         if len(results) != self.count:
             raise ValueError(f"{len(results)} results for {self.count} keys")
         with self._lock:
@@ -152,31 +152,31 @@ class Job(Generic[T]):
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # it runs in a store's thread, which others depend on
+            except Exception:  # the store's thread must live on
                 _log.exception("a callback of %r failed", self)
-        self._tell()
+        self._call_watcher()
         return True
 
     def _notify(self) -> None:
-        """With the lock: wake what waits for the end."""
+        """With the lock: wake the threads that wait for the end."""
         self._changed.notify_all()
 
     def allow_reuse(self) -> None:
-        """What the thread that asked queues from now on for its memory's device runs after the store has read
-        it."""
+        """Note that device work which the submitting thread queues from now on runs after the store has read
+        the memory."""
         self._reusable = True
 
     def settle(self) -> None:
-        """The store touches the caller's memory no more."""
+        """Note that the store has stopped using the caller's memory."""
         with self._lock:
             self._settled = True
             self._changed.notify_all()
-        self._tell()
+        self._call_watcher()
 
     def after_fork(self, results: Sequence[T]) -> None:
-        """For stores, in a forked child: the request is the parent's, and ends here with these results.
+        """For stores, in a forked child: end the request, which belongs to the parent, with these results.
 
-        Takes no lock made before the fork. The callbacks are the parent's and are not called here.
+        Takes no lock made before the fork, and does not call the parent's callbacks.
         """
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -190,8 +190,8 @@ class Job(Generic[T]):
 class GetJob(Job[MissReason | None]):
     """A request for pages, which may become usable layer by layer.
 
-    The pages' layers before :attr:`num_layers_ready` are in the caller's memory, and verified, for every page
-    that was not missed.
+    The first :attr:`num_layers_ready` layers of every page that was not missed are verified and in the
+    caller's memory.
     """
 
     __slots__ = ("_advanced", "_num_layers", "_progressed_at", "_ready")
@@ -202,7 +202,7 @@ class GetJob(Job[MissReason | None]):
         self._ready = 0
         self._progressed_at = 0.0
         self._advanced = threading.Condition(self._lock)
-        """Apart from what waits for the end, which is not woken by each layer."""
+        """Separate from ``_changed``, so that a layer does not wake threads that wait for the end."""
 
     @property
     def num_layers_ready(self) -> int:
@@ -223,16 +223,17 @@ class GetJob(Job[MissReason | None]):
 
     @property
     def progressed_at(self) -> float:
-        """When something arrived last, by ``time.monotonic``; 0: nothing yet."""
+        """When something last arrived, by ``time.monotonic``; 0 if nothing has."""
         return self._progressed_at
 
     def advance(self, num_layers: int = 0) -> None:
-        """For stores: something more has arrived, and so many layers may be used now."""
+        """For stores: note that something has arrived, and that the first ``num_layers`` layers may be
+        used."""
         with self._lock:
             self._ready = max(self._ready, num_layers)
             self._progressed_at = time.monotonic()
             self._advanced.notify_all()
-        self._tell()
+        self._call_watcher()
 
     def _notify(self) -> None:
         super()._notify()

@@ -1,12 +1,12 @@
-"""Keys of pages: what a page's KV is computed from, as 32 bytes.
+"""Keys of pages: 32 bytes that identify what a page's KV is computed from.
 
-The *chain* of a page is a hash over the model, the extra, and every token up to the page's end: the chain of
-the page before it is hashed together with the page's own tokens. So equal prefixes have equal chains, and the
-chains of a prompt are computed once, whatever the number of workers.
+The *chain* of a page is a hash over the model, the extra, and every token up to the page's end: it hashes the
+previous page's chain and the page's own tokens. So equal prefixes have equal chains, and the chains of a
+prompt are computed once for any number of workers.
 
-The *series* of a worker's pages is (page format, shard). A page's key is its chain with the series' mask over
-it (exclusive or). The mask is a hash, so keys of different series differ wherever chains do. A process
-that knows the series can compute the chain back, so that an index of keys answers for chains.
+The *series* of a worker's pages is (page format, shard). A page's key is its chain XOR the mask of the
+series. The mask is a hash, so keys of different series differ. A process that knows the series can recover
+the chain from the key, so an index of keys can be searched for chains.
 
 Engines that have keys of their own instead of tokens use :func:`foreign_key`.
 """
@@ -28,9 +28,9 @@ from kvplug.transport.store.format import PageFormat
 KEY_BYTES: Final = 32
 """Bytes of a chain and of a key."""
 _RUN: Final = 16
-"""Pages that are remembered together: a page alone costs a dozen cold cache lines."""
+"""Pages in one entry of the memo, since each entry costs a dozen cold cache lines."""
 
-# blake2b has a field for the purpose of a hash: a hash made for one purpose is never one of another.
+# blake2b has a field for the purpose of a hash, so that hashes for different purposes never collide.
 _hash = functools.partial(hashlib.blake2b, digest_size=KEY_BYTES)
 _ROOT: Final = b"kvplug root"
 _PAGE: Final = b"kvplug page"
@@ -39,14 +39,14 @@ _FOREIGN: Final = b"kvplug foreign"
 
 
 class ChainMemo:
-    """Computes chains, and remembers those that it computed lately: pages that are seen again cost no hash.
+    """Computes chains, and remembers recent ones, so that pages which are seen again are not hashed again.
 
-    It remembers runs of up to 16 pages. A run is told from others by the chain before it and all its tokens,
-    so nothing can be confused. Not locked.
+    It remembers runs of up to 16 pages. The previous chain and all tokens of a run identify it, so that runs
+    cannot be confused. Not thread-safe.
 
     Args:
-        max_pages: it forgets the older half of what it has when it has so many. A page of 16 tokens takes
-            about 200 bytes.
+        max_pages: when the memo has so many pages, it forgets the older half. A page of 16 tokens takes about
+            200 bytes.
     """
 
     def __init__(self, max_pages: int = 1 << 16) -> None:
@@ -56,17 +56,17 @@ class ChainMemo:
         self._num_young = 0
 
     def __len__(self) -> int:
-        """Pages."""
+        """How many pages it remembers."""
         return sum(map(len, self._young.values())) + sum(map(len, self._old.values()))
 
     @staticmethod
     def root(namespace: bytes, extra: bytes = b"") -> bytes:
-        """The chain before the first page.
+        """Return the chain before the first page.
 
         Args:
-            namespace: What determines the KV besides tokens and ``extra``: the model, its weights,
+            namespace: all that determines the KV besides tokens and ``extra``: the model, its weights,
                 static scales.
-            extra: What the engine adds for this request: adapter, media, cache salt. Opaque.
+            extra: opaque bytes that the engine adds for this request: adapter, media, cache salt.
         """
         hashed = _hash(len(namespace).to_bytes(8, "little"), person=_ROOT)
         hashed.update(namespace)
@@ -75,7 +75,7 @@ class ChainMemo:
 
     @staticmethod
     def next_chain(parent: bytes, packed_tokens: bytes) -> bytes:
-        """The chain of a page of these tokens (int32, little-endian); ``parent`` is the one before it."""
+        """Return the chain of a page of these tokens (int32, little-endian) after the chain ``parent``."""
         return _hash(parent + packed_tokens, person=_PAGE).digest()
 
     def chains_of(
@@ -85,7 +85,7 @@ class ChainMemo:
         page_tokens: int,
         known: Sequence[bytes] = (),
     ) -> list[bytes]:
-        """The chains of all whole pages of a sequence of tokens.
+        """Return the chains of all whole pages of a sequence of tokens.
 
         >>> memo, root = ChainMemo(), ChainMemo.root(b"model")
         >>> short, long = memo.chains_of(root, range(4), 2), memo.chains_of(root, range(7), 2)
@@ -93,7 +93,7 @@ class ChainMemo:
         (2, 3, True)
 
         Args:
-            root: as :meth:`root` makes it.
+            root: the chain from :meth:`root`.
             token_ids: integers of 32 bits, or a buffer of them (an array, a numpy array).
             known: chains of the sequence's first pages, which are not computed again.
         """
@@ -105,7 +105,7 @@ class ChainMemo:
         return found
 
     def _extend(self, chains: list[bytes], parent: bytes, packed_tokens: bytes, step: int) -> None:
-        """Append the chains of all whole pages of ``step`` bytes; before the first is ``parent``."""
+        """Append the chains of all whole pages of ``step`` bytes after the chain ``parent``."""
         whole = len(packed_tokens) // step * step
         for begin in range(0, whole, _RUN * step):
             run = parent + packed_tokens[begin : min(begin + _RUN * step, whole)]
@@ -124,8 +124,8 @@ class ChainMemo:
 
 
 def _hashes(run: bytes, step: int) -> tuple[bytes, ...]:
-    """The chains of the pages after the chain that a run begins with."""
-    begun = _hash(person=_PAGE).copy  # a copy is made faster than a new one
+    """Return the chains of the pages of a run, which begins with the previous chain."""
+    begun = _hash(person=_PAGE).copy  # copying a hash object is faster than creating one
     chain, found = run[:KEY_BYTES], []
     for begin in range(KEY_BYTES, len(run), step):
         hashed = begun()
@@ -146,11 +146,11 @@ class Series:
     """
 
     format: PageFormat
-    """The format of its pages."""
+    """The format of the pages."""
     shard: bytes = b""
-    """Which part of the model this worker holds: equal for workers whose pages are interchangeable."""
+    """Which part of the model this worker holds; equal for workers whose pages are interchangeable."""
     seal: bytes = b""
-    """:attr:`PageSeal.id` of the store: pages that are protected in another way are misses."""
+    """:attr:`PageSeal.id` of the store, so that pages with other protection are misses."""
     _mask: int = attrs.field(init=False, eq=False, repr=False)
     id: bytes = attrs.field(init=False, eq=False)
     """16 bytes that name the series."""
@@ -164,19 +164,19 @@ class Series:
         object.__setattr__(self, "id", hashlib.blake2b(digest, digest_size=16, person=_MASK).digest())
 
     def key_of(self, chain: bytes) -> bytes:
-        """The key of the page with this chain; and the chain of the page with this key."""
+        """Return the key of the page with this chain, or the chain of the page with this key."""
         return (int.from_bytes(chain, "little") ^ self._mask).to_bytes(KEY_BYTES, "little")
 
     def keys_of(self, chains: Iterable[bytes]) -> list[bytes]:
-        """The keys of several chains."""
+        """Return the keys of several chains."""
         mask = self._mask
         return [(int.from_bytes(each, "little") ^ mask).to_bytes(KEY_BYTES, "little") for each in chains]
 
 
 def foreign_key(namespace: bytes, key: bytes) -> bytes:
-    """The key of a page that an engine calls ``key``.
+    """Return the key of a page that an engine identifies by ``key``.
 
-    ``namespace``: what the engine's key leaves out: the engine, model, revision, salt, adapter, dtype.
+    ``namespace``: all that the engine's key leaves out: the engine, model, revision, salt, adapter, dtype.
     """
     hashed = _hash(len(namespace).to_bytes(8, "little"), person=_FOREIGN)
     hashed.update(namespace)
@@ -190,20 +190,20 @@ def foreign_key(namespace: bytes, key: bytes) -> bytes:
 def token_identities(
     root: bytes, chains: Sequence[bytes], token_ids: Any, page_tokens: int, first: int = 0
 ) -> list[bytes]:
-    """The identities of pages ``first`` and on of a sequence, one for each chain from there on.
+    """Return the identities of a sequence's pages from page ``first`` on, one for each chain.
 
     Args:
-        chains: of the sequence's pages, from its first page on.
-        token_ids: of the sequence, from its first token on.
+        chains: the chains of the sequence's pages, from its first page on.
+        token_ids: the sequence's tokens, from its first token on.
 
     Raises:
-        LayoutError: there are fewer tokens than the pages have.
+        LayoutError: the pages have more tokens than were given.
     """
     packed = pack_tokens(itertools.islice(token_ids, len(chains) * page_tokens))
     step = page_tokens * TOKEN_BYTES
     if len(packed) < len(chains) * step:
         raise LayoutError(
-            f"{len(chains)} pages of {page_tokens} tokens, and there are {len(packed) // TOKEN_BYTES}"
+            f"{len(chains)} pages of {page_tokens} tokens need more than {len(packed) // TOKEN_BYTES} tokens"
         )
     parents = [root, *chains]
     return [parents[at] + packed[at * step : (at + 1) * step] for at in range(first, len(chains))]

@@ -1,4 +1,4 @@
-"""Pages outside a store: memory that a page's bytes are copied from, and go to."""
+"""Pages outside a store: memory that pages are copied from and into."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PageRows:
     Stores keep pages in rows, and executors read them into rows.
 
     Raises:
-        LayoutError: a row reaches out of the buffer.
+        LayoutError: a row lies partly outside the buffer.
     """
 
     buffer: memoryview
-    """Flat bytes, contiguous."""
+    """Contiguous bytes."""
     offsets: Sequence[int]
     """Where in the buffer each row begins."""
     nbytes: int
@@ -52,30 +52,30 @@ class PageRows:
 
     @property
     def address(self) -> int:
-        """Where the buffer begins in this process's memory. It must stay alive."""
+        """Where the buffer begins in this process's memory. The buffer must stay alive."""
         return address_of(self.buffer)
 
     @classmethod
     def dense(cls, buffer: memoryview, count: int, nbytes: int) -> PageRows:
-        """Rows one after the other from the buffer's beginning on."""
+        """Return consecutive rows from the buffer's beginning on."""
         return cls(buffer, range(0, count * nbytes, nbytes) if nbytes else (0,) * count, nbytes)
 
     def row(self, index: int) -> memoryview:
-        """The bytes of one row."""
+        """Return the bytes of one row."""
         begin = self.offsets[index]
         return self.buffer[begin : begin + self.nbytes]
 
     def columns(self, begin: int, end: int) -> PageRows:
-        """Bytes ``begin`` to ``end`` of every row."""
+        """Return bytes ``begin`` to ``end`` of every row."""
         return PageRows(self.buffer, [offset + begin for offset in self.offsets], end - begin)
 
     def __getitem__(self, part: slice) -> PageRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return PageRows(self.buffer, self.offsets[part], self.nbytes)
 
     def as_tensor(self) -> Tensor | None:
-        """The rows as one uint8 tensor [rows, bytes] over the same memory; ``None`` if they are not evenly
-        spaced."""
+        """Return the rows as one uint8 tensor [rows, bytes] over the same memory, or ``None`` if they are
+        empty or not evenly spaced."""
         import torch
 
         if not len(self) or not self.nbytes:
@@ -93,38 +93,39 @@ class PagePlaces:
     """Where consecutive pages lie in this process's memory, for compiled code that copies them."""
 
     bases: array[int]
-    """Addresses of block 0: of each part of each layer, layer after layer."""
+    """The address of block 0 for each part of each layer, layer after layer."""
     parts: tuple[PartPlace, ...]
-    """How each part of a layer lies there, in the order of the format, equally for all layers."""
+    """How each part of a layer lies in memory, in the order of the format. The same for all layers."""
     ids: array[int]
-    """The blocks of the pages' tokens, in their order: the same for all parts of all layers, or those of each
+    """The blocks of the pages' tokens, in order: one list for all parts of all layers, or one list for each
     part of each layer, one after the other."""
     ids_step: int
-    """From the ids of one part to those of the next; 0: all parts share them."""
+    """The distance from the ids of one part to those of the next; 0 if all parts share them."""
     block_tokens: int
     """Tokens in a block."""
     page_tokens: int
     """Tokens in a page."""
     first_token: int
-    """Where in the first of these blocks the first page begins."""
+    """The token of the first of these blocks at which the first page begins."""
     begins: array[int]
-    """Of each layer, the first token that may be written, counted as ``first_token`` is."""
+    """For each layer, the first token that may be written, counted like ``first_token``."""
     end: int
-    """Tokens from this one on may not be written."""
+    """The end of the tokens that may be written, exclusive."""
     is_whole: bool
-    """Whether there are blocks for all tokens, and all may be written."""
+    """Whether all tokens have blocks and may be written."""
 
 
 class PageMemory(abc.ABC):
     """Memory for several pages of one format, which belongs to the caller of a store.
 
-    A store copies from it while it puts, and into it while it gets, in any thread, with a
-    :class:`~kvplug.transport.PageCopy`. It never touches it after the job has settled."""
+    A store copies from this memory for a put, and into it for a get, in any thread, with a
+    :class:`~kvplug.transport.PageCopy`. The store never touches it after the job has settled."""
 
     format: PageFormat
-    """Of all these pages."""
+    """The format of all these pages."""
     device: str = "cpu"
-    """Where it is: "cpu", "cuda:1". A store that takes memory of the CPU only is never given another."""
+    """Where the memory is, such as "cpu" or "cuda:1". A store that serves CPU memory only never receives
+    other memory."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -132,11 +133,11 @@ class PageMemory(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        """Copy pages ``first`` and on into ``rows``, one page a row.
+        """Copy pages ``first`` and on into ``rows``, one page into each row.
 
         Args:
-            rows: have the bytes of the given layers each.
-            layers: consecutive; ``None``: all of them.
+            rows: each has the bytes of the given layers.
+            layers: consecutive layers; ``None``: all.
 
         Raises:
             LayoutError: the rows do not fit.
@@ -144,45 +145,46 @@ class PageMemory(abc.ABC):
 
     @abc.abstractmethod
     def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        """The inverse of :meth:`gather`: into pages ``first`` and on."""
+        """Copy ``rows`` into pages ``first`` and on: the inverse of :meth:`gather`."""
 
     def rows(self) -> PageRows | None:
-        """The pages themselves, where their bytes already lie in rows; ``None``: they do not.
+        """Return the pages themselves if their bytes lie in rows, else ``None``.
 
-        A store may then read into them, or write from them, without a copy in between.
+        A store may read into these rows, and write from them, without an intermediate copy.
         """
         return None
 
     def places(self) -> PagePlaces | None:
-        """Where the pages lie, for compiled code that copies them; ``None``: it cannot.
+        """Return where the pages lie, for compiled code that copies them, or ``None`` if it cannot.
 
-        Where it can, :meth:`gather` and :meth:`scatter` may not be called: a subclass that changes them
-        changes this method as well.
+        Compiled code replaces :meth:`gather` and :meth:`scatter`, so a subclass that overrides them must
+        override this method too.
         """
         return None
 
     def _check(self, first: int, rows: PageRows, layers: range | None) -> range:
         wanted = range(self.format.num_layers) if layers is None else layers
         if not 0 <= first <= first + len(rows) <= len(self):
-            raise LayoutError(f"pages {first} to {first + len(rows)} of {len(self)}")
+            raise LayoutError(f"pages {first} to {first + len(rows)} are not among {len(self)} pages")
         if wanted.step != 1 or not 0 <= wanted.start <= wanted.stop <= self.format.num_layers:
-            raise LayoutError(f"{wanted} of {self.format.num_layers} layers")
+            raise LayoutError(f"{wanted} are not consecutive layers out of {self.format.num_layers}")
         if rows.nbytes != len(wanted) * self.format.layer_nbytes:
             raise LayoutError(
-                f"rows of {rows.nbytes} bytes for {len(wanted)} layers of {self.format.layer_nbytes} bytes"
+                f"rows of {rows.nbytes} bytes do not fit {len(wanted)} layers of"
+                f" {self.format.layer_nbytes} bytes"
             )
         return wanted
 
 
 class FlatPages(PageMemory):
-    """Pages whose bytes have the order of the format, each in one or several pieces of memory."""
+    """Pages whose bytes are in the order of the format, each in one or several pieces of memory."""
 
     @abc.abstractmethod
     def _pieces(self, page: int) -> Sequence[memoryview]:
-        """The bytes of one page, one piece after the other."""
+        """Return the pieces of one page, in order."""
 
     def _places(self, bases: array[int], ids: array[int], ids_step: int = 0) -> PagePlaces:
-        """Each page is one block, and all of it one token."""
+        """Return the places of pages that count as one block of one token each."""
         form, count = self.format, len(self)
         parts = tuple(PartPlace(1, nbytes, nbytes, ()) for _, nbytes in form.spans)
         begins = array("q", bytes(8 * form.num_layers))
@@ -199,7 +201,7 @@ class FlatPages(PageMemory):
     def _parts(
         self, first: int, rows: PageRows, layers: range | None
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """What lies in one piece of these layers: there in the rows, and here."""
+        """Yield pairs of equal bytes of these layers: a stretch of a row, and its place in a piece."""
         wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
         begin, end = wanted.start * step, wanted.stop * step
         for index in range(len(rows)):
@@ -224,15 +226,15 @@ class PageBuffers(FlatPages):
     """
 
     def __init__(self, form: PageFormat, rows: PageRows) -> None:
-        """Raises LayoutError: the rows have not the length of a page."""
+        """Raises LayoutError: the length of the rows is not that of a page."""
         if rows.nbytes != form.nbytes:
-            raise LayoutError(f"rows of {rows.nbytes} bytes for pages of {form.nbytes}")
+            raise LayoutError(f"rows of {rows.nbytes} bytes do not fit pages of {form.nbytes} bytes")
         self.format = form
         self._rows = rows
 
     @classmethod
     def empty(cls, form: PageFormat, count: int) -> PageBuffers:
-        """New memory for ``count`` pages."""
+        """Allocate memory for ``count`` pages."""
         return cls(form, PageRows.dense(memoryview(bytearray(count * form.nbytes)), count, form.nbytes))
 
     def __len__(self) -> int:
@@ -256,7 +258,7 @@ class PageBuffers(FlatPages):
 
 
 class PagePieces(FlatPages):
-    """Pages in pieces that lie anywhere in this process's memory, in the format that ``pieces_format`` makes.
+    """Pages in pieces anywhere in this process's memory, in the format that ``pieces_format`` makes.
 
     >>> one, other = (memoryview(bytearray(2)) for _ in range(2))
     >>> page = PagePieces([(one, other)])
@@ -266,20 +268,20 @@ class PagePieces(FlatPages):
     """
 
     def __init__(self, pages: Sequence[Sequence[memoryview]]) -> None:
-        """``pages``: of each its pieces, contiguous bytes. They keep their memory alive.
+        """``pages``: the pieces of each page, as contiguous bytes. The views keep their memory alive.
 
         Raises:
-            LayoutError: there is no page, its pieces do not make a format, or are not contiguous bytes, or
-                those of another page have other lengths.
+            LayoutError: there are no pages, the pieces do not make a format or are not contiguous bytes, or
+                pages have pieces of different lengths.
         """
         if not pages:
-            raise LayoutError("pages in pieces have at least one page")
+            raise LayoutError("at least one page is needed")
         self._pages = [[_bytes_of(piece) for piece in page] for page in pages]
         sizes = [piece.nbytes for piece in self._pages[0]]
         for page in self._pages:
             if [piece.nbytes for piece in page] != sizes:
                 raise LayoutError(
-                    f"all pages have pieces of the same lengths; got {sizes} and"
+                    f"all pages must have pieces of the same lengths; got {sizes} and"
                     f" {[piece.nbytes for piece in page]}"
                 )
         self.format = pieces_format(sizes)
@@ -299,5 +301,7 @@ class PagePieces(FlatPages):
 
 def _bytes_of(view: memoryview) -> memoryview:
     if view.itemsize != 1 or view.ndim != 1 or not view.contiguous:
-        raise LayoutError(f"a piece of a page is contiguous bytes; got {view.format!r} of {view.shape}")
+        raise LayoutError(
+            f"a piece of a page must be contiguous bytes; got {view.format!r} of shape {view.shape}"
+        )
     return view if view.format == "B" else view.cast("B")

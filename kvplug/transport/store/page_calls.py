@@ -1,11 +1,11 @@
-"""The calls of a blocking store, with their errors told apart: of one page, or of the whole store.
+"""The calls of a blocking store. Distinguishes errors of one page from errors of the whole store.
 
-A store may raise whatever its libraries raise. A ``ConnectionError`` means that it is gone. After any other
-error it is asked, once, for a key that no page has: if that raises as well, the store is gone; else the call
-is made once more, and its next error is of its page.
+A store may raise whatever its libraries raise. A ``ConnectionError`` means that the store is gone. After any
+other error the store is asked once for a key that no page has. If that raises as well, the store is gone;
+otherwise the call is repeated once, and a second error concerns its page only.
 
-A page that could not be read is remembered: lookups call it absent until a put has replaced it. In case that
-another process replaces it, it is read again now and then."""
+A page that could not be read is remembered: lookups report it as absent until a put has replaced it. It is
+read again now and then, since another process may have replaced it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from kvplug.transport.store.results import MissReason
 _log = logging.getLogger(__name__)
 
 _MAX_UNREADABLE: Final = 1 << 14
-"""Pages that are remembered. The oldest are forgotten, and fail once more."""
+"""Unreadable pages that are remembered. The oldest are forgotten, and then fail once more."""
 _SLOW_S: Final = 5.0
-"""A call that took longer before it failed may have waited for a lock, and the next one would, too."""
+"""A call that took longer before it failed is not repeated: it may have waited for a lock."""
 _RETRY_S: Final = 30.0
-"""Before an unreadable page is read again."""
+"""Seconds before an unreadable page is read again."""
 _PASSING: Final = frozenset(
     {MissReason.TIMEOUT, MissReason.CANCELLED, MissReason.CLOSED, MissReason.NO_MEMORY}
 )
-"""Reasons that say nothing about the page."""
+"""Reasons that do not concern the page."""
 
 
 @attrs.define
@@ -47,11 +47,11 @@ class _Unreadable:
 
 
 class PageCalls:
-    """The calls of one blocking store. Threads may share it. Any error other than those that a method names
+    """The calls of one blocking store. Threads may share it. An error that a method's docstring does not list
     means that the store is gone, or that the process has run out of a resource."""
 
     def __init__(self, store: BlockingStore, name: str) -> None:
-        """``name``: of the store, for messages."""
+        """``name``: the store's name, for messages."""
         self._store = store
         self._name = name
         self._lock = threading.Lock()
@@ -59,25 +59,25 @@ class PageCalls:
         self._reported: set[tuple[object, ...]] = set()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether there is a page under each key that can be read, as far as is known.
+        """Whether each key has a readable page, as far as is known.
 
         Raises:
-            PageError: the call was given up.
+            PageError: the store gave up the call.
         """
         return self.readable(keys, self._held(keys, is_first=True))
 
     def readable(self, keys: Sequence[bytes], held: list[bool]) -> list[bool]:
-        """Of pages that are said to be held or not: which are, and can be read, as far as is known."""
+        """Clear ``held`` for pages that are known to be unreadable, and return it."""
         if self._unreadable:
             for index, key in enumerate(keys):
                 if held[index] and (unreadable := self._unreadable.get(key)) is not None:
                     held[index] = self._can_be_read_now(key, unreadable)
                 elif not held[index]:
-                    self.forget(key)  # it is not there any more
+                    self.forget(key)  # the store no longer has the page
         return held
 
     def _held(self, keys: Sequence[bytes], *, is_first: bool = False) -> list[bool]:
-        """If the call fails, the keys are asked for in halves: all but the bad ones have their answers."""
+        """Whether the store has each key. If the call fails, asks for halves, to isolate the bad keys."""
         try:
             found = [bool(each) for each in self._store.has(keys)][: len(keys)]
             return found + [False] * (len(keys) - len(found))
@@ -97,7 +97,7 @@ class PageCalls:
         return self._held(keys[:half]) + self._held(keys[half:])
 
     def _can_be_read_now(self, key: bytes, unreadable: _Unreadable) -> bool:
-        """Read a page again that could not be read, unless that was tried a moment ago."""
+        """Try again to read an unreadable page, unless that was tried a moment ago."""
         if time.monotonic() < unreadable.retry_at:
             return False
         unreadable.retry_at = time.monotonic() + _RETRY_S
@@ -110,7 +110,7 @@ class PageCalls:
         return True
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """As that of the store.
+        """:meth:`BlockingStore.read`.
 
         Raises:
             PageError: the page cannot be read.
@@ -120,9 +120,9 @@ class PageCalls:
             try:
                 length = self._store.read(key, into)
                 if length is None and self._store.has((key,))[0]:
-                    length = self._store.read(key, into)  # it may have come in between
+                    length = self._store.read(key, into)  # the page may have come in between
                     if length is None:
-                        raise PageError(MissReason.UNREADABLE, "the store has it, and does not give it")
+                        raise PageError(MissReason.UNREADABLE, "the store has the page but returns nothing")
                 return length
             except PageError as e:
                 if e.reason not in _PASSING:
@@ -133,31 +133,31 @@ class PageCalls:
                 self._raise_if_gone(e, began)
                 if isinstance(e, TimeoutError):
                     raise PageError(MissReason.TIMEOUT, in_words(e)) from e
-                if error is not None:  # the first time its connection may have been lost, and is there again
+                if error is not None:  # the first error may only have been a lost connection
                     self.is_unreadable(key, nbytes)
                     self._report("has pages that cannot be read; they are misses", e)
                     raise PageError(MissReason.UNREADABLE, in_words(e)) from e
                 error = e
 
     def is_unreadable(self, key: bytes, nbytes: int) -> None:
-        """Note that what is under the key cannot be used. ``nbytes``: the length of the page."""
+        """Note that the page under the key cannot be used. ``nbytes``: its length."""
         with self._lock:
             self._unreadable[key] = _Unreadable(nbytes, time.monotonic() + _RETRY_S)
             if len(self._unreadable) > _MAX_UNREADABLE:
                 self._unreadable.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
-        """Note that the page is not there, or can be read."""
+        """Note that the page is absent or readable."""
         if self._unreadable:
             with self._lock:
                 self._unreadable.pop(key, None)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        """As that of the store. What cannot be read under the key is replaced.
+        """:meth:`BlockingStore.write`, which also replaces an unreadable page under the key.
 
         Raises:
-            CapacityError, PermissionError: as that of the store.
-            PageError: the page cannot be written, or what is under its key can be neither read nor replaced.
+            CapacityError, PermissionError: raised by the store.
+            PageError: the page cannot be written, or the one under its key can be neither read nor replaced.
         """
         if key in self._unreadable:
             return self._replace(key, page)
@@ -191,7 +191,7 @@ class PageCalls:
                 return False
             found = self._store.read(key, (memoryview(bytearray(length)),))
             if found != length:
-                raise PageError(MissReason.UNREADABLE, f"it has {found} bytes after {length} were written")
+                raise PageError(MissReason.UNREADABLE, f"{length} bytes were written, but {found} were read")
         except CapacityError:
             raise
         except Exception as e:
@@ -203,7 +203,7 @@ class PageCalls:
         return True
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget these pages. Returns which are not there any more."""
+        """Forget these pages. Returns which of them are gone."""
         try:
             self._store.remove(keys)
         except UnsupportedError:
@@ -228,11 +228,11 @@ class PageCalls:
         return True
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """As that of the store."""
+        """:meth:`BlockingStore.touch`."""
         self._done("cannot note the use of some pages", lambda: self._store.touch(keys))
 
     def _done(self, what: str, call: Callable[[], None]) -> bool:
-        """Whether the call has succeeded."""
+        """Make the call. Returns whether it succeeded; reports other errors than unsupported calls."""
         try:
             call()
         except UnsupportedError:
@@ -250,7 +250,7 @@ class PageCalls:
         """Raise the error of a call again if it means that the store is gone, or that a resource ran out.
 
         Args:
-            began: when the call was made.
+            began: when the call began.
         """
         is_known = isinstance(error, (ConnectionError, ClosedError, MemoryError))
         was_slow = began is not None and time.monotonic() - began > _SLOW_S
@@ -262,7 +262,7 @@ class PageCalls:
             raise error from None
 
     def _report(self, what: str, error: BaseException) -> None:
-        """One line for each cause."""
+        """Log an error; a warning only for the first one with its cause."""
         root = error.__cause__ or error if isinstance(error, PageError) else error
         cause = what, getattr(error, "reason", None), type(root), getattr(root, "errno", None)
         with self._lock:

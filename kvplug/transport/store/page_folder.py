@@ -1,4 +1,4 @@
-"""A folder of pages: one file for each, which only this user may use, on a disk that may be unmounted."""
+"""A folder with one file for each page. Only this user may use it, and its disk may be unmounted."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OWN: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ABSENT: Final = (FileNotFoundError, NotADirectoryError)
 _FOREIGN: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
-"""Of a link, a file or folder of another user, a socket."""
+"""The errors for a link, a file or folder of another user, or a socket."""
 
 
 class PageFolder:
-    """Where the files of pages are, in two levels, and those that are written aside until they are whole.
+    """Two levels of folders with the files of pages, and one folder for files that are still being written.
 
-    Nothing but regular files counts as a page: links, folders, pipes and sockets are neither followed nor
-    opened, and hide no page.
+    Only regular files count as pages. Links, folders, pipes and sockets are neither followed nor opened, and
+    do not hide a page.
 
-    Raises (every method): OSError: the folder cannot be read, or its disk is not mounted any more.
+    Raises (every method): OSError: the folder cannot be read, or its disk is no longer mounted.
     """
 
     def __init__(self, path: str, layout: str, option: str) -> None:
         """
         Args:
-            path: what the operator gave.
-            layout: name of the folder inside, one for each arrangement of the files.
+            path: the operator's path.
+            layout: name of the folder inside, different for each arrangement of the files.
             option: the key of ``path`` in the config, for messages.
 
         Raises:
-            ConfigError: it is something else than a folder, or others can write to it.
+            ConfigError: ``path`` is not a folder, or others can write to it.
         """
         self.path = os.path.abspath(os.path.expanduser(path))
-        """What the operator gave, absolute."""
+        """The operator's path, absolute."""
         self.root = os.path.join(self.path, layout)
-        """The one of the folders below, and of files of the store's own."""
+        """The folder that contains the folders below and the store's own files."""
         self.pages = os.path.join(self.root, "pages")
-        """The one of the folders with the pages."""
+        """The folder that contains the folders of pages."""
         self.aside = os.path.join(self.root, "writing")
-        """The one of files that become pages."""
+        """The folder of files that will become pages."""
         self._option = option
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"{option}: {self.path} is not a folder")
         self._mount = "/"
-        with contextlib.suppress(OSError):  # it may be read-only, or come later
+        with contextlib.suppress(OSError):  # the disk may be read-only, or mounted later
             self.create()
 
     # -- the folders ---------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Make the folders, for this user alone.
+        """Make the folders, for this user only.
 
         Raises:
             ConfigError: one of them belongs to another user, or others can write to it.
@@ -80,20 +80,20 @@ class PageFolder:
 
     def _check(self, folder: str) -> None:
         check_private(folder, self._option)
-        with contextlib.suppress(OSError):  # it may be read-only
+        with contextlib.suppress(OSError):  # the disk may be read-only
             if stat.S_IMODE(os.lstat(folder).st_mode) & 0o055:
                 os.chmod(folder, 0o700)  # headers contain prompts
 
     def check_mounted(self) -> None:
-        """Raises OSError: the disk was taken away."""
+        """Raises OSError: the disk is no longer mounted."""
         if not os.path.ismount(self._mount):
-            raise OSError(errno.ENODEV, "its disk is not mounted any more", self._mount)
+            raise OSError(errno.ENODEV, "the disk is no longer mounted", self._mount)
 
     @staticmethod
     def open_own(path: str) -> int:
-        """A descriptor to read and write a file of kvplug's own, made if it is missing.
+        """Open one of kvplug's own files for reading and writing, and create it if it is missing.
 
-        Anything else under its name is replaced: a link, a pipe, an empty folder, the file of another user.
+        Replaces anything else under its name: a link, a pipe, an empty folder, another user's file.
         """
         for _ in range(2):
             try:
@@ -112,12 +112,12 @@ class PageFolder:
     # -- one page ------------------------------------------------------------------------------
 
     def path_of(self, key: bytes) -> str:
-        """Where the page of that key is."""
+        """Return the path of the page with that key."""
         name = key.hex()
         return f"{self.pages}/{name[:2]}/{name[2:]}"
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether there is a page under each key that this user may read."""
+        """Whether each key has a page that this user may read."""
         user = os.geteuid()
         found = [_is_readable_file(self.path_of(key), user) for key in keys]
         if not all(found):
@@ -125,15 +125,15 @@ class PageFolder:
         return found
 
     def is_page(self, key: bytes) -> bool:
-        """The same of one page, whose folder is no link either."""
+        """Whether one key has such a page, in a folder that is not a link."""
         path = self.path_of(key)
         return _is_readable_file(path, os.geteuid()) and not _is_link(os.path.dirname(path))
 
     def open(self, key: bytes) -> int | None:
-        """A descriptor to read the page from; ``None``: there is none. It does not wait for a pipe.
+        """Open the page for reading, or return ``None`` if it is absent. Does not wait for a pipe.
 
         Raises:
-            PageError: what is there cannot be read.
+            PageError: something under the page's name cannot be read.
         """
         path = self.path_of(key)
         try:
@@ -153,7 +153,7 @@ class PageFolder:
         return fd
 
     def note_use(self, keys: Sequence[bytes]) -> None:
-        """These pages were used now. Best effort: they may be evicted, or the folder read-only."""
+        """Mark these pages as used now. Ignores failures: pages may be evicted, or the folder read-only."""
         for key in keys:
             with contextlib.suppress(OSError):
                 path = self.path_of(key)
@@ -161,10 +161,10 @@ class PageFolder:
                     os.utime(path, follow_symlinks=False)
 
     def make_way(self, key: bytes) -> None:
-        """Remove what is under the page's name and is not a page that can be read; make the folder for it.
+        """Make the page's folder, and remove anything under the page's name that is not a readable page.
 
         Raises:
-            PageError: it cannot be removed.
+            PageError: something in the way cannot be removed.
         """
         path = self.path_of(key)
         folder = os.path.dirname(path)
@@ -189,9 +189,9 @@ class PageFolder:
     # -- all of them ---------------------------------------------------------------------------
 
     def all_pages(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-        """All pages with their keys, in no order. Those that come or go meanwhile may be missing."""
+        """Yield all pages with their keys, in any order. May miss pages that come or go meanwhile."""
         for folder in _entries(self.pages):
-            with contextlib.suppress(OSError):  # it is another user's, or a link in a circle
+            with contextlib.suppress(OSError):  # the folder belongs to another user, or is a circular link
                 if folder.is_dir(follow_symlinks=False):
                     for entry in _entries(folder.path):
                         key = _key_named(folder.name + entry.name)
@@ -199,14 +199,14 @@ class PageFolder:
                             yield key, entry
 
     def written_aside(self) -> Iterator[tuple[os.DirEntry[str], int]]:
-        """Files that are being written, or were when their writers died, each with the size of its page."""
+        """Yield files that are being written, or whose writers died, each with the size of its page."""
         for entry in _entries(self.aside):
             size = entry.name.rpartition("-")[2]
             if entry.is_file(follow_symlinks=False):
                 yield entry, int(size) if size.isdecimal() else 0
 
     def remove_empty(self) -> bool:
-        """Remove folders without pages: each uses an inode of the disk. Returns whether there were any."""
+        """Remove folders without pages, to free their inodes. Returns whether there were any."""
         found = False
         for folder in _entries(self.pages):
             with contextlib.suppress(OSError):
@@ -220,17 +220,17 @@ def check_private(folder: str, option: str, *, is_given: bool = False) -> None:
 
     Args:
         option: the key of the config that names it, for messages.
-        is_given: the operator has named it, and it may be root's, or one such as ``/tmp``, where users cannot
-            rename each other's folders. Others are kvplug's own.
+        is_given: whether the operator named the folder, and kvplug did not make it. A given folder may belong
+            to root, or be like ``/tmp``, where users cannot rename each other's folders.
 
     Raises:
-        ConfigError: another user can.
-        OSError: it cannot be looked at.
+        ConfigError: another user can put pages into it.
+        OSError: the folder's status cannot be read.
     """
     status = os.stat(folder, follow_symlinks=is_given)
     what = f"{option}: the folder {folder}"
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{what} is something else, such as a link: remove it")
+        raise ConfigError(f"{option}: {folder} is not a folder but, for example, a link: remove it")
     owners = {os.geteuid(), 0} if is_given else {os.geteuid()}
     if status.st_uid not in owners and status.st_uid != _own_id(folder):
         raise ConfigError(
@@ -241,12 +241,12 @@ def check_private(folder: str, option: str, *, is_given: bool = False) -> None:
     if mode & 0o022 and not (is_given and mode & stat.S_ISVTX):
         raise ConfigError(
             f"{what} can be written to by other users (its mode is {mode:04o}), who can put pages there:"
-            f" look at what is there, then chmod 700 {folder}; or name another folder"
+            f" check its content, then chmod 700 {folder}; or name another folder"
         )
 
 
 def _own_id(folder: str) -> int:
-    """The id of this user on that disk: a network file system may have another one."""
+    """Return this user's id on that disk, which may differ on a network file system."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_uid
@@ -264,7 +264,7 @@ def _is_readable_file(path: str, user: int) -> bool:
             return False
         raise
     mode = status.st_mode
-    if status.st_uid == user and mode & stat.S_IRUSR:  # most pages are
+    if status.st_uid == user and mode & stat.S_IRUSR:  # true for most pages
         return stat.S_ISREG(mode)
     return stat.S_ISREG(mode) and os.access(path, os.R_OK)
 
@@ -285,7 +285,7 @@ def _make_all(folder: str) -> None:
 
 
 def _key_named(name: str) -> bytes | None:
-    """The key whose page has that name; ``None``: the file is no page."""
+    """Return the key whose page has that name, or ``None`` if a page cannot have it."""
     if len(name) != 2 * _KEY_BYTES:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The answers of a store: what it has, what it kept, what it could not give, and why."""
+"""The answers of a store: which pages it has, which it kept, and why it missed or refused others."""
 
 from __future__ import annotations
 
@@ -8,80 +8,80 @@ import attrs
 
 
 class Presence(enum.StrEnum):
-    """What a store says of one key."""
+    """A store's answer about one key."""
 
     HELD = "held"
-    """The page is there, whole."""
+    """The store has the whole page."""
     COMING = "coming"
-    """Its writer has declared it; it will be there, or be absent after its deadline."""
+    """Its writer has declared the page, and will put it by a deadline, after which it is absent."""
     ABSENT = "absent"
-    """The page is not there and not expected, or the store did not answer in time."""
+    """The store neither has nor expects the page, or did not answer in time."""
 
 
 class MissReason(enum.StrEnum):
-    """Why a page could not be had. Every miss is counted under one of these."""
+    """Why a page was missed. Every miss is counted under one of these."""
 
     ABSENT = "absent"
-    """The store does not have it."""
+    """The store does not have the page."""
     EVICTED = "evicted"
-    """It was there, and its memory was used again before it was read."""
+    """The page's memory was reused before the page was read."""
     EXPIRED = "expired"
-    """Its lease, its time to live, or the time of a declared page was over."""
+    """The page's lease or time to live has ended, or a declared page did not come in time."""
     FORMAT = "format"
-    """What is there has another format: another version, layout, dtype, or protection."""
+    """The page under the key has another version, layout, dtype or protection."""
     IDENTITY = "identity"
-    """What is there is the page of other tokens."""
+    """The page under the key is that of other tokens."""
     UNREADABLE = "unreadable"
-    """What is there cannot be read: it belongs to another user, is no page, or its disk has a bad block."""
+    """The page cannot be read: another user owns it, it is not a page, or its disk has a bad block."""
     CORRUPT = "corrupt"
-    """Its bytes do not have the checksums in its header, or some of them are missing."""
+    """The page's bytes do not match the checksums in its header, or some bytes are missing."""
     FORGED = "forged"
-    """Its proof is not one made with the secret."""
+    """The page's proof was not made with the secret."""
     TIMEOUT = "timeout"
     """The store did not answer by the deadline."""
     CANCELLED = "cancelled"
-    """The caller needs it no more."""
+    """The caller cancelled the request."""
     STORE_GONE = "store_gone"
     """The store cannot be reached, or failed."""
     CLOSED = "closed"
     """This end of the store was closed."""
     NO_MEMORY = "no_memory"
-    """This process has no memory to receive it."""
+    """This process has no memory to receive the page."""
     SLOW = "slow"
-    """The store gives far less than it did before, and the config refuses that."""
+    """The store is far slower than before, and the config refuses that."""
     OTHER = "other"
-    """Another one, which the log has."""
+    """Another reason, which is in the log."""
 
 
 class PutReason(enum.StrEnum):
     """Why a page was not kept."""
 
     NO_ROOM = "no_room"
-    """The budget is used by pages that may not be evicted, or the disk is full."""
+    """Pages that may not be evicted use up the budget, or the disk is full."""
     TOO_LARGE = "too_large"
-    """It is larger than the whole budget."""
+    """The page is larger than the whole budget."""
     UNREADABLE = "unreadable"
-    """What is there under its key can be neither read nor replaced; the log says why."""
+    """The content under the key can be neither read nor replaced; the log has the cause."""
     READ_ONLY = "read_only"
-    """The store cannot be written to from here."""
+    """This end cannot write to the store."""
     TIMEOUT = "timeout"
-    """The store did not take it by the deadline."""
+    """The store did not take the page by the deadline."""
     CANCELLED = "cancelled"
-    """The caller gave it up."""
+    """The caller cancelled the request, or the page was removed before it was kept."""
     STORE_GONE = "store_gone"
     """The store cannot be reached, or failed."""
     CLOSED = "closed"
     """This end of the store was closed."""
     NO_MEMORY = "no_memory"
-    """This process had no memory by the deadline to copy it through."""
+    """By the deadline, this process had no memory for an intermediate copy of the page."""
     SLOW = "slow"
-    """The store takes far less than it did before, and the config refuses that."""
+    """The store is far slower than before, and the config refuses that."""
     OTHER = "other"
-    """Another one, which the log has."""
+    """Another reason, which is in the log."""
 
     @classmethod
     def of(cls, reason: MissReason) -> PutReason:
-        """Why a page was not kept whose request ended for this reason."""
+        """Return why a page was not kept if its request ended for this reason."""
         if reason is MissReason.NO_MEMORY:
             return cls.NO_ROOM
         try:
@@ -95,12 +95,12 @@ class Usage:
     """What a store holds."""
 
     num_pages: int
-    """Pages that it holds."""
+    """How many pages it holds."""
     used_bytes: int
-    """Pages, headers, and what is lost between them."""
+    """Bytes of pages and headers, and of the gaps between them."""
     budget_bytes: int | None
-    """The most that it may hold; ``None``: the store has no limit of its own."""
+    """The most bytes that it may hold, or ``None`` if the store has no limit of its own."""
     num_evicted: int = 0
-    """Pages that this end gave up to make room since it was opened. Stores with events tell them there."""
+    """Pages that this end has evicted since it was opened; 0 for stores with events, which report them."""
     num_waiting: int = 0
-    """Pages that another end is expected to read and has not (:meth:`Store.expect_reader`)."""
+    """Pages that another end is expected to read but has not read (:meth:`Store.expect_reader`)."""

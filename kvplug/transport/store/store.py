@@ -34,41 +34,41 @@ class PageRequest:
     """Pages of one series, for a put or a get.
 
     Raises:
-        ValueError: there are not as many keys as identities and pages of memory.
+        ValueError: the numbers of keys, identities and pages of memory differ.
     """
 
     series: Series
     """The format and shard of all these pages."""
     keys: Sequence[bytes]
-    """One for each page: :meth:`Series.key_of` of its chain, or a foreign key."""
+    """One key for each page: :meth:`Series.key_of` of its chain, or a foreign key."""
     identities: Sequence[bytes]
-    """What each page is: token ids and parent, or the engine's own key. A reader gets a page only if the
-    identity in the page's header is equal."""
+    """What identifies each page: token ids and parent, or the engine's own key. A reader gets a page only if
+    the identity in the page's header is equal."""
     memory: PageMemory
-    """Where the pages are, or go to."""
+    """The memory that the pages are copied from or into."""
     is_use: bool = True
-    """Of a get: whether the pages count as used, for stores that evict by use. Not where they are only copied
-    into another store, which happens to each page once."""
+    """For a get: whether the pages count as used, for stores that evict by use. False where they are only
+    copied into another store, which happens once to each page."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.keys) == len(self.identities) == len(self.memory):
             raise ValueError(
                 f"{len(self.keys)} keys, {len(self.identities)} identities and memory for"
-                f" {len(self.memory)} pages"
+                f" {len(self.memory)} pages do not match"
             )
 
 
 class Recorder(Protocol):
-    """Counts and measures the requests to one store, each in the one place where its job ends."""
+    """Counts and measures each request to one store, at the one place where its job ends."""
 
     def refuses(self, op: Literal["get", "put"]) -> bool:
         """Whether the store is too slow for such requests now."""
 
     def record(self, op: Literal["lookup", "get", "put"], page_nbytes: int, submit: Callable[[], J]) -> J:
-        """Make the request, and count its results when its job is done. ``page_nbytes``: of one page."""
+        """Make the request, and count its results when its job is done. ``page_nbytes``: bytes of a page."""
 
     def close(self) -> None:
-        """The store is closed: report what is due."""
+        """Report the remaining figures, since the store is closed."""
 
 
 class Store(abc.ABC):
@@ -79,65 +79,64 @@ class Store(abc.ABC):
     never wait; every job ends by its deadline. After a job has settled, its memory is not touched. Memory and
     disk stay within the budget. A store that is gone is a miss, and is tried again.
 
-    Callers. Connectors and adapters of engines. Every method may be called from any thread, and several at
-    once.
+    Callers. Connectors and adapters of engines. Any thread may call any method, and several threads at once.
 
-    Not promised. That a page which was held is still there when it is got: only a lease postpones eviction,
-    and the store may die. That a put is kept.
+    Not promised. A page that a lookup found may be gone before a get: only a lease postpones eviction, and
+    the store may die. A put may not be kept.
 
     A subclass implements ``_lookup(keys, lease_s, timeout)``, ``_put(pages, timeout)``,
     ``_get(pages, timeout)``, ``_remove(keys, timeout)``, ``_close(timeout)`` and ``_abort()``. The public
-    methods call them; they also have the requests counted, and pages staged whose memory is on a device. A
-    store whose calls block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
+    methods call these, count the requests, and stage pages whose memory is on a device. A store whose calls
+    block implements :class:`~kvplug.transport.store.blocking.BlockingStore` instead.
     """
 
     @attrs.frozen(kw_only=True)
     class Context:
-        """For the factory of a store, which returns a ``Store`` or a ``BlockingStore``."""
+        """The argument of a store's factory, which returns a ``Store`` or a ``BlockingStore``."""
 
         options: Any
         """An instance of the spec's options class, or ``None``."""
         credentials: Credentials
-        """What its listeners and connections prove themselves with."""
+        """Credentials for its listeners and connections."""
         seal: PageSeal = attrs.field(factory=PageSeal)
-        """How its pages are protected, where other programs can write to it: with a proof if the config has a
+        """How its pages are protected if other programs can write to it: with a proof if the config has a
         secret."""
         host: str = DEFAULT_HOST
         """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
         allow_unauthenticated_data_plane: bool = False
-        """Whether it may use connections between hosts whose ends prove nothing."""
+        """Whether it may use connections between hosts that authenticate neither end."""
         buffer_size: int = 2**30
-        """Bytes of memory that it may use for pages, where its options say nothing else."""
+        """Bytes of memory that it may use for pages, unless its options say otherwise."""
         timeout_s: float = 30.0
         """The default deadline of a job."""
         heartbeat_timeout_s: float = 10.0
         """Seconds of silence after which a peer on another host counts as dead."""
         connect: Callable[[str, float | None], Store.Link] | None = None
-        """``connect(address, timeout)``: a link to a program that serves a store there (``kvplug store
-        serve``).
-
-        Raises what a handshake raises. ``None`` where the caller has no way to connect."""
+        """``connect(address, timeout)`` returns a link to a program that serves a store at the address
+        (``kvplug store serve``), and raises the errors of a handshake. ``None`` if the caller cannot
+        connect."""
 
     class Link(Protocol):
         """An agreed connection to another process, over which a store is served."""
 
         @property
         def channel(self) -> Channel:
-            """Small plain values both ways."""
+            """A channel for small plain values, in both directions."""
 
         def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-            """A pipe over the transport that both ends agreed on. Both ends call it, with the same label."""
+            """Open a pipe over the transport that both ends agreed on. Both ends call it with the same
+            label."""
 
         def close(self) -> None:
             """Close the channel; pipes live on. Idempotent."""
 
     seal: PageSeal = PageSeal()
-    """How its pages are protected. Its id is part of the series of every page in it."""
+    """How its pages are protected. The seal's id is part of the series of every page in the store."""
     recorder: Recorder | None = None
-    """What counts and measures its requests; set by the program that has opened it."""
+    """Counts and measures its requests; set by the program that has opened the store."""
     staging: Staging | None = None
-    """What serves memory on devices that the store does not; set by the program that has opened it. Without
-    it, requests have memory of devices that the store serves."""
+    """Serves memory on devices that the store does not serve itself; set by the program that has opened the
+    store. Without staging, requests must have memory that the store serves."""
 
     @property
     def is_shared(self) -> bool:
@@ -146,19 +145,19 @@ class Store(abc.ABC):
 
     @property
     def medium(self) -> str:
-        """What its pages are kept in, for an engine's statistics: ``"host"`` (memory of this host),
-        ``"disk"`` or ``"other"``."""
+        """The medium of its pages, for an engine's statistics: ``"host"`` (memory of this host), ``"disk"``
+        or ``"other"``."""
         return "other"
 
     @property
     def location(self) -> str:
-        """Where it keeps its pages, for people, without secrets: a folder, a server's address; empty: in this
-        process."""
+        """Where it keeps its pages, such as a folder or a server's address; empty for this process. For
+        people; no secrets."""
         return ""
 
     @property
     def route(self) -> str:
-        """How pages come from it to this process, for people: "its memory is mapped, staged to cuda:0"."""
+        """How its pages reach this process, for people: "its memory is mapped, staged to cuda:0"."""
         devices = self.staging.devices if self.staging is not None else ()
         return ", ".join(filter(None, (self._route, f"staged to {', '.join(devices)}" if devices else "")))
 
@@ -172,22 +171,23 @@ class Store(abc.ABC):
     def submit_lookup(
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:
-        """Whether the pages are there. At its deadline the job says ``ABSENT`` of those it does not know.
+        """Look up whether the store has the pages. Pages without an answer by the deadline are ``ABSENT``.
 
         Args:
-            lease_s: the held pages are not evicted for this long, or until :meth:`release`, where the store
-                has leases.
+            lease_s: if the store has leases, held pages are not evicted for this long, or until
+                :meth:`release`.
         """
         if self.recorder is None:
             return self._lookup(keys, lease_s, timeout)
-        if self._is_refused("get"):  # what cannot be loaded is not promised
+        if self._is_refused("get"):  # pages that cannot be loaded must not be promised
             return self.recorder.record("lookup", 0, lambda: ended(Job(len(keys), _NOW), Presence.ABSENT))
         return self.recorder.record("lookup", 0, lambda: self._lookup(keys, lease_s, timeout))
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
-        """Keep copies of the pages. A page that is held already counts as kept, and is not replaced.
+        """Keep copies of the pages. A page that the store already has counts as kept, and is not replaced.
 
-        Result: ``None`` for a page that is held now, else why not. No room is a result, not an error.
+        Result: ``None`` for a page that the store has now, else why not. Lack of room is a result, not an
+        error.
         """
         staging = self._staging_of(pages.memory) if pages.keys else None
         put = self._put if staging is None else staging.put
@@ -200,8 +200,8 @@ class Store(abc.ABC):
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         """Copy the pages into ``pages.memory``.
 
-        Result: ``None`` for a page that is there and verified, else why not. Then its memory is as it was,
-        zeros, or the page's right bytes, in parts too; never bytes that are not the page's."""
+        Result: ``None`` for a page that was copied and verified, else why not. Each part of a missed page's
+        memory is unchanged, zeros, or the page's right bytes; never other bytes."""
         staging = self._staging_of(pages.memory) if pages.keys else None
         get = self._get if staging is None else staging.get
         if self.recorder is None:
@@ -211,27 +211,28 @@ class Store(abc.ABC):
         return self.recorder.record("get", pages.series.format.nbytes, lambda: get(pages, timeout))
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
-        """Forget the pages; ``None``: all pages, and the job has one result. Result: whether it is done.
+        """Forget the pages. With ``None``: forget all pages, in a job with one result. Result: whether they
+        are gone.
 
-        Pages that were declared, or whose put had not ended, when this was called are not kept either. A
-        reader that has begun may get its pages or a miss.
+        Pages that are declared or being put when this is called are not kept either. A get that has begun
+        may get its pages or misses.
 
         Raises:
-            UnsupportedError: with ``None``: other programs keep pages in the store, too.
+            UnsupportedError: ``keys`` is ``None``, and other programs keep pages in the store, too.
         """
         if self.staging is not None:
             self.staging.forget(keys)
         return self._remove(keys, timeout)
 
     def _staging_of(self, memory: PageMemory) -> Staging | None:
-        """What copies pages in this memory; ``None``: the store does."""
+        """Return the staging that serves this memory, or ``None`` if the store serves it."""
         staging = self.staging
         if staging is None or memory.device.partition(":")[0] in staging.direct:
             return None
         return staging
 
     def _is_refused(self, op: Literal["get", "put"]) -> bool:
-        """Whether the store is too slow to be asked. A closed one raises that itself."""
+        """Whether the store is too slow to be asked. False for a closed store, which raises its own error."""
         return self.recorder is not None and self.recorder.refuses(op) and not self.is_lost
 
     def _refuse_put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
@@ -272,9 +273,10 @@ class Store(abc.ABC):
     # -- at once -------------------------------------------------------------------------------
 
     def allocate(self, series: Series, count: int) -> PageBuffers | None:
-        """Memory to gather pages into that are put next: a put of it may need no copy.
+        """Return memory to gather pages into before a put, which may then need no copy, or ``None`` if there
+        is no room now.
 
-        It belongs to the caller until it is put, or :meth:`free` returns it. ``None``: there is no room now.
+        The memory belongs to the caller until it is put or given back to :meth:`free`.
         """
         try:
             return PageBuffers.empty(series.format, count)
@@ -282,34 +284,34 @@ class Store(abc.ABC):
             return None
 
     def free(self, memory: PageBuffers) -> None:
-        """Memory from :meth:`allocate` is not put after all. Idempotent."""
+        """Give back memory from :meth:`allocate` that is not put. Idempotent."""
         return None
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """The caller is going to put these pages: until then, or until ``timeout`` is over, a lookup says
-        ``COMING`` of those that are absent, where the store can say that. Does not wait."""
+        """Announce that the caller is going to put these pages. Until then, or until ``timeout`` is over,
+        lookups report absent ones as ``COMING`` if the store supports it. Does not wait."""
         return None
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        """The declared pages are not put after all. Does not wait."""
+        """Announce that these declared pages will not be put. Does not wait."""
         return None
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """This end's leases on the pages end. Does not wait."""
+        """End this end's leases on the pages. Does not wait."""
         return None
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The pages were used elsewhere, and are evicted later than others. Does not wait."""
+        """Note that the pages were used elsewhere, so that they are evicted later. Does not wait."""
         return None
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
-        """One end more, another than this one, is going to get each of these pages, also those that are put
-        after this call. Until it has, a store that evicts by use may evict them later than all others. Does
-        not wait."""
+        """Announce that one more end, other than this one, will get each of these pages, including pages that
+        are not put yet. Until it has, a store that evicts by use may evict all other pages first. Does not
+        wait."""
         return None
 
     def keys(self, series: Series) -> Sequence[bytes]:
-        """Keys of that series that are held now, in no particular order. May wait.
+        """Return the keys of that series that the store has now, in any order. May wait.
 
         Raises:
             UnsupportedError: the store cannot list them.
@@ -319,18 +321,18 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def usage(self) -> Usage:
-        """What the store holds, as far as this end knows. Does not wait."""
+        """Return what the store holds, as far as this end knows. Does not wait."""
 
     @property
     def has_events(self) -> bool:
-        """Whether :meth:`subscribe` works: then an index of the keys can answer in place of lookups."""
+        """Whether :meth:`subscribe` works, so that an index of the keys can replace lookups."""
         return False
 
     def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
-        """Call ``listener`` with a snapshot (its header, then *stored* events), then with every change.
+        """Call ``listener`` with the events of a snapshot, then with the event of every change.
 
-        In the order of the sequence numbers, without a gap, in any thread; the listener must not block.
-        Returns a function that ends the subscription.
+        The calls come in the order of the sequence numbers, without a gap, in any thread. The listener must
+        not block. Returns a function that ends the subscription.
 
         Raises:
             UnsupportedError: this store has no events.
@@ -343,15 +345,15 @@ class Store(abc.ABC):
         The peer makes its end with the ``client`` of the store's spec.
 
         Raises:
-            UnsupportedError: this store serves no peers.
+            UnsupportedError: this store cannot be served.
         """
-        raise UnsupportedError(f"{type(self).__name__} serves no other processes")
+        raise UnsupportedError(f"{type(self).__name__} cannot be served to other processes")
 
     def register_memory(self, memory: PageMemory) -> None:
-        """The caller is going to get into this memory, or put from it, often: the store may prepare it.
+        """Let the store prepare memory that the caller will often get into or put from.
 
         Raises:
-            RuntimeError: a device failed, or its driver gives no more memory.
+            RuntimeError: a device failed, or its driver cannot allocate more memory.
         """
         staging = self._staging_of(memory)
         if staging is not None:
@@ -365,7 +367,7 @@ class Store(abc.ABC):
         """Whether this end can never answer again: it was closed, or its other end is gone for good."""
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Finish the puts that have begun, then end. Idempotent. Other jobs end as ``CLOSED`` at once."""
+        """End all other jobs as ``CLOSED``, finish the puts that have begun, and close. Idempotent."""
         if self.staging is not None:
             timeout = self.staging.close(timeout)
         self._close(timeout)
@@ -375,7 +377,7 @@ class Store(abc.ABC):
             self.recorder.close()
 
     def abort(self) -> None:
-        """End at once: every job ends as ``CLOSED``. Idempotent; never waits for another process."""
+        """Close at once: every job ends as ``CLOSED``. Idempotent; never waits for another process."""
         if self.staging is not None:
             self.staging.give_up()
         self._abort()
@@ -391,6 +393,6 @@ class Store(abc.ABC):
 
 
 def ended(job: J, result: Any) -> J:
-    """The job, which is done at once, with the same result for each key."""
+    """End the job at once, with the same result for each key, and return it."""
     job.set([result] * job.count)
     return job

@@ -1,4 +1,4 @@
-"""What each job of a blocking store asks of it, call by call."""
+"""The tasks that carry out jobs by calls of a blocking store."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _scratch = threading.local()
 
 
 def _scratch_memory(nbytes: int) -> memoryview:
-    """So many bytes of this thread, of any content; those that it took before are void. Fresh memory for each
-    page would cost ten times as much."""
+    """Return this thread's uninitialised scratch memory, which its next call reuses. Fresh memory for each
+    page would take ten times as long."""
     memory = getattr(_scratch, "memory", b"")
     if len(memory) < nbytes:
         memory = _scratch.memory = bytearray(nbytes)
@@ -34,7 +34,8 @@ def _scratch_memory(nbytes: int) -> memoryview:
 
 
 NoteCall: TypeAlias = Callable[[MissReason | None, BaseException | None, float], None]
-"""Called after each call of a store: why the job fails, the error, when it began by ``time.monotonic``."""
+"""Called after each call of a store with the reason why the job fails, if any, the error, if any, and the
+time when the call began, by ``time.monotonic``."""
 
 
 class StoreTask(JobTask):
@@ -72,8 +73,8 @@ class KeysTask(StoreTask):
     ) -> None:
         """
         Args:
-            call: returns the results. May raise whatever the store raises.
-            unknown: the result of each key where the call has failed.
+            call: returns the results, and may raise whatever the store raises.
+            unknown: the result of each key if the call fails.
         """
         super().__init__(job, 1, note)
         self.is_urgent = is_urgent
@@ -89,10 +90,10 @@ class KeysTask(StoreTask):
 
 
 class RemoveTask(KeysTask):
-    """A removal. It is done when writes of the same pages that had begun before are undone."""
+    """A removal. It is done once writes of the same pages that were under way before it are undone."""
 
     def __init__(self, job: Job[Any], note: NoteCall, calls: PageCalls, keys: Sequence[bytes] | None) -> None:
-        """``keys``: ``None``: all pages."""
+        """``keys``: the pages to remove; ``None``: all."""
         super().__init__(
             job, note, lambda: [calls.clear()] if keys is None else calls.remove(keys), is_urgent=True
         )
@@ -106,12 +107,12 @@ class RemoveTask(KeysTask):
         return super().is_finished() and not self._num_under_way
 
     def await_undoing(self) -> None:
-        """A write of one of the pages is under way, and will be undone."""
+        """Note that a write of one of the pages is under way, and will be undone."""
         with self.lock:
             self._num_under_way += 1
 
     def undone(self, reason: MissReason | None) -> None:
-        """Such a write has ended. ``reason``: why its page may still be there."""
+        """Note that such a write has ended. ``reason``: why its page may not have been removed."""
         with self.lock:
             self._num_under_way -= 1
             is_finished = self.is_finished()
@@ -123,7 +124,7 @@ class RemoveTask(KeysTask):
 
 
 class PageTask(StoreTask):
-    """A call for each page, and a copy."""
+    """A task with one call and one copy for each page."""
 
     def __init__(
         self, job: Job[Any], note: NoteCall, calls: PageCalls, seal: PageSeal, pages: PageRequest
@@ -135,7 +136,7 @@ class PageTask(StoreTask):
         self._copy: PageCopy | None = None
 
     def _copy_of(self, index: int, payload: memoryview, headers: Sequence[memoryview] = ()) -> PageCopy:
-        """The copies between the caller's memory and ``payload``, which has one page."""
+        """Return the copies between the caller's memory and ``payload``, which holds one page."""
         if self._copy is None:
             self._copy = PageCopy(self._pages.memory, self._seal)
         self._copy.use(index, PageRows.dense(payload, 1, len(payload)), headers)
@@ -143,7 +144,7 @@ class PageTask(StoreTask):
 
 
 class GetTask(PageTask):
-    """Reads each page into memory of the thread, from where it is verified and copied to the caller."""
+    """Reads each page into memory of the thread, verifies it, and copies it to the caller's memory."""
 
     job: GetJob
 
@@ -152,7 +153,7 @@ class GetTask(PageTask):
         series, key, identity = pages.series, pages.keys[step], pages.identities[step]
         header_length = seal.header_length(series.format, identity)
         whole = _scratch_memory(series.format.nbytes + header_length)
-        # the payload comes first, where memory is aligned as its elements are
+        # the payload comes first, where the memory is aligned for its elements
         payload, header = whole[: series.format.nbytes], whole[series.format.nbytes :]
         reason: MissReason | None
         try:
@@ -178,20 +179,20 @@ class GetTask(PageTask):
         self.job.advance()
 
     def _discard(self, key: bytes, reason: MissReason, nbytes: int) -> None:
-        """Make room under the key: as long as a wrong page is there, a right one would not be kept.
+        """Remove a wrong page, since the store would not keep a right one while its key is taken.
 
-        A key is a hash over the format and all tokens, so another format or identity under it is an accident
-        as well, for example a changed bit in the header.
+        A key is a hash over the format and all tokens, so another format or identity under it is also an
+        accident, such as a flipped bit in the header.
         """
         is_removed = self._calls.remove((key,))[0]
         if not is_removed:
             self._calls.is_unreadable(key, nbytes)
-        what = "is removed" if is_removed else "stays, and is not promised again"
+        what = "was removed" if is_removed else "cannot be removed, and counts as absent from now on"
         _log.warning("a store returned a wrong page (%s), which %s", reason, what)
 
 
 class PutTask(PageTask):
-    """Copies each page out of the caller's memory and writes it, unless it is removed meanwhile."""
+    """Copies each page out of the caller's memory and writes it, unless a removal comes first."""
 
     is_put = True
 
@@ -200,7 +201,7 @@ class PutTask(PageTask):
         self._forgotten: set[int] = set()
         """Pages that were removed before they were written."""
         self._writing: dict[int, list[RemoveTask]] = {}
-        """Pages that are being written, with the removals of each since then."""
+        """For each page that is being written, its removals since the write began."""
 
     def do(self, step: int) -> None:
         pages, series = self._pages, self._pages.series
@@ -213,7 +214,7 @@ class PutTask(PageTask):
                 self.note(step, PutReason.CANCELLED)
                 return
             self._writing[step] = []
-        result: Any = JobTask.UNKNOWN  # a write that fails gets the reason of the whole request
+        result: Any = JobTask.UNKNOWN  # a failed write gets the reason of the whole request
         try:
             result = self._written(pages.keys[step], (memoryview(header), payload))
         finally:
@@ -235,7 +236,7 @@ class PutTask(PageTask):
             return PutReason.of(e.reason)
 
     def _undo(self, key: bytes, removals: Sequence[RemoveTask]) -> None:
-        """The page was removed while it was written: remove it now."""
+        """Remove a page that was removed while it was being written."""
         if not removals:
             return
         reason: MissReason | None = MissReason.STORE_GONE
@@ -247,7 +248,7 @@ class PutTask(PageTask):
                 removal.undone(reason)
 
     def forget(self, removal: RemoveTask) -> None:
-        """Do not write pages that are being removed, and undo what is being written."""
+        """Skip the pages of a removal that are not written yet, and have those being written undone."""
         with self.lock:
             for step, key in enumerate(self._pages.keys):
                 if not removal.concerns(key):
