@@ -1,9 +1,9 @@
 """Metrics for Prometheus. Needs ``prometheus_client`` (``pip install kvplug[prometheus]``).
 
-Every series is a plain counter, and so are the duration buckets: a counter can be increased by the amounts of
-a snapshot, and works in prometheus_client's multi-process mode too. Its ``Histogram`` takes one observation
-at a time, and its custom collectors do not work in that mode. ``histogram_quantile`` needs only the label
-``le``.
+Every series, duration buckets included, is a plain counter: a counter can be increased by the amounts in a
+snapshot, and also works in prometheus_client's multi-process mode. The library's ``Histogram`` takes one
+observation at a time, and its custom collectors do not work in that mode. ``histogram_quantile`` needs only
+the label ``le``.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 """Name to (labels of ours, help). An engine's labels come before ours."""
 
 SLOW: Final[Mapping[str, str]] = {"slow_paths": "send", "slow_gets": "get", "slow_puts": "put"}
-"""A snapshot's counts of what is slow, and the operation of each."""
+"""The operation of each of a snapshot's counts of slow paths and stores."""
 
 _LE: Final = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
 _OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in COUNTERS.values()))
 
 
 _made: weakref.WeakKeyDictionary[Any, tuple[tuple[str, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""The engine's labels and the counters, by what made them."""
+"""The engine's labels and the counters, by the function that made the counters."""
 _making = threading.Lock()
 
 
 class PrometheusSink(Sink):
-    """Increases the counters of one engine. Ignores the labels of ``emit``: the engine's labels are set."""
+    """Increases the counters of one engine, under its fixed labels. Ignores the labels of ``emit``."""
 
     def __init__(self, counters: Mapping[str, Any], label_values: Sequence[str]) -> None:
         self._counters = counters
@@ -88,19 +88,19 @@ def prometheus_sinks(
     label_values: Mapping[int, Sequence[str]],
     counter: Callable[..., Any] | None = None,
 ) -> dict[int, PrometheusSink]:
-    """One sink for each engine, by its index.
+    """Return one sink for each engine, by the engine's index.
 
     Args:
         label_names: the engine's own labels; ours (``op``, ``le``, ``reason``) come after them.
-        label_values: engine index to a value for each of them.
+        label_values: maps each engine's index to its label values.
         counter: makes a counter, as ``counter(name, documentation, labelnames)``: the class of an engine that
             wraps Prometheus (under Ray, for example), or ``functools.partial(Counter, registry=...)``.
-            ``None``: ``prometheus_client.Counter``, in the global registry. Later calls with the same one use
-            the same counters.
+            ``None``: ``prometheus_client.Counter``, in the global registry. Later calls with the same
+            function use the same counters.
 
     Raises:
-        ConfigError: a label is one of kvplug's, an engine's values do not fit, or ``counter`` has made
-            kvplug's counters with other labels; every fault.
+        ConfigError: a label is one of kvplug's, an engine's number of values is wrong, or ``counter`` has
+            made kvplug's counters with other labels. Lists every fault.
         ImportError: prometheus_client is not installed, and no ``counter`` was given.
     """
     names = tuple(label_names)
@@ -135,10 +135,11 @@ def prometheus_sinks(
 
 
 class ConfiguredPrometheusSink(Sink):
-    """The sink ``sinks = ["prometheus"]`` of a config: the global registry, with the labels of ``emit``.
+    """The sink of ``sinks = ["prometheus"]`` in a config: it uses the global registry and the labels of
+    ``emit``.
 
-    An exporter of that registry (an engine's own, ``prometheus_client.start_http_server``) exports these
-    counters too.
+    An exporter of that registry, such as an engine's own or ``prometheus_client.start_http_server``, exports
+    these counters too.
 
     Raises:
         ConfigError: prometheus_client is not installed.

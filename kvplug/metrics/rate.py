@@ -1,14 +1,14 @@
-"""Whether a pipe or a store carries far less than its transport claims, or than it carried before.
+"""Detects pipes and stores that are far slower than their transport claims or than they were before.
 
-Of a pipe only the sends are measured, by the end that sends: a receive also lasts while the peer has nothing
-to send yet. What is not the path's fault is left out as far as it can be seen: waiting behind earlier
-messages of the same pipe, other transfers of this process at the same time, and a host with more runnable
-threads than processors. One fast batch ends a suspicion.
+Only a pipe's sends are measured, by the sending end: a receive also waits until the peer has something to
+send. Delays that are not the path's fault are left out where they can be detected: waiting behind earlier
+messages of the same pipe, concurrent transfers of this process, and a host with more runnable threads than
+processors. One fast batch ends a suspicion.
 
-A store claims no rate, and its caches, its load and the number of requests under way change its rate several
-times over. So it is compared with the best that it has kept up, and only a twentieth of that is slow. Two
-things make a store look faster than it is, and count for a bounded rate: a put of pages that are held moves
-nothing, and a disk's pages come out of the page cache.
+A store claims no rate, and its caches, its load and the number of concurrent requests change its rate several
+times over. So it is compared with the best rate that it has sustained, and counts as slow only below a
+twentieth of it. Two things make a store look faster than it is, so the rates that they give are capped: a put
+of pages that the store holds moves nothing, and a disk's pages may come from the page cache.
 """
 
 from __future__ import annotations
@@ -27,36 +27,38 @@ import attrs
 from kvplug.transport.capabilities import Capabilities
 
 CLAIM_FACTOR: Final = 10
-"""A path is slow that needs this many times as long as its transport claims."""
+"""A path is slow if it takes this many times as long as its transport claims."""
 HISTORY_FACTOR: Final = 5
-"""A pipe is slow that needs this many times as long as the median of what it did before."""
+"""A pipe is slow if it takes this many times as long as its earlier median."""
 STORE_FACTOR: Final = 20
-"""A store is slow that needs this many times as long as it did before."""
+"""A store is slow if it takes this many times as long as before."""
 REFUSED_S: Final = 60.0
-"""A store that is refused is tried again after so long."""
+"""A refused store is tried again after this time."""
 
 _LEAST_BYTES: Final = 1 << 20
-"""Smaller messages depend on the latency more than on the path, and are not measured."""
+"""Smaller messages are not measured, because their time depends more on latency than on the path."""
 _BATCH_BYTES: Final = 8 << 20
-"""Transfers are judged in batches of so much, so that what a socket buffers does not count as fast."""
+"""Transfers are judged in batches of this size, so that bytes buffered by a socket do not count as fast."""
 _BATCH_S: Final = 0.25
-"""A batch ends after so much time too: of a very slow path."""
+"""A batch also ends after this time, on a very slow path."""
 _SLOW_BATCHES: Final = 8
 _SLOW_S: Final = 3.0
-"""So many batches in a row are slow, and take at least so many seconds, before an alarm. Time between them
+"""An alarm needs this many slow batches in a row, which take at least this many seconds. Time between them
 does not count: a few messages an hour, each late by some milliseconds, do not deserve a warning."""
 _HISTORY: Final = 64
 _LEAST_HISTORY: Final = 16
-"""Batches that were not slow: the latest ones, and how many it takes to compare with."""
+"""The history holds the latest ``_HISTORY`` batches that were not slow; comparing needs
+``_LEAST_HISTORY``."""
 _MOST_LOAD: Final = 16.0
-"""A host that is busier than so many threads for each processor is not excused for more."""
+"""A higher load of the host, in runnable threads per processor, does not excuse more."""
 _MOST_PUT_GB_PER_S: Final = 2.0
 _MOST_DISK_GB_PER_S: Final = 1.0
-"""What was faster than this counts as this fast in the history of puts, and of a disk."""
+"""Higher rates count as these rates in the history of puts and of disks."""
 _MOST_RATES: Final = 32
-"""Sizes of pages, for gets and puts. A process has as many as its models have groups of layers."""
+"""The most page sizes measured, for gets and puts together. A process has as many as its models have groups
+of layers."""
 _NOT_MEASURED: Final = frozenset({"cancelled", "closed", "store_gone"})
-"""A request with such a result ended early, so its time says nothing."""
+"""A request with such a result ended early, so its time is meaningless."""
 _SHARES: Final = {HISTORY_FACTOR: "a fifth", CLAIM_FACTOR: "a tenth", STORE_FACTOR: "a twentieth"}
 _TASKS: Final = Path("/proc/self/task")
 
@@ -65,18 +67,18 @@ StoreOp = Literal["get", "put"]
 
 @attrs.frozen(kw_only=True)
 class SlowRate:
-    """What was measured of a slow path, and what it was compared with. Rates are in 10^9 bytes per second."""
+    """The measured rate of a slow path, and the expected rate. Rates are in 10^9 bytes per second."""
 
     gb_per_s: float
     expected_gb_per_s: float
-    """The claim; or what the path carried before."""
+    """The claimed rate, or the path's earlier rate."""
     factor: int = CLAIM_FACTOR
-    """How many times slower than expected is slow."""
+    """How many times slower than expected counts as slow."""
     is_claim: bool = True
-    """Whether the transport claims what was expected."""
+    """Whether the expected rate is the transport's claim."""
     nbytes: int = 0
     seconds: float = 0.0
-    """Of the transfers that were measured; 0: the transport measured it when the pipe began."""
+    """Time of the measured transfers; 0: the transport measured the rate when the pipe began."""
 
     def __str__(self) -> str:
         moved = f"{self.nbytes >> 20} MiB in {self.seconds:.3g} s" if self.nbytes else "at its start"
@@ -89,13 +91,13 @@ class SlowRate:
 
 @attrs.define(eq=False)
 class _Usual:
-    """The rates of batches that were not slow, of messages of one order of size."""
+    """The rates of batches that were not slow, for one order of message sizes."""
 
     rates: deque[float] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
     since: int = 0
-    """How many came after ``gb_per_s`` was computed."""
+    """How many rates came after ``gb_per_s`` was computed."""
     gb_per_s: float = 0.0
-    """0: there are too few."""
+    """The median; 0 while there are too few rates."""
 
     def note(self, rate: float, *, keeps_best: bool) -> None:
         self.rates.append(rate)
@@ -114,7 +116,7 @@ class _Batch:
 
 @attrs.define(eq=False)
 class _Streak:
-    """Slow batches in a row. Of the best one: how many times slower it was than it should be."""
+    """Slow batches in a row. ``of_claim`` and ``of_usual``: how many times too slow the best of them was."""
 
     batches: int = 0
     nbytes: int = 0
@@ -124,7 +126,7 @@ class _Streak:
 
 
 class Rate:
-    """The rate of the transfers over one path. Thread-safe; its memory does not grow with use."""
+    """Measures the transfer rate over one path. Thread-safe; its memory does not grow with use."""
 
     def __init__(
         self,
@@ -137,10 +139,10 @@ class Rate:
     ) -> None:
         """
         Args:
-            claim: what the transport claims; ``None``: only the history counts.
-            factor: how many times slower than its history a path is slow.
-            keeps_best: whether the history is the best median there was, not that of the latest batches.
-            most_gb_per_s: what was faster counts as this fast in the history.
+            claim: the transport's claim; ``None``: only the history counts.
+            factor: how many times slower than its history a path must be to count as slow.
+            keeps_best: compare with the best median so far instead of the median of the latest batches.
+            most_gb_per_s: higher rates count as this rate in the history.
             on_known: called once with this rate, when :attr:`is_known` becomes true.
         """
         self._claim = claim
@@ -150,12 +152,12 @@ class Rate:
         self._lock = threading.Lock()
         self._batch, self._streak = _Batch(), _Streak()
         self._usual: dict[int, _Usual] = {}
-        """By the mean size of a batch's messages, to a power of four: where each message has a latency of its
-        own, small ones are slower, and that is not a fault."""
+        """By the mean size of a batch's messages, to a power of four. Where each message has its own latency,
+        small messages are slower without any fault."""
         self._alarmed = False
         self._on_known = on_known
         self.is_known = False
-        """Whether there is something to remember: a batch was judged, or an alarm was given."""
+        """Whether there is something to remember: a batch has been judged, or an alarm given."""
 
     def _note_known(self) -> None:
         if not self.is_known:
@@ -164,8 +166,8 @@ class Rate:
                 self._on_known(self)
 
     def add(self, nbytes: int, seconds: float) -> SlowRate | None:
-        """One transfer took ``seconds``, its share of the time in which others were under way as well.
-        Returns what to warn of, if anything."""
+        """Add a transfer that took ``seconds``, its share of the time that concurrent transfers took. Returns
+        a slow rate to warn of, or ``None``."""
         with self._lock:
             batch = self._batch
             batch.count += 1
@@ -177,7 +179,7 @@ class Rate:
             return self._judge(batch)
 
     def is_first_alarm(self) -> bool:
-        """Whether this is called for the first time: a path is warned of once."""
+        """Whether this is the first call, since each path gets one warning."""
         with self._lock:
             first, self._alarmed = not self._alarmed, True
             self._note_known()
@@ -205,8 +207,8 @@ class Rate:
         if streak.batches < _SLOW_BATCHES or streak.seconds < _SLOW_S:
             return None
         self._streak = _Streak()
-        # The best batch has to be slow on an idle host as well. Squared: a busy host keeps both ends waiting,
-        # and each piece of a message waits for both.
+        # The best batch must be slow by an idle host's standards too. The load is squared, since a busy host
+        # keeps both ends waiting and each piece of a message waits for both.
         excuse = min(max(1.0, host_load()), _MOST_LOAD) ** 2
         if self._claim is not None and streak.of_claim > CLAIM_FACTOR * excuse:
             expected, factor, is_claim = self._claim.gb_per_s, CLAIM_FACTOR, True
@@ -225,16 +227,16 @@ class Rate:
 
 
 class SharedTime:
-    """Time that is divided among those who use something at the same time: while ``n`` do, it passes ``n``
-    times more slowly. What one of them took of it is what it would have taken alone. Thread-safe."""
+    """Time divided among concurrent users: while there are ``n``, it passes ``n`` times more slowly. Its
+    difference over one use is the time that this use would have taken alone. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler may abort a pipe
+        self._lock = threading.RLock()  # a signal handler may abort a pipe
         self._users = 0
         self._until = self._time = 0.0
 
     def at(self, now: float, users: int = 0) -> float:
-        """The shared time at ``now``, from when on ``users`` more use it (-1: one fewer)."""
+        """Return the shared time at ``now``, and add ``users`` to its users from then on (-1: one fewer)."""
         with self._lock:
             if now > self._until:
                 if self._users:
@@ -245,12 +247,12 @@ class SharedTime:
 
 
 _sending = SharedTime()
-"""Of the pipes of this process that send large messages."""
+"""Shared by the pipes of this process that are sending large messages."""
 os.register_at_fork(after_in_child=_sending.__init__)  # type: ignore[misc]
 
 
 class LargeSend(NamedTuple):
-    """A send that is measured, and under way."""
+    """A measured send in progress."""
 
     number: int
     began: float
@@ -259,14 +261,14 @@ class LargeSend(NamedTuple):
 
 
 Sending = LargeSend | int
-"""A send that is under way; of one that is not measured only its number is known."""
+"""A send in progress; only a number for a send that is not measured."""
 
 
 class PathWatch:
     """Measures the large sends of one pipe, and keeps an alarm until the next call on the pipe.
 
-    ``alarm(found)`` is called in that call's thread: it may take a moment, and transfers end in threads of
-    the transport. It returns the error with which the pipe is refused from then on, or ``None``.
+    ``alarm(found)`` is called in the thread of that call, because it may take a moment and transfers end in
+    the transport's threads. It returns an error to refuse the pipe with from then on, or ``None``.
     """
 
     def __init__(self, rate: Rate, alarm: Callable[[SlowRate], Exception | None]) -> None:
@@ -275,20 +277,20 @@ class PathWatch:
         self._lock = threading.RLock()
         self._number = 0
         self._large: deque[int] = deque()
-        """The numbers of the large sends that are under way."""
+        """The numbers of the large sends in progress."""
         self._ended = 0.0
-        """When the latest message ended that was not sent after a large one that is under way."""
+        """When the latest message ended, leaving out messages sent after a large one still in progress."""
         self._found: SlowRate | None = None
         self._refusal: Exception | None = None
         self.due = False
-        """There is an alarm to give, or the pipe is refused."""
+        """Whether an alarm must be given, or the pipe is refused."""
 
     def __del__(self) -> None:
         if self._large:
             _sending.at(time.perf_counter(), -1)
 
     def begin(self, nbytes: int, now: float) -> Sending:
-        """A message is going to be sent."""
+        """Note that a message is about to be sent."""
         if nbytes < _LEAST_BYTES:
             self._number += 1
             return self._number
@@ -299,7 +301,7 @@ class PathWatch:
             return LargeSend(self._number, now, shared)
 
     def end(self, sending: Sending, nbytes: int, now: float) -> None:
-        """It has succeeded; with no bytes: it has failed."""
+        """Note that the send has succeeded, or, if ``nbytes`` is 0, failed."""
         if isinstance(sending, int):
             if self._large:
                 with self._lock:
@@ -322,7 +324,7 @@ class PathWatch:
                 self._found, self.due = found, True
 
     def take_alarm(self) -> Exception | None:
-        """Give the alarm that is due; returns the error with which the pipe is refused, if it is."""
+        """Give the alarm that is due. Returns the error with which the pipe is refused, or ``None``."""
         with self._lock:
             found, self._found = self._found, None
         refusal = self._alarm(found) if found is not None else None
@@ -332,7 +334,7 @@ class PathWatch:
             return self._refusal
 
     def close(self) -> None:
-        """The pipe is closed, not in a signal's handler: give the alarm that is due."""
+        """Give the alarm that is due when the pipe closes. Not for a signal handler."""
         if self._found is not None:
             self.take_alarm()
 
@@ -347,15 +349,15 @@ class _Direction:
 class StoreWatch:
     """Measures the gets and puts of one opened store, and keeps an alarm until the next request.
 
-    ``alarm(op, found)`` is called once for each direction, in a thread of the store's user; requests end in
-    threads of the store. Thread-safe; its memory does not grow with use.
+    ``alarm(op, found)`` is called once for each direction, in a thread of the store's user, because requests
+    end in the store's threads. Thread-safe; its memory does not grow with use.
     """
 
     def __init__(self, medium: str, alarm: Callable[[StoreOp, SlowRate], None], *, refuses: bool) -> None:
         """
         Args:
-            medium: the store's (see ``Store.medium``).
-            refuses: whether a direction that is slow is not used for :data:`REFUSED_S`.
+            medium: the store's medium (see ``Store.medium``).
+            refuses: whether to refuse a slow direction for :data:`REFUSED_S`.
         """
         self._disk = medium == "disk"
         self._alarm = alarm
@@ -366,11 +368,11 @@ class StoreWatch:
         self._directions: dict[StoreOp, _Direction] = {"get": _Direction(), "put": _Direction()}
 
     def begin(self, now: float) -> float:
-        """A request is going to be made. Returns what :meth:`end` needs."""
+        """Note that a request is about to be made. Returns the shared time, which :meth:`end` needs."""
         return self._shared.at(now, 1)
 
     def end(self, op: StoreOp, shared: float, now: float, page_nbytes: int, results: Sequence[Any]) -> None:
-        """It has ended, with these results."""
+        """Note that a request has ended with these results."""
         seconds = self._shared.at(now, -1) - shared
         kept = results.count(None)
         nbytes = page_nbytes * kept
@@ -392,7 +394,7 @@ class StoreWatch:
             return self._rates.setdefault((op, page_nbytes), made)
 
     def is_refused(self, op: StoreOp) -> bool:
-        """Whether a request of this direction is refused now. Gives the alarm that is due."""
+        """Whether requests of this direction are refused now. Gives the alarm that is due."""
         direction = self._directions[op]
         now = time.monotonic()
         if direction.found is not None:
@@ -407,14 +409,14 @@ class StoreWatch:
         return now < direction.refused_until
 
     def close(self) -> None:
-        """The store is closed: give the alarms that are due."""
+        """Give the alarms that are due when the store closes."""
         self.is_refused("get")
         self.is_refused("put")
 
 
 def host_load() -> float:
-    """How many runnable threads there are for each processor: of this host, or, where this process may use
-    only some of its processors, of this process, whichever is more."""
+    """Return the number of runnable threads per processor on this host. If this process may use only some of
+    the processors, return its own number instead if that is higher."""
     host = os.cpu_count() or 1
     ours = len(os.sched_getaffinity(0))
     try:
@@ -426,18 +428,18 @@ def host_load() -> float:
             runnable = max(runnable, int(figures.read().split()[3].partition("/")[0]) - 1)
     except (OSError, ValueError, IndexError):
         pass
-    # Those figures are of all processors. Divided by a few, they would excuse a pinned process for anything.
+    # Those figures count all processors. Divided by a few, they would excuse a pinned process for anything.
     return max(runnable / host, _num_running() / ours if ours < host else 0.0)
 
 
 def _num_running() -> int:
-    """Threads of this process that run or could run, without this one."""
+    """Count the threads of this process that run or could run, except the calling one."""
     running = -1
     try:
         for task in _TASKS.iterdir():
             try:
                 running += (task / "stat").read_text().rpartition(") ")[2].startswith("R")
-            except OSError:  # it has ended
+            except OSError:  # the thread has ended
                 continue
     except OSError:
         return 0

@@ -10,34 +10,35 @@ from kvplug import errors
 
 
 class Op(enum.StrEnum):
-    """Counted operations. ``docs/reference/metrics.md`` says what the duration of each includes."""
+    """Counted operations. ``docs/reference/metrics.md`` describes what the duration of each includes."""
 
     SEND = "send"
     """One message through a pipe, from ``send_tensor`` to the end of its transfer."""
     RECV = "recv"
-    """One message out of a pipe, in ``recv_tensor``: the wait for the peer included."""
+    """One message out of a pipe, in ``recv_tensor``, including the wait for the peer."""
     SAVE = "save"
     """One request's KV, from the first block gathered until it is stored or sent."""
     LOAD = "load"
     """One request's KV, from asking for it until it is in the cache."""
     MATCH = "match"
-    """One request that asks how many tokens are held elsewhere; ``tokens`` is the first answer."""
+    """One query for how many of a request's tokens are held elsewhere; ``tokens`` is the first answer."""
     LOOKUP = "lookup"
-    """One key asked for at a store. A page that is not there counts under the reason ``absent``."""
+    """One key looked up in a store. A missing page counts under the reason ``absent``."""
     GET = "get"
-    """One page out of a store, until it is verified and in the caller's memory."""
+    """One page from a store, until it is verified and in the caller's memory."""
     PUT = "put"
-    """One page into a store, until it is held."""
+    """One page to a store, until the store holds it."""
     COPY = "copy"
-    """One page from one store of an engine into another: behind a save, or up after a load."""
+    """One page copied between an engine's stores: to a lower one after a save, or to a higher one after a
+    load."""
     EVICT = "evict"
-    """One page that an engine's own store gave up to make room for another."""
+    """One page that an engine's own store dropped to make room for another."""
     HANDSHAKE = "handshake"
-    """One agreement with a peer, from the proven connection on."""
+    """One agreement with a peer, measured from the proven connection."""
     MEMBERS = "members"
-    """One round with a directory of engines: this one is announced, and the others are listed."""
+    """One exchange with a directory of engines: this engine is announced, and the others are listed."""
     HINT = "hint"
-    """One hint that an engine's orchestrator gave with a request: to fetch KV, or to keep it."""
+    """One hint from an engine's orchestrator with a request: to fetch KV, or to keep it."""
     OTHER = "other"
     """An operation of a newer plugin that this core does not know."""
 
@@ -46,57 +47,58 @@ class Reason(enum.StrEnum):
     """Why something failed."""
 
     EXPIRED = "expired"
-    """A lease or a ticket was over its time."""
+    """A lease or a ticket had expired."""
     REFUSED = "refused"
-    """One end did not want it: not proven, not agreed on, not a tensor that it takes."""
+    """One end refused: the peer was not proven, nothing was agreed on, or the tensor was not acceptable."""
     CORRUPT = "corrupt"
-    """What arrived is not what was sent: a hash differs, or bytes are not a message."""
+    """The received bytes differ from the sent ones: a hash differs, or the bytes are not a message."""
     TRANSPORT = "transport"
-    """The transport failed in a way that has no better name."""
+    """The transport failed for a reason that is not listed here."""
     TIMEOUT = "timeout"
-    """It was not done by its deadline."""
+    """The operation missed its deadline."""
     STALLED = "stalled"
-    """Nothing of it came for too long, though its peer lives."""
+    """No bytes arrived for too long, although the peer is alive."""
     SLOW = "slow"
-    """It carried far less than its transport claims, or than before, and the config refuses that."""
+    """The path was far slower than its transport claims, or than before, and the config refuses slow
+    paths."""
     PEER_GONE = "peer_gone"
     """The other process died or closed, or counts as dead after a silence."""
     NO_ROOM = "no_room"
-    """There was no room for it in time."""
+    """No room became free in time."""
     EXHAUSTED = "exhausted"
-    """The process or its host had no free descriptor, thread, memory or space for it."""
+    """The process or its host ran out of descriptors, threads, memory or space."""
     GONE = "gone"
-    """The entry was there when it was promised, and was not when it was fetched."""
+    """The entry existed when it was promised, but not when it was fetched."""
     TOO_LARGE = "too_large"
-    """It is larger than the whole budget it would have to fit into."""
+    """The data is larger than the whole budget."""
     CLOSED = "closed"
-    """This end was closed or aborted while it was under way."""
+    """This end was closed or aborted during the operation."""
     ABSENT = "absent"
     """The store does not have the page."""
     EVICTED = "evicted"
-    """The page was there, and its memory was used again before it was read."""
+    """The page's memory was reused before the page was read."""
     UNREADABLE = "unreadable"
-    """What is there under the page's key cannot be read, or not be replaced."""
+    """The entry under the page's key cannot be read, or cannot be replaced."""
     FORMAT = "format"
-    """What is stored there has another format, version or protection."""
+    """The stored entry has another format, version or protection."""
     IDENTITY = "identity"
-    """What is stored there is the page of other tokens."""
+    """The stored entry is the page of other tokens."""
     FORGED = "forged"
     """The proof of a page or an announcement was not made with the secret."""
     CANCELLED = "cancelled"
-    """The caller needed it no more."""
+    """The caller no longer needed the result."""
     STORE_GONE = "store_gone"
     """The store cannot be reached, or failed."""
     READ_ONLY = "read_only"
     """The store cannot be written to from here."""
     NO_MEMORY = "no_memory"
-    """This process had no memory for it."""
+    """This process did not have enough memory."""
     NOT_WORTH_IT = "not_worth_it"
-    """Loading it would have taken longer than computing it."""
+    """Loading the KV would have taken longer than computing it."""
     IGNORED = "ignored"
-    """It is allowed to do nothing about it, and nothing was done."""
+    """The request may be ignored, and was."""
     OTHER = "other"
-    """None of these."""
+    """Any other reason."""
 
 
 _BY_ERROR: Final[Mapping[type, Reason]] = {
@@ -120,14 +122,14 @@ _BY_ERROR: Final[Mapping[type, Reason]] = {
     ConnectionError: Reason.PEER_GONE,
     OSError: Reason.TRANSPORT,
 }
-"""The reason of each class of errors, and of its subclasses that are not listed."""
+"""The reason for each class of errors and for its unlisted subclasses."""
 
 
 def reason_of(error: BaseException) -> Reason:
-    """The reason under which a failure with this error is counted.
+    """Return the reason under which a failure with this error is counted.
 
-    ``expired`` and ``no_room`` have no error of their own: the caller passes them. ``no_room`` is, for
-    example, a timeout of ``insert``.
+    ``expired`` and ``no_room`` do not have errors of their own, so the caller passes them. A timeout of
+    ``insert``, for example, is ``no_room``.
     """
     found = (_BY_ERROR[kind] for kind in type(error).__mro__ if kind in _BY_ERROR)
     return next(found, Reason.OTHER)

@@ -1,4 +1,4 @@
-"""The only instrumented place: what pipes and stores carry, counted and measured."""
+"""Counts and measures the traffic of pipes and stores. Only this module is instrumented."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ _J = TypeVar("_J", bound=Job[Any])
 
 
 class PipeRecorder:
-    """Counts what passes through one pipe, and measures what it sends.
+    """Counts the messages through one pipe, and measures its sends.
 
-    A send is timed from the call to the end of its transfer, a receive for as long as the call takes,
-    so with the wait for the peer. Each failed transfer is counted once, with its reason. A receive
-    that times out, meets a closed pipe or a peer that has closed its end, does not fit, or comes at the
-    same time as another is no failed transfer: the message stays, or there is none, and the caller knows
-    what that means.
+    A send is timed from the call to the end of its transfer. A receive is timed for the duration of the call,
+    including the wait for the peer. Each failed transfer is counted once, with its reason. A receive does not
+    count as failed if it times out, the pipe or the peer's end is closed, the message does not fit, or
+    another receive is running: no message is lost, and the caller can interpret the error.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class PipeRecorder:
         watch: PathWatch | None = None,
     ) -> None:
         """``on_end(may_wait)`` is called once, when this end closes or aborts the pipe. ``watch`` measures
-        the sends; ``None``: they are not compared with anything."""
+        the sends; ``None``: the sends are not measured."""
         self.stats = stats
-        """The figures of this pipe, and of others that share them."""
+        """The figures of this pipe, and of other pipes that share them."""
         self.watch = watch
         self._on_end = on_end
 
@@ -56,7 +55,7 @@ class PipeRecorder:
             self._give_alarm(pipe, watch)
         try:
             sent = nbytes()
-        except Exception:  # these are not tensors: the pipe raises that
+        except Exception:  # these are not tensors; the pipe will raise that error
             sent = 0
         started = time.perf_counter()
         sending = None if watch is None else watch.begin(sent, started)
@@ -98,10 +97,10 @@ class PipeRecorder:
         return received
 
     def _give_alarm(self, pipe: Pipe, watch: PathWatch) -> None:
-        """Give the alarm of the path that is due; end the pipe if it is refused.
+        """Give the path's alarm that is due, and abort the pipe if it is refused.
 
         Raises:
-            SlowPathError: it is refused, now or since an earlier call.
+            SlowPathError: the pipe is refused, now or since an earlier call.
         """
         refusal = watch.take_alarm()
         if refusal is not None:
@@ -111,7 +110,7 @@ class PipeRecorder:
             raise refusal
 
     def ended(self, *, may_wait: bool) -> None:
-        """This end was closed or, where it may not wait, aborted."""
+        """Note that this end was closed or, if it may not wait, aborted."""
         if self.watch is not None and may_wait:
             self.watch.close()
         on_end, self._on_end = self._on_end, None
@@ -122,17 +121,17 @@ class PipeRecorder:
 class StoreRecorder:
     """Counts the requests to one store, and measures its gets and puts.
 
-    Each page counts once, when its job is done, with the time since it was asked for.
+    Each page counts once, when its job is done, with the time since the request.
     """
 
     def __init__(self, stats: TransferStats, watch: StoreWatch | None) -> None:
-        """``watch``: measures; ``None``: what the store gives and takes is compared with nothing."""
+        """``watch`` measures the gets and puts; ``None``: they are not measured."""
         self.stats = stats
-        """The figures of this store, and of others that share them."""
+        """The figures of this store, and of other stores that share them."""
         self._watch = watch
 
     def refuses(self, op: StoreOp) -> bool:
-        """Whether the store is too slow for such requests now. An alarm that is due is given."""
+        """Whether the store is too slow for such requests now. Gives the alarm that is due."""
         return self._watch is not None and self._watch.is_refused(op)
 
     def record(self, op: Literal["lookup", "get", "put"], page_nbytes: int, submit: Callable[[], _J]) -> _J:
@@ -165,6 +164,6 @@ class StoreRecorder:
         return job
 
     def close(self) -> None:
-        """The store is closed: give the alarms that are due."""
+        """Give the alarms that are due when the store closes."""
         if self._watch is not None:
             self._watch.close()

@@ -1,4 +1,4 @@
-"""Sinks of metrics: each is called periodically with what is new since its last call, never per transfer."""
+"""Sinks of metrics. Each is called periodically with the changes since its last call, never per transfer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplug.net.threads import BackgroundThread
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-"""How long a sink may keep the end of a connector waiting."""
+"""How long a sink may delay the closing of a connector."""
 _NAMED_LINES: Final = {
     "routes": "%s pipes: %d opened over %s",
     "slow_paths": "%s slow paths: %d by %s",
@@ -22,36 +22,37 @@ _NAMED_LINES: Final = {
     "slow_puts": "%s slow stores: %d, saves to %s",
     "not_held": "%s not held: %d pages by %s",
 }
-"""What is logged of the counts by name."""
+"""Log lines for the counts by name."""
 
 
 class Sink(abc.ABC):
     """Shows, stores or sends metrics.
 
-    Called from one thread at a time, outside every lock of kvplug. Its first exception is logged, and all are
-    ignored otherwise: metrics never make a transfer fail.
+    Called from one thread at a time, without holding any kvplug lock. The first exception is logged, and all
+    exceptions are otherwise ignored: metrics never make a transfer fail.
     """
 
     @abc.abstractmethod
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-        """``snapshot``: what was counted since the last call (see :mod:`kvplug.metrics.stats`), never empty.
+        """Process ``snapshot``: the counts since the last call (see :mod:`kvplug.metrics.stats`), never
+        empty.
 
         ``labels``: the source of the metrics: ``connector`` (empty for a plain pipe), ``side``
         (``"scheduler"``, ``"worker"`` or ``"pipe"``), ``role``, ``rank`` and ``engine_id``.
         """
 
     def close(self) -> None:  # noqa: B027 - a sink may have nothing to close
-        """Give up sockets and files, after the last :meth:`emit`. kvplug calls it once, for the sinks that a
-        config names; a sink that a program made is its own to close. Default: nothing.
+        """Close sockets and files, after the last :meth:`emit`. kvplug calls this once for each sink that a
+        config names. A program closes the sinks that it made. Does nothing by default.
         """
 
 
 class LogSink(Sink):
-    """One line for each operation that was counted, for each route that pipes were opened over, and for each
-    transport with slow paths, each slow store, and each source that did not hold what it was asked for."""
+    """Logs one line for each counted operation, each route of opened pipes, each transport with slow paths,
+    each slow store, and each source that did not hold requested pages."""
 
     def __init__(self, options: object = None) -> None:
-        """Made for ``sinks = ["log"]`` of a config; it takes no options."""
+        """Create the sink of ``sinks = ["log"]`` in a config. It takes no options."""
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         who = " ".join(f"{name}={value}" for name, value in labels.items())
@@ -85,9 +86,9 @@ class HookSink(Sink):
 
 
 class Reporter:
-    """Calls every sink with what is new, each ``interval_s`` seconds and once more at the end.
+    """Calls every sink with the new counts every ``interval_s`` seconds, and once more at the end.
 
-    Its thread exists only while there are sinks and it is open; without sinks it costs nothing.
+    Its thread exists only while the reporter is open and has sinks. Without sinks it costs nothing.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Reporter:
         owned: Sequence[Sink] = (),
         interval_s: float = 10.0,
     ) -> None:
-        """``owned``: sinks that are called like ``sinks``, and closed at the end."""
+        """``owned`` sinks are called like ``sinks``, and closed at the end."""
         self._sinks = (*owned, *sinks)
         self._owned = tuple(owned)
         self._labels = dict(labels or {})
@@ -114,7 +115,7 @@ class Reporter:
             self._thread.start()
 
     def emit(self) -> None:
-        """Call every sink with what is new, now."""
+        """Call every sink with the new counts now."""
         with self._emitting:
             snapshot = self._reader.take() if self._sinks else None
             if snapshot is None:
@@ -125,16 +126,18 @@ class Reporter:
                     self._broken.discard(id(sink))
                 except Exception:
                     if id(sink) not in self._broken:
-                        _log.warning("metrics sink %r fails; this is logged once", sink, exc_info=True)
+                        _log.warning(
+                            "metrics sink %r failed; logged once until it works again", sink, exc_info=True
+                        )
                     self._broken.add(id(sink))
 
     def end(self) -> None:
-        """As :meth:`close`, without waiting: the thread does it. Blocks nowhere."""
+        """As :meth:`close`, but let the thread do it. Never blocks."""
         self._closed.set()
 
     def close(self) -> None:
-        """Emit the last figures, close the sinks that are owned, and end the thread. Idempotent; waits for
-        the sinks, at most five seconds.
+        """Emit the last figures, close the owned sinks, and end the thread. Idempotent. Waits for the sinks
+        for at most five seconds.
         """
         self._closed.set()
         thread = self._thread
@@ -153,4 +156,4 @@ class Reporter:
             try:
                 sink.close()
             except Exception:
-                _log.warning("closing the metrics sink %r fails", sink, exc_info=True)
+                _log.warning("closing the metrics sink %r failed", sink, exc_info=True)

@@ -9,12 +9,12 @@ A *snapshot* is plain, so that any engine can carry it between processes in any 
      "slow_gets": {"redis": 1},
      "not_held": {"peer 10.0.0.5:29555": 12}}
 
-``buckets[i]`` counts what took no longer than ``BOUNDS_S[i]`` (and longer than the bound before); the
-last one, what took longer than every bound. ``routes`` counts the pipes that were opened, by what carries
-their bytes; it is absent without pipes whose transport says so. ``slow_paths`` counts the peers to which a
-transport carries far less than it should; ``slow_gets`` and ``slow_puts`` the stores that give, or take, far
-less than before. ``not_held`` counts the pages of prompts that a source was asked for and does not hold, by
-source. Each is absent without. Only what was counted is in a snapshot.
+``buckets[i]`` counts the operations that took at most ``BOUNDS_S[i]`` and longer than the bound before; the
+last bucket counts those that took longer than every bound. ``routes`` counts the opened pipes by the route of
+their bytes, if their transport states one. ``slow_paths`` counts, by transport, the peers to which it is far
+slower than it should be. ``slow_gets`` and ``slow_puts`` count the stores whose gets or puts are far slower
+than before. ``not_held`` counts, by source, the prompt pages that the source was asked for and does not hold.
+A snapshot leaves out every part without counts, except ``ops`` and ``failures``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0
 """Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
 
 _MAX_NAMES: Final = 64
-"""More routes, or transports or stores that are slow, are counted as "other": each is a series of its own."""
+"""Further routes and slow transports or stores are counted as "other", because each name is a separate
+series."""
 _NAME_CHARS: Final = 200
 _OPS: Final = frozenset(Op)
 _REASONS: Final = frozenset(Reason)
@@ -47,7 +48,7 @@ _BUCKETS: Final = len(BOUNDS_S) + 1
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Counts = dict[str, _Count]
 _Named = Literal["routes", "slow_paths", "slow_gets", "slow_puts", "not_held"]
-"""Counts by a name that is not of a closed set."""
+"""Counts by names that are not from a closed set."""
 
 
 @attrs.define(eq=False)
@@ -68,7 +69,7 @@ class _Figures:
 
 
 class _Figured(msgspec.Struct, eq=False, omit_defaults=True):
-    """What a snapshot has."""
+    """The content of a snapshot."""
 
     ops: dict[str, _Figures]
     failures: dict[str, _Counts]
@@ -116,7 +117,7 @@ def _positive(counts: _Counts) -> _Counts:
 
 
 class TransferStats:
-    """Counts, bytes, tokens and durations by operation, failures by operation and reason.
+    """Holds counts, bytes, tokens and durations by operation, and failures by operation and reason.
 
     Thread-safe: any thread may record and read. The counters only grow.
     """
@@ -125,7 +126,7 @@ class TransferStats:
         self._lock = threading.Lock()
         self._figured = _Figured({}, {})
         self._changes = 0
-        """Grows with everything that is counted."""
+        """Grows with every count."""
         self._reader = StatsReader(self)
 
     # -- counting ------------------------------------------------------------------------------
@@ -133,10 +134,10 @@ class TransferStats:
     def record(
         self, op: str, nbytes: int = 0, seconds: float = 0.0, *, tokens: int = 0, count: int = 1
     ) -> None:
-        """One more ``op`` (see :class:`~kvplug.metrics.reasons.Op`) has succeeded, or ``count`` of them, with
-        these figures each.
+        """Count ``count`` more successes of ``op`` (see :class:`~kvplug.metrics.reasons.Op`), with these
+        figures each.
 
-        What this core does not know is counted as "other": a plugin never adds a series.
+        An unknown operation is counted as "other", so a plugin never adds a series.
         """
         with self._lock:
             self._changes += 1
@@ -148,27 +149,26 @@ class TransferStats:
             figures.buckets[bisect_left(BOUNDS_S, seconds)] += count
 
     def fail(self, op: str, reason: str, *, count: int = 1) -> None:
-        """One more ``op`` has failed, or ``count`` of them, for a reason of
-        :class:`~kvplug.metrics.reasons.Reason`."""
+        """Count ``count`` more failures of ``op`` for a reason of :class:`~kvplug.metrics.reasons.Reason`."""
         with self._lock:
             self._changes += 1
             self._figured.fail(op, reason, count)
 
     def opened(self, route: str) -> None:
-        """One more pipe was opened, and this carries its bytes (see ``Pipe.route``)."""
+        """Count one more opened pipe, whose bytes take this route (see ``Pipe.route``)."""
         self._count("routes", route, 1)
 
     def slow_path(self, transport: str) -> None:
-        """To one more peer ``transport`` carries far less than it claims, or than it did before."""
+        """Count one more peer to which ``transport`` is far slower than it claims, or than before."""
         self._count("slow_paths", transport, 1)
 
     def slow_store(self, op: Literal["get", "put"], store: str) -> None:
-        """Out of one more opened ``store`` (or into it) far less comes than before."""
+        """Count one more opened ``store`` whose gets or puts are far slower than before."""
         self._count("slow_gets" if op == "get" else "slow_puts", store, 1)
 
     def not_held(self, source: str, *, count: int = 1) -> None:
-        """A source of KV (a store, or a peer engine) does not hold one more page that it was asked for, or
-        ``count`` of them."""
+        """Count ``count`` more pages that a source of KV (a store or a peer engine) was asked for and does
+        not hold."""
         self._count("not_held", source, count)
 
     def _count(self, kind: _Named, name: str, count: int) -> None:
@@ -177,7 +177,7 @@ class TransferStats:
             self._figured.name(kind, name, count)
 
     def merge(self, other: TransferStats | StatsSnapshot) -> None:
-        """Add everything another one counted.
+        """Add all counts of other stats or of a snapshot.
 
         Raises:
             ValueError: it is not a snapshot.
@@ -190,21 +190,22 @@ class TransferStats:
     # -- looking -------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything so far, as new plain values."""
+        """Return all counts so far, as new plain values."""
         with self._lock:
             plain: dict[str, Any] = msgspec.to_builtins(self._figured)
         return plain
 
     def take(self) -> dict[str, Any] | None:
-        """What is new since the last ``take``; ``None`` if nothing is. Leaves the figures as they are.
+        """Return the counts since the last ``take``, or ``None`` if there are none. Does not reset the
+        figures.
 
-        For one caller. Other callers use a :class:`StatsReader` each.
+        For one caller only. Each other caller uses its own :class:`StatsReader`.
         """
         return self._reader.take()
 
     @classmethod
     def from_snapshot(cls, snapshot: StatsSnapshot) -> TransferStats:
-        """The stats a snapshot was taken of.
+        """Return stats with the counts of a snapshot.
 
         Raises:
             ValueError: it is not a snapshot.
@@ -215,7 +216,8 @@ class TransferStats:
 
 
 class StatsReader:
-    """One reader's position in the counters: each :meth:`take` returns what is new. One thread at a time."""
+    """One reader's position in the counters: each :meth:`take` returns the new counts. One thread at a
+    time."""
 
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats
@@ -223,7 +225,7 @@ class StatsReader:
         self._changes = 0
 
     def take(self) -> dict[str, Any] | None:
-        """What was counted since the last call, as a snapshot; ``None`` if nothing was."""
+        """Return the counts since the last call as a snapshot, or ``None`` if there are none."""
         if (changes := self._stats._changes) == self._changes:
             return None
         self._changes = changes
@@ -236,7 +238,7 @@ class StatsReader:
 
 
 def _parse(snapshot: StatsSnapshot) -> _Figured:
-    """A copy of a snapshot, with what is not known here under "other".
+    """Return a copy of a snapshot, with unknown operations and reasons under "other".
 
     Raises:
         ValueError: it is not a snapshot.

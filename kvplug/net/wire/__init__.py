@@ -1,10 +1,10 @@
-"""Values as bytes and back, bounded and without running anything that was received.
+"""Encodes values as bytes and decodes them, within bounds and without running anything that was received.
 
 The modules are :mod:`~kvplug.net.wire.frames` (the 16-byte header before every message),
-:mod:`~kvplug.net.wire.values` (a closed list of plain values, their tensors' bytes within or out of band),
-:mod:`~kvplug.net.wire.validate` (what must hold of them before anything is built),
-:mod:`~kvplug.net.wire.records` (messages as attrs classes), :mod:`~kvplug.net.wire.tensors` (what a tensor's
-bytes mean, and those bytes without a copy). The formats are written down in ``docs/reference/wire.md``.
+:mod:`~kvplug.net.wire.values` (a closed list of plain values, with their tensors' bytes in or out of band),
+:mod:`~kvplug.net.wire.validate` (the checks before anything is built), :mod:`~kvplug.net.wire.records`
+(messages as attrs classes), :mod:`~kvplug.net.wire.tensors` (tensors' metadata, and their bytes without a
+copy). ``docs/reference/wire.md`` specifies the formats.
 """
 
 from kvplug.net.wire.frames import HEADER_SIZE, FrameHeader, FrameKind, decode_header, encode_header

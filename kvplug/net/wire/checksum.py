@@ -1,11 +1,11 @@
-"""Integrity: a fast hash of what was gathered, checked in the memory that received it.
+"""Integrity: a fast hash of the gathered bytes, checked in the memory that received them.
 
 It finds corruption (a flipped bit, a truncated or misplaced part); the chance that it misses one is 1 in
 2**64. It does not prove who sent the bytes: a process that can change them can also hash them. The handshake
 proves the sender.
 
-The digest of several buffers is that of their bytes one after the other: where one ends and the next
-begins is not hashed, so shapes must be agreed on otherwise. xxhash releases the interpreter's lock for large
+The digest of several buffers is the digest of their concatenated bytes. The boundaries between the buffers
+are not hashed, so the ends must agree on shapes separately. xxhash releases the interpreter's lock for large
 buffers, so hashing in one thread does not stop the others.
 """
 
@@ -19,16 +19,16 @@ from kvplug.errors import UnsupportedError
 Buffer = bytes | bytearray | memoryview
 
 NAMES: Final = ("xxh3_64", "xxh3_128")
-"""Every name there is, in the order of preference. ``xxh3_64``: 8 bytes, big-endian, seed 0."""
+"""All names, in order of preference. ``xxh3_64``: 8 bytes, big-endian, seed 0."""
 
 
 def available() -> tuple[str, ...]:
-    """The hashes this process can compute, preferred ones first; empty where xxhash is not installed."""
+    """Return the hashes that this process can compute, preferred first; empty if xxhash is not installed."""
     return NAMES if importlib.util.find_spec("xxhash") is not None else ()
 
 
 def digest(name: str, *buffers: Buffer) -> bytes:
-    """The hash of the buffers' bytes, one after the other.
+    """Return the hash of the buffers' concatenated bytes.
 
     >>> digest("xxh3_64", b"key", b"value").hex()
     'a986367d94cda23c'
@@ -36,14 +36,14 @@ def digest(name: str, *buffers: Buffer) -> bytes:
     True
 
     Args:
-        buffers: C-contiguous, of any format; nothing is copied.
+        buffers: C-contiguous buffers of any format; nothing is copied.
 
     Raises:
-        UnsupportedError: no such name, or xxhash is not installed.
+        UnsupportedError: the name is unknown, or xxhash is not installed.
         BufferError: a buffer is not contiguous.
     """
     if name not in NAMES:
-        raise UnsupportedError(f"no checksum is called {name!r}; there are {', '.join(NAMES)}")
+        raise UnsupportedError(f"unknown checksum {name!r}; known are {', '.join(NAMES)}")
     try:
         import xxhash
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""Bytes from one memory into another, without holding up the interpreter's other threads."""
+"""Copies bytes between memories without holding up the interpreter's other threads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def copy_bytes(target: memoryview, source: memoryview, lock_free_bytes: int = LO
     """Fill ``target`` with the bytes of ``source``; both are flat and contiguous.
 
     Raises:
-        ValueError: they have not the same number of bytes.
-        TypeError: ``target`` cannot be written.
+        ValueError: their numbers of bytes differ.
+        TypeError: ``target`` is read-only.
     """
     if source.nbytes != target.nbytes or target.readonly or source.nbytes < lock_free_bytes:
         target[:] = source
@@ -27,26 +27,26 @@ def copy_bytes(target: memoryview, source: memoryview, lock_free_bytes: int = LO
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous view begin, also of one that cannot be written. It must stay alive.
+    """Return the address of a contiguous view's bytes, even if it is read-only. The view must stay alive.
 
     Raises:
         BufferError: the view is not contiguous.
     """
     if not view.readonly and view.nbytes and view.contiguous:
-        return ctypes.addressof(_Byte.from_buffer(view))  # a third of the time
+        return ctypes.addressof(_Byte.from_buffer(view))  # takes a third of the time
     buffer = _Buffer()
-    _get_buffer(view, buffer, _SIMPLE)  # raises BufferError itself
+    _get_buffer(view, buffer, _SIMPLE)  # raises BufferError
     address: int | None = buffer[0]
     _release_buffer(buffer)
     return address or 0
 
 
 _Buffer: Final = ctypes.c_void_p * 16
-"""Room for CPython's ``Py_buffer``, of its stable ABI. Its first word is the address."""
+"""Space for CPython's ``Py_buffer``, which is part of the stable ABI. Its first word is the address."""
 _SIMPLE: Final = 0
 _Byte: Final = ctypes.c_char
-# ctypes itself gives the address of a writable buffer only. By item: what is named as an attribute is one
-# object for all of the process, and so are its argtypes.
+# ctypes itself gives the address of writable buffers only. By item: a function got as an attribute is one
+# object for the whole process, and so are its argtypes.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]

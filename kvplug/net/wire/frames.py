@@ -7,7 +7,7 @@ offset  size  field
 4       1     major version; both ends must have the same
 5       1     minor version; both ends use the lower of the two
 6       1     kind, see :class:`FrameKind`
-7       1     flags, whose meaning belongs to the kind
+7       1     flags, whose meaning depends on the kind
 8       8     length of the payload that follows, in bytes
 ======  ====  =====================================================================
 """
@@ -34,7 +34,7 @@ HEADER_SIZE: Final = _HEADER.size
 
 
 class FrameKind(enum.IntEnum):
-    """What the payload is."""
+    """The kind of the payload."""
 
     VALUE = 1
     """One value, see :mod:`kvplug.net.wire.values`."""
@@ -43,11 +43,12 @@ class FrameKind(enum.IntEnum):
     NONE = 3
     """The message ``None`` of a pipe. No payload."""
     CREDIT = 4
-    """Room given back to a sender; the payload belongs to the transport."""
+    """Buffer space given back to a sender; the transport defines the payload."""
     GOODBYE = 5
     """The sender has closed politely and sends nothing more. No payload."""
     LACK = 6
-    """The sender's process ran out of a resource. A value: which resource, and the reason in words."""
+    """The sender's process ran out of a resource. The payload is a value: the resource, and the reason in
+    words."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
@@ -62,19 +63,19 @@ class FrameHeader:
     length: int
     """Bytes of payload that follow."""
     flags: int
-    """Eight bits, whose meaning belongs to the kind."""
+    """Eight bits, whose meaning depends on the kind."""
     minor: int
     """Minor version of the sender."""
 
 
 def encode_header(kind: FrameKind, length: int, flags: int = 0) -> bytes:
-    """The 16 bytes before a payload of ``length`` bytes.
+    """Return the 16-byte header of a payload of ``length`` bytes.
 
     Raises:
-        ValueError: length or flags do not fit their fields (a fault of the caller).
+        ValueError: ``length`` or ``flags`` does not fit its field (a bug of the caller).
     """
     if not (0 <= length < 1 << 64 and 0 <= flags < 256):
-        raise ValueError(f"length {length} or flags {flags} do not fit a frame's header")
+        raise ValueError(f"length {length} or flags {flags} does not fit a frame's header")
     return _HEADER.pack(MAGIC, MAJOR, MINOR, kind, flags, length)
 
 
@@ -82,8 +83,9 @@ def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> Fr
     """Decode and check the first 16 bytes of ``buf``; later bytes are ignored.
 
     Raises:
-        WireError: too short, not kvplug's, another major version, an unknown kind, or a payload of more
-            than ``max_length`` bytes. The message names the field, what came and what is allowed.
+        WireError: the header is too short, not kvplug's, of another major version or of an unknown kind, or
+            its payload has more than ``max_length`` bytes. The message names the field, its value and the
+            allowed values.
     """
     try:
         magic, major, minor, kind, flags, length = _HEADER.unpack_from(buf)
@@ -102,5 +104,5 @@ def decode_header(buf: bytes | bytearray | memoryview, *, max_length: int) -> Fr
             f"unknown frame kind {kind}; known are {', '.join(f'{k} ({k.name})' for k in FrameKind)}"
         )
     if length > max_length:
-        raise WireError(f"a {known.name} frame claims {length} bytes, and at most {max_length} are accepted")
+        raise WireError(f"a {known.name} frame claims {length} bytes, but at most {max_length} are accepted")
     return FrameHeader(known, length, flags, minor)

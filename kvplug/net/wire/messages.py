@@ -1,9 +1,9 @@
-"""The prefix that a pipe puts before a tensor's bytes, wherever it puts those.
+"""The prefix that a pipe sends before a tensor's bytes, wherever it puts the bytes.
 
     header (16 bytes) | meta
 
-The header's length counts everything after it. ``None`` has neither meta nor bytes. GOODBYE is the last thing
-that comes of a pipe which was closed politely, where the connection itself does not say so.
+The header's length counts everything after the header. ``None`` has neither meta nor bytes. GOODBYE is the
+last frame of a politely closed pipe whose connection does not itself show this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_LENGTH: Final = 2**56
-"""A bound on what a header may claim; memory is only allocated when ``recv_tensor`` is called."""
+"""A bound on the length in a header. Memory is only allocated when ``recv_tensor`` is called."""
 GOODBYE: Final = encode_header(FrameKind.GOODBYE, 0)
 NONE: Final = encode_header(FrameKind.NONE, 0)
 """The whole message ``None``."""
@@ -38,10 +38,10 @@ SHORTEST_TENSOR_PREFIX: Final = HEADER_SIZE + META_PREFIX_SIZE
 
 @functools.lru_cache(1024)
 def tensor_prefix(dtype: torch.dtype, shape: torch.Size, nbytes: int, flags: int = 0) -> bytes:
-    """What goes before the ``nbytes`` bytes of a tensor; ``flags`` are the transport's.
+    """Return the prefix of a tensor of ``nbytes`` bytes; ``flags`` are the transport's.
 
     Raises:
-        UnsupportedError: the dtype is not carried.
+        UnsupportedError: the dtype is not supported.
     """
     # A pipe sees the same few shapes over and over.
     meta = encode_meta(TensorMeta(dtype_name(dtype), tuple(shape)))
@@ -63,7 +63,7 @@ def message_parts(tensor: torch.Tensor | None) -> list[memoryview]:
 
 @attrs.frozen
 class Announcement:
-    """What a prefix says: a tensor's meta, or ``None``, and the transport's flags."""
+    """A decoded prefix: a tensor's meta, or ``None``, and the transport's flags."""
 
     meta: TensorMeta | None
     flags: int = 0
@@ -72,13 +72,13 @@ class Announcement:
 
 @functools.lru_cache(1024)
 def prefix_size(start: bytes) -> int:
-    """How many bytes a prefix has, as far as ``start`` tells, which is as much of it as has come.
+    """Return a prefix's size in bytes, from its first bytes, ``start``.
 
-    The whole size, if at least ``SHORTEST_TENSOR_PREFIX`` bytes have come. Otherwise the number of bytes to
-    ask with again, which may be all of them.
+    The result is the whole size if ``start`` has at least ``SHORTEST_TENSOR_PREFIX`` bytes. Otherwise it is
+    the number of bytes to call this again with, which may be all of them.
 
     Raises:
-        WireError: it is not a message of a pipe.
+        WireError: these are not the first bytes of a pipe's message.
     """
     if len(start) < HEADER_SIZE:
         return HEADER_SIZE
@@ -94,10 +94,10 @@ def prefix_size(start: bytes) -> int:
 
 @functools.lru_cache(1024)
 def read_prefix(prefix: bytes) -> Announcement:
-    """What a whole prefix says.
+    """Decode a whole prefix.
 
     Raises:
-        WireError: it contradicts itself.
+        WireError: its fields contradict each other.
     """
     header = decode_header(prefix, max_length=MAX_LENGTH)
     if header.kind != FrameKind.TENSOR:

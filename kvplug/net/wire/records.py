@@ -1,8 +1,8 @@
-"""Records: messages as attrs classes, plain values on the wire, which msgspec turns back into the class.
+"""Records: messages that are attrs classes, sent as plain values, which msgspec converts back into the class.
 
-Types are checked. Bounds are, too, where a field has some (``Annotated[int, msgspec.Meta(ge=1)]``) or the
-class checks them in ``__attrs_post_init__``. Fields that a class does not have are ignored: a newer minor
-version may have added them.
+Types are checked. Bounds are checked if a field declares them (``Annotated[int, msgspec.Meta(ge=1)]``) or the
+class checks them in ``__attrs_post_init__``. Unknown fields are ignored, because a newer minor version may
+have added them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ T = TypeVar("T", bound=attrs.AttrsInstance)
 
 
 def to_plain(record: attrs.AttrsInstance) -> Any:
-    """A record as plain values, for :func:`encode`: a dict, and dicts within it."""
-    # msgspec would take cached properties for fields.
+    """Return a record as plain values for :func:`encode`: a dict with dicts inside."""
+    # msgspec would treat cached properties as fields.
     return msgspec.to_builtins(attrs.asdict(record), builtin_types=(bytes,), enc_hook=_as_dict)
 
 
 def from_plain(plain: object, kind: type[T], name: str, error: type[KvplugError] = WireError) -> T:
-    """The record that :func:`to_plain` described. Its converters and validators run, not those of inner ones.
+    """Return the record from :func:`to_plain`'s values. Runs its converters and validators, not those of
+    inner records.
 
     Args:
-        name: Of the message, for the error.
+        name: The message's name, for the error.
 
     Raises:
-        KvplugError: of class ``error``: a field is missing, has another type or is out of bounds; names it.
+        KvplugError: of class ``error``: a field, which the error names, is missing, of another type or out of
+            bounds.
     """
     try:
         found = msgspec.convert(plain, kind, builtin_types=(bytes,))
         return attrs.evolve(found) if _has_hooks(kind) else found  # type: ignore[misc]
-    # Only newer releases of msgspec have a ValidationError that is a ValueError.
+    # ValidationError is a ValueError only in newer releases of msgspec.
     except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as e:
         fault, _, path = str(e).partition(" - at `$")
         raise error(f"{name}{path.rstrip('`')}: {peer_text(fault)}") from e
@@ -53,4 +55,4 @@ def _has_hooks(kind: type[attrs.AttrsInstance]) -> bool:
 def _as_dict(value: object) -> dict[Any, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is not a value of a record")
+    raise TypeError(f"a record cannot hold a value of type {type(value).__name__}")

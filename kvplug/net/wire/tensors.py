@@ -1,8 +1,8 @@
-"""What a tensor's bytes mean, and those bytes themselves without a copy.
+"""Tensors' metadata, and access to their bytes without a copy.
 
 The meta is ``code: u8, ndim: u8, ndim x u64`` (little-endian), see :data:`DTYPES`; the tensor's bytes
-follow it in row-major order, in the machine's (little-endian) byte order. Everything about the meta works
-without torch; torch is imported only by the functions that are handed a tensor or must make one.
+follow it in row-major order, in the machine's (little-endian) byte order. The meta's functions work without
+torch. Only functions that get a tensor or must create one import torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 
 MAX_DIMS: Final = 64
-"""torch's own kernels stop there."""
+"""The limit of torch's own kernels."""
 MAX_NBYTES: Final = (1 << 63) - 1
 
 DTYPES: Final[dict[str, tuple[int, int]]] = {
-    # name: (code on the wire, bytes per element). Codes are never given a second meaning.
+    # name: (code on the wire, bytes per element). A code's meaning never changes.
     "bool": (1, 1),
     "uint8": (2, 1),
     "int8": (3, 1),
@@ -63,13 +63,13 @@ DTYPES: Final[dict[str, tuple[int, int]]] = {
     "bits2x4": (51, 1),
     "bits4x2": (52, 1),
 }
-"""torch's names. The quantised dtypes are missing on purpose: their bytes mean nothing without a scale."""
+"""torch's names. Quantised dtypes are left out on purpose: their bytes mean nothing without a scale."""
 
 _WITH_KERNELS = {"bool", "uint8", "int8", "int16", "int32", "int64"}
 _WITH_KERNELS |= {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
 
-# One type for every size: each array type of its own costs 3 KB, and only the garbage collector, which an
-# engine may have turned off, takes it back. Nothing is allocated, and callers see no more than a slice.
+# One type for every size: a separate array type per size would cost 3 KB, freed only by the garbage
+# collector, which an engine may have turned off. Nothing is allocated, and callers only see a slice.
 _Memory = ctypes.c_ubyte * (sys.maxsize // 2)
 
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}
@@ -82,17 +82,19 @@ _LONGEST_META: Final = META_PREFIX_SIZE + 8 * MAX_DIMS
 
 def _check_dtype(_: Any, __: Any, dtype: str) -> None:
     if dtype not in DTYPES:
-        raise UnsupportedError(f"dtype {dtype!r} is not carried; these are: {', '.join(DTYPES)}")
+        raise UnsupportedError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
 
 
 def _check_shape(instance: TensorMeta, _: Any, shape: tuple[int, ...]) -> None:
     if len(shape) > MAX_DIMS:
-        raise UnsupportedError(f"a tensor of {len(shape)} dimensions is not carried; at most {MAX_DIMS} are")
+        raise UnsupportedError(
+            f"a tensor of {len(shape)} dimensions is not supported; at most {MAX_DIMS} are"
+        )
     extent = DTYPES[instance.dtype][1]
     for size in shape:
         if type(size) is not int or size < 0:
-            raise UnsupportedError(f"a shape is of integers that are 0 or more, not {shape!r}")
-        extent *= size or 1  # an empty tensor's other sizes must not overflow strides either
+            raise UnsupportedError(f"a shape must consist of integers of at least 0, not {shape!r}")
+        extent *= size or 1  # even an empty tensor's other sizes must not overflow strides
         if extent > MAX_NBYTES:
             raise UnsupportedError(f"a tensor of shape {shape!r} has more than {MAX_NBYTES} bytes")
 
@@ -103,12 +105,12 @@ def _sizes(given: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class TensorMeta:
-    """What a run of bytes must be taken for."""
+    """How to interpret a run of bytes: dtype and shape."""
 
     dtype: str = attrs.field(validator=_check_dtype)
     """torch's name without ``torch.``."""
     shape: tuple[int, ...] = attrs.field(converter=_sizes, validator=_check_shape)
-    """Sizes of its axes; empty for a tensor without any."""
+    """Sizes of its axes; empty for a tensor without axes."""
 
     @property
     def itemsize(self) -> int:
@@ -121,10 +123,10 @@ class TensorMeta:
         return self.itemsize * math.prod(self.shape)
 
     def mismatch(self, came: TensorMeta | None, given: str) -> TensorMismatchError:
-        """The error of a receive whose memory is as this says, and does not fit the next message, which
-        stays.
+        """Return the error of a receive into memory with this meta, which does not fit the next message.
 
-        ``given`` names the memory: "out= is", "the blocks are". ``came`` is the message's meta.
+        The message stays unreceived. ``given`` names the memory: "out= is", "the blocks are". ``came`` is the
+        message's meta.
         """
         what = "None" if came is None else f"{came.dtype} of shape {list(came.shape)}"
         return TensorMismatchError(
@@ -135,15 +137,15 @@ class TensorMeta:
 # -- the meta as bytes ---------------------------------------------------------------------------
 
 
-@functools.lru_cache(1024)  # a peer sees the same few shapes over and over: here, and below
+@functools.lru_cache(1024)  # a peer sees the same few shapes again and again, here and below
 def encode_meta(meta: TensorMeta) -> bytes:
-    """The meta as bytes, ``2 + 8 * ndim`` of them."""
+    """Return the meta as ``2 + 8 * ndim`` bytes."""
     shape = meta.shape
     return _PREFIX.pack(DTYPES[meta.dtype][0], len(shape)) + _DIMS[len(shape)].pack(*shape)
 
 
 def meta_size(prefix: Buffer) -> int:
-    """How long the meta is that starts with these bytes (``META_PREFIX_SIZE`` of them suffice).
+    """Return the length of the meta that starts with these bytes (``META_PREFIX_SIZE`` of them suffice).
 
     Raises:
         WireError: an unknown dtype code or too many dimensions.
@@ -159,10 +161,10 @@ def meta_size(prefix: Buffer) -> int:
 
 
 def name_of_code(code: int) -> str:
-    """The dtype's name that a code on the wire stands for.
+    """Return the name of the dtype with this code on the wire.
 
     Raises:
-        WireError: there is no such code.
+        WireError: the code is unknown.
     """
     name = _NAMES.get(code)
     if name is None:
@@ -171,7 +173,7 @@ def name_of_code(code: int) -> str:
 
 
 def split_meta(buf: Buffer) -> tuple[TensorMeta, memoryview]:
-    """The meta at the start of ``buf``, and what follows it.
+    """Return the meta at the start of ``buf``, and the bytes after it.
 
     Raises:
         WireError: these are not the bytes of a meta.
@@ -189,14 +191,14 @@ def split_meta(buf: Buffer) -> tuple[TensorMeta, memoryview]:
 
 
 def decode_meta(buf: Buffer) -> TensorMeta:
-    """The meta that is exactly ``buf``. It says how much memory is wanted: compare ``nbytes`` first.
+    """Decode a meta that fills ``buf`` exactly. Check its ``nbytes`` before allocating memory for the tensor.
 
     Raises:
         WireError: these are not the bytes of a meta.
     """
     nbytes = memoryview(buf).nbytes
     if nbytes > _LONGEST_META:
-        raise WireError(f"{nbytes} bytes are no tensor's meta; the longest has {_LONGEST_META}")
+        raise WireError(f"a tensor's meta cannot have {nbytes} bytes; the longest has {_LONGEST_META}")
     return _decoded(bytes(buf))
 
 
@@ -218,15 +220,15 @@ def _meta_of(dtype: torch.dtype, shape: torch.Size) -> TensorMeta:
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` is ``"bfloat16"``."""
+    """Return the name of a dtype: ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).rpartition(".")[2]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """Return the dtype called ``name``.
 
     Raises:
-        UnsupportedError: the torch installed here has no such dtype, or there is no torch.
+        UnsupportedError: the installed torch lacks the dtype, or torch is not installed.
     """
     try:
         import torch
@@ -242,34 +244,33 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:
-    """Dtype and shape of a tensor on any device.
+    """Return the dtype and shape of a tensor on any device.
 
     Raises:
-        UnsupportedError: quantised, sparse, nested, or more than 64 dimensions.
+        UnsupportedError: the tensor is quantised, sparse, nested, or has more than 64 dimensions.
     """
     _check_strided(tensor)
     return _meta_of(tensor.dtype, tensor.shape)
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor in row-major order, read-only, as a flat view that keeps them alive.
+    """Return the bytes of a CPU tensor in row-major order, as a flat read-only view that keeps them alive.
 
-    Not a copy, unless the tensor is non-contiguous or lazily conjugated or negated: then the view is of
-    a contiguous copy made now.
+    They are not copied unless the tensor is non-contiguous or lazily conjugated or negated: then the view
+    shows a contiguous copy made now.
 
     Raises:
-        UnsupportedError: not a dense tensor in CPU memory, or a dtype that is not carried.
+        UnsupportedError: the tensor is not dense and in CPU memory, or its dtype is not supported.
     """
     _check_memory(tensor)
     return _view(dense(tensor)).toreadonly()
 
 
 def memory_of_writable(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to be filled. It keeps the tensor alive.
+    """Return a writable view of a contiguous CPU tensor's memory. The view keeps the tensor alive.
 
     Raises:
-        UnsupportedError: as :func:`memory_of`, or the tensor is not contiguous (fill another and
-            :func:`copy_into` it).
+        UnsupportedError: as :func:`memory_of`, or the tensor is not contiguous (use :func:`copy_into` then).
     """
     _check_memory(tensor)
     if not is_dense(tensor):
@@ -278,11 +279,11 @@ def memory_of_writable(tensor: Tensor) -> memoryview:
 
 
 def empty_like_meta(meta: TensorMeta) -> Tensor:
-    """A contiguous CPU tensor with unset elements. The caller has checked that it wants that much.
+    """Return a contiguous, uninitialised CPU tensor. The caller has checked its size.
 
     Raises:
-        UnsupportedError: the torch installed here lacks the dtype, or there is no torch.
-        ResourceExhaustedError: there is not that much memory.
+        UnsupportedError: the installed torch lacks the dtype, or torch is not installed.
+        ResourceExhaustedError: there is not enough memory.
     """
     dtype = dtype_of(meta.dtype)
     import torch
@@ -290,7 +291,7 @@ def empty_like_meta(meta: TensorMeta) -> Tensor:
     try:
         if meta.dtype in _WITH_KERNELS:
             return torch.empty(meta.shape, dtype=dtype)
-        # From bytes: torch may have to fill what it makes, and has no kernels for the rest.
+        # Made from bytes: torch may have to fill new tensors, and has no kernels to fill the other dtypes.
         flat = torch.empty(meta.nbytes, dtype=torch.uint8)
     except (RuntimeError, MemoryError) as e:
         NamedExhaustion.check(e, f"a tensor of {meta.nbytes} bytes")
@@ -305,12 +306,14 @@ def copy_into(out: Tensor, flat: Buffer, copy: CopyBytes = copy_bytes) -> None:
 
     Raises:
         UnsupportedError: ``out`` is not a dense tensor in CPU memory.
-        ValueError: ``flat`` has not exactly ``out``'s bytes.
+        ValueError: ``flat`` and ``out`` differ in size.
     """
     source = memoryview(flat).cast("B")
     _check_memory(out)
     if source.nbytes != out.numel() * out.element_size():
-        raise ValueError(f"{source.nbytes} bytes do not fill a tensor of {tuple(out.shape)} {out.dtype}")
+        raise ValueError(
+            f"{source.nbytes} bytes do not match a tensor of shape {tuple(out.shape)} and dtype {out.dtype}"
+        )
     if is_dense(out):
         copy(_view(out), source)
         return
@@ -318,20 +321,22 @@ def copy_into(out: Tensor, flat: Buffer, copy: CopyBytes = copy_bytes) -> None:
     copy(_view(whole), source)
     out = out.detach()
     if out.is_conj() or out.is_neg():
-        out.copy_(whole)  # the caller sees out through its flag; copy_ writes what then reads as whole
+        out.copy_(whole)  # copy_ accounts for out's flag, so that out then reads as whole
     else:
         as_bits(out).copy_(as_bits(whole))
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same elements one after the other in memory, on any device: if need be a copy, as integers."""
+    """Return the tensor with its elements in memory order, on any device; a copy, as integers, if
+    necessary."""
     if is_dense(tensor):
         return tensor
     return as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous()
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that copying works for dtypes without kernels and keeps every NaN."""
+    """View the same memory as integers, so that copying works for dtypes without kernels and keeps every
+    NaN."""
     import torch
 
     by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -345,20 +350,18 @@ def _check_strided(tensor: Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"a torch.Tensor is needed, not a {type(tensor).__qualname__}")
     if tensor.layout != torch.strided or tensor.is_nested:
-        raise UnsupportedError(f"only dense tensors are carried, not {tensor.layout} or nested ones")
+        raise UnsupportedError(f"only dense tensors are supported, not {tensor.layout} or nested ones")
 
 
 def _check_memory(tensor: Tensor) -> None:
     _check_strided(tensor)
     if tensor.device.type != "cpu":
-        raise UnsupportedError(
-            f"only memory of the CPU can be read here, and the tensor is on {tensor.device}"
-        )
+        raise UnsupportedError(f"only CPU memory can be read here, but the tensor is on {tensor.device}")
     _check_dtype(None, None, dtype_name(tensor.dtype))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its bytes lie in memory as they are sent."""
+    """Whether the tensor's bytes lie in memory as they are sent."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -366,8 +369,9 @@ def _view(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    # By address, since torch offers no buffer protocol and numpy lacks half of the dtypes.
+    # By address, since torch does not offer the buffer protocol and numpy lacks half of the dtypes.
     array = _Memory.from_address(tensor.data_ptr())
-    # The view keeps the array, and the array the memory: by its .data the tensor may be given another one.
+    # The view keeps the array alive, and the array keeps the memory: assigning .data may give the tensor
+    # another memory.
     array._owner = tensor, tensor.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(array).cast("B")[:nbytes]

@@ -14,16 +14,17 @@ TOKEN_BYTES: Final = 4
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as int32, little-endian, from a sequence or a buffer of them (an array, a numpy array).
+    """Return token ids as little-endian int32. They come in a sequence or a buffer (an array, a numpy array).
 
-    No vocabulary is larger, and headers and hashes are as long as their token ids are.
+    No vocabulary needs more than 32 bits, and the length of headers and hashes depends on that of their token
+    ids.
 
     >>> pack_tokens([1, 258]).hex()
     '0100000002010000'
 
     Raises:
-        TypeError: not integers, or bytes.
-        OverflowError: more than 32 bits.
+        TypeError: ``token_ids`` is bytes, or does not hold integers.
+        OverflowError: a token id has more than 32 bits.
     """
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
@@ -31,28 +32,30 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
         found = token_ids if isinstance(token_ids, tuple | list) else [*token_ids]
     else:
         if view.format in ("c", "b", "B"):
-            raise TypeError("token ids are integers of 32 bits, and bytes were given")
+            raise TypeError("token ids must be integers of 32 bits, but bytes were given")
         found = view.tolist()
     try:
-        return struct.pack(f"<{len(found)}i", *found)  # several times as fast as an array
+        return struct.pack(f"<{len(found)}i", *found)  # several times faster than an array
     except struct.error:
         try:
-            return array("i", found).tobytes()  # which says what is wrong
+            return array("i", found).tobytes()  # its error says what is wrong
         except OverflowError as e:
-            raise OverflowError(f"token ids are integers of 32 bits: {e}") from e
+            raise OverflowError(f"token ids must be integers of 32 bits: {e}") from e
 
 
 def unpack_tokens(packed: bytes) -> Sequence[int]:
-    """The inverse of :func:`pack_tokens`: a read-only sequence of ints (a memoryview where possible).
+    """Invert :func:`pack_tokens`. Returns a read-only sequence of ints (a memoryview where possible).
 
     >>> list(unpack_tokens(pack_tokens([1, 258])))
     [1, 258]
 
     Raises:
-        WireError: not a whole number of ids.
+        WireError: ``packed`` does not hold a whole number of ids.
     """
     if len(packed) % TOKEN_BYTES:
-        raise WireError(f"token ids take {TOKEN_BYTES} bytes each, and {len(packed)} is no multiple of that")
+        raise WireError(
+            f"token ids take {TOKEN_BYTES} bytes each, but {len(packed)} is not a multiple of {TOKEN_BYTES}"
+        )
     if sys.byteorder == "little":
         return memoryview(packed).cast("i")
     swapped = array("i", packed)

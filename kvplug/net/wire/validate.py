@@ -1,4 +1,4 @@
-"""The structure of a msgpack message, checked before anything is built from it.
+"""Checks the structure of a msgpack message before anything is built from it.
 
 A msgpack decoder trusts a length before it has seen the elements, and accepts extensions that kvplug does not
 use. :func:`validate` reads the bytes once, without recursion and without building anything; only bytes that
@@ -18,20 +18,20 @@ from kvplug.errors import WireError
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """How much one message may make its receiver hold. The sender checks them too."""
+    """Bounds on the memory that one message may make its receiver use. The sender checks them too."""
 
     max_bytes: int = 16 << 20
-    """Of the encoded message."""
+    """Size of the encoded message."""
     max_depth: int = 32
     """Containers within containers."""
     max_items: int = 1 << 20
-    """Elements of all containers together; a pair of a dict counts as two."""
+    """Elements of all containers together; a dict's pair counts as two."""
 
     def memory_bound(self, nbytes: int) -> int:
-        """What decoding a message of ``nbytes`` may allocate at most, in bytes.
+        """Return the most bytes that decoding a message of ``nbytes`` may allocate.
 
-        A copy of the message, the leaves' own bytes, and :data:`ITEM_COST` for each element, of which
-        there are no more than bytes.
+        They are a copy of the message, the leaves' own bytes, and :data:`ITEM_COST` for each element. A
+        message has no more elements than bytes.
         """
         nbytes = min(nbytes, self.max_bytes)
         return FIXED_COST + 6 * nbytes + ITEM_COST * min(nbytes, self.max_items)
@@ -41,10 +41,10 @@ ITEM_COST: Final = 192
 """Bytes of Python objects that one element can become: a dict of one pair takes 240 and is two elements, an
 empty set takes 310 while its mark is resolved and is two elements, an empty dict takes 72 and is one."""
 FIXED_COST: Final = 1 << 16
-"""Bytes for what does not grow with the message: exceptions, the decoder's own state."""
+"""Bytes that do not grow with the message: exceptions, the decoder's own state."""
 
 DEFAULT_LIMITS: Final = Limits()
-"""What readers accept where a call names no other limits."""
+"""The limits of readers if a call gives no others."""
 
 
 class Mark(enum.IntEnum):
@@ -54,7 +54,7 @@ class Mark(enum.IntEnum):
     SET = 2
     FROZENSET = 3
     DICT = 4
-    """Key, value, key, value, … of a dict with keys other than None, bool, int, float, str, bytes."""
+    """A dict as key, value, key, value, …, if a key is not None, bool, int, float, str or bytes."""
 
 
 class Leaf(enum.IntEnum):
@@ -65,23 +65,23 @@ class Leaf(enum.IntEnum):
     TENSOR = 17
     """A tensor's meta and bytes."""
     ARRAY = 18
-    """The same of a numpy array."""
+    """A numpy array's meta and bytes."""
     TENSOR_OUT_OF_BAND = 19
     """A tensor's meta; its bytes are out of band. Only in a head, see :mod:`kvplug.net.wire.values`."""
     ARRAY_OUT_OF_BAND = 20
-    """The same of a numpy array."""
+    """A numpy array's meta; its bytes are out of band. Only in a head."""
 
 
 MARKS: Final = {int(mark): mark for mark in Mark}
 _OUT_OF_BAND: Final = frozenset((int(Leaf.TENSOR_OUT_OF_BAND), int(Leaf.ARRAY_OUT_OF_BAND)))
 _LEAVES: Final = frozenset(int(leaf) for leaf in Leaf)
 _EMPTY_EXTENSION: Final = b"\xc7\x00"
-"""What a mark begins with; its code follows."""
+"""The first bytes of a mark; its code follows."""
 
 # -- the first byte of an element ------------------------------------------------------------------
 
 _SIZES: Final = bytearray(256)
-"""The size of an element whose first byte fixes it, 0 for other first bytes."""
+"""Size of an element by its first byte; 0 if the first byte does not determine the size."""
 _SIZES[0x00:0x80] = b"\x01" * 128  # positive fixint
 _SIZES[0xE0:0x100] = b"\x01" * 32  # negative fixint
 _SIZES[0xA0:0xC0] = bytes(range(1, 33))  # fixstr
@@ -104,22 +104,22 @@ _HEADS: Final[dict[int, tuple[int, int, struct.Struct | None]]] = {
     0xDE: (_MAP, 0, _U16), 0xDF: (_MAP, 0, _U32),
     0xC7: (_EXTENSION, 0, _U8), 0xC8: (_EXTENSION, 0, _U16), 0xC9: (_EXTENSION, 0, _U32),
 }  # fmt: skip
-"""Of the other first bytes: the kind of element, and how many bytes or elements it has; if a number after the
-first byte says so, how it is written."""
+"""For the other first bytes: the kind of element, its number of bytes or elements, and the format of that
+number if it follows the first byte."""
 
 
 def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None) -> bool:
-    """Check the structure of one msgpack value without building it; whether there are marks in it.
+    """Check the structure of one msgpack value without building it. Returns whether it contains marks.
 
     Bytes that pass have no length beyond their end, no foreign extension, no container as the key of a map,
-    and no nesting beyond the limit. Leaves whose bytes are out of band are accepted only if ``out_of_band``
-    is given; their metas' places are appended to it, in order.
+    and no nesting beyond the limit. Leaves with bytes out of band are accepted only if ``out_of_band`` is
+    given; the positions of their metas are appended to it, in order.
     """
     end = len(data)
     pos = 0
-    left = 1  # elements still to come in the container at hand
+    left = 1  # elements still to come in the current container
     in_map = False
-    outer: list[tuple[int, bool]] = []  # the containers around it
+    outer: list[tuple[int, bool]] = []  # the containers around the current one
     items = limits.max_items
     marked = False
     try:
@@ -141,19 +141,19 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
                 pos += count
                 continue
             if in_map and left % 2:
-                raise WireError(f"a container or extension is a map's key, at byte {begin}")
+                raise WireError(f"a map's key is a container or extension, at byte {begin}")
             if kind == _EXTENSION:
                 pos = _validate_leaf(data, begin, pos, count, out_of_band)
                 continue
             if kind == _MAP:
                 count *= 2
             if count > end - pos:
-                raise WireError(f"a container claims {count} elements, and {end - pos} bytes are left")
+                raise WireError(f"a container claims {count} elements, but {end - pos} bytes are left")
             items -= count
             if items < 0:
-                raise WireError(f"more than {limits.max_items} elements")
+                raise WireError(f"a value has more than {limits.max_items} elements")
             if len(outer) >= limits.max_depth:
-                raise WireError(f"nested more than {limits.max_depth} deep")
+                raise WireError(f"a value is nested more than {limits.max_depth} deep")
             outer.append((left, in_map))
             left, in_map = count, kind == _MAP
             if count and not in_map and data.startswith(_EMPTY_EXTENSION, pos):
@@ -161,12 +161,12 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
                 if code not in MARKS:
                     raise WireError(f"unknown extension {code} without payload, at byte {pos}")
                 if code == Mark.DICT and count % 2 == 0:
-                    raise WireError(f"a dict with a key and no value, at byte {pos}")
+                    raise WireError(f"a dict has a key without a value, at byte {pos}")
                 marked = True
                 pos += 3
                 left -= 1
     except KeyError as e:
-        raise WireError(f"byte {data[pos]:#04x} starts no value, at byte {pos}") from e
+        raise WireError(f"byte {data[pos]:#04x} cannot start a value, at byte {pos}") from e
     except (IndexError, struct.error) as e:
         raise WireError(f"a value is cut short after {end} bytes") from e
     if pos != end:
@@ -176,15 +176,15 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
 
 
 def _validate_leaf(data: bytes, begin: int, at: int, size: int, out_of_band: list[slice] | None) -> int:
-    """Where the extension at ``begin`` ends, whose code is ``at``, if it is one with a payload we know."""
+    """Check the extension at ``begin``, whose code is at ``at``. Returns where it ends."""
     code, payload = data[at], slice(at + 1, at + 1 + size)
     is_apart = code in _OUT_OF_BAND
     if code not in _LEAVES or size == 0 or (is_apart and out_of_band is None):
         raise WireError(f"extension {code} is not accepted here, at byte {begin}")
     if payload.stop > len(data):
-        raise WireError(f"an extension claims {size} bytes, and {len(data) - payload.start} are left")
+        raise WireError(f"an extension claims {size} bytes, but {len(data) - payload.start} are left")
     if code == Leaf.DTYPE and size != 1:
-        raise WireError(f"a dtype is one byte, not {size}")
+        raise WireError(f"a dtype takes one byte, not {size}")
     if is_apart and out_of_band is not None:
         out_of_band.append(payload)
     return payload.stop

@@ -1,20 +1,19 @@
-"""Plain values as msgpack, with their exact types, within bounds, and nothing else.
+"""Encodes plain values, and nothing else, as msgpack with their exact types and within bounds.
 
 Carried: None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, list, tuple, set, frozenset, dict,
-torch.dtype, CPU tensors and numpy arrays; subclasses of these are not, since they would come out as
-something else. What msgpack has no type for is tagged by an extension (the table is in
-``docs/reference/wire.md``): a tuple is an array whose first element is the mark "tuple", which no value
-can be.
+torch.dtype, CPU tensors and numpy arrays; not subclasses of these, since they would be decoded as another
+type. Types that msgpack lacks are tagged by an extension (the table is in ``docs/reference/wire.md``). A
+tuple, for example, is an array whose first element is the mark "tuple", which cannot be a value.
 
 Received bytes are validated first (:mod:`kvplug.net.wire.validate`); only valid ones reach msgspec.
 
-For a transport that can put a tensor's bytes where the other end reads them, these bytes can stay *out of
-band*: a value is then a small head, and memories that are not copied first. The head is the same encoding, in
-which a tensor or array that is out of band is an extension of its own with its meta alone. The head does not
-say where its bytes are: the memories come in the order of the head, each at the next multiple of
+If a transport can put a tensor's bytes where the other end reads them, these bytes can stay *out of band*. A
+value is then a small head plus memories that need no prior copy. The head uses the same encoding, except that
+a tensor or array out of band becomes an extension of its own that holds only the meta. The head does not
+contain the positions of the memories: they lie in the order of the head, each at the next multiple of
 :data:`ALIGNMENT`.
 
-torch and numpy are imported only where there is a tensor or array already, or one must be made.
+torch and numpy are imported only to create a tensor, dtype or array.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 
 ALIGNMENT: Final = 64
-"""Each memory out of band begins at a multiple of it: a cache line's length, and enough for every dtype."""
+"""Each memory out of band begins at a multiple of this: a cache line's length, and enough for every dtype."""
 MIN_BYTES: Final = 4096
 """A smaller tensor costs less inside the head."""
 
@@ -49,7 +48,7 @@ _CARRIED: Final = (
     " CPU tensor, numpy array"
 )
 _AS_THEY_ARE: Final = frozenset({type(None), bool, int, float, str, bytes})
-"""msgspec writes them, and no other type, as they are, also as the keys of a dict."""
+"""msgspec writes these types, and no others, unchanged, including as keys of a dict."""
 _MARKS: Final[dict[type, Mark | None]] = {
     list: None,
     tuple: Mark.TUPLE,
@@ -62,27 +61,28 @@ _ARRAY_DTYPES: Final = frozenset(
     {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
     | {"float16", "float32", "float64", "complex64", "complex128"}
 )
-"""numpy's names that are also torch's."""
+"""dtype names that numpy and torch share."""
 _OUT_OF_BAND: Final = {Leaf.TENSOR: Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY: Leaf.ARRAY_OUT_OF_BAND}
 _ARRAYS: Final = (Leaf.ARRAY, Leaf.ARRAY_OUT_OF_BAND)
 
 
 class OutOfBand(NamedTuple):
-    """A value in two parts. The memories are those of its tensors, so they must not be written meanwhile."""
+    """A value in two parts. The memories belong to its tensors, so they must not be written before they are
+    sent."""
 
     head: bytes
     """The value without its tensors' bytes."""
     memories: list[memoryview]
-    """Flat bytes, in the order in which :func:`decode_out_of_band` wants them."""
+    """Flat bytes, in the order that :func:`decode_out_of_band` expects."""
 
     @property
     def nbytes(self) -> int:
-        """What the memories take back to back, each of them :func:`aligned`."""
+        """The total size of the memories, each of them :func:`aligned`."""
         return sum(aligned(memory.nbytes) for memory in self.memories)
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of :data:`ALIGNMENT`: what a memory of ``nbytes`` takes among others."""
+    """Round ``nbytes`` up to a multiple of :data:`ALIGNMENT`: the space that a memory takes among others."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -90,13 +90,14 @@ def aligned(nbytes: int) -> int:
 
 
 def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """The bytes of ``value``.
+    """Return the encoding of ``value``.
 
     Raises:
-        UnsupportedError: something in it is not carried; the message names the path, the type and what is.
-        CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
-            peer would refuse it.
-        ResourceExhaustedError: there is no memory for them.
+        UnsupportedError: part of it is not supported; the message names the path, its type and the supported
+            types.
+        CapacityError: it is deeper, or has more elements or bytes, than ``limits`` allow, so that the peer
+            would refuse it.
+        ResourceExhaustedError: there is not enough memory.
     """
     return _encode(value, limits, _WITHIN)
 
@@ -104,10 +105,10 @@ def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
 def encode_out_of_band(
     value: object, *, min_bytes: int = MIN_BYTES, limits: Limits = DEFAULT_LIMITS
 ) -> OutOfBand:
-    """``value`` as a head and the memories of its tensors and arrays of at least ``min_bytes``.
+    """Encode ``value`` as a head and the memories of its tensors and arrays of at least ``min_bytes``.
 
-    No byte of them is copied, unless a tensor or array is not contiguous. Raises as :func:`encode`; the bound
-    of bytes is for head and memories together.
+    Their bytes are not copied unless a tensor or array is not contiguous. Raises as :func:`encode`; the limit
+    on bytes applies to head and memories together.
     """
     leaves = _Leaves(min_bytes)
     return OutOfBand(_encode(value, limits, leaves), leaves.memories)
@@ -126,12 +127,12 @@ def _encode(value: object, limits: Limits, leaves: _Leaves) -> bytes:
     for memory in leaves.memories:
         nbytes += memory.nbytes
     if nbytes > limits.max_bytes:
-        raise CapacityError(f"the value takes {nbytes} bytes, and at most {limits.max_bytes} are sent")
+        raise CapacityError(f"the value takes {nbytes} bytes, but at most {limits.max_bytes} can be sent")
     return data
 
 
 def _lowered(value: Any, depth: int, room: list[int], leaves: _Leaves) -> Any:
-    """What msgspec writes for ``value``: only types of its own, and marks. ``room``: elements allowed."""
+    """Convert ``value`` to msgspec's own types and marks. ``room``: elements still allowed."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -142,7 +143,7 @@ def _lowered(value: Any, depth: int, room: list[int], leaves: _Leaves) -> Any:
     mark = _MARKS[kind]
     if kind is dict and _AS_THEY_ARE.issuperset(map(type, value)):
         mark = None
-    room[0] -= len(value) * (2 if kind is dict else 1) + (mark is not None)  # a mark is an element too
+    room[0] -= len(value) * (2 if kind is dict else 1) + (mark is not None)  # a mark counts as an element
     if room[0] < 0:
         raise CapacityError("the value has too many elements to be sent")
     if kind is dict and mark is None:
@@ -161,7 +162,7 @@ def _lowered(value: Any, depth: int, room: list[int], leaves: _Leaves) -> Any:
 
 
 class _Leaves:
-    """Writes dtypes, tensors and arrays; those of at least ``min_bytes`` without their memories."""
+    """Encodes dtypes, tensors and arrays; keeps memories of at least ``min_bytes`` out of band."""
 
     __slots__ = ("memories", "_min_bytes")
 
@@ -170,30 +171,30 @@ class _Leaves:
         self._min_bytes = min_bytes
 
     def extension_of(self, value: Any) -> msgspec.msgpack.Ext:
-        """Raises UnsupportedError: it is not carried."""
+        """Return the extension for ``value``. Raises UnsupportedError: its type is not supported."""
         torch = sys.modules.get("torch")
-        # An import under way in another thread shows a module without its names: nothing is a tensor yet.
+        # While another thread imports torch, the module lacks its names, so nothing is a tensor yet.
         if torch is not None and hasattr(torch, "Tensor") and hasattr(torch, "dtype"):
             if isinstance(value, torch.dtype):
                 name = tensors.dtype_name(value)
                 if name in tensors.DTYPES:
                     return msgspec.msgpack.Ext(int(Leaf.DTYPE), bytes([tensors.DTYPES[name][0]]))
-                raise UnsupportedError(f"the dtype {value} is not carried")
+                raise UnsupportedError(f"the dtype {value} is not supported")
             if type(value) is torch.Tensor:
                 return self._extension(Leaf.TENSOR, tensors.meta_of(value), tensors.memory_of(value))
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(numpy, "ndarray") and type(value) is numpy.ndarray:
             if value.dtype.name not in _ARRAY_DTYPES or not value.dtype.isnative:
                 raise UnsupportedError(
-                    f"a numpy array of dtype {value.dtype} is not carried; these are, in the machine's byte"
-                    f" order: {', '.join(sorted(_ARRAY_DTYPES))}"
+                    f"a numpy array of dtype {value.dtype} is not supported; supported are, in the machine's"
+                    f" byte order: {', '.join(sorted(_ARRAY_DTYPES))}"
                 )
             flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
             meta = tensors.TensorMeta(value.dtype.name, value.shape)
             return self._extension(Leaf.ARRAY, meta, memoryview(flat).toreadonly())
         kind = type(value)
         where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        raise UnsupportedError(f"a {where}{kind.__qualname__} is not carried")
+        raise UnsupportedError(f"a {where}{kind.__qualname__} is not supported")
 
     def _extension(self, leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview) -> msgspec.msgpack.Ext:
         if memory.nbytes < self._min_bytes:
@@ -203,20 +204,20 @@ class _Leaves:
 
 
 _WITHIN: Final = _Leaves(sys.maxsize)
-"""Writes all of them with their memories, so it keeps none."""
+"""Encodes all of them in band, so it keeps no memories."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _LARGE_BYTES: Final = 64 << 10
 _MOST_LOOKED_AT: Final = 16
 
 
 def _pack(value: Any) -> bytes:
-    """What msgspec writes for a value of :func:`_lowered`.
+    """Return msgspec's encoding of a value from :func:`_lowered`.
 
-    ``Encoder.encode`` enlarges its memory as it goes, and crashes the process where there is no more
-    (msgspec 0.22). So a value that is seen to be large is written into memory that was taken before.
+    ``Encoder.encode`` grows its memory as it writes, and crashes the process if there is no more (msgspec
+    0.22). So a value that looks large is written into memory that was allocated before.
 
     Raises:
-        MemoryError: there is not that much.
+        MemoryError: there is not that much memory.
     """
     nbytes = _large_nbytes(value)
     if not nbytes:
@@ -227,7 +228,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _large_nbytes(value: Any) -> int:
-    """Bytes of the large byte strings and texts in a value, and in its elements if they are few."""
+    """Sum the sizes of the large byte strings and texts in a value, and in its elements if there are few."""
     kind = type(value)
     if kind is list or kind is dict:
         items = value if kind is list else value.values()
@@ -244,21 +245,21 @@ def _large_nbytes(value: Any) -> int:
 
 
 def _with_path(value: object, depth: int, error: Exception) -> UnsupportedError:
-    """``error`` with the path to the value that caused it. Slow, and only called for a refusal."""
+    """Return ``error`` with the path to the value that caused it. Slow, and only called on failure."""
     for path, item in _walk(value, "value", depth):
         try:
             _pack(_lowered(item, 0, [0], _Leaves(0)))
         except UnsupportedError as e:
-            return UnsupportedError(f"{path}: {e}; carried are: {_CARRIED}")
+            return UnsupportedError(f"{path}: {e}; supported are: {_CARRIED}")
         except UnicodeEncodeError as e:
-            return UnsupportedError(f"{path}: a str with a lone surrogate has no UTF-8: {e}")
+            return UnsupportedError(f"{path}: a str with a lone surrogate cannot be encoded as UTF-8: {e}")
         except OverflowError:
             return UnsupportedError(f"{path}: an integer of {item.bit_length()} bits does not fit into 64")
-    return UnsupportedError(f"value: {error}")  # changed by another thread meanwhile
+    return UnsupportedError(f"value: {error}")  # another thread has changed the value
 
 
 def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Everything in ``value`` that is no container, with its path."""
+    """Yield everything in ``value`` that is not a container, with its path."""
     kind = type(value)
     if kind not in _MARKS:
         yield path, value
@@ -281,13 +282,13 @@ def _short(key: object) -> str:
 
 
 def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
-    """The value that ``buf`` is the encoding of. A key that comes twice in a dict counts once, the last.
+    """Decode ``buf``. If a key occurs twice in a dict, the last one counts.
 
     Raises:
-        WireError: the bytes are not such an encoding, go beyond ``limits``, or hold a tensor, dtype or
-            array while torch or numpy is not installed. No more memory is taken than
-            ``limits.memory_bound(len(buf))`` (besides importing torch).
-        ResourceExhaustedError: there is not that much. Nothing else is raised, whatever the bytes.
+        WireError: the bytes are not an encoding, exceed ``limits``, or hold a tensor, dtype or array while
+            torch or numpy is not installed. At most ``limits.memory_bound(len(buf))`` bytes are allocated
+            (besides importing torch).
+        ResourceExhaustedError: there is not enough memory. Nothing else is raised, whatever the bytes.
     """
     return _decode(buf, None, limits, tensors.empty_like_meta, copy_bytes)
 
@@ -300,18 +301,18 @@ def decode_out_of_band(
     make: Callable[[tensors.TensorMeta], Tensor] | None = None,
     copy: CopyBytes = copy_bytes,
 ) -> Any:
-    """The value of a head and its memories, which lie back to back, each of them :func:`aligned`.
+    """Decode a head and its memories, which lie back to back, each of them :func:`aligned`.
 
-    What is out of band is copied out, a tensor into what ``make`` returns for its meta: one of that dtype and
-    shape. Without it, for numpy arrays always, and for what lies in the head, memory is taken anew.
-    ``copy(target, source)`` copies the bytes of such a tensor.
+    Everything out of band is copied. A tensor is copied into the tensor of its dtype and shape that ``make``
+    returns for its meta. New memory is allocated without ``make``, for numpy arrays and for everything in the
+    head. ``copy(target, source)`` copies a tensor's bytes.
 
     Raises:
-        WireError: the bytes are not such a head, go beyond ``limits``, want other memories than these, or
-            hold a tensor, dtype or array while torch or numpy is not installed. Nothing else is raised,
-            whatever the bytes, but what ``make`` raises; and no more memory is taken than
-            ``limits.memory_bound`` of head and memories together (besides importing torch, and by ``make``).
-        ResourceExhaustedError: there is not that much.
+        WireError: the bytes are not a head, exceed ``limits``, need other memories than these, or hold a
+            tensor, dtype or array while torch or numpy is not installed. Whatever the bytes, only errors of
+            ``make`` can be raised besides. At most ``limits.memory_bound`` of head and memories together is
+            allocated (besides importing torch, and by ``make``).
+        ResourceExhaustedError: there is not enough memory.
     """
     return _decode(head, memories, limits, make or tensors.empty_like_meta, copy)
 
@@ -325,7 +326,7 @@ def _decode(
 ) -> Any:
     nbytes = buf.nbytes if isinstance(buf, memoryview) else len(buf)
     if nbytes > limits.max_bytes:
-        raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
+        raise WireError(f"a value has {nbytes} bytes, but at most {limits.max_bytes} are accepted")
     try:
         data = bytes(buf)  # a private copy: shared memory could change between the check and the use
         if memories is None:
@@ -336,29 +337,29 @@ def _decode(
             marked, metas, wanted, lying = checked(data, limits)
             most = limits.max_bytes - nbytes
             if wanted > most:
-                raise WireError(f"a value whose tensors have {wanted} bytes; at most {most} are accepted")
+                raise WireError(f"a value's tensors have {wanted} bytes, but at most {most} are accepted")
             if lying != memories.nbytes:
                 raise WireError(
-                    f"the value's {len(metas)} memories take {lying} bytes, and {memories.nbytes} came"
+                    f"the value's {len(metas)} memories take {lying} bytes, but {memories.nbytes} came"
                 )
             extension = _OutOfBandExtension(metas, memories.cast("B"), make, copy) if metas else _extension
             value = msgspec.msgpack.decode(data, ext_hook=extension)
         return _resolved(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
-        raise WireError(f"not the bytes of a value: {e}") from e
+        raise WireError(f"the bytes do not encode a value: {e}") from e
     except (MemoryError, UnsupportedError, RuntimeError) as e:
         NamedExhaustion.check(e, f"decoding a value of {nbytes + (memories.nbytes if memories else 0)} bytes")
         if isinstance(e, MemoryError):
             raise
-        raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
+        raise WireError(f"a tensor or dtype cannot be created here: {e}") from e
 
 
 def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMeta, ...], int, int]:
-    """Whether a head holds marked arrays, the tensors that are out of band, their bytes, and those that they
-    take with the gaps between them.
+    """Check a head. Returns whether it holds marked arrays, the metas of the tensors out of band, and their
+    bytes without and with the gaps between them.
 
     Raises:
-        WireError: it is no head.
+        WireError: it is not a head.
     """
     spans: list[slice] = []
     marked = validate(data, limits, spans)
@@ -373,7 +374,7 @@ _checked_short = functools.lru_cache(maxsize=64)(_checked)
 
 
 def _extension(code: int, payload: memoryview) -> Any:
-    """What an extension that passed :func:`validate` stands for; called by msgspec."""
+    """Decode an extension that passed :func:`validate`; called by msgspec."""
     if not payload.nbytes:
         return MARKS[code]
     # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
@@ -390,7 +391,7 @@ def _extension(code: int, payload: memoryview) -> Any:
 
 
 class _OutOfBandExtension:
-    """The same in a head, whose extensions msgspec meets in the order in which their memories lie."""
+    """As :func:`_extension`, for a head. msgspec meets its extensions in the order of their memories."""
 
     def __init__(
         self,
@@ -417,7 +418,7 @@ def _built(
     make: Callable[[tensors.TensorMeta], Tensor],
     copy: CopyBytes,
 ) -> Tensor | ndarray[Any, Any]:
-    """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
+    """Build the tensor or array from its bytes. The caller has checked their number."""
     if code not in _ARRAYS:
         tensor = make(meta)
         tensors.copy_into(tensor, flat, copy)
@@ -428,7 +429,7 @@ def _built(
         import numpy
     except ImportError as e:
         NamedExhaustion.check(e, "importing numpy")
-        raise WireError(f"a numpy array came, and numpy is not installed here: {e}") from e
+        raise WireError(f"a numpy array came, but numpy is not installed here: {e}") from e
     try:
         array: ndarray[Any, Any] = numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()
     except ValueError as e:
@@ -440,7 +441,7 @@ _unpack: Final = msgspec.msgpack.Decoder(ext_hook=_extension).decode
 
 
 def _resolved(value: Any) -> Any:
-    """``value`` with its marked arrays turned into what they are; lists and dicts are changed in place."""
+    """Convert the marked arrays in ``value`` into their types. Lists and dicts are changed in place."""
     kind = type(value)
     if kind is not list and kind is not dict:
         return value
@@ -458,7 +459,7 @@ def _resolved(value: Any) -> Any:
             return dict(zip(value[::2], value[1::2], strict=True))
         members = set(value) if mark is Mark.SET else frozenset(value)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise WireError(f"what cannot be a key came as the key of a dict or the member of a set: {e}") from e
+        raise WireError(f"a dict has a key, or a set a member, that cannot be hashed: {e}") from e
     if len(members) != len(value):
         raise WireError("a set has a member twice")
     return members

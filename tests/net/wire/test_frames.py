@@ -34,7 +34,7 @@ def test_the_layout_in_memory_is_the_documented_one() -> None:
         (b"HTTP" + bytes(12), "HTTP"),
         (struct.pack("<4sBBBBQ", b"KVPG", MAJOR + 1, 0, 1, 0, 0), "upgrade the older end"),
         (struct.pack("<4sBBBBQ", b"KVPG", MAJOR, 0, 200, 0, 0), "unknown frame kind 200"),
-        (encode_header(FrameKind.VALUE, 1001), "1001 bytes, and at most 1000"),
+        (encode_header(FrameKind.VALUE, 1001), "1001 bytes, but at most 1000"),
     ],
 )
 def test_a_refusal_names_the_field_what_came_and_what_is_allowed(data: bytes, named: str) -> None:

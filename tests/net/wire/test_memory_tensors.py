@@ -71,7 +71,7 @@ def test_a_gap_between_rows_is_left_alone_and_another_number_of_bytes_is_refused
     whole = torch.zeros(4, 6, dtype=torch.bfloat16)
     copy_into(whole[:, 1:3], bytes([1]) * 16)
     assert whole[:, 0].eq(0).all() and whole[:, 3:].eq(0).all() and whole[:, 1:3].ne(0).all()
-    with pytest.raises(ValueError, match="7 bytes do not fill"):
+    with pytest.raises(ValueError, match="7 bytes do not match"):
         copy_into(torch.zeros(2), bytes(7))
 
 

@@ -150,16 +150,16 @@ def test_a_length_that_the_bytes_do_not_keep_allocates_nothing(data: bytes) -> N
         (b"", "cut short"),
         (b"\x01\x02", "followed by 1 bytes"),
         (b"\xc1", "0xc1"),
-        (b"\xa1\xff", "not the bytes of a value"),
+        (b"\xa1\xff", "do not encode a value"),
         (b"\x91" * 33 + b"\xc0", "nested more than 32"),
         (b"\xd6\xff\x00\x00\x00\x00", "extension 255"),  # msgpack's own timestamp
         (b"\xc7\x00\x01", "extension 1 "),  # a mark on its own
         (b"\x91\xc7\x00\x09", "unknown extension 9"),
         (b"\xc7\x00\x11", "extension 17"),  # a tensor of no bytes at all
         (b"\x81\x90\xc0", "map's key"),
-        (b"\x92\xc7\x00\x04\xc0", "a key and no value"),
-        (b"\x92\xc7\x00\x02\x90", "cannot be a key"),  # a set of a list
-        (b"\x93\xc7\x00\x04\x80\xc0", "cannot be a key"),  # a dict with a dict as key
+        (b"\x92\xc7\x00\x04\xc0", "a key without a value"),
+        (b"\x92\xc7\x00\x02\x90", "cannot be hashed"),  # a set of a list
+        (b"\x93\xc7\x00\x04\x80\xc0", "cannot be hashed"),  # a dict with a dict as key
         (b"\x93\xc7\x00\x02\x01\x01", "a member twice"),
         (b"\xc7\x02\x10\x0c\x0c", "one byte, not 2"),
         (b"\xd4\x10\x00", "unknown dtype code 0"),
