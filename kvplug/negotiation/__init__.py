@@ -1,1 +1,1 @@
-"""Negotiation between two ends: the handshake, the selection of a transport, the facts of a model."""
+"""Negotiation between two ends: the handshake, the choice of a transport, the facts about a model."""

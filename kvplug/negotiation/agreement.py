@@ -1,4 +1,4 @@
-"""From two Hellos to one agreement, or to every reason against one.
+"""Turns two Hellos into one agreement, or into all the reasons against one.
 
 :func:`agree` is pure and symmetric: ``agree(a, b)`` fails if and only if ``agree(b, a)`` does, over the
 same fields, and both choose the same transport, checksum and wire version.
@@ -31,27 +31,27 @@ from kvplug.transport.capabilities import Requirements
 
 OFF = "off"
 SIGNALS_DEVICE = "cpu"
-"""Signals and metadata cross from and to this kind of memory, wherever the KV is."""
+"""Signals and metadata cross between memories of this kind, wherever the KV is."""
 
 
 @attrs.frozen(kw_only=True)
 class Agreement:
-    """The agreement of two ends, as one of them sees it."""
+    """The agreement between two ends, as one of them sees it."""
 
     remote: Hello
     """The other end's statement."""
     purpose: str
     """The purpose of the end that dialled."""
     wire_minor: int
-    """Minor version of the wire format that both ends speak: the lower of the two."""
+    """Minor version of the wire format that both ends use: the lower of the two."""
     checksum: str | None
     """The hash that entries carry; ``None``: integrity is off."""
     cross_host: bool
     """Whether the ends are on different hosts, or may be."""
     transports: Mapping[str, Selection]
-    """By type of device: ``"cpu"``, and the type both ends' KV is on. Empty where no KV crosses."""
+    """By type of device: ``"cpu"``, and the type that holds both ends' KV. Empty if no KV crosses."""
     converts: tuple[str, ...]
-    """What differs and is converted, one sentence each."""
+    """Differences that are converted, one sentence each."""
 
 
 _SAME_MODEL = "start both ends with the same model (--model of the engine)"
@@ -64,7 +64,7 @@ _CHANGES = {
     "weights": "load the same weights at both ends, or set weights to the same text at both, such as 'NAME"
     " at REVISION', where they are the same and kvplug cannot read them",
 }
-"""What to change when a field of the model differs; otherwise ``_SAME_MODEL``."""
+"""The change to suggest if a field of the model differs; ``_SAME_MODEL`` for other fields."""
 _BLOCK_CHANGES = {
     "block_format": "blocks are in an attention kernel's own order, which nothing converts: use the same"
     " engine, attention backend and kind of processor at both ends, else also the same version",
@@ -72,15 +72,15 @@ _BLOCK_CHANGES = {
     " at both ends",
     "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
 }
-"""What to change when blocks are in a kernel's own order and a field of theirs differs."""
+"""The change to suggest if blocks are in a kernel's own order and one of these fields differs."""
 
 
 def agree(local: Hello, remote: Hello) -> Agreement:
-    """The agreement of ``local`` (ours) and ``remote`` (theirs).
+    """Return the agreement between ``local`` (ours) and ``remote`` (theirs).
 
     Raises:
-        HandshakeError: its ``reasons`` name every field that stands in the way, as
-            ``"field: ours X, theirs Y; what to change"``.
+        HandshakeError: its ``reasons`` name every field that prevents an agreement, as ``"field: ours X,
+            theirs Y; what to change"``.
     """
     kv_crosses = local.moves_kv and remote.moves_kv
     cross_host = not local.identity.boot_id or local.identity.boot_id != remote.identity.boot_id
@@ -118,7 +118,7 @@ def _shown(value: object) -> str:
 
 
 def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]:
-    """One reason for each field that must match, or differ, and does not."""
+    """Yield a reason for each field that must match but differs, or must differ but matches."""
     if local.wire[0] != remote.wire[0]:
         ours, theirs = (f"{major}.{minor}" for major, minor in (local.wire, remote.wire))
         change = "upgrade kvplug where it is older (pip install --upgrade kvplug)"
@@ -131,7 +131,7 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
             yield _differs("engine", mine, yours, "connect an engine to an engine, and a pipe to a pipe")
         return
     if kv_crosses and local.engine_id and local.engine_id == remote.engine_id:
-        change = "give each engine an id of its own, or none; and do not name an engine among its own peers"
+        change = "give each engine an id of its own, or none, and do not list an engine among its own peers"
         yield _differs("engine_id", local.engine_id, remote.engine_id, change)
     role = local.engine.role
     if kv_crosses and role is remote.engine.role and role is not Role.BOTH:
@@ -140,17 +140,18 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
         yield Reason("role", f"both sides are {role}s", change)
     for name in (field.name for field in attrs.fields(ModelInfo) if field.name != "name"):
         mine, yours = getattr(local.engine.model, name), getattr(remote.engine.model, name)
-        if mine != yours or (name == "weights" and not mine):  # two unknown ones may differ
+        if mine != yours or (name == "weights" and not mine):  # two unknown values may differ
             field = name if name == "dtype" else f"model.{name}"
             yield _differs(field, mine, yours, _CHANGES.get(name, _SAME_MODEL))
     yield from _engine_differences(local.engine, remote.engine, kv_crosses)
 
 
 def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: bool) -> Iterator[str]:
-    """The same of how the cache is split and laid out. A side that moves no KV may not know the kernel."""
+    """Yield the same for the split and layout of the cache. A side that moves no KV may not know the
+    kernel."""
 
     def both(field: str) -> tuple[object, object] | None:
-        """The field at both ends, if both state it and differ."""
+        """Return both ends' values of the field if both state one and they differ."""
         pair = getattr(local, field), getattr(remote, field)
         return pair if pair[0] != pair[1] and None not in pair else None
 
@@ -162,7 +163,7 @@ def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: boo
         change = "use the same draft model (--speculative-config) at both ends, or none"
         yield _differs("cache_layers", *pair, change)
     sizes = local.tensor_parallel_size, remote.tensor_parallel_size
-    # Every worker has the whole of a latent cache (a layout without K), so no block of it is ever divided.
+    # Every worker has all of a latent cache (a layout without K), so its blocks are never divided.
     needs_division = own_order and "K" in local.layout + remote.layout
     if local.splits_heads and remote.splits_heads and not needs_division:
         if max(sizes) % min(sizes):
@@ -198,7 +199,9 @@ def _converted(local: Hello, remote: Hello) -> Iterator[str]:
 
 
 def _checksum(local: Hello, remote: Hello) -> str | None:
-    """The hash that both have, by both preferences; ``None`` if either end uses none.
+    """Return the hash that suits both ends' preferences best.
+
+    Returns ``None`` if they have no hash in common and neither requires one.
 
     Raises:
         HandshakeError: one end requires a hash that the other does not have.
@@ -220,11 +223,11 @@ def _device(side: Hello) -> str:
 
 
 def _transports(local: Hello, remote: Hello, cross_host: bool) -> dict[str, Selection]:
-    """One selection for signals and one for the KV, which is the same where the KV is in CPU memory.
+    """Select a transport for signals and one for the KV; they are the same if the KV is in CPU memory.
 
-    Ends whose KV is on different kinds of device get the pipe for CPU tensors only, and nothing stages the KV
-    for it: engines whose pages are staged state that their KV is on the CPU. The names in the configs are for
-    the KV.
+    If the ends' KV is on different kinds of device, they only get the pipe for CPU tensors, and the KV is not
+    staged for it: engines that stage their pages state that their KV is on the CPU. Transports named in the
+    configs apply to the KV.
     """
     kv_device = _device(local) if _device(local) == _device(remote) else SIGNALS_DEVICE
     selections: dict[str, Selection] = {}

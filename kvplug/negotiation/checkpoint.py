@@ -1,6 +1,6 @@
-"""Fingerprints of checkpoints, so that engines do not mix the KV of different models with the same shapes.
+"""Fingerprints checkpoints, so that engines do not mix the KV of different models with the same shapes.
 
-Only headers and some rows of the files are read, without a library for them.
+Reads only the files' headers and some rows, without the safetensors library.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 _OF_A_KIND: Final = 256
-"""How many tensors to sample for values among those whose names differ only in numbers. Name, dtype and
-shape of all tensors are hashed.
+"""Among tensors whose names differ only in numbers, how many have values hashed. The names, dtypes and shapes
+of all tensors are hashed.
 """
 _ELEMENTS: Final = 1 << 16
-"""How many elements of a vector are hashed."""
+"""How many elements of a vector to hash."""
 _MAX_HEADER_BYTES: Final = 100 << 20
-"""As the format's own reader allows."""
+"""The limit of the format's own reader."""
 
 
 class Checkpoint:
-    """The weights of a model, or of an adapter, in safetensors files."""
+    """Finds and fingerprints the weights of a model or an adapter in safetensors files."""
 
     @staticmethod
     def files(folder: Path, *, consolidated: bool = False) -> tuple[Path, ...]:
-        """The safetensors files of the model in this folder: of those that are there, the ones in the index.
+        """Return the safetensors files of the model in this folder: those that the index lists, or all
+        if there is no index.
 
         A folder may also contain another copy of the model, an adapter, or files of an older revision.
 
         Args:
-            consolidated: the files in Mistral's format instead.
+            consolidated: return the files in Mistral's format instead.
         """
         pattern = "consolidated*.safetensors" if consolidated else "*.safetensors"
         index = "consolidated.safetensors.index.json" if consolidated else "model.safetensors.index.json"
@@ -48,30 +49,29 @@ class Checkpoint:
 
     @staticmethod
     def fingerprint(files: Sequence[Path]) -> str:
-        """A hash over name, dtype and shape of every tensor in safetensors files, and over two of its rows
-        (for
-        experts, rows of some of them).
+        """Hash the name, dtype, shape and two rows of every tensor in safetensors files (rows of only some
+        experts).
 
-        It does not depend on the names and the number of files, and differs for different weights. It takes
-        milliseconds, or about a second for hundreds of files with tens of thousands of experts. A second
-        call is cheap: it looks at the files' times and sizes, and reads them only if those changed.
+        The hash does not depend on the names or number of the files, and differs for different weights. A
+        call takes milliseconds, or about a second for hundreds of files with tens of thousands of experts. A
+        second call is cheap: it reads the files again only if their times or sizes have changed.
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: one is not a safetensors file.
+            ValueError: a file is not a safetensors file.
         """
         try:
             return _hash_of(tuple(files), _stamps(files))
-        except (LookupError, TypeError, AttributeError) as e:  # its header is JSON, and not what it should be
+        except (LookupError, TypeError, AttributeError) as e:  # a header is JSON, but malformed
             raise ValueError(f"not safetensors files: {type(e).__name__}: {e}") from e
 
     @staticmethod
     def adapter_fingerprint(folder: Path) -> str:
-        """The same of the LoRA adapter in this folder, in the form of its library (PEFT), with its scale.
+        """Fingerprint the LoRA adapter in this folder, in PEFT's format, including its scale.
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: one is not what it should be.
+            ValueError: a file is malformed.
         """
         file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
         return f"{Checkpoint.fingerprint((file,))} {_scale_of(config, _stamps((config,)))}"
@@ -79,15 +79,15 @@ class Checkpoint:
 
 @functools.lru_cache(maxsize=256)
 def _scale_of(config: Path, _: tuple[tuple[int, int], ...]) -> str:
-    """The scale of an adapter, from its config."""
+    """Return the scale of an adapter from its config."""
     found = json.loads(config.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{config} is not a table")
+        raise ValueError(f"{config} is not a JSON object")
     return json.dumps([found.get(key) for key in ("r", "lora_alpha", "use_rslora")])
 
 
 def _stamps(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
-    """Times and sizes of the files, which change when a file is written again."""
+    """Return the files' times and sizes, which change when a file is rewritten."""
     stats = (file.stat() for file in files)
     return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
@@ -107,7 +107,7 @@ def _hash_of(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> str:
 
 
 def _chosen(names: Iterable[str]) -> Iterator[str]:
-    """All names; if there are more than :data:`_OF_A_KIND` of one kind, that many, evenly spread."""
+    """Yield all names, but at most :data:`_OF_A_KIND` of each kind, evenly spread."""
     of_a_kind: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         of_a_kind[re.sub(r"\d+", "0", name)].append(name)
@@ -117,7 +117,7 @@ def _chosen(names: Iterable[str]) -> Iterator[str]:
 
 
 def _header(opened: BinaryIO) -> tuple[int, Mapping[str, Any]]:
-    """Where the tensors begin, and name, dtype, shape and place of each."""
+    """Return where the tensors begin, and the name, dtype, shape and position of each."""
     length = int.from_bytes(opened.read(8), "little")
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"{opened.name} is not a safetensors file: its header has {length} bytes")
@@ -127,14 +127,14 @@ def _header(opened: BinaryIO) -> tuple[int, Mapping[str, Any]]:
 
 
 def _kinds(file: Path) -> Iterator[tuple[str, str]]:
-    """Name, dtype and shape of every tensor, from the file's header."""
+    """Yield the name, dtype and shape of every tensor from the file's header."""
     with file.open("rb") as opened:
         for name, tensor in _header(opened)[1].items():
             yield name, f"{tensor['dtype']} {tensor['shape']}"
 
 
 def _values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """A hash of each of these tensors: of its first row and of its middle row."""
+    """Yield a hash of the first and middle rows of each of these tensors."""
     with file.open("rb") as opened:
         start, header = _header(opened)
         for name in names:
@@ -151,7 +151,7 @@ def _values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def _rows(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The elements that are hashed of a tensor: the first of a row, and how many."""
+    """Return the elements of a tensor to hash: where each run begins, and its length."""
     if len(shape) < 2:
         return [(0, min(shape[0], _ELEMENTS) if shape else 1)]
     middle = 0

@@ -1,13 +1,13 @@
-"""The handshake itself: a Hello in both directions, one function at each end, and a verdict.
+"""The handshake: both ends exchange Hellos and verdicts.
 
-Both ends do the same, so neither leads::
+Both ends do the same, so neither is the leader::
 
     hello    ->      <-  hello
-    (each agrees, or not, by itself)
+    (each end decides by itself)
     verdict  ->      <-  verdict
 
-An end that refuses sends a verdict too, and each waits for the other's, so that both know every reason before
-either hangs up (closing a socket with unread bytes discards what was sent last).
+An end that refuses also sends a verdict, and each end waits for the other's. So both know every reason before
+either hangs up (closing a socket with unread bytes discards the bytes sent last).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import Limits, encode, from_plain, to_plain
 
 MAX_HELLO_BYTES: Final = 128 << 10
-"""Of an encoded Hello. Some twenty transports of twenty fields each fit in a tenth of it."""
+"""Limit for an encoded Hello. About twenty transports of twenty fields each fit in a tenth of it."""
 _LIMITS = Limits(max_bytes=MAX_HELLO_BYTES, max_depth=8, max_items=8192)
 _MAX_REASONS = 4 * MAX_LIST
 _DEFAULT_S = 30.0
 _VERDICT_S = 5.0
-"""How long an end that refuses waits for the other's reasons."""
+"""How long a refusing end waits for the other's reasons."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ValueChannel(Protocol):
 
 @attrs.frozen
 class _Result:
-    """What both ends must compute alike."""
+    """The results that must be equal at both ends."""
 
     wire_minor: int
     checksum: str | None
@@ -77,15 +77,15 @@ def exchange(
     announced: str = "",
     received: object = None,
 ) -> Agreement:
-    """Shake hands over an authenticated channel, which stays open in success and in failure.
+    """Shake hands over an authenticated channel, which stays open on success and on failure.
 
     Args:
-        announced: the engine that a directory announced at the address, as :func:`identity_of` names it.
-        received: the peer's Hello, where it was received already.
+        announced: the :func:`identity_of` the engine that a directory announced at the address, if any.
+        received: the peer's Hello, if already received.
 
     Raises:
-        HandshakeError: what :func:`~kvplug.negotiation.agreement.agree` found, or what is wrong with the
-            peer's Hello, or what the peer found; the peer's ``exchange`` raises for the same reasons.
+        HandshakeError: :func:`~kvplug.negotiation.agreement.agree` failed, the peer's Hello is malformed, or
+            the peer refused. The peer's ``exchange`` raises for the same reasons.
         TimeoutError, PeerGoneError, WireError: from the channel.
     """
     deadline = Deadline.after(timeout, _DEFAULT_S)
@@ -120,15 +120,15 @@ def exchange(
 
 
 def identity_of(engine_id: str, epoch: str) -> str:
-    """One start of an engine's process, as text without white space."""
+    """Identify one start of an engine's process, as text without white space."""
     return f"{epoch}/{engine_id}"
 
 
 def hello_in(received: object) -> Hello:
-    """The Hello in the first value of a peer.
+    """Decode the Hello in the first value from a peer.
 
     Raises:
-        HandshakeError: it is not a Hello, is too large, or has fields that are missing or malformed.
+        HandshakeError: the value is not a Hello, is too large, or has missing or malformed fields.
     """
     if type(received) is not dict or "hello" not in received:
         raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
@@ -146,24 +146,24 @@ def _too_large(hello: object) -> str:
 
 
 def _check_announced(announced: str, local: Hello, remote: Hello) -> None:
-    """Raises HandshakeError: another engine answers than the one that a directory announced there."""
+    """Raises HandshakeError: another engine answers than the one that a directory announced."""
     if not announced or announced == identity_of(remote.engine_id, remote.epoch):
         return
     engine_id = announced.partition("/")[2]
     if engine_id == remote.engine_id:
         raise HandshakeError(
-            f"engine_id: {engine_id!r} has restarted since it was announced; it is connected to when its new"
-            " announcement comes"
+            f"engine_id: {engine_id!r} has restarted since it was announced; this engine connects to it"
+            " after its next announcement"
         )
     other = "this engine itself" if remote.epoch == local.epoch else f"engine {remote.engine_id!r}"
     raise HandshakeError(
-        f"engine_id: a directory announces {engine_id!r} at this address, and {other} answers there; set host"
-        f" at {engine_id!r} to an address of its own that all other engines reach"
+        f"engine_id: a directory announces {engine_id!r} at this address, but {other} answers; set host"
+        f" at {engine_id!r} to an address of its own that all other engines can reach"
     )
 
 
 def _refuse(channel: ValueChannel, reasons: tuple[str, ...], deadline: Deadline) -> None:
-    """Send the reasons, and wait for the peer's verdict, so that neither end hangs up too early."""
+    """Send the reasons and wait for the peer's verdict, so that neither end hangs up too early."""
     left = deadline.remaining()
     last = Deadline.after(_VERDICT_S if left is None else min(left, _VERDICT_S))
     verdict = _Verdict(refused=[reason[:MAX_TEXT] for reason in reasons[:_MAX_REASONS]])
@@ -175,11 +175,11 @@ def _refuse(channel: ValueChannel, reasons: tuple[str, ...], deadline: Deadline)
 
 
 def _check_verdict(received: object, ours: _Result, peer: str) -> None:
-    """Return if the peer came to the same result.
+    """Check that the peer came to the same result.
 
     Raises:
-        HandshakeError: the peer refuses, and why; or it agrees to something else, which two versions of
-            kvplug with different rules would do.
+        HandshakeError: the peer refuses (with its reasons), or its result differs, as it may between two
+            versions of kvplug.
     """
     theirs = from_plain(received, _Verdict, "verdict", HandshakeError)
     if theirs.agreed == ours:

@@ -1,4 +1,4 @@
-"""The Hello: one side's statement about itself, sent before anything else."""
+"""The Hello: one side's description of itself, sent before anything else."""
 
 from __future__ import annotations
 
@@ -16,60 +16,63 @@ from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import frames, from_plain, to_plain
 
 DOCTOR = "doctor"
-"""The purpose of a side that only finds out what would be agreed on."""
+"""The purpose of a side that only tests whether an agreement is possible."""
 MAX_TEXT: Final = 1000
-"""Characters of any text in a Hello."""
+"""The most characters of a text in a Hello."""
 MAX_LIST: Final = 64
-"""Elements of any list or mapping in a Hello."""
+"""The most elements of a list or mapping in a Hello."""
 
 
 @attrs.frozen(kw_only=True)
 class EngineFacts:
-    """An engine's statement about its model, its KV cache and its place among the workers."""
+    """An engine's description of its model, its KV cache and its place among the workers."""
 
     role: Role = attrs.field(converter=Role)
-    """What it does with KV."""
+    """Whether it produces KV, consumes it, or both."""
     model: ModelInfo
-    """The model, as far as its KV is concerned."""
+    """The facts about the model that matter for its KV."""
     layers: tuple[int, int] | None = None
-    """First layer and one past the last of its pipeline stage; ``None`` if it belongs to no single stage."""
+    """First layer of its pipeline stage, and one past the last; ``None`` if it does not belong to a single
+    stage."""
     cache_layers: int | None = None
-    """Layers in this side's cache, a draft model's included; ``None`` where it holds none."""
+    """Layers in this side's cache, including a draft model's; ``None`` if it does not have a cache."""
     tensor_parallel_size: int = 1
-    """Workers among which the heads are split."""
+    """Number of workers that the heads are split over."""
     tensor_parallel_rank: int | None = None
     """The shard of the heads that this side holds; ``None`` for a scheduler side."""
     layout: str
-    """Axis string of one layer's cache."""
+    """Axis letters of one layer's cache."""
     block_size: int
     """Tokens in a block."""
     block_format: str = ""
-    """Name of the kernel's own order inside a block; empty where the layout says all."""
+    """Name of the kernel's own order inside a block; empty if ``layout`` is the full description."""
     rank: int = 0
-    """Of this worker in its engine."""
+    """Rank of this worker in its engine."""
     world_size: int = 1
-    """Workers of its engine."""
+    """Number of workers of its engine."""
     splits_heads: bool = False
-    """Its connector moves KV between engines that split the heads differently."""
+    """Whether its connector moves KV between engines that split the heads differently."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("cache_layers", "tensor_parallel_size", "block_size", "world_size"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, and is {value}")
+                raise ValueError(f"{name} must be at least 1, but is {value}")
         if not set(self.layout) <= set("KBTHD") or len(set(self.layout)) != len(self.layout):
-            raise ValueError(f"layout must be some of KBTHD, once each, and is {self.layout[:40]!a}")
+            raise ValueError(
+                f"layout must consist of letters from KBTHD, each at most once, but is {self.layout[:40]!a}"
+            )
 
 
 @attrs.frozen(kw_only=True)
 class Hello:
-    """A side's statement about itself. ``agree`` decides what follows from two of them."""
+    """A side's description of itself. ``agree`` compares two of them."""
 
     wire: tuple[int, int] = (frames.MAJOR, frames.MINOR)
     """Version of the wire format: major, minor."""
     purpose: str = ""
-    """Why the side that dialled connects, a word of the connector's; empty at the side that accepted."""
+    """Why the dialling side connects, as a word chosen by the connector; empty at the accepting side."""
     moves_kv: bool = True
-    """Whether tensors will cross. Where either side says no, roles are not compared and no transport is
+    """Whether tensors will cross. If it is false at either side, roles are not compared and no transport is
     selected."""
     engine: EngineFacts | None = None
     """``None``: a plain pipe, with no engine behind it."""
@@ -78,15 +81,16 @@ class Hello:
     integrity: str = AUTO
     """``"auto"``, ``"off"``, or the name of the one hash that this side requires."""
     checksums: tuple[str, ...] = ()
-    """Hashes this side can use, the preferred one first; none when integrity is off."""
+    """Hashes that this side can use, preferred first; empty if integrity is off."""
     requested_transport: str = AUTO
     """``"auto"``, or the name of the one pipe that this side uses."""
     transports: tuple[Offer, ...] = ()
-    """The pipes that this side has and its config allows."""
+    """The pipes that are installed at this side and allowed by its config."""
     device: str = "cpu"
-    """Type of the device whose memory the tensors cross from or to."""
+    """Type of the device whose memory the tensors are sent from or to."""
     require_authenticated: bool = False
-    """The data plane must authenticate: other hosts can reach this side, and its config permits no less."""
+    """Whether the data plane must authenticate, because other hosts can reach this side and its config
+    requires it."""
 
     # informative
     engine_id: str = ""
@@ -94,27 +98,27 @@ class Hello:
     epoch: str = ""
     """Changes when the process restarts."""
     identity: PeerIdentity
-    """The process, and its host: for liveness, and to tell whether both ends are on one host."""
+    """The process and its host, for liveness and to find out whether both ends are on one host."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
-    """Of kvplug, Python and torch, by name; for messages."""
+    """Versions of kvplug, Python and torch, by name; for messages."""
 
     def __attrs_post_init__(self) -> None:
         names = [offer.name for offer in self.transports]
         if len(set(names)) != len(names):
-            raise ValueError(f"transports offers one name twice: {', '.join(names)}")
+            raise ValueError(f"transports contains a name twice: {', '.join(names)}")
 
 
 def hello_from(plain: object) -> Hello:
-    """The Hello that a peer sent as plain values, also one of another version.
+    """Decode a peer's Hello from plain values, even one of another version.
 
     Raises:
-        HandshakeError: names the first field that is missing, malformed or out of bounds.
+        HandshakeError: a field is missing, malformed or out of bounds; names the first.
     """
     hello = from_plain(plain, Hello, "hello", HandshakeError)
     _check(to_plain(hello), "hello")
     return attrs.evolve(
         hello, identity=attrs.evolve(hello.identity)
-    )  # its converters make texts fit messages
+    )  # runs its converters, which make texts fit messages
 
 
 def _check(value: Any, path: str) -> None:

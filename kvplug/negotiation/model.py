@@ -1,4 +1,4 @@
-"""The facts of a model that must be equal at both ends, so that KV means the same at both."""
+"""The facts about a model that must be equal at both ends, so that KV means the same at both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attrs
 _log = logging.getLogger(__name__)
 
 UNKNOWN_WEIGHTS: Final = "unknown: "
-"""What the identity of weights begins with that belongs to one start of one engine."""
+"""Prefix of an identity of weights that is valid for one start of one engine only."""
 _POSITIONS: Final = (
     "rope_parameters",
     "rope_theta",
@@ -21,18 +21,18 @@ _POSITIONS: Final = (
     "partial_rotary_factor",
     "rotary_pct",
 )
-"""Their names in newer and older releases of transformers."""
+"""The config attributes for positions in newer and older releases of transformers."""
 
 _LONG: Final = 8
-"""The longest list that is stated whole, since a handshake's texts are short."""
+"""Longer lists are hashed, since a handshake's texts are short."""
 
 
 @attrs.frozen(kw_only=True)
 class ModelInfo:
-    """A model, as far as its KV cache is concerned. An engine fills it from its model's config."""
+    """The facts about a model that matter for its KV cache. An engine fills it from its model's config."""
 
     name: str = ""
-    """Informative: how the operator calls the model."""
+    """Informative: the operator's name for the model."""
     attention: str = "mha"
     """``"mha"`` (keys and values per head; also grouped and multi-query) or ``"mla"`` (one latent)."""
     num_layers: int
@@ -40,28 +40,29 @@ class ModelInfo:
     num_kv_heads: int
     """Key/value heads of the whole model, before any tensor-parallel split."""
     head_size: int
-    """Numbers in one head of one token's key; for "mla" those of the latent."""
+    """Numbers in one head of one token's key, or in the latent for "mla"."""
     dtype: str
-    """Of the KV cache: ``"float32"``, ``"bfloat16"``, …"""
+    """Dtype of the KV cache: ``"float32"``, ``"bfloat16"``, …"""
     rope: str = ""
-    """Everything about positions that changes keys: kind, base, scaling. Compared as text; see
+    """All properties of positions that change keys: kind, base, scaling. Compared as text; see
     :meth:`positions_of`."""
     window: int | None = None
     """Sliding window in tokens."""
     quantisation: str = ""
     """Quantisation of the KV cache, scales included, as text that must be equal."""
     weights: str = ""
-    """Identity of the weights: a fingerprint that is equal for equal weights only. Empty: unknown. A
-    connector never gets it empty: see :meth:`unknown_weights`."""
+    """Identity of the weights: a fingerprint that is equal only for equal weights. Empty: unknown. Connectors
+    never get an empty one: see :meth:`unknown_weights`."""
 
     @staticmethod
     def unknown_weights(model: str, start: str, *, warns: bool = True) -> str:
-        """An identity for unknown weights, which no other engine has, nor this one after a restart.
+        """Return an identity for unknown weights. Other engines, and this one after a restart, get different
+        ones.
 
         Args:
             model: its name.
-            start: a text that is new at each start of the engine, and the same in all of its processes.
-            warns: log a warning that says what to set. One process of an engine is enough.
+            start: a text that differs for each start of the engine, but is the same in all of its processes.
+            warns: log a warning about which option to set. One process of an engine is enough.
         """
         if warns:
             _log.warning(
@@ -74,13 +75,12 @@ class ModelInfo:
 
     @staticmethod
     def positions_of(config: Any) -> str:
-        """Everything about positions that changes keys, as one text: :attr:`ModelInfo.rope`.
+        """Return all properties of positions that change keys, as one text for :attr:`ModelInfo.rope`.
 
         Args:
-            config: a Hugging Face config of the language model, or an object with its attributes: the inner
-                one
-                (``get_text_config()``) of a model with several. Engines that use this function state the same
-                text for the same model.
+            config: a Hugging Face config of the language model, or an object with its attributes. For a model
+                with several, the inner one (``get_text_config()``). Engines that use this function state the
+                same text for the same model.
         """
         found = {name: value for name in _POSITIONS if (value := getattr(config, name, None)) is not None}
         if not found:
@@ -89,7 +89,7 @@ class ModelInfo:
 
 
 def _brief(value: Any) -> Any:
-    """The same with a hash in place of a long list: some models have a factor for each pair of elements."""
+    """Replace long lists by a hash: some models have a factor for each pair of elements."""
     if isinstance(value, Mapping):
         return {name: _brief(each) for name, each in value.items()}
     if not isinstance(value, list | tuple) or len(value) <= _LONG:

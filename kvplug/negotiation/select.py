@@ -1,7 +1,7 @@
-"""Which transport joins these two ends: every candidate, its reason, and the choice.
+"""Chooses the transport between two ends, with a reason for every candidate.
 
-Pure, and the same from both ends: what one end computes from (ours, theirs) the other computes from
-(theirs, ours). Nothing here knows the name of a transport; capabilities, probes and costs decide.
+The choice is a pure function, and symmetric: one end computes the same from (ours, theirs) as the other from
+(theirs, ours). This module does not know any transport's name; capabilities, probes and costs decide.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from kvplug.transport.spec import Probe
 
 AUTO = "auto"
 REFERENCE_NBYTES = 16 << 20
-"""Size of the message for which costs are compared: a few layers of a prompt's KV."""
+"""Message size for comparing costs: a few layers of a prompt's KV."""
 
 
 @attrs.frozen(kw_only=True)
 class Offer:
-    """One transport as one end has it."""
+    """One transport, as available at one end."""
 
     name: str
     """Name of the transport."""
     protocol: int = 1
     """Must be equal at both ends."""
     capabilities: Capabilities = attrs.field(factory=Capabilities)
-    """What it claims at this end."""
+    """Its claims at this end."""
     probe: Probe = attrs.field(factory=Probe)
-    """What it found out about this end's host."""
+    """Its findings about this end's host."""
     auto: bool = True
     """Whether ``"auto"`` considers it."""
 
 
 @attrs.frozen
 class Candidate:
-    """One transport, and why it is the one or not."""
+    """One transport, and the reason why it was chosen or not."""
 
     name: str
     """Name of the transport."""
     reason: str
-    """Why, in words for the operator."""
+    """The reason, in words for the operator."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -50,7 +50,7 @@ class Candidate:
 
 @attrs.frozen
 class Selection:
-    """The transport for one kind of device, with everything that was considered."""
+    """The transport for one kind of device, with all candidates."""
 
     chosen: str
     """Name of the transport."""
@@ -73,19 +73,19 @@ def select(
     *,
     nbytes: int = REFERENCE_NBYTES,
 ) -> Selection:
-    """The transport both ends will use for tensors on ``required.device``.
+    """Return the transport that both ends will use for tensors on ``required.device``.
 
     Args:
-        local, remote: what each end offers; a name comes once in each.
+        local, remote: each end's offers; names are unique in each.
         requested: the transport each config names, ours first, or ``"auto"``. A name binds both ends.
-        nbytes: the size of message for which costs are compared.
+        nbytes: the message size for comparing costs.
 
-    Of those that can work the cheapest is taken: each has the cost claimed at the end where it is dearer,
-    and equal costs go by name.
+    The cheapest transport that can work is chosen. Its cost is the higher of both ends' claims; names break
+    ties.
 
     Raises:
-        HandshakeError: two different names are requested, the requested one cannot work, or none can.
-            Its reasons are what is wrong, and one sentence for each candidate.
+        HandshakeError: two different names are requested, the requested transport cannot work, or none can.
+            Its reasons are the fault, and one sentence for each candidate.
     """
     ours = {offer.name: offer for offer in local}
     theirs = {offer.name: offer for offer in remote}

@@ -127,5 +127,5 @@ def test_what_is_no_mapping_is_no_hello(plain: Any) -> None:
 def test_two_offers_of_one_name_are_refused() -> None:
     plain = to_plain(FULL)
     plain["transports"] = [*plain["transports"], plain["transports"][0]]
-    with pytest.raises(HandshakeError, match="hello: transports offers one name twice"):
+    with pytest.raises(HandshakeError, match="hello: transports contains a name twice"):
         hello_from(plain)
