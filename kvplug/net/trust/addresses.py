@@ -1,8 +1,8 @@
-"""How a listener's socket is bound to an address of this host.
+"""Binds a listener's socket to an address of this host.
 
-The file of a Unix socket outlives a process that was killed. A server takes such a file over; one whose
-server is alive it leaves alone. Servers of one folder do that one after the other, with a lock on the folder,
-which leaves no file of its own.
+The file of a Unix socket outlives a killed process. A new server takes over such a file, but leaves it alone
+while its server is alive. A lock on the folder, which does not leave a file behind, makes servers in one
+folder take turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, Transpo
 
 _BACKLOG: Final = 128
 _LOCK_S: Final = 5.0
-"""How long another server of the folder may take to bind."""
+"""How long another server in the folder may take to bind."""
 _PROBE_S: Final = 1.0
 _LISTEN: Final = "0A"  # in /proc/net/tcp
 
@@ -36,11 +36,11 @@ _LISTEN: Final = "0A"  # in /proc/net/tcp
 
 @attrs.frozen
 class BoundSocket:
-    """A socket that listens."""
+    """A listening socket."""
 
     sock: socket.socket
     address: Address
-    """The one that others dial."""
+    """The address that others dial."""
     _remove_file: Callable[[], None] = lambda: None
 
     @classmethod
@@ -58,7 +58,7 @@ class BoundSocket:
             except PeerGoneError as e:
                 raise ConfigError(f"cannot listen at {address}: {e}") from e
         else:
-            # A generated name cannot be guessed, and names its process.
+            # A generated name cannot be guessed, and contains the user id.
             address = Address(name=address.name or f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}")
             family, sockaddr = socket.AF_UNIX, address.sockaddr
         try:
@@ -67,7 +67,7 @@ class BoundSocket:
                 if address.is_unix and address.is_path:
                     return cls(sock, address, _bind_path(sock, address.name))
                 if not address.is_unix:
-                    # Only for a port whose old connections linger: two listeners still collide.
+                    # This only allows a port whose old connections linger; two listeners still collide.
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 sock.bind(sockaddr)
                 sock.listen(_BACKLOG)
@@ -79,9 +79,9 @@ class BoundSocket:
             raise _cannot_bind(address, e) from e
 
     def close(self) -> None:
-        """Remove the socket's file, if it has one and it is still this socket's, and close the socket."""
+        """Remove the socket's file if it still belongs to this socket, and close the socket."""
         self._remove_file()
-        # A child that was forked a moment ago may still hold the socket: nothing may connect to it.
+        # A child forked a moment ago may still hold the socket, so make connections to it fail.
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -104,15 +104,17 @@ def _contact(sock: socket.socket) -> Address:
     if ip_address(host).is_unspecified:
         host = _own_address(sock.family)
     elif len(more) == 2 and more[1] and "%" not in host:
-        # By the interface's name, which other hosts' interfaces to that link have more often than its number.
+        # Use the interface's name: other hosts' interfaces to the link more often share the name than the
+        # number.
         host = f"{host}%{socket.if_indextoname(more[1])}"
     return Address(host, port)
 
 
 def _own_address(family: int) -> str:
-    """An address other hosts can dial, for a listener on every interface: that of the default route."""
+    """Return an address that other hosts can dial, for a listener on all interfaces: that of the default
+    route."""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only makes the kernel choose a source.
+        # Connecting a datagram socket sends nothing, but makes the kernel choose a source address.
         probe.connect(("192.0.2.1", 9) if family == socket.AF_INET else ("2001:db8::1", 9))
         return str(probe.getsockname()[0])
     return socket.gethostname()
@@ -124,7 +126,7 @@ def _own_address(family: int) -> str:
 def _bind_path(sock: socket.socket, path: str) -> Callable[[], None]:
     """Bind the socket to ``path``, for this user only, and listen. Takes over the file of a dead server.
 
-    Returns what removes the file, unless another server has taken it over; it never raises.
+    Returns a function that removes the file unless another server has taken it over. It never raises.
     """
     os.fchmod(sock.fileno(), 0o600)  # the mode of the file that bind makes
     folder = os.path.dirname(path)
@@ -136,7 +138,7 @@ def _bind_path(sock: socket.socket, path: str) -> Callable[[], None]:
                 raise
             os.unlink(path)
             sock.bind(path)
-        sock.listen(_BACKLOG)  # with the lock: one that is bound and does not listen looks like a dead one
+        sock.listen(_BACKLOG)  # under the lock: a bound socket that does not listen yet looks dead
         ours = os.lstat(path)
 
     def remove() -> None:
@@ -149,7 +151,8 @@ def _bind_path(sock: socket.socket, path: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Hold the lock of a folder. Raises OSError: it cannot be opened, or another process keeps the lock."""
+    """Hold the lock of a folder. Raises OSError: the folder cannot be opened, or another process keeps the
+    lock."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         limit = time.monotonic() + _LOCK_S
@@ -183,10 +186,11 @@ def _is_stale(path: str) -> bool:
 
 
 def _owner_of(address: Address) -> str:
-    """ "pid 12 (name)" of the process that listens at ``address``, or ``""`` where /proc does not say."""
+    """Return "pid 12 (name)" of the process that listens at ``address``, or ``""`` if /proc does not show
+    it."""
     wanted = {f"socket:[{inode}]" for inode in _inodes(address)}
     for link in glob.iglob("/proc/[0-9]*/fd/*") if wanted else ():
-        with contextlib.suppress(OSError):  # closed meanwhile, or another user's
+        with contextlib.suppress(OSError):  # already closed, or another user's
             if os.readlink(link) in wanted:
                 pid = link.split("/")[2]
                 with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as f:
@@ -195,7 +199,7 @@ def _owner_of(address: Address) -> str:
 
 
 def _inodes(address: Address) -> Iterator[str]:
-    """Of the sockets that listen there, as the kernel's tables of sockets show them."""
+    """Yield the inodes of the sockets that listen at ``address``, from the kernel's socket tables."""
     for table in ("unix",) if address.is_unix else ("tcp", "tcp6"):
         with (
             contextlib.suppress(OSError),

@@ -1,4 +1,4 @@
-"""The mutual challenge, without any input or output: messages in, messages out.
+"""The mutual challenge, as pure message processing without any input or output.
 
     client                                         server
     OPENING  version, mode, purpose, nonce  ─────►  is that what is served here? (refusal if not)
@@ -14,9 +14,9 @@ is not valid for another) and the reserved bytes, which must be zero. It also co
 reflection) and the TLS session that carries the connection, if there is one (no relay from another session).
 
 The challenge proves the identity of the other end when the connection is made. Without TLS it does not
-protect the bytes that follow against an attacker on the network path, which could also relay the whole
-exchange. Without a secret the key is empty, and the kernel (Unix sockets) or TLS proves the other end, before
-the challenge begins.
+protect the following bytes from an attacker on the network path, who could also relay the whole exchange.
+Without a secret the key is empty, and the kernel (Unix sockets) or TLS authenticates the other end before the
+challenge begins.
 """
 
 from __future__ import annotations
@@ -42,52 +42,53 @@ OPENING_SIZE = _OPENING.size
 REPLY_SIZE = _REPLY.size
 PROOF_SIZE = hashlib.sha256().digest_size
 _VERDICT = _REPLY.pack(MAGIC, VERSION, 0, 0, b"")[:8]
-"""What stands before the listener's proof."""
+"""The bytes before the listener's proof."""
 
 Exchange = Generator[tuple[bytes, int], bytes, PeerIdentity]
-"""One end of a challenge: yields what to send and the size of the next message, is sent that message, and
-returns the identity of the proven peer."""
+"""One end of a challenge: yields the bytes to send and the size of the next message, is sent that message,
+and returns the identity of the proven peer."""
 
 
 class Mode(enum.IntEnum):
-    """What proves the other end."""
+    """How the other end is authenticated."""
 
     SECRET = 1
-    """Knowledge of the deployment's secret."""
+    """It knows the deployment's secret."""
     SAME_USER = 2
-    """The kernel's word: the same user, at the other end of a Unix socket."""
+    """According to the kernel, the same user is at the other end of a Unix socket."""
     CERTIFICATE = 3
-    """TLS alone: a certificate of the deployment's own authority."""
+    """TLS alone: it has a certificate from the deployment's own authority."""
 
 
 class Refusal(enum.IntEnum):
-    """Why a listener refuses a connection. A reply has room for a detail, which the dialling end explains."""
+    """Why a listener refuses a connection. Its reply may contain a detail, which the dialling end
+    explains."""
 
     GARBAGE = 1
-    """It does not speak this version of the challenge."""
+    """The client does not speak this version of the challenge."""
     PURPOSE = 2
-    """It came for another service."""
+    """The client asked for another service."""
     CREDENTIALS = 3
-    """Its secret or certificate is wrong, or one end has a secret or TLS and the other does not."""
+    """The client's secret or certificate is wrong, or one end has a secret or TLS and the other does not."""
     OTHER_USER = 4
-    """Another user of this host, or the kernel does not say which."""
+    """The client belongs to another user of this host, or the kernel does not show which user."""
     BUSY = 5
-    """Too many connections, or a resource ran out, which is the detail."""
+    """There are too many connections, or a resource ran out. The detail names the resource."""
     SILENT = 6
-    """It did not prove itself in time, or hung up. Never sent."""
+    """The client did not prove itself in time, or hung up. This refusal is never sent."""
 
     @property
     def reason(self) -> str:
         return self.name.lower().replace("_", " ")
 
 
-_SAME_SECRET = "give both ends the same (KVPLUG_SECRET or secret_file)"  # noqa: S105
+_SAME_SECRET = "give both ends the same one (KVPLUG_SECRET or secret_file)"  # noqa: S105
 _SET_TLS = "set tls_cert, tls_key and tls_ca on both ends, or on neither"
-# By refusal and detail: what the listener's log says ("it" is the dialling end), and what the dialling end
-# says ("it" is the listener).
+# By refusal and detail: the text of the listener's log ("it" is the dialling end), and the dialling end's
+# text ("it" is the listener).
 _TEXTS: dict[tuple[Refusal, str], tuple[str, str]] = {
     (Refusal.GARBAGE, ""): (
-        "it does not speak the challenge: no kvplug, or another version",
+        "it does not speak the challenge: it is not kvplug, or is another version",
         "it could not read our first message; install the same kvplug on both ends",
     ),
     (Refusal.PURPOSE, ""): (
@@ -103,7 +104,7 @@ _TEXTS: dict[tuple[Refusal, str], tuple[str, str]] = {
         f"this end has a secret and the listener has none; {_SAME_SECRET}, or neither",
     ),
     (Refusal.CREDENTIALS, "wrong secret"): (
-        "its secret is another one; check KVPLUG_SECRET or secret_file on both ends",
+        "its secret differs; check KVPLUG_SECRET or secret_file on both ends",
         "the secrets differ; check KVPLUG_SECRET or secret_file on both ends",
     ),
     (Refusal.CREDENTIALS, "needs TLS"): (
@@ -120,14 +121,14 @@ _TEXTS: dict[tuple[Refusal, str], tuple[str, str]] = {
     ),
     (Refusal.BUSY, ""): (
         "too many connections at once",
-        "it has as many connections as it takes, and does not accept them fast enough",
+        "it has too many connections, and does not accept them fast enough",
     ),
     (Refusal.SILENT, ""): ("it did not prove itself in time, or hung up", ""),
 }
 
 
 class RefusedError(AuthenticationError):
-    """A listener refuses a client; ``reply`` is the message to send to it."""
+    """A listener refuses a client; ``reply`` is the message to send to the client."""
 
     def __init__(self, refusal: Refusal, detail: str = "", text: str = "") -> None:
         super().__init__(text or _TEXTS[refusal, detail][0])
@@ -136,12 +137,13 @@ class RefusedError(AuthenticationError):
 
     @classmethod
     def for_lack(cls, shortage: ResourceExhaustedError) -> RefusedError:
-        """The refusal of a client that this process has no resource for."""
+        """Return the refusal of a client for which this process lacks a resource."""
         return cls(Refusal.BUSY, shortage.resource, str(shortage))
 
 
 def prove(key: bytes, role: str, mode: Mode, opening: bytes, answer: bytes, binding: bytes = b"") -> bytes:
-    """The proof of one role. Every part has a fixed size, so no two inputs give the same bytes.
+    """Return the proof of one role. Every part has a fixed size, so no two inputs are hashed as the same
+    bytes.
 
     ``binding`` identifies the TLS session; empty without TLS.
     """
@@ -155,7 +157,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def admit(purpose: str, mode: Mode, key: bytes, identity: bytes, binding: bytes = b"") -> Exchange:
-    """The listener's end of the challenge, for one connection. ``binding`` identifies its TLS session.
+    """Run the listener's end of the challenge for one connection. ``binding`` identifies its TLS session.
 
     Raises:
         RefusedError: the client is refused.
@@ -163,7 +165,7 @@ def admit(purpose: str, mode: Mode, key: bytes, identity: bytes, binding: bytes 
     opening = yield b"", OPENING_SIZE
     magic, version, theirs, reserved, digest, _ = _OPENING.unpack(opening)
     if magic == MAGIC and version != VERSION:
-        text = f"it speaks version {version} of the challenge, ours is {VERSION}"
+        text = f"it speaks version {version} of the challenge, but ours is {VERSION}"
         raise RefusedError(Refusal.GARBAGE, text=text)
     if magic != MAGIC or reserved or theirs not in list(Mode):
         raise RefusedError(Refusal.GARBAGE)
@@ -185,11 +187,11 @@ def admit(purpose: str, mode: Mode, key: bytes, identity: bytes, binding: bytes 
 def introduce(
     purpose: str, mode: Mode, key: bytes, identity: bytes, where: str, binding: bytes = b""
 ) -> Exchange:
-    """The dialling end of the challenge. ``where`` names the listener in messages.
+    """Run the dialling end of the challenge. ``where`` names the listener in messages.
 
     Raises:
-        AuthenticationError: we were refused, or the listener did not prove itself.
-        ResourceExhaustedError: the listener's process has no resources for a connection now.
+        AuthenticationError: the listener refused us, or did not prove itself.
+        ResourceExhaustedError: the listener's process lacks a resource for a connection now.
     """
     opening = _OPENING.pack(MAGIC, VERSION, mode, 0, _digest(purpose.encode()), os.urandom(NONCE_SIZE))
     answer = yield opening, REPLY_SIZE
@@ -205,16 +207,16 @@ def introduce(
     try:
         peer = decode_identity(message)
     except WireError as e:
-        raise AuthenticationError(f"{where} proved itself and then sent {e}") from e
+        raise AuthenticationError(f"{where} proved itself, but then sent {e}") from e
     yield identity, 0
     return peer
 
 
 def _check_reply(message: bytes, purpose: str, where: str) -> bytes:
-    """What a reply that is no refusal holds. Raises as :func:`introduce`."""
+    """Return the body of a reply that is not a refusal. Raises as :func:`introduce`."""
     magic, version, refusal, reserved, body = _REPLY.unpack(message)
     if magic != MAGIC or (reserved and version == VERSION):
-        raise AuthenticationError(f"what answers at {where} is not a kvplug listener", code="foreign")
+        raise AuthenticationError(f"the server at {where} is not a kvplug listener", code="foreign")
     detail = peer_text(body.rstrip(b"\0").decode("ascii", "replace")) if refusal else ""
     if version != VERSION:
         why = "it speaks another version of the challenge; install the same kvplug on both ends"

@@ -1,4 +1,4 @@
-"""Small plain values over a proven connection, framed. The handshake and groups use it."""
+"""Sends small plain values in frames over a proven connection. The handshake and groups use it."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 
 MAX_FRAME_BYTES = 16 << 20
-"""Of one value, encoded."""
-_LAST_WORDS_S = 0.2  # what a dead peer wrote has reached our buffer within this
+"""Limit for one encoded value."""
+_LAST_WORDS_S = 0.2  # within this time, a dead peer's last bytes have reached our buffer
 _MAX_POLL_MS = 2**31 - 1
 
 
 class Channel:
-    """Values both ways, whole, in order, exactly once.
+    """Carries values both ways, whole, in order and exactly once.
 
-    Law. When the peer ends, every call raises ``PeerGoneError``, also one already blocked and also while a
-    forked child of the peer keeps the socket open (a pidfd tells); values that had wholly arrived may be
-    received first. Bytes that are no frame raise ``WireError``, and the channel is broken: from then on both
+    Law. When the peer ends, every call raises ``PeerGoneError``, even a call already blocked, and even while
+    a forked child of the peer keeps the socket open (a pidfd shows it). Values that have wholly arrived may
+    be received first. Bytes that are not a frame raise ``WireError`` and break the channel: from then on both
     directions raise it. ``close`` wakes calls blocked in other threads with ``ClosedError``.
 
-    Callers. Any threads. Senders take turns; a second receiver gets ``BusyError``, and so does a signal's
-    handler that sends while its thread does.
+    Callers. Any threads. Senders take turns. A second receiver gets ``BusyError``, and so does a signal
+    handler that sends while its thread is sending.
 
-    Not promised. That the peer has read what was sent. A peer on another host that vanishes is noticed by
-    TCP's own probes when the line is idle (about 11 s), else by the deadline of the call.
+    Not promised. That the peer has read the sent values. TCP's own probes notice a vanished peer on another
+    host if the connection is idle (after about 11 s); otherwise the call's deadline does.
     """
 
     def __init__(self, connection: Connection, *, timeout_s: float | None = 30.0) -> None:
-        """Takes over ``connection``, also if it raises. ``timeout_s`` is the default timeout of its calls.
+        """Takes over ``connection``, even if this raises. ``timeout_s`` is the default timeout of its calls.
 
         Raises:
             ResourceExhaustedError: the process has no free descriptor to watch the peer.
@@ -65,13 +65,13 @@ class Channel:
         self._closed = False
         self._broken: WireError | None = None
         self._turn = threading.RLock()
-        """Held by the thread that sends. Re-entrant, so that only its owner can release it."""
+        """Held by the sending thread. Re-entrant, so that only its owner can release it."""
         self._sending = ExclusiveUse("sending to this channel")
         self._receiving = ExclusiveUse("receiving from this channel")
         self._closing = threading.RLock()
         self._unsent = memoryview(b"")
         self._frame = bytearray()
-        """What is being received: a header, then its payload. ``_filled`` bytes of it have come."""
+        """The frame being received: a header, then its payload. ``_filled`` bytes of it have arrived."""
         self._filled = 0
         self._has_received = False
         self._sock.setblocking(False)
@@ -99,35 +99,36 @@ class Channel:
 
     @property
     def unsent(self) -> int:
-        """Bytes of a value that ``send`` has begun and not finished when its deadline passed."""
+        """Bytes left of a value that ``send`` had begun but not finished when its deadline passed."""
         return len(self._unsent)
 
     def fileno(self) -> int:
-        """For a watcher; -1 once closed."""
+        """Return the socket's descriptor for a watcher; -1 once closed."""
         return self._sock.fileno()
 
     def socket(self) -> socket.socket:
-        """For ``Watch(sock=…)``. Callers must not read or write it."""
+        """Return the socket for ``Watch(sock=…)``. Callers must not read or write it."""
         return self._sock
 
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Send one value of the kinds that :mod:`kvplug.net.wire.values` carries.
+        """Send one value of a type that :mod:`kvplug.net.wire.values` supports.
 
         Raises:
-            TimeoutError, ResourceExhaustedError: the peer does not read, or the kernel has no memory for
-                it. With ``unsent == 0`` nothing of the value went out;
-                otherwise it was begun, and ``flush`` or the next ``send`` finishes it first: do not send
-                it again.
-            UnsupportedError, CapacityError: it is not carried, or too large; nothing was sent.
-            BusyError: this is a signal's handler, and its thread is in the middle of sending.
-            ResourceExhaustedError: or the peer has declined the channel.
+            TimeoutError, ResourceExhaustedError: the peer does not read, or the kernel lacks memory for the
+                value. If ``unsent == 0``, no byte of it was sent. Otherwise the value was begun, and
+                ``flush`` or the next ``send`` finishes it first: do not send it again.
+            UnsupportedError, CapacityError: its type is not supported, or it is too large; nothing was sent.
+            BusyError: this is a signal handler, and its thread is in the middle of sending.
+            ResourceExhaustedError: the peer has declined the channel.
             PeerGoneError, ClosedError, WireError: as the law says.
         """
         data = values.encode(value)
         if len(data) > MAX_FRAME_BYTES:
-            raise CapacityError(f"a value of {len(data)} bytes; a channel carries {MAX_FRAME_BYTES} at most")
+            raise CapacityError(
+                f"the value has {len(data)} bytes, but a channel carries at most {MAX_FRAME_BYTES}"
+            )
         frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
         self._send_in_turn(frame, Deadline.after(timeout, self._timeout_s))
 
@@ -136,9 +137,9 @@ class Channel:
         self._send_in_turn(None, Deadline.after(timeout, self._timeout_s))
 
     def decline(self, shortage: ResourceExhaustedError) -> None:
-        """Tell the peer that this process has no resources to serve it: its calls raise
-        ``ResourceExhaustedError`` once it has received what was sent before, and it may try again with a new
-        channel. Close this one then. Never waits, raises nothing.
+        """Notify the peer that this process lacks the resources to serve it. The peer's calls raise
+        ``ResourceExhaustedError`` once it has received all earlier values, and it may try again with a new
+        channel. Close this channel afterwards. Never waits or raises.
         """
         if self._turn.acquire(blocking=False):
             try:
@@ -153,18 +154,18 @@ class Channel:
         turn = self._turn
         try:
             is_ours = turn.acquire(timeout=seconds)
-        except BaseException:  # Ctrl-C, perhaps when it was just acquired
+        except BaseException:  # Ctrl-C, perhaps just after the lock was acquired
             with contextlib.suppress(RuntimeError):
                 turn.release()
             raise
         if not is_ours:
             self._check()
             raise TimeoutError(f"another thread was still sending to {self._who} when the deadline passed")
-        # No signal is handled between the end of the acquisition above and this one, which ends in any case.
+        # No signal is handled between the acquisition above and this one, which is released in any case.
         with turn:
             turn.release()
             try:
-                with self._sending.taken():  # not for a signal's handler, whose thread is sending already
+                with self._sending.taken():  # raises in a signal handler whose thread is already sending
                     self._check()
                     if frame is not None and (self._ended or self._is_dead()):
                         self._check_last_word()
@@ -174,7 +175,7 @@ class Channel:
                         self._unsent = frame
                         self._flush(deadline)
             except (TimeoutError, ResourceExhaustedError):
-                if self._unsent is frame:  # nothing of it went out
+                if self._unsent is frame:  # no byte of it was sent
                     self._unsent = memoryview(b"")
                 raise
             finally:
@@ -193,19 +194,19 @@ class Channel:
                 self._check_last_word()
                 raise self._gone(e) from e
             if not self._wait(select.POLLOUT, deadline):
-                begun = f"; {len(self._unsent)} bytes of a value are left"
-                raise TimeoutError(f"{self._who} did not read what was sent in time{begun}")
+                begun = f"; {len(self._unsent)} bytes of a value remain"
+                raise TimeoutError(f"{self._who} did not read the sent values in time{begun}")
 
     # -- receiving -----------------------------------------------------------------------------
 
     def recv(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        """The next value.
+        """Receive the next value.
 
         Raises:
-            TimeoutError: it has not (or not wholly) arrived; the next call goes on with it.
-            WireError: what came is not a frame or not a value; the channel is broken.
-            ResourceExhaustedError: there is no memory for it; the next call goes on with it. Or the peer has
-                declined the channel.
+            TimeoutError: it has not, or not wholly, arrived; the next call continues with it.
+            WireError: the received bytes are not a frame or not a value; the channel is broken.
+            ResourceExhaustedError: there is no memory for it, and the next call continues with it; or the
+                peer has declined the channel.
             BusyError: another thread is receiving.
             PeerGoneError, ClosedError: as the law says.
         """
@@ -222,7 +223,7 @@ class Channel:
             self._close_if_unused()
 
     def _next(self, deadline: Deadline) -> Any:
-        """The next value, which stays the next one."""
+        """Return the next value without consuming it."""
         self._fill(HEADER_SIZE, deadline)
         try:
             header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
@@ -234,15 +235,18 @@ class Channel:
                 raise shortage_in(bytes(payload), self._who)
             return values.decode(payload)
         except WireError as e:
-            self._broken = WireError(f"{self._who} sent what is not a value, and the channel is broken: {e}")
+            self._broken = WireError(
+                f"{self._who} sent bytes that are not a value, so the channel is broken: {e}"
+            )
             raise self._broken from e
 
     def check_not_declined(self, timeout: float = 0) -> None:
-        """Return, unless the peer has declined this channel, or does so by then. What else comes stays there.
+        """Check that the peer has not declined this channel, nor does within ``timeout``. Consumes nothing
+        else.
 
         Raises:
             ResourceExhaustedError: the peer lacks a resource.
-            WireError: what came is not a frame or not a value.
+            WireError: the received bytes are not a frame or not a value.
         """
         try:
             gone = (TimeoutError, PeerGoneError, ClosedError, BusyError)
@@ -253,12 +257,12 @@ class Channel:
             self._close_if_unused()
 
     def _check_last_word(self) -> None:
-        """The peer is gone, and this end has not received anything: it may have been declined."""
+        """Raise if the gone peer has declined the channel, which is possible if nothing was received yet."""
         if not self._has_received:
             self.check_not_declined()
 
     def _fill(self, nbytes: int, deadline: Deadline) -> None:
-        """Receive until so many bytes of the frame have come."""
+        """Receive until ``nbytes`` of the frame have arrived."""
         if len(self._frame) < nbytes:
             with NamedExhaustion("receiving a value"):
                 longer = bytearray(nbytes)
@@ -278,7 +282,8 @@ class Channel:
                 NamedExhaustion.check(e, f"receiving from {self._who}")
                 raise self._gone(e) from e
             if not got:
-                # It may be seen before the pidfd, and TCP would still take what is sent after it.
+                # The end of the stream may show before the pidfd does, and TCP would still accept later
+                # sends.
                 self._ended = True
                 raise self._gone(None)
             self._filled += got
@@ -286,7 +291,8 @@ class Channel:
     # -- both ----------------------------------------------------------------------------------
 
     def _wait(self, event: int, deadline: Deadline) -> bool:
-        """Until the socket may be ready, the peer has died or the channel is closed; False: too late."""
+        """Wait until the socket may be ready, the peer has died or the channel is closed. Returns False at
+        the deadline."""
         poller = select.poll()
         try:
             poller.register(self._sock, event)
@@ -302,7 +308,7 @@ class Channel:
             return True
         if self._dead:
             raise self._gone(None)
-        self._dead = bool(ready)  # then look at the socket once more: the kernel may still be delivering
+        self._dead = bool(ready)  # then look at the socket again, since the kernel may still be delivering
         return self._dead or not deadline.expired
 
     def _is_dead(self) -> bool:
@@ -326,7 +332,8 @@ class Channel:
         return PeerGoneError(f"{self._who} is gone{middle}{why}")
 
     def close(self) -> None:
-        """End the channel; what was sent before still arrives. Idempotent, from any thread or handler."""
+        """Close the channel; values sent before still arrive. Idempotent; any thread or signal handler may
+        call it."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -335,9 +342,9 @@ class Channel:
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Descriptors are closed by the last who uses them: a number must not be reused under a poll.
+        """Close the descriptors once no call uses them, since a number must not be reused during a poll.
 
-        A thread is inside before it looks whether the channel is closed.
+        Each call counts as using them before it checks whether the channel is closed.
         """
         if self._closed:
             with self._closing:

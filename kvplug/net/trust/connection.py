@@ -1,4 +1,4 @@
-"""A connection whose two ends have authenticated each other, and how to make one."""
+"""Connections whose two ends have authenticated each other."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _MAX_PAYLOAD = 8192
 
 @attrs.define(eq=False)
 class Connection:
-    """A proven connection. Its receiver owns it and closes it. In a forked child it is closed."""
+    """A proven connection. Whoever gets it owns and closes it. In a forked child it is closed."""
 
     sock: socket.socket = attrs.field(repr=False)
-    """Blocking and without a timeout when handed over; nothing beyond the proof was read from it."""
+    """Blocking and without a timeout when handed over. Nothing after the proof has been read from it."""
     peer: PeerIdentity
     """The process at the other end."""
     purpose: str
@@ -62,7 +62,7 @@ class Connection:
     mode: Mode
     """How the two ends proved themselves."""
     address: str
-    """Where the listener listens."""
+    """The listener's address."""
     since: float = attrs.field(factory=time.monotonic, init=False, repr=False)
     """When both ends had proved themselves, by ``time.monotonic``."""
 
@@ -81,19 +81,18 @@ class Connection:
     ) -> Self:
         """Connect to the listener at ``contact``; both ends prove themselves.
 
-        ``purpose`` must be the listener's word for what it serves. ``label`` names this process to the
-        listener.
+        ``purpose`` must equal the listener's. ``label`` names this process to the listener.
 
         Raises:
-            InsecureAddressError: it is an address of TCP, and there is neither a secret nor TLS; nothing is
+            InsecureAddressError: it is a TCP address, and neither a secret nor TLS is set; nothing is
                 dialled.
             PeerGoneError: no process listens there, or it hung up. Not retried (see :meth:`dial_until`).
-            AuthenticationError: one end did not prove itself; the message says what to check.
-            TimeoutError: no answer in time (10 s by default).
+            AuthenticationError: one end did not prove itself. The message explains what to check.
+            TimeoutError: the listener did not answer in time (10 s by default).
             ConfigError: a TLS file cannot be used.
-            WireError: ``contact`` is not one.
-            ResourceExhaustedError: the process has no free descriptor, or can start no more threads; or the
-                listener's says so.
+            WireError: ``contact`` is malformed.
+            ResourceExhaustedError: this process, or the listener's, has no free descriptor or cannot start
+                more threads.
         """
         address, deadline = Address.parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
         where, mode = str(address), credentials.mode_at(address)
@@ -103,7 +102,7 @@ class Connection:
                 with _in_words(where):
                     sock.settimeout(_seconds(deadline))
                     if mode is Mode.SAME_USER:
-                        _check_listener(sock, where)  # before it gets a single byte
+                        _check_listener(sock, where)  # before the listener gets a single byte
                     if credentials.tls is not None and not address.is_unix:
                         sock = wrap_dialled(sock, credentials.tls, address.host)
                     binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
@@ -133,16 +132,16 @@ class Connection:
         """:meth:`dial`, repeated until a process listens there, at most until ``deadline``.
 
         Raises:
-            TimeoutError: no listener started there in time; names the address and how long was tried.
-            ResourceExhaustedError: the listener's last answer was that its process lacks a resource. Or this
-                process does, at once.
-            ClosedError: ``stop`` was set; also in the pause between two tries.
+            TimeoutError: no listener started there in time. Names the address and the time spent.
+            ResourceExhaustedError: the listener's last answer was that its process lacks a resource. Raised
+                at once if this process lacks one.
+            ClosedError: ``stop`` was set, perhaps in the pause between two tries.
             The rest as :meth:`dial`, at once.
         """
         began, pause, address = time.monotonic(), _RETRY_FIRST_S, Address.parse_contact(contact)
         stop = stop or threading.Event()
-        # The listener's last answer, if it was one. A try without an answer keeps it: the last try may be
-        # short.
+        # The last answer of the listener, if it reported a shortage. A try without an answer keeps it, since
+        # the last try may be short.
         shortage: ResourceExhaustedError | None = None
         while not stop.is_set():
             left = deadline.remaining()
@@ -152,7 +151,7 @@ class Connection:
             except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
                 if isinstance(e, ResourceExhaustedError):
                     if e.__cause__ is not None:
-                        raise  # of this process; the listener's may have what it lacks in a moment
+                        raise  # this process lacks it; the listener's shortage may end in a moment
                     shortage = e
                 elif isinstance(e, PeerGoneError):
                     shortage = None
@@ -165,7 +164,7 @@ class Connection:
             left = deadline.remaining()
             stop.wait(pause if left is None else min(pause, left))
             pause = min(pause * 2, _RETRY_MAX_S)
-        raise ClosedError(f"{address} is not waited for any more: this end was closed")
+        raise ClosedError(f"stopped waiting for {address}: this end was closed")
 
     def __str__(self) -> str:
         return self.describe
@@ -177,8 +176,8 @@ class Connection:
 
     @property
     def is_same_user(self) -> bool:
-        """Whether the kernel says that the other end runs as the user of this process: over Unix sockets
-        only."""
+        """Whether the other end runs as this process's user, according to the kernel. True only
+        over Unix sockets."""
         if self.sock.family != socket.AF_UNIX:
             return False
         try:
@@ -192,14 +191,15 @@ class Connection:
         return self.sock.fileno()
 
     def send(self, data: bytes, deadline: Deadline, fds: Sequence[int] = ()) -> None:
-        """Send all of ``data``, and with its first byte the descriptors, which the caller still owns.
+        """Send all of ``data``, and the descriptors with its first byte. The caller still owns the
+        descriptors.
 
         Raises:
-            TimeoutError, PeerGoneError: the other end does not receive it, or is gone.
-            ResourceExhaustedError: too many descriptors are under way; or the peer has declined.
+            TimeoutError, PeerGoneError: the other end does not receive the data, or is gone.
+            ResourceExhaustedError: too many descriptors are in transit, or the peer has declined.
         """
         if fds and not data:
-            raise ValueError("descriptors go along with bytes, and there are none")
+            raise ValueError("descriptors must be sent together with bytes, but there are no bytes")
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = 0
         try:
@@ -214,7 +214,7 @@ class Connection:
             raise self._in_words(e, "received nothing in time") from e
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytes:
-        """Exactly so many bytes.
+        """Receive exactly ``nbytes``.
 
         Raises:
             TimeoutError, PeerGoneError: they did not arrive; the connection is unusable.
@@ -223,7 +223,7 @@ class Connection:
         return self.receive_fds(nbytes, 0, deadline)[0]
 
     def receive_some(self, nbytes: int, deadline: Deadline) -> bytes:
-        """One byte at least, ``nbytes`` at most. Raises TimeoutError, PeerGoneError."""
+        """Receive at least one byte and at most ``nbytes``. Raises TimeoutError, PeerGoneError."""
         try:
             self.sock.settimeout(_seconds(deadline))
             chunk = self.sock.recv(nbytes)
@@ -235,12 +235,13 @@ class Connection:
         return chunk
 
     def receive_fds(self, nbytes: int, max_fds: int, deadline: Deadline) -> tuple[bytes, list[int]]:
-        """Exactly so many bytes and the descriptors with them, which the caller then owns; close-on-exec.
+        """Receive exactly ``nbytes`` and the descriptors sent with them. The caller owns these; they are
+        close-on-exec.
 
         Raises:
             TimeoutError, PeerGoneError: they did not arrive; the connection is unusable.
-            WireError: more than ``max_fds`` arrived.
-            ResourceExhaustedError: this process can open no more descriptors; or the peer lacks something.
+            WireError: more than ``max_fds`` descriptors arrived.
+            ResourceExhaustedError: this process cannot open more descriptors, or the peer lacks a resource.
         """
         data, fds = bytearray(), list[int]()
         try:
@@ -271,7 +272,7 @@ class Connection:
             raise
 
     def _raise_if_declined_before_hanging_up(self) -> None:
-        """The peer has hung up: raise what it sent of a resource that it lacked, if it did."""
+        """Raise if the peer reported a lack of a resource before it hung up."""
         try:
             data = self.sock.recv(HEADER_SIZE, socket.MSG_DONTWAIT)
         except OSError:
@@ -284,11 +285,11 @@ class Connection:
         return PeerGoneError(f"{self.describe} hung up")
 
     def raise_if_declined(self, data: bytes, deadline: Deadline) -> None:
-        """Return unless ``data``, the first bytes of a message, begin a :meth:`decline`; its rest is read.
+        """Raise if ``data``, the first bytes of a message, begin a :meth:`decline`, whose rest is read.
 
         Raises:
-            ResourceExhaustedError: they do; the peer's process lacks that resource.
-            PeerGoneError, TimeoutError, WireError: they do, and it is not whole.
+            ResourceExhaustedError: they do: the peer's process lacks that resource.
+            PeerGoneError, TimeoutError, WireError: they do, but the message is not complete.
         """
         if data[: len(MAGIC)] != MAGIC or data[_KIND_AT : _KIND_AT + 1] != bytes([FrameKind.LACK]):
             return
@@ -303,12 +304,12 @@ class Connection:
         return data
 
     def decline(self, shortage: ResourceExhaustedError) -> None:
-        """Send the peer what this process lacks. Never waits; the peer sees the end of the connection
-        otherwise."""
+        """Notify the peer of the resource that this process lacks. Never waits; if this fails, the peer only
+        sees the connection end."""
         decline(self.sock, shortage)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         self.sock.close()
 
     def _after_fork_in_child(self) -> None:
@@ -324,7 +325,7 @@ class Connection:
 def tune(sock: socket.socket) -> None:
     """Set the options of every TCP connection of kvplug: no delay, and probes that notice a vanished host.
 
-    The peer's kernel answers the probes, also for a process that is stopped.
+    The peer's kernel answers the probes, even for a stopped process.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -339,7 +340,7 @@ def _in_words(where: str) -> Iterator[None]:
         yield
     except KvplugError:
         raise
-    except ssl.SSLError as e:  # in the middle of the proof: only now a listener refuses our certificate
+    except ssl.SSLError as e:  # in the middle of the proof: a listener refuses our certificate only now
         raise refusal_of(e, where) from e
     except (OSError, EOFError) as e:
         if isinstance(e, builtins.TimeoutError):
@@ -349,7 +350,7 @@ def _in_words(where: str) -> Iterator[None]:
         if isinstance(e, EOFError | ConnectionError):
             raise PeerGoneError(
                 f"{where} hung up before the proof was complete: it is shutting down, overloaded,"
-                " or no kvplug listener",
+                " or not a kvplug listener",
                 code="hung up",
             ) from e
         raise PeerGoneError(f"{where} cannot be reached: {e.strerror or e}", code="no route") from e
@@ -364,7 +365,7 @@ def _connect(address: Address, deadline: Deadline) -> socket.socket:
                 return _connect_to(family, sockaddr, deadline)
         except (PeerGoneError, TimeoutError) as e:
             error = e
-    raise error or PeerGoneError(f"{address} has no address that can be dialled")
+    raise error or PeerGoneError(f"{address} cannot be resolved to an address to dial")
 
 
 def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket:
@@ -376,14 +377,14 @@ def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket
                 sock.connect(sockaddr)
                 break
             except BlockingIOError:
-                # The backlog of a Unix socket is full: it says so at once instead of waiting.
+                # The backlog of the Unix socket is full, which is reported at once instead of after a wait.
                 if deadline.expired:
                     raise builtins.TimeoutError from None
                 time.sleep(0.005)
         if family != socket.AF_UNIX:
             if sock.getsockname() == sock.getpeername():
-                # A port in the ephemeral range without a listener: the kernel chose it for our own end too,
-                # and connected the socket to itself.
+                # No listener uses this port in the ephemeral range, so the kernel chose it for our own end
+                # too and connected the socket to itself.
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
             tune(sock)
         return sock
@@ -396,13 +397,13 @@ def _check_listener(sock: socket.socket, where: str) -> None:
     uid = unix_peer_uid(sock)
     if not same_user(uid):
         raise AuthenticationError(
-            f"refused to talk to {where}: it belongs to another user of this host (uid {uid}); run both ends"
-            " as one user or with a secret"
+            f"refused to connect to {where}: it belongs to another user of this host (uid {uid}); run both"
+            " ends as one user or with a secret"
         )
 
 
 def _talk(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerIdentity:
-    """Carry the dialling end of a challenge over the socket."""
+    """Run the dialling end of a challenge over the socket."""
     message: bytes | None = None
     while True:
         try:
@@ -411,7 +412,7 @@ def _talk(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerI
             return proven.value  # type: ignore[no-any-return]
         sock.settimeout(_seconds(deadline))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLError):
-            sock.sendall(outgoing)  # refused already? then the reason is waiting to be read
+            sock.sendall(outgoing)  # if already refused, the reason is waiting to be read
         received = bytearray()
         while len(received) < size:
             sock.settimeout(_seconds(deadline))
@@ -431,29 +432,30 @@ def _fds_in(controls: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _seconds(deadline: Deadline) -> float | None:
-    """For ``settimeout``, where 0 would mean "do not block at all"."""
+    """Return the seconds left for ``settimeout``, where 0 would mean "do not block at all"."""
     remaining = deadline.remaining()
     return None if remaining is None else max(0.001, remaining)
 
 
-# -- instead of what the peer waits for -------------------------------------------------------------
+# -- a refusal instead of the message that the peer expects ------------------------------------------
 
 
 def decline(sock: socket.socket, shortage: ResourceExhaustedError) -> None:
-    """Say what this process lacks. Never waits; the peer sees the end of the connection otherwise."""
+    """Send the resource that this process lacks. Never waits; if this fails, the peer only sees the
+    connection end."""
     said = values.encode([shortage.resource, str(shortage)[:_MAX_REASON]])
     with contextlib.suppress(OSError):
         sock.send(encode_header(FrameKind.LACK, len(said)) + said, socket.MSG_DONTWAIT)
 
 
 def shortage_in(payload: bytes | bytearray, who: str) -> ResourceExhaustedError:
-    """What the payload of such a frame says.
+    """Decode the payload of a LACK frame.
 
     Raises:
-        WireError: it says nothing of that kind.
+        WireError: the payload is malformed.
     """
     match values.decode(payload):
         case [str(resource), str(reason)]:
-            text = f"{who} has no resources for it now: {peer_text(reason)}"
+            text = f"{who} lacks a resource now: {peer_text(reason)}"
             return ResourceExhaustedError(text, resource=peer_text(resource))
-    raise WireError(f"{who} declined a connection and did not say what it lacks")
+    raise WireError(f"{who} declined a connection without naming the resource that it lacks")

@@ -1,4 +1,4 @@
-"""The credentials of a process: what it proves itself with, and which address needs what."""
+"""The credentials with which a process proves itself, and the credentials that each address requires."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _HOW = "`kvplug config secret FILE` makes one"
 class Secret:
     """Bytes that never appear in ``repr``, ``str``, a log or a pickle.
 
-    A listener that has not yet proved itself sees a keyed hash made with it (the client proves first), so a
-    short secret could be guessed offline: at least 16 bytes are required.
+    The client proves itself first, so a listener that has not yet proved itself sees a hash keyed with the
+    secret. A short secret could be guessed offline from it, so at least 16 bytes are required.
 
     >>> secret = Secret("0123456789abcdef")
     >>> secret
@@ -39,17 +39,17 @@ class Secret:
     b'0123456789abcdef'
 
     Raises:
-        ConfigError: it is shorter; names ``source``.
+        ConfigError: the secret is shorter. The error names ``source``.
     """
 
     __slots__ = ("_value",)
 
     def __init__(self, value: bytes | str, source: str = "the secret") -> None:
-        # A variable may hold any bytes, which Python shows as lone surrogates.
+        # An environment variable may contain any bytes, which Python shows as lone surrogates.
         raw = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else bytes(value)
         if len(raw) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"{source} has {len(raw)} bytes and must have at least {MIN_SECRET_BYTES}; {_HOW}"
+                f"{source} has {len(raw)} bytes, but must have at least {MIN_SECRET_BYTES}; {_HOW}"
             )
         self._value = raw
 
@@ -57,29 +57,30 @@ class Secret:
         return "<Secret>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a secret is not serialised")
+        raise TypeError("a secret cannot be serialised")
 
     def reveal(self) -> bytes:
-        """The bytes, for deriving keys."""
+        """Return the bytes, for deriving keys."""
         return self._value
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Secret | None:
-        """What ``KVPLUG_SECRET`` holds, without white space around it; ``None`` when it is not set.
+        """Return the secret in ``KVPLUG_SECRET``, stripped of white space, or ``None`` if the variable is not
+        set.
 
         Raises:
-            ConfigError: it is too short.
+            ConfigError: the secret is too short.
         """
         text = environ.get(SECRET_VARIABLE, "").strip()
         return cls(text, SECRET_VARIABLE) if text else None
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Secret:
-        """What the file holds, without white space around it.
+        """Return the secret in the file, stripped of white space.
 
         Raises:
-            ConfigError: it cannot be read, is larger than 4096 bytes, or holds too little.
-            ResourceExhaustedError: the process has no free descriptor to read it.
+            ConfigError: the file cannot be read, is larger than 4096 bytes, or contains too short a secret.
+            ResourceExhaustedError: the process has no free descriptor to read the file.
         """
         name = os.fspath(path)
         try:
@@ -99,7 +100,8 @@ class Secret:
 
 @attrs.frozen
 class Credentials:
-    """What this process proves itself with. Without any: that it runs as the same user on the same host.
+    """The credentials of this process. Without any, it proves only that it runs as the same user on the same
+    host.
 
     >>> from kvplug.transport import Address
     >>> Credentials().mode_at(Address.parse("unix:@kvplug"))
@@ -111,9 +113,9 @@ class Credentials:
     """
 
     secret: Secret | None = None
-    """Shared by all processes that may connect; ``None``: there is none."""
+    """The secret shared by all processes that may connect, or ``None``."""
     tls: TlsFiles | None = None
-    """For connections over TCP. Unix sockets never leave the host, and use no TLS."""
+    """For connections over TCP. Unix sockets never leave the host and do not use TLS."""
 
     @classmethod
     def load(
@@ -123,25 +125,26 @@ class Credentials:
         tls: TlsFiles | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Credentials:
-        """From the file with a secret, else from ``KVPLUG_SECRET``; and TLS files.
+        """Load the secret from its file, or else from ``KVPLUG_SECRET``, and check the TLS files.
 
         Raises:
             ConfigError: the secret cannot be read, or a TLS file cannot be used.
         """
         if tls is not None:
-            tls.for_listener()  # a file that cannot be used is a fault now, not at the first connection
+            tls.for_listener()  # an unusable file is reported now, not at the first connection
         return cls(Secret.from_file(secret_file) if secret_file else Secret.from_env(environ), tls)
 
     @property
     def key(self) -> bytes:
-        """For deriving keys: the secret, or nothing."""
+        """The secret as bytes, for deriving keys; empty without a secret."""
         return b"" if self.secret is None else self.secret.reveal()
 
     def mode_at(self, address: Address, field: str = "") -> Mode:
-        """How both ends of a connection at ``address`` prove themselves. ``field`` names it in errors.
+        """Return how both ends of a connection at ``address`` prove themselves. ``field`` names the address
+        in errors.
 
         Raises:
-            InsecureAddressError: it is an address of TCP, and there is neither a secret nor TLS.
+            InsecureAddressError: it is a TCP address, and neither a secret nor TLS is set.
         """
         if self.secret is not None:
             return Mode.SECRET

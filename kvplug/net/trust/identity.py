@@ -1,4 +1,4 @@
-"""The identity of a process, exact enough to watch for its death; and the user behind a Unix socket."""
+"""Identifies processes exactly enough to watch for their death, and the user behind a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 
 IDENTITY_SIZE = 512
-"""Bytes of an identity on the wire: fixed, so that a peer cannot claim more memory."""
+"""Size of an identity on the wire. Fixed, so that a peer cannot claim more memory."""
 _MAX_TEXT = 96
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _UCRED = struct.Struct("iII")
 
 
 def _short(text: str) -> str:
-    """A peer states these, and they go into messages."""
+    """Make a text from a peer short and safe for messages."""
     return peer_text(text).encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
 
 
@@ -31,31 +31,31 @@ def _short(text: str) -> str:
 class PeerIdentity:
     """The identity of a process, unique among all processes that run or ran on its host.
 
-    A peer states it. kvplug reads it only from a peer that has proved itself, and a peer that states a wrong
-    one prevents only the detection of its own death.
+    Each peer states its own. kvplug reads it only from a peer that has proved itself. A peer that states a
+    wrong identity only prevents the detection of its own death.
     """
 
     boot_id: str = attrs.field(default="", converter=_short)
-    """Of the running kernel; equal means the same host. Empty where the platform has none."""
+    """Boot id of the running kernel; equal on the same host. Empty if the platform does not provide one."""
     pid_ns: str = attrs.field(default="", converter=_short)
-    """Pid namespace: pids mean something only to processes that share it."""
+    """Pid namespace: pids are only meaningful among processes that share it."""
     net_ns: str = attrs.field(default="", converter=_short)
     """Network namespace: abstract sockets and loopback reach only processes that share it."""
     pid: int
-    """In its pid namespace."""
+    """Pid of the process in its pid namespace."""
     start_time: int = 0
-    """Clock ticks from boot to the start of the process; distinguishes a reused pid. 0: unknown."""
+    """Start time of the process in clock ticks since boot, to detect a reused pid. 0: unknown."""
     host: str = attrs.field(default="", converter=_short)
     """Host name, for messages."""
     label: str = attrs.field(default="", converter=_short)
-    """The name that the process gives itself ("prefill rank 0"), for messages."""
+    """The process's own name for itself ("prefill rank 0"), for messages."""
 
     @classmethod
     def of_this_process(cls, label: str = "") -> Self:
-        """The calling process. ``label`` names it in messages at the other end.
+        """Return the identity of the calling process. ``label`` names it in messages at the other end.
 
         Raises:
-            ResourceExhaustedError: it has no free descriptor to find out.
+            ResourceExhaustedError: the process has no free descriptor to read /proc.
         """
         pid = os.getpid()
         try:
@@ -78,7 +78,7 @@ class PeerIdentity:
         return f"{name}pid {self.pid}{f' on {self.host}' if self.host and not self._is_local() else ''}"
 
     def _is_local(self) -> bool:
-        """:attr:`same_host` for messages, also those about a resource that ran out."""
+        """As :attr:`same_host`, but safe in messages about a resource that ran out."""
         try:
             return self.same_host
         except ResourceExhaustedError:
@@ -95,15 +95,16 @@ class PeerIdentity:
 
     @property
     def domain(self) -> str:
-        """Opaque: two processes with equal domains share abstract Unix sockets and loopback addresses.
+        """An opaque text: two processes with equal domains share abstract Unix sockets and loopback
+        addresses.
 
-        It is ``"-"`` where the platform does not say.
+        ``"-"`` if the platform does not provide it.
         """
         return f"{self.boot_id}/{self.net_ns}" if self.boot_id and self.net_ns else "-"
 
     @property
     def visible(self) -> bool:
-        """Whether ``pid`` means that process here too: same host, same pid namespace.
+        """Whether ``pid`` refers to that process here too: same host, same pid namespace.
 
         Raises:
             ResourceExhaustedError: as :attr:`same_host`.
@@ -111,14 +112,14 @@ class PeerIdentity:
         return self.same_host and bool(self.pid_ns) and self.pid_ns == namespace("pid")
 
     def open_pidfd(self) -> int | None:
-        """A descriptor that becomes readable when that process ends; the caller closes it.
+        """Open a descriptor that becomes readable when that process ends. The caller closes it.
 
-        ``None`` where its death cannot be seen that way: another host or pid namespace, an old kernel,
-        a sandbox that forbids it. The start time is read *after* the descriptor is opened: if it is the
-        right one then, the descriptor is of the right process, whatever happens to the pid later.
+        Returns ``None`` if a pidfd cannot be used: another host or pid namespace, an old kernel, a sandbox
+        that forbids it. The start time is read *after* the descriptor is opened: if it matches, the
+        descriptor belongs to the right process, whatever happens to the pid later.
 
         Raises:
-            PeerGoneError: that process has ended already.
+            PeerGoneError: that process has already ended.
             ResourceExhaustedError: this process has no free descriptor.
         """
         if not self.visible or not self.start_time or not hasattr(os, "pidfd_open"):
@@ -147,18 +148,18 @@ class PeerIdentity:
 
 
 def encode_identity(identity: PeerIdentity) -> bytes:
-    """Exactly ``IDENTITY_SIZE`` bytes."""
-    import msgspec  # not for the probes of `kvplug list`, which describe this host
+    """Encode an identity as exactly ``IDENTITY_SIZE`` bytes."""
+    import msgspec  # not needed by the probes of `kvplug list`, which describe this host
 
     packed = msgspec.msgpack.encode(identity)
     return (len(packed).to_bytes(2, "little") + packed).ljust(IDENTITY_SIZE, b"\0")
 
 
 def decode_identity(message: bytes) -> PeerIdentity:
-    """The inverse of :func:`encode_identity`.
+    """Invert :func:`encode_identity`.
 
     Raises:
-        WireError: it is anything else.
+        WireError: ``message`` is not an encoded identity.
     """
     import msgspec
 
@@ -168,34 +169,34 @@ def decode_identity(message: bytes) -> PeerIdentity:
     try:
         identity = msgspec.msgpack.decode(message[2 : 2 + size], type=PeerIdentity)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
-        raise WireError(f"an identity that cannot be read: {peer_text(str(e))}") from e
+        raise WireError(f"an identity that cannot be decoded: {peer_text(str(e))}") from e
     if not 0 < identity.pid < 2**31 or identity.start_time < 0:
         raise WireError(f"an identity with pid {identity.pid}, start time {identity.start_time}")
-    return attrs.evolve(identity)  # msgspec does not call the converters, which make the texts fit messages
+    return attrs.evolve(identity)  # msgspec does not run the converters, which make the texts fit messages
 
 
 def _start_time(pid: int) -> int:
     with open(f"/proc/{pid}/stat", "rb") as f:
         line = f.read()
-    # The second field is the command in parentheses and may itself hold spaces and parentheses.
+    # The second field is the command in parentheses, which may itself contain spaces and parentheses.
     return int(line.rpartition(b")")[2].split()[19])
 
 
-@functools.cache  # of what it returns; what it raises is not kept
+@functools.cache  # results are cached, exceptions are not
 def boot_id() -> str:
-    """Of the running kernel: two processes with equal ones are on one host. Empty where there is none.
+    """Return the boot id of the running kernel, equal for all processes of one host. Empty if it is missing.
 
     Raises:
-        ResourceExhaustedError: the process has no free descriptor to read it.
+        ResourceExhaustedError: the process has no free descriptor to read the id.
     """
     return _read(_BOOT_ID).strip()
 
 
 def namespace(kind: str) -> str:
-    """The namespace (``"pid"``, ``"net"``) of this process. Empty where the kernel does not show it.
+    """Return the namespace (``"pid"``, ``"net"``) of this process. Empty if the kernel does not show it.
 
     Raises:
-        ResourceExhaustedError: the host has no memory left to say it.
+        ResourceExhaustedError: the host has no memory left to read it.
     """
     # Not cached: a process may move to another network namespace.
     try:
@@ -206,7 +207,7 @@ def namespace(kind: str) -> str:
 
 
 def _read(path: str) -> str:
-    """A file of /proc; empty where there is none. Raises ResourceExhaustedError."""
+    """Read a file of /proc; return "" if it cannot be read. Raises ResourceExhaustedError."""
     try:
         with open(path, encoding="utf-8") as f:
             return f.read()
@@ -216,16 +217,17 @@ def _read(path: str) -> str:
 
 
 def unix_peer_uid(sock: socket.socket) -> int:
-    """Effective uid of the process that connected, or that called ``listen``, at a Unix socket."""
+    """Return the effective uid of a Unix socket's peer: the process that connected, or that called
+    ``listen``."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(uid)
 
 
 def same_user(uid: int) -> bool:
-    """Whether ``uid``, as the kernel showed it to us, is the user this process runs as.
+    """Whether ``uid``, as shown to us by the kernel, is the user that this process runs as.
 
-    In a user namespace the kernel shows every user without a mapping as the overflow uid (65534, "nobody").
-    A process that itself has that uid cannot distinguish such users and gets False.
+    In a user namespace the kernel shows every user without a mapping as the overflow uid (65534, "nobody"). A
+    process with that uid cannot distinguish such users, so the result is then False.
 
     Raises:
         ResourceExhaustedError: the process has no free descriptor to find out.

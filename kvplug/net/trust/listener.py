@@ -1,8 +1,8 @@
-"""A listener accepts connections, has each one prove itself, and hands out the proven ones.
+"""A listener accepts connections, makes each one prove itself, and hands out the proven ones.
 
-One thread per listener serves all unproven connections concurrently, at most 64 of them, and one origin does
-not take all: see :mod:`kvplug.net.trust.strangers`. A connection that is silent, slow or sends garbage delays
-no other.
+One thread per listener serves at most 64 unproven connections concurrently, and one origin cannot take all
+places: see :mod:`kvplug.net.trust.strangers`. A connection that is silent, slow or sends garbage does not
+delay others.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ logger = logging.getLogger(__name__)
 _PROOF_TIMEOUT_S = 5.0
 """How long a connection may take to prove itself."""
 _MAX_UNPROVEN = 64
-_MAX_WAITING = 1024  # proven, and not yet taken by accept()
-_PAUSE_S = 0.1  # when the process is out of descriptors
+_MAX_WAITING = 1024  # proven, but not yet taken by accept()
+_PAUSE_S = 0.1  # pause when the process is out of descriptors
 
 
 class Listener:
     """Listens at one address for one purpose. Any thread may call any method.
 
-    Made by :meth:`open`. Its thread ends with :meth:`close`; in a forked child it is closed.
+    Made by :meth:`open`. :meth:`close` ends its thread. In a forked child the listener is closed.
     """
 
     def __init__(self, bound: BoundSocket, credentials: Credentials, purpose: str, label: str) -> None:
-        """Owns ``bound`` from here on, also if it raises. For the rest see :meth:`open`."""
+        """Owns ``bound`` from here on, even if this raises. For the other arguments see :meth:`open`."""
         self._bound = bound
         self._sock = bound.sock
         self._contact = str(bound.address)
@@ -68,15 +68,15 @@ class Listener:
         """Oldest first."""
         self._failures = FailureRate()
         self._proven: collections.deque[Connection] = collections.deque()
-        # Code takes the lock, not the condition: Ctrl-C inside of the condition's ``__enter__`` leaves it
-        # taken.
+        # Code takes the lock, not the condition: Ctrl-C inside the condition's ``__enter__`` would leave it
+        # locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
         self._refusals: collections.Counter[str] = collections.Counter()
         self._last_refusal: RefusedError | None = None
         self._shortage: ResourceExhaustedError | None = None
-        """Why the latest connection could not be taken; ``None``: it could."""
+        """Why the latest connection could not be accepted, or ``None`` if it was."""
         with contextlib.ExitStack() as undo:
             undo.callback(bound.close)
             tls = None if bound.address.is_unix else credentials.tls
@@ -99,21 +99,20 @@ class Listener:
     def open(
         cls, address: str | Address, credentials: Credentials, purpose: str, *, label: str = ""
     ) -> Listener:
-        """Start to listen at ``host:port`` (port 0: any free one), ``unix:@name``, ``unix:`` (any name) or
-        ``unix:/path``. The file of a path is removed with the listener; one that a dead process left is taken
-        over.
+        """Start to listen at ``host:port`` (port 0: any free port), ``unix:@name``, ``unix:`` (any name) or
+        ``unix:/path``. The listener removes its path's file when it closes, and takes over a file left by a
+        dead process.
 
-        Without a secret only this user's processes on this host can connect to a Unix socket. TCP needs a
-        secret, or TLS in ``credentials``, which it uses then. The dialling end must name the same
-        ``purpose``; ``label`` names this process to it.
+        Without a secret, only this user's processes on this host can connect to a Unix socket. TCP needs a
+        secret or TLS in ``credentials``, and uses TLS if given. The dialling end must name the same
+        ``purpose``; ``label`` names this process to the dialling end.
 
         Raises:
-            InsecureAddressError: it is an address of TCP, and there is neither a secret nor TLS; nothing is
-                bound.
-            AddressInUseError: another process listens there; names the address, and the process if known.
+            InsecureAddressError: it is a TCP address, and neither a secret nor TLS is set; nothing is bound.
+            AddressInUseError: another process listens there. Names the address, and the process if known.
             TransportError: it cannot be bound for another reason.
             ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
-            ConfigError: it is not an address, or not one of this host's; or a TLS file cannot be used.
+            ConfigError: it is not an address, or not an address of this host, or a TLS file cannot be used.
         """
         with NamedExhaustion(f"listening at {address}"):
             if isinstance(address, str):
@@ -126,17 +125,17 @@ class Listener:
 
     @property
     def contact(self) -> str:
-        """The address it listens at, with the port: the argument of :meth:`Connection.dial`."""
+        """The listener's address with its port: the argument of :meth:`Connection.dial`."""
         return self._contact
 
     @property
     def refusals(self) -> dict[str, int]:
-        """How many connections were refused, by the reason.
+        """How many connections were refused, by reason.
 
-        "garbage": no kvplug, or another version of the challenge. "purpose": it came for another service.
-        "credentials": a wrong secret or certificate, or one end has a secret or TLS and the other does not.
-        "other user": another user of this host. "busy": too many connections, or a resource ran out here.
-        "silent": it did not prove itself in time, or hung up.
+        "garbage": not kvplug, or another version of the challenge. "purpose": the client asked for another
+        service. "credentials": a wrong secret or certificate, or one end has a secret or TLS and the other
+        does not. "other user": another user of this host. "busy": too many connections, or a resource ran out
+        here. "silent": the client did not prove itself in time, or hung up.
         """
         return dict(self._refusals)
 
@@ -146,13 +145,14 @@ class Listener:
         return self._closed
 
     def accept(self, timeout: Timeout = None) -> Connection:
-        """The next proven connection.
+        """Return the next proven connection.
 
         Raises:
-            TimeoutError: no connection proved itself in time; counts the refused ones and chains the last.
-            ResourceExhaustedError: nor could the latest one be taken, for lack of a resource. It may still
-                be waiting.
-            ClosedError: the listener is closed, also when that happens during the wait.
+            TimeoutError: no connection proved itself in time. Counts the refused ones and chains the last
+                refusal.
+            ResourceExhaustedError: no connection proved itself in time, and the latest could not be accepted
+                for lack of a resource. It may still be waiting.
+            ClosedError: the listener is closed, or is closed during the wait.
         """
         deadline = Deadline.after(timeout, None)
         with self._lock:
@@ -169,20 +169,20 @@ class Listener:
             return self._proven.popleft()
 
     def check_shortage(self) -> None:
-        """Return, unless the latest connection could not be taken for lack of a resource. For others that
-        have waited for a connection in vain.
+        """Raise if the latest connection could not be accepted for lack of a resource. For callers that have
+        waited for a connection in vain.
 
         Raises:
-            ResourceExhaustedError: it could not.
+            ResourceExhaustedError: it could not be accepted.
         """
         shortage, self._shortage = self._shortage, None
         if shortage is not None:
             raise shortage
 
     def close(self) -> None:
-        """Stop listening, and drop connections that are unproven or not accepted yet. Idempotent.
+        """Stop listening, and drop connections that are unproven or not yet accepted. Idempotent.
 
-        When it returns the thread has ended and the descriptors are closed; accepted connections live on.
+        On return the thread has ended and the descriptors are closed. Accepted connections stay open.
         """
         self._stop()
         if threading.current_thread() is not self._thread:
@@ -195,7 +195,7 @@ class Listener:
         self.close()
 
     def _stop(self) -> None:
-        """Have the thread end, and wake every thread that accepts."""
+        """Make the thread end, and wake every thread that waits in ``accept``."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -218,13 +218,13 @@ class Listener:
                     if key.fileobj is self._sock:
                         try:
                             self._take()
-                        except Exception:  # out of memory, say: the listener outlives it
-                            logger.exception("taking a connection at %s failed", self._contact)
+                        except Exception:  # such as being out of memory: the listener survives it
+                            logger.exception("accepting a connection at %s failed", self._contact)
                     elif key.data in self._unproven:
                         self._proceed(key.data)
                 self._drop_overdue()
         except Exception:
-            logger.exception("the listener at %s stops: a fault of kvplug", self._contact)
+            logger.exception("the listener at %s stops because of a fault in kvplug", self._contact)
         finally:
             self._bound.close()
             with self._lock:
@@ -264,14 +264,14 @@ class Listener:
                 tune(sock)
         except OSError:
             sock.close()
-            return  # it is gone again
+            return  # the client has already gone
         tls = None if self._tls is None else self._tls.context
         stranger = Stranger(sock, origin, self._challenge, now + _PROOF_TIMEOUT_S, tls)
         try:
             if self._mode is Mode.SAME_USER:
-                check_same_user(sock)  # another user does not even get a place
+                check_same_user(sock)  # another user does not even get a place among the unproven
             if origin not in (THIS_USER, THIS_HOST) and not self._failures.may_come(origin, now):
-                raise RefusedError(Refusal.BUSY, text=f"too many connections of {origin} failed")
+                raise RefusedError(Refusal.BUSY, text=f"too many connections from {origin} failed")
         except RefusedError as refused:
             self._refuse(stranger, refused)
             return
@@ -281,7 +281,7 @@ class Listener:
         self._selector.register(sock, selectors.EVENT_READ, stranger)
 
     def _challenge(self, binding: bytes) -> Exchange:
-        """This end of the challenge. ``binding`` identifies the TLS session."""
+        """Start this end of the challenge. ``binding`` identifies the TLS session."""
         identity = encode_identity(PeerIdentity.of_this_process(self._label))
         return admit(self._purpose, self._mode, self._credentials.key, identity, binding)
 
@@ -291,7 +291,7 @@ class Listener:
         except RefusedError as refused:
             self._refuse(stranger, refused)
         except Exception:
-            logger.exception("a challenge at %s failed: a fault of kvplug", self._contact)
+            logger.exception("a challenge at %s failed because of a fault in kvplug", self._contact)
             self._refuse(stranger, RefusedError(Refusal.SILENT))
         else:
             if peer is not None and len(self._proven) >= _MAX_WAITING:

@@ -1,7 +1,7 @@
-"""Carries bytes between two sockets, for what can only use a socket of its own kind.
+"""Carries bytes between two sockets, for code that can only use one kind of socket.
 
-A TLS connection becomes a plain socket, so that everything above reads, writes and polls it as any other. A
-library that makes its own connections reaches its peer over a proven one.
+A relay turns a TLS connection into a plain socket, which all other code can read, write and poll like any
+other. It also lets a library that makes its own connections reach its peer over a proven connection.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvplug.net.threads import BackgroundThread
 
 _BUFFER_BYTES = 256 * 1024
 _LINGER_S = 10.0
-"""After the near connection was closed: how long the peer may take nothing of what was sent before."""
+"""How long the peer may accept none of the remaining bytes after the near connection was closed."""
 _LINGER_POLL_S = 0.01
 _SIOCOUTQ = 0x5411
 _TCP_CLOSE = 7  # of <linux/tcp_states.h>
 
 
 def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
-    """The plain socket of a TLS connection, which it owns from here on, also if it raises.
+    """Return a plain socket for a TLS connection. Owns ``tls`` from here on, even if this raises.
 
     ``where`` names the connection's other end in messages.
 
@@ -48,15 +48,16 @@ def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
 class Relay:
     """Carries bytes between two connected sockets, in a thread of its own, until both have ended.
 
-    The end of either becomes the end of the other one, after everything that was sent before. ``far`` leads
-    to the peer; ``near`` is one end of a connection within this process. What was sent before its other end
-    was closed still goes to the peer; if the peer takes nothing of it for 10 s, it is dropped.
+    When either connection ends, the relay ends the other after passing on all bytes sent before. ``far``
+    leads to the peer; ``near`` is one end of a connection within this process. Bytes sent before the other
+    end of ``near`` was closed still go to the peer, but are dropped if the peer accepts none of them for
+    10 s.
 
-    Any thread may call any method, and so may a signal handler. In a forked child both sockets are closed.
+    Any thread or signal handler may call any method. A forked child closes both sockets.
     """
 
     def __init__(self, far: socket.socket, near: socket.socket, what: str) -> None:
-        """Owns both sockets from here on, also if it raises. ``what`` names the connection in messages.
+        """Owns both sockets from here on, even if this raises. ``what`` names the connection in messages.
 
         Raises:
             TransportError: no thread can be started.
@@ -65,7 +66,8 @@ class Relay:
         self._near = near
         self._aborted = False
         self._closing = threading.RLock()
-        """Held while a socket is closed or shut down: afterwards its number may be another file's."""
+        """Held while a socket is closed or shut down, since its number may belong to another file
+        afterwards."""
         self._thread = BackgroundThread(self._run, name="kvplug-relay", stop=self.finish)
         try:
             for sock in (far, near):
@@ -84,17 +86,18 @@ class Relay:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """As if the other end of ``near`` were closed: a forked child may still hold it. Never waits."""
+        """Act as if the other end of ``near`` were closed, since a forked child may still hold it. Never
+        waits."""
         self._shut_down(self._near)
 
     def abort(self) -> None:
-        """End at once: what was not carried yet is dropped. Never waits."""
+        """End at once and drop all bytes in transit. Never waits."""
         self._aborted = True
         self._shut_down(self._near)
         self._shut_down(self._far)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until both have ended, for ``timeout`` seconds at most. Returns whether they have."""
+        """Wait up to ``timeout`` seconds until both have ended. Returns whether they have."""
         self._thread.join(timeout)
         return self.ended
 
@@ -114,7 +117,7 @@ class Relay:
 
     def _run(self) -> None:
         out, into = _Direction(self._near, self._far), _Direction(self._far, self._near)
-        limit: float | None = None  # once the near connection is closed: when the peer must have taken some
+        limit: float | None = None  # once near is closed: the time by which the peer must accept some bytes
         try:
             while not self._aborted:
                 if (out.move() | into.move()) and limit is not None:
@@ -131,10 +134,10 @@ class Relay:
             self._close()
 
     def _wait(self, out: _Direction, into: _Direction, limit: float | None) -> bool:
-        """Until one of the two can go on. Returns whether the near connection is closed."""
+        """Wait until one direction can continue. Returns whether the near connection is closed."""
         masks: dict[int, int] = {}
         if limit is None:
-            masks[self._near.fileno()] = 0  # polled for its end, which it has in any case
+            masks[self._near.fileno()] = 0  # polled for its end, which poll always reports
         for each in (out, into):
             if not each.over:
                 sock, event = each.waits_for
@@ -146,8 +149,8 @@ class Relay:
         return bool(ready.get(self._near.fileno(), 0) & select.POLLHUP)
 
     def _linger(self) -> None:
-        """Until the peer's kernel has everything: closing a TCP socket that holds unread bytes resets the
-        connection, and what was not delivered by then is lost.
+        """Wait until the peer's kernel has everything. Closing a TCP socket that holds unread bytes resets
+        the connection, and undelivered bytes are lost.
         """
         limit = time.monotonic() + _LINGER_S
         while not self._aborted and time.monotonic() < limit and _undelivered(self._far):
@@ -155,7 +158,7 @@ class Relay:
 
 
 class _Direction:
-    """Bytes on their way from one socket to the other one. Neither blocks."""
+    """Carries bytes from one non-blocking socket to another."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self._source = source
@@ -163,12 +166,12 @@ class _Direction:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._unsent = self._buffer[:0]
         self.over = False
-        """Nothing more is carried."""
+        """Whether this direction has ended."""
         self.waits_for: tuple[socket.socket, int] = (source, select.POLLIN)
-        """The socket and the event without which nothing can be carried now."""
+        """The socket and the event that must come before more bytes can be carried."""
 
     def move(self) -> bool:
-        """Carry all that can be carried without waiting. Returns whether anything was sent."""
+        """Carry as many bytes as possible without waiting. Returns whether any were sent."""
         moved = False
         while not self.over:
             self.waits_for = (self._sink, select.POLLOUT) if self._unsent else (self._source, select.POLLIN)
@@ -191,13 +194,13 @@ class _Direction:
         return moved
 
     def _end(self) -> None:
-        """The source has ended, and everything was sent."""
+        """End the direction: the source has ended, and everything was sent."""
         self.over = True
-        with contextlib.suppress(OSError):  # without TLS's own farewell: frames have lengths
+        with contextlib.suppress(OSError):  # without TLS's close_notify, since frames have lengths
             socket.socket.shutdown(self._sink, socket.SHUT_WR)
 
     def stop(self) -> None:
-        """The sink takes nothing more."""
+        """End the direction: the sink accepts nothing more."""
         self.over = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._source, socket.SHUT_RD)
@@ -206,7 +209,7 @@ class _Direction:
 def _undelivered(sock: socket.socket) -> int:
     try:
         if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
-            return 0  # reset by the peer: what was not delivered never is
+            return 0  # reset by the peer: undelivered bytes are lost
         return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), _SIOCOUTQ, bytes(4)))[0])
     except OSError:
         return 0

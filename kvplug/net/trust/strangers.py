@@ -1,7 +1,7 @@
-"""Connections at a listener that have not proved themselves yet.
+"""Handles a listener's connections that have not yet proved themselves.
 
-Nothing here blocks, and nothing is decoded before the proof. Each connection takes a few hundred bytes (with
-TLS what its handshake needs), and has a deadline.
+Nothing here blocks, and nothing is decoded before the proof. Each connection takes a few hundred bytes (plus
+the memory of a TLS handshake), and has a deadline.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from kvplug.net.trust.tls import binding_of, reason_of
 
 BURST = 64
 PER_SECOND = 16.0
-"""Connections of one origin that may fail to prove themselves: so many at once, and so many a second."""
+"""How many connections from one origin may fail to prove themselves, at once and per second."""
 _MAX_ORIGINS = 1024
 _TLS_RECORD = 0x16
-"""The first byte of a client that speaks TLS."""
+"""The first byte from a client that speaks TLS."""
 
 THIS_USER = "this user"
-"""The origin of connections that are this user's own: they may fail as often as they like."""
+"""The origin of this user's own connections. Their failures are not limited."""
 THIS_HOST = "this host"
-"""The origin of loopback connections of TCP, whose user the kernel does not show: not rated either, since
-that would shut out this user's own."""
+"""The origin of TCP loopback connections, whose user the kernel does not show. Not limited either, since a
+limit would shut out this user's own connections."""
 
 
 def origin_of(sock: socket.socket) -> str:
-    """Where a new connection comes from, as the kernel shows it before it has sent a byte: a user of this
-    host, or another host."""
+    """Return a new connection's origin, known from the kernel before any byte arrives: a user of this host,
+    or another host."""
     if sock.family == socket.AF_UNIX:
         uid = unix_peer_uid(sock)
         return THIS_USER if uid == os.geteuid() else f"user {uid} of this host"
     host = ip_address(sock.getpeername()[0])
     if host.is_loopback:
         return THIS_HOST
-    # one host may have all addresses of such a network
+    # one host may have all addresses of a /64 network
     return str(ipaddress.ip_network((host, 64), strict=False) if host.version == 6 else host)
 
 
 def check_same_user(sock: socket.socket) -> None:
-    """Raises RefusedError: the kernel does not say that the other end of a Unix socket is the same user."""
+    """Raises RefusedError: the kernel does not confirm that a Unix socket's other end is the same user."""
     try:
         uid = unix_peer_uid(sock)
         if same_user(uid):
@@ -59,10 +59,10 @@ def check_same_user(sock: socket.socket) -> None:
 
 
 class Stranger:
-    """One connection, in non-blocking mode. :meth:`proceed` is called whenever something has arrived.
+    """One unproven connection, in non-blocking mode. :meth:`proceed` is called whenever bytes have arrived.
 
-    ``challenge`` makes the listener's end of the challenge, of what identifies the TLS session. ``tls`` is
-    the context of a listener that uses TLS.
+    ``challenge`` starts the listener's end of the challenge; its argument identifies the TLS session. ``tls``
+    is the context of a listener that uses TLS.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Stranger:
         self._received = bytearray()
         self._need = 0
         self._has_spoken = False
-        """Whether its first message was complete: later ones may begin with any byte."""
+        """Whether the first message is complete. Later messages may begin with any byte."""
 
     def proceed(self) -> PeerIdentity | None:
-        """Read and answer what has arrived. Returns the identity of the peer once it has proved itself.
+        """Read and answer the bytes that have arrived. Returns the peer's identity once it has proved itself.
 
         Raises:
-            RefusedError: it is refused.
+            RefusedError: the connection is refused.
         """
         try:
             if self._tls is not None and not isinstance(self.sock, ssl.SSLSocket):
@@ -127,7 +127,7 @@ class Stranger:
             raise RefusedError(Refusal.SILENT) from e
 
     def _receive(self) -> None:
-        """The rest of the next message. Raises BlockingIOError: it has not arrived."""
+        """Receive the rest of the next message. Raises BlockingIOError: it has not arrived."""
         while len(self._received) < self._need:
             data = self.sock.recv(self._need - len(self._received))
             if not data:
@@ -137,7 +137,8 @@ class Stranger:
                 raise RefusedError(Refusal.CREDENTIALS, "has no TLS")
 
     def _send(self, reply: bytes) -> None:
-        """A few hundred bytes into an empty buffer: a client for which that would block is dropped."""
+        """Send a reply of a few hundred bytes into an empty buffer. Drops a client for which this would
+        block."""
         sent = 0
         with contextlib.suppress(BlockingIOError, ssl.SSLWantWriteError):
             sent = self.sock.send(reply) if reply else 0
@@ -145,9 +146,9 @@ class Stranger:
             raise RefusedError(Refusal.SILENT)
 
     def refuse(self, refused: RefusedError) -> None:
-        """Answer with the reason, if the other end can read it and without waiting; close the connection."""
+        """Send the reason without waiting, if the other end can read it, and close the connection."""
         is_encrypted = isinstance(self.sock, ssl.SSLSocket)
-        # of a client without TLS, where that is the reason
+        # without TLS at this end, or refused for not using TLS
         is_plain = self._tls is None or refused.refusal is Refusal.CREDENTIALS
         can_read = self._challenge is not None if is_encrypted else is_plain
         with contextlib.suppress(OSError):
@@ -158,10 +159,11 @@ class Stranger:
 
 
 def to_drop(unproven: Sequence[Stranger], origin: str, most: int) -> Stranger | None:
-    """The connection that must go before one of ``origin`` is added to ``most`` of them, oldest first.
+    """Return the connection to drop before one from ``origin`` is added, or ``None`` if there is room.
 
-    A flood from one origin leaves places for the others: it is the oldest of the same origin if that has
-    three quarters of the places, else the oldest of the origin that has most. ``None``: there is a place.
+    ``unproven`` is sorted, oldest first, and has ``most`` places. A flood from one origin leaves places for
+    the others: if ``origin`` has three quarters of the places, its oldest connection is dropped. Otherwise,
+    if all places are taken, the oldest of the origin with the most connections is dropped.
     """
     count = Counter(each.origin for each in unproven)
     if count[origin] >= max(1, most * 3 // 4):
@@ -174,19 +176,20 @@ def to_drop(unproven: Sequence[Stranger], origin: str, most: int) -> Stranger | 
 
 
 class FailureRate:
-    """How often connections of one origin may fail to prove themselves. For one thread; it reads no clock."""
+    """Limits how often connections from one origin may fail to prove themselves. For one thread; callers pass
+    the time."""
 
     def __init__(self) -> None:
         self._forgiven: dict[str, float] = {}
-        """By origin: when its failures count no longer."""
+        """By origin: when its failures no longer count."""
 
     def may_come(self, origin: str, now: float) -> bool:
-        """Whether a new connection of ``origin`` is worth a look: not after too many that failed."""
+        """Whether to handle a new connection from ``origin``; false after too many failures."""
         return self._forgiven.get(origin, now) - now <= (BURST - 1) / PER_SECOND
 
     def failed(self, origin: str, now: float) -> None:
-        """A connection of ``origin`` did not prove itself."""
+        """Note that a connection from ``origin`` did not prove itself."""
         forgiven = max(now, self._forgiven.pop(origin, now)) + 1 / PER_SECOND
-        self._forgiven[origin] = min(forgiven, now + BURST / PER_SECOND)  # the last one to be forgotten
+        self._forgiven[origin] = min(forgiven, now + BURST / PER_SECOND)  # now the last to be forgotten
         if len(self._forgiven) > _MAX_ORIGINS:
             del self._forgiven[next(iter(self._forgiven))]

@@ -1,8 +1,8 @@
-"""TLS of kvplug's TCP connections: version 1.3 only, and both ends show a certificate.
+"""TLS for kvplug's TCP connections: version 1.3 only, and both ends present a certificate.
 
-A deployment has a certificate authority of its own (``tls_ca``), which signs for its processes and for no
-others. The other end's certificate must be signed by it, and a listener's certificate must also name the host
-that was dialled. TLS encrypts; the secret is still proved, over the TLS session and bound to it.
+A deployment has its own certificate authority (``tls_ca``), which signs certificates for its processes only.
+The authority must have signed the other end's certificate, and a listener's certificate must also name the
+dialled host. TLS encrypts; a secret is still proved over the TLS session and bound to it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ _OTHER_NAME = (62, 64)
 class TlsFiles:
     """PEM files: this process's certificate with its chain, its private key, and the authority's certificate.
 
-    They are read again when they change, so that renewed files are used without a restart.
+    Changed files are read again, so renewed certificates are used without a restart.
     """
 
     cert: str
     key: str
     ca: str
     check_host: bool = True
-    """Whether a listener's certificate must name the host that was dialled."""
+    """Whether a listener's certificate must name the dialled host."""
 
     def for_listener(self) -> ssl.SSLContext:
-        """Raises ConfigError: a file cannot be read or used; names its config key. ResourceExhaustedError."""
+        """Return a listener's context. Raises ResourceExhaustedError. Raises ConfigError: a file cannot be
+        read or used; names its config key."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def for_dialler(self) -> ssl.SSLContext:
-        """Raises as :meth:`for_listener`."""
+        """Return a dialler's context. Raises as :meth:`for_listener`."""
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = self.check_host
         return context
@@ -56,13 +57,13 @@ class TlsFiles:
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # An end without TLS's farewell is an end like any other, after which this side may still send: frames
-        # have lengths, so one that is cut off is noticed.
+        # A connection that ends without TLS's close_notify is treated as an ordinary end, after which this
+        # side may still send. Frames have lengths, so a truncated frame is noticed.
         context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # each connection has a session of its own, which the proof is bound to
+            context.num_tickets = 0  # each connection has its own session, to which the proof is bound
         for key, path in (("tls_cert", self.cert), ("tls_key", self.key), ("tls_ca", self.ca)):
             with _reading(f"{key} {path}"), open(path, "rb"):
                 pass
@@ -75,7 +76,7 @@ class TlsFiles:
 
 @contextlib.contextmanager
 def _reading(what: str, fault: str = "") -> Iterator[None]:
-    """Map the errors of reading ``what``; ``fault``: what is wrong if the TLS library refuses it."""
+    """Map errors of reading ``what`` to ConfigError. ``fault``: the fault if the TLS library refuses it."""
     try:
         yield
     except (OSError, ValueError) as e:
@@ -85,7 +86,7 @@ def _reading(what: str, fault: str = "") -> Iterator[None]:
 
 
 class ListenerTls:
-    """The TLS context of a listener, made anew when one of the files has changed. For one thread."""
+    """The TLS context of a listener, recreated when a file has changed. For one thread."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises as :meth:`TlsFiles.for_listener`."""
@@ -100,10 +101,10 @@ class ListenerTls:
             try:
                 self._context = self._files.for_listener()
             except (ResourceExhaustedError, ConfigError) as e:
-                logger.warning("the changed TLS files are not used yet: %s", e)
+                logger.warning("the changed TLS files cannot be used yet: %s", e)
                 if isinstance(e, ResourceExhaustedError):
                     return self._context  # the next connection reads them again
-                # half of the files are new, for example: they change once more
+                # perhaps only some of the files are new; then they will change again
             self._seen = stamps
         return self._context
 
@@ -119,34 +120,34 @@ class ListenerTls:
 
 
 def _no_password() -> str:
-    raise ValueError("the key is encrypted; kvplug has no password for it")
+    raise ValueError("the key is encrypted, and kvplug does not have its password")
 
 
 def binding_of(sock: ssl.SSLSocket) -> bytes:
-    """What both ends of one TLS session know, and no other session has: a hash of the client's Finished
-    message, a MAC over the whole handshake.
+    """Return a value that both ends of one TLS session share, and no other session has.
 
-    The other end of a relayed connection has another one.
+    It is a hash of the client's Finished message, which is a MAC over the whole handshake.
+    The two ends of a relayed connection have different values.
 
     Raises:
-        AuthenticationError: this Python's TLS library does not tell it.
+        AuthenticationError: this Python's TLS library does not provide it.
     """
     finished = sock.get_channel_binding("tls-unique")
     if not finished or sock.version() != "TLSv1.3":
-        raise AuthenticationError(f"{ssl.OPENSSL_VERSION} does not tell what identifies a TLS session")
+        raise AuthenticationError(
+            f"{ssl.OPENSSL_VERSION} does not provide the channel binding of a TLS session"
+        )
     return hashlib.sha256(b"kvplug tls 1" + finished).digest()
 
 
 def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str) -> ssl.SSLSocket:
-    """TLS over a connected socket, whose descriptor the result owns, with the timeout of ``sock``.
-
-    ``host`` was dialled.
+    """Start TLS over a connected socket to ``host``. The result owns the descriptor and has the same timeout.
 
     Raises:
         ConfigError: a file cannot be used.
-        ssl.SSLError: the listener's certificate is not accepted, or it does not speak TLS; or it hung up.
-            See :func:`refusal_of`.
-        TimeoutError: the builtin one, at the socket's timeout.
+        ssl.SSLError: the listener's certificate is not accepted, or it does not speak TLS or hung up. See
+            :func:`refusal_of`.
+        TimeoutError: the builtin exception, at the socket's timeout.
     """
     context = files.for_dialler()
     wrapped = context.wrap_socket(sock, server_hostname=host.partition("%")[0], do_handshake_on_connect=False)
@@ -159,7 +160,7 @@ def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str) -> ssl.SSLSock
 
 
 def refusal_of(error: ssl.SSLError, where: str) -> AuthenticationError | PeerGoneError:
-    """What an error of the TLS library means for the dialling end. ``where`` names the listener."""
+    """Convert an error of the TLS library at the dialling end. ``where`` names the listener."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why, is_name = error.verify_message.rstrip("."), error.verify_code in _OTHER_NAME
         return AuthenticationError(
@@ -169,7 +170,7 @@ def refusal_of(error: ssl.SSLError, where: str) -> AuthenticationError | PeerGon
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return PeerGoneError(
-            f"{where} hung up during the TLS handshake: it is shutting down, overloaded, or uses no TLS",
+            f"{where} hung up during the TLS handshake: it is shutting down, overloaded, or does not use TLS",
             code="hung up",
         )
     reason = reason_of(error)
@@ -179,22 +180,23 @@ def refusal_of(error: ssl.SSLError, where: str) -> AuthenticationError | PeerGon
             code="certificate",
         )
     return AuthenticationError(
-        f"what answers at {where} does not speak TLS 1.3 as this end does ({reason}); set tls_cert, tls_key"
+        f"the server at {where} does not speak TLS 1.3 as this end does ({reason}); set tls_cert, tls_key"
         " and tls_ca on both ends, or on neither",
         code="tls",
     )
 
 
 def reason_of(error: Exception) -> str:
-    """The TLS library's own words for an error, in lower case."""
+    """Return the TLS library's own description of an error, in lower case."""
     reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
     return str(reason).replace("_", " ").lower()
 
 
 def validity_of(path: str) -> list[tuple[float, float]]:
-    """When each certificate in a PEM file begins and ends to be valid, in seconds since 1970 (RFC 5280, 4.1).
+    """Return when each certificate in a PEM file becomes valid and expires, in seconds since 1970 (RFC 5280,
+    4.1).
 
-    The ``ssl`` module shows these times only of the certificates of authorities, and of accepted peers.
+    The ``ssl`` module shows these times only for certificates of authorities and of accepted peers.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         return [_validity(ssl.PEM_cert_to_DER_cert(each)) for each in _CERTIFICATE.findall(file.read())]
@@ -209,17 +211,17 @@ def _validity(der: bytes) -> tuple[float, float]:
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """The tag and the content of each element of a value in DER."""
+    """Yield the tag and content of each element of a DER value."""
     at = 0
     while at < len(der):
         tag, size, at = der[at], der[at + 1], at + 2
-        if size & 0x80:  # the number of bytes that the size has
+        if size & 0x80:  # the number of bytes of the size
             size, at = int.from_bytes(der[at : at + (size & 0x7F)], "big"), at + (size & 0x7F)
         yield tag, der[at : at + size]
         at += size
 
 
 def _seconds(tag: int, text: str) -> float:
-    if tag == _UTC_TIME:  # two digits of the year
+    if tag == _UTC_TIME:  # the year has two digits
         text = ("19" if text >= "50" else "20") + text
     return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

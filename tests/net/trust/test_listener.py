@@ -389,7 +389,7 @@ def test_a_listener_of_another_user_is_not_talked_to() -> None:
     """Any user can bind an abstract name first."""
     with peers.start(squats) as child:
         child.recv()
-        with pytest.raises(AuthenticationError, match=r"refused to talk to .* another user"):
+        with pytest.raises(AuthenticationError, match=r"refused to connect to .* another user"):
             Connection.dial("unix:@kvplug-squatted", OPEN, "test", 5)
         assert child.result() == b"", "it got a byte"
 
@@ -468,7 +468,7 @@ def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.Mo
         refusals_become(listener, other_user=1)
         monkeypatch.undo()
         monkeypatch.setattr("kvplug.net.trust.connection.unix_peer_uid", lambda sock: None)
-        with pytest.raises(AuthenticationError, match="refused to talk to"):
+        with pytest.raises(AuthenticationError, match="refused to connect to"):
             Connection.dial(listener.contact, OPEN, "test", 5)
 
 

@@ -223,7 +223,7 @@ def test_renewed_files_are_used_by_the_next_connection(
         os.replace(tmp_path / "next" / "key.pem", renewed.key)
         Connection.dial(listener.contact, Credentials(SECRET, files), "test", 10).close()
         listener.accept(10).close()
-        assert "the changed TLS files are not used yet" in caplog.text
+        assert "the changed TLS files cannot be used yet" in caplog.text
         assert Path(renewed.key).read_bytes() != before
 
 
