@@ -66,8 +66,8 @@ _CHANGES = {
 }
 """The change to suggest if a field of the model differs; ``_SAME_MODEL`` for other fields."""
 _BLOCK_CHANGES = {
-    "block_format": "blocks are in an attention kernel's own order, which nothing converts: use the same"
-    " engine, attention backend and kind of processor at both ends, else also the same version",
+    "block_format": "blocks are in an attention kernel's own order, which cannot be converted: use the same"
+    " engine, attention backend and kind of processor at both ends; if that fails, also the same version",
     "block_size": "blocks in a kernel's own order are moved whole: set the same block size (--block-size)"
     " at both ends",
     "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
@@ -121,7 +121,7 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
     """Yield a reason for each field that must match but differs, or must differ but matches."""
     if local.wire[0] != remote.wire[0]:
         ours, theirs = (f"{major}.{minor}" for major, minor in (local.wire, remote.wire))
-        change = "upgrade kvplug where it is older (pip install --upgrade kvplug)"
+        change = "upgrade kvplug at the older end (pip install --upgrade kvplug)"
         yield Reason("wire", f"ours {ours}, theirs {theirs}", change)
     if local.purpose and remote.purpose and local.purpose != remote.purpose:
         yield _differs("purpose", local.purpose, remote.purpose, "use the same connector at both ends")
@@ -180,7 +180,9 @@ def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: boo
             change = "connect each worker to the one that holds the same heads: worker r to worker r"
             yield _differs("tensor_parallel_rank", *pair, change)
     if ("K" in local.layout) != ("K" in remote.layout):
-        change = "one has keys and values and the other one latent per token, which nothing converts"
+        change = (
+            "one end has keys and values, the other one latent per token, and no connector converts these"
+        )
         yield _differs("layout", local.layout, remote.layout, change)
     if own_order:
         for field, change in _BLOCK_CHANGES.items():

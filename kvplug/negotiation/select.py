@@ -101,7 +101,7 @@ def select(
     could_be = (
         f"these could be: {', '.join(viable)}, or {AUTO!r} at both ends"
         if viable
-        else "install one that can at both ends"
+        else "install a transport that can, at both ends"
     )
     wrong = ""
     if len(named) > 1:
@@ -122,9 +122,7 @@ def select(
 
     best = viable[named[0]] if named else min(viable.values(), key=lambda it: (it.seconds, it.name))
     why = (
-        f"named {by_whom}, and able to"
-        if named
-        else f"the cheapest that can: {takes(best)}, by its own claim"
+        f"named {by_whom}, and usable" if named else f"the cheapest that can: {takes(best)}, by its own claim"
     )
     candidates = [Candidate(best.name, why)]
     for it in considered:

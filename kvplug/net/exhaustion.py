@@ -173,9 +173,9 @@ def _recognised(error: BaseException) -> tuple[str, int | None] | None:
         what = _NUMBERS.get(number)
         return None if what is None else (what, number)
     if isinstance(error, RuntimeError | ImportError | OSError):
-        said = str(error).lower()
+        text = str(error).lower()
         for sentence, what, number in _SENTENCES:
-            if sentence.lower() in said:
+            if sentence.lower() in text:
                 return what, number
     return None
 
@@ -190,19 +190,19 @@ def _explained(what: str, number: int | None) -> str:
         case "descriptors", _:
             return (
                 f"this process has no free descriptor{_limit('NOFILE')}; raise the limit (ulimit -n), or"
-                " close what is not needed"
+                " close unused files and connections"
             )
         case "threads", _:
             return (
                 f"this process can start no more threads{_limit('NPROC', 'AS')}; raise the limit (ulimit -u,"
-                " or pids.max of its cgroup), or end what is not needed"
+                " or pids.max of its cgroup), or end unused threads"
             )
         case (_, errno.EFBIG):
             return f"a file may not become so large{_limit('FSIZE')}; raise the limit (ulimit -f)"
         case (_, errno.EDQUOT):
-            return "the quota of this user's files is used up; delete what is not needed"
+            return "the quota of this user's files is used up; delete some files"
         case "space", _:
-            return "no space is left on the file system; delete what is not needed"
+            return "no space is left on the file system; delete some files"
         case (_, errno.ENOBUFS):
             return "the kernel has no memory left for buffers; try again"
         case (_, None):
@@ -213,9 +213,9 @@ def _explained(what: str, number: int | None) -> str:
 
 def _limit(*names: str) -> str:
     """Return those of the named limits that are set for this process: " (RLIMIT_NOFILE is 1024)"."""
-    said = []
+    limits = []
     for name in names:
         soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         if soft != resource.RLIM_INFINITY:
-            said.append(f"RLIMIT_{name} is {soft}")
-    return f" ({', '.join(said)})" if said else ""
+            limits.append(f"RLIMIT_{name} is {soft}")
+    return f" ({', '.join(limits)})" if limits else ""

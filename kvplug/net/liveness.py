@@ -131,7 +131,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._on_gone = on_gone
         self._fds: dict[int, int] = {}
-        self._heard = self._next_beat = time.monotonic()
+        self._last_received = self._next_beat = time.monotonic()
         self._closed = False
         self.reason: str | None = None
         """Why the peer counts as gone; ``None`` while it is alive."""
@@ -184,21 +184,22 @@ class Watch:
                     self._sock.send(_BEAT)  # a peer that does not read is itself silent
             # Read after a silence too: this process may have been stopped while heartbeats arrived in the
             # buffer.
-            if ready or now - self._heard >= self._timeout_s:
+            if ready or now - self._last_received >= self._timeout_s:
                 with contextlib.suppress(BlockingIOError):
                     if not self._sock.recv(_READ_BYTES):
                         return _CLOSED
-                    self._heard = time.monotonic()  # not ``now``: this process may have been stopped since
+                    # Not ``now``: this process may have been stopped since.
+                    self._last_received = time.monotonic()
         except OSError:
             return _CLOSED
-        silence_s = now - self._heard
+        silence_s = now - self._last_received
         return f"silent for {silence_s:.1f} s" if silence_s >= self._timeout_s else None
 
     def _due_at(self) -> float:
         """Return the time by which the watch must be judged again, even without an event."""
         if self._interval_s is None:
             return math.inf
-        return min(self._next_beat, self._heard + self._timeout_s)
+        return min(self._next_beat, self._last_received + self._timeout_s)
 
 
 class _Loop:

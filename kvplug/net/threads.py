@@ -79,7 +79,7 @@ class BackgroundThread(threading.Thread):
             raise
 
     def run(self) -> None:
-        """The thread's body; called by :meth:`start`. Pass ``target`` instead of overriding this method."""
+        """Run the thread's body; called by :meth:`start`. Pass ``target`` rather than override this."""
         try:
             set_own_cpus()
             super().run()

@@ -202,13 +202,13 @@ def test_two_that_fit_agree() -> None:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "wire": ({"wire": (2, 0)}, "wire: ours 1.0, theirs 2.0; upgrade kvplug where it is older"),
+    "wire": ({"wire": (2, 0)}, "wire: ours 1.0, theirs 2.0; upgrade kvplug at the older end"),
     "layers": ({"layers": (0, 15)}, "layers: ours (0, 30), theirs (0, 15); split the layers"),
     "tensor parallel size": (
         {"tensor_parallel_size": 2},
         "tensor_parallel_size: ours 1, theirs 2; split the",
     ),
-    "latent": ({"layout": "BTD"}, "layout: ours 'KBTHD', theirs 'BTD'; one has keys and values"),
+    "latent": ({"layout": "BTD"}, "layout: ours 'KBTHD', theirs 'BTD'; one end has keys and values"),
     "integrity": (
         {"integrity": "crc", "checksums": ("crc",)},
         "integrity: ours 'auto' (can use xxh3_64, xxh3_128), theirs 'crc' (can use crc); set integrity to",

@@ -174,7 +174,7 @@ def test_a_candidate_that_cannot_be_used_says_why(
             "cuda",
             ("auto", "auto"),
             [
-                "transport: none can move cuda tensors between the two ends; install one",
+                "transport: none can move cuda tensors between the two ends; install a transport that can",
                 "transport local: not installed at the peer",
                 "transport net: moves cpu tensors",
             ],

@@ -122,7 +122,7 @@ class Channel:
             UnsupportedError, CapacityError: its type is not supported, or it is too large; nothing was sent.
             BusyError: this is a signal handler, and its thread is in the middle of sending.
             ResourceExhaustedError: the peer has declined the channel.
-            PeerGoneError, ClosedError, WireError: as the law says.
+            PeerGoneError, ClosedError, WireError: see the law of this class.
         """
         data = values.encode(value)
         if len(data) > MAX_FRAME_BYTES:
@@ -208,7 +208,7 @@ class Channel:
             ResourceExhaustedError: there is no memory for it, and the next call continues with it; or the
                 peer has declined the channel.
             BusyError: another thread is receiving.
-            PeerGoneError, ClosedError: as the law says.
+            PeerGoneError, ClosedError: see the law of this class.
         """
         deadline = Deadline.after(timeout, self._timeout_s)
         try:

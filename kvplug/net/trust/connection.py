@@ -107,7 +107,7 @@ class Connection:
                         sock = wrap_dialled(sock, credentials.tls, address.host)
                     binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
                     identity = encode_identity(PeerIdentity.of_this_process(label))
-                    peer = _talk(
+                    peer = _run_challenge(
                         sock, introduce(purpose, mode, credentials.key, identity, where, binding), deadline
                     )
                     sock.settimeout(None)
@@ -187,7 +187,7 @@ class Connection:
         return same_user(uid)
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once closed."""
+        """Return the socket's descriptor; -1 once closed."""
         return self.sock.fileno()
 
     def send(self, data: bytes, deadline: Deadline, fds: Sequence[int] = ()) -> None:
@@ -402,7 +402,7 @@ def _check_listener(sock: socket.socket, where: str) -> None:
         )
 
 
-def _talk(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerIdentity:
+def _run_challenge(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerIdentity:
     """Run the dialling end of a challenge over the socket."""
     message: bytes | None = None
     while True:
@@ -443,9 +443,9 @@ def _seconds(deadline: Deadline) -> float | None:
 def decline(sock: socket.socket, shortage: ResourceExhaustedError) -> None:
     """Send the resource that this process lacks. Never waits; if this fails, the peer only sees the
     connection end."""
-    said = values.encode([shortage.resource, str(shortage)[:_MAX_REASON]])
+    payload = values.encode([shortage.resource, str(shortage)[:_MAX_REASON]])
     with contextlib.suppress(OSError):
-        sock.send(encode_header(FrameKind.LACK, len(said)) + said, socket.MSG_DONTWAIT)
+        sock.send(encode_header(FrameKind.LACK, len(payload)) + payload, socket.MSG_DONTWAIT)
 
 
 def shortage_in(payload: bytes | bytearray, who: str) -> ResourceExhaustedError:

@@ -109,7 +109,7 @@ class Credentials:
     >>> Credentials().mode_at(Address.parse("127.0.0.1:7000"))
     Traceback (most recent call last):
         ...
-    kvplug.errors.InsecureAddressError: bad configuration: 127.0.0.1:7000 is an address of TCP, ...
+    kvplug.errors.InsecureAddressError: bad configuration: 127.0.0.1:7000 is a TCP address, ...
     """
 
     secret: Secret | None = None
@@ -154,8 +154,8 @@ class Credentials:
             return Mode.CERTIFICATE
         where = address if address.port else address.host
         raise InsecureAddressError(
-            f"{field and field + ': '}{where} is an address of TCP, which others can reach too, and there is"
-            f" neither a secret nor TLS: set secret_file on both ends to one file ({_HOW}), or"
-            f" {SECRET_VARIABLE} to what it holds, or tls_cert, tls_key and tls_ca; or use host ="
+            f"{field and field + ': '}{where} is a TCP address, which others can reach too, but neither a"
+            f" secret nor TLS is set: set secret_file on both ends to one file ({_HOW}), or"
+            f" {SECRET_VARIABLE} to the secret, or tls_cert, tls_key and tls_ca; or use host ="
             ' "unix:@kvplug" on one host'
         )

@@ -49,7 +49,7 @@ def tensor_prefix(dtype: torch.dtype, shape: torch.Size, nbytes: int, flags: int
 
 
 def message_parts(tensor: torch.Tensor | None) -> list[memoryview]:
-    """A whole message, to be sent one part after the other: the prefix, and the bytes of a CPU tensor.
+    """Return the parts of a message in sending order: the prefix, and the bytes of a CPU tensor.
 
     Raises:
         UnsupportedError: as :func:`~kvplug.net.wire.tensors.memory_of`, which also says when bytes are

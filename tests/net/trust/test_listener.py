@@ -128,9 +128,9 @@ def test_without_a_secret_or_tls_nothing_is_bound_or_dialled_over_tcp(
         raise AssertionError("a socket was made")
 
     monkeypatch.setattr(socket, "socket", no_socket)
-    with pytest.raises(InsecureAddressError, match=r"host: .* neither a secret nor TLS: .*config secret"):
+    with pytest.raises(InsecureAddressError, match=r"host: .*neither a secret nor TLS is set.*config secret"):
         Listener.open(f"{host}:29555", OPEN, "test")
-    with pytest.raises(InsecureAddressError, match=r"neither a secret nor TLS: .*config secret"):
+    with pytest.raises(InsecureAddressError, match=r"neither a secret nor TLS is set.*config secret"):
         Connection.dial(f"{host}:29555", OPEN, "test", 1)
 
 
