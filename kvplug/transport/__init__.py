@@ -1,4 +1,4 @@
-"""For authors of transports: specs, contexts, the ABCs of each kind, and parts to build them from."""
+"""For authors of transports: specs, contexts, the ABCs of each kind, and parts to build transports from."""
 
 from kvplug.door import Door
 

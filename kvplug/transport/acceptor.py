@@ -1,8 +1,8 @@
-"""The server of proven connections: it listens, admits so many at once, serves each in a thread, and closes.
+"""The server of proven connections: it listens, limits how many it admits, and serves each in a thread.
 
-The messages that a peer exchanges before its connection is a pipe or a link take time, and a peer that is
-stopped in the middle of them must not delay others. So one thread for each listener takes connections, and a
-thread of its own serves each of them.
+Before a connection becomes a pipe or a link, the two ends exchange messages. A peer that stops in the middle
+of this exchange must not delay others. So each listener has a thread that accepts connections, and each
+connection is served in its own thread.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_SERVED = 256
-"""Connections that are being served, and results that the program has not accepted yet. Others wait."""
+"""The most connections that are being served or whose results the program has not accepted yet. Further
+connections wait."""
 _CLOSE_S = 2.0
-"""How long ``close`` waits for threads that it has just ended."""
+"""How many seconds ``close`` waits for threads that it has just ended."""
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection that another thread uses, which closes it then."""
-    with contextlib.suppress(OSError):  # the peer hung up, or its thread closed it
+    """End a connection that another thread uses; that thread then closes the connection."""
+    with contextlib.suppress(OSError):  # the peer hung up, or that thread closed the connection
         connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 class Acceptor(Generic[T]):
     """Takes the proven connections of its listeners, and makes an object of each, in a thread of its own.
 
-    Any thread may call any method, and so may a signal handler. In a forked child it is closed.
+    Any thread or signal handler may call any method. In a forked child the acceptor is closed.
     """
 
     def __init__(
@@ -61,20 +62,20 @@ class Acceptor(Generic[T]):
         lost: Callable[[Connection, ResourceExhaustedError], object] = Connection.decline,
         end: Callable[[Connection], object] = hang_up,
     ) -> None:
-        """Owns the listeners from here on, also if it raises.
+        """Take over the listeners, even if this raises.
 
         Args:
             make: Returns an object that owns the connection from then on; or serves the connection to its end
                 and returns ``None``. If it raises, the connection is closed; if a resource ran out, the peer
-                gets that as the reason.
-            what: What is made, for messages: "a pipe".
-            name: What the threads' names begin with.
-            contact: What peers need to reach it. Default: the first listener's.
+                receives that as the reason.
+            what: Names the objects in messages: "a pipe".
+            name: The prefix of the threads' names.
+            contact: The contact that peers dial. Default: the first listener's.
             discard: Ends an object that was not accepted before :meth:`close`.
             timeout_s: The default timeout of :meth:`accept`.
-            max_served: How many are served at once, and wait to be accepted. Other peers wait. 0:
-                :data:`MAX_SERVED`.
-            lost: Called before a connection is closed for which a resource ran out: it tells the peer. It
+            max_served: How many connections may be served or wait to be accepted at once. Other peers wait.
+                0: :data:`MAX_SERVED`.
+            lost: Called before a connection is closed because a resource ran out. It informs the peer, and
                 must not block.
             end: Ends ``make`` for a connection, from another thread.
 
@@ -97,11 +98,11 @@ class Acceptor(Generic[T]):
         self._serving: dict[Connection, threading.Thread] = {}
         self._ready: deque[T] = deque()
         self._shortage: ResourceExhaustedError | None = None
-        """Why nothing was made of the latest connection; ``None``: it was."""
+        """The resource that ran out for the latest connection; ``None`` if that connection was served."""
         self._lost_since = 0.0
-        """When that connection came."""
+        """When that connection arrived."""
         self._logged = ""
-        """The latest failure: a peer that tries again is logged once."""
+        """The latest failure, so that a peer that retries is logged once."""
         self._threads = [
             BackgroundThread(self._run, args=(each,), name=f"{name}-listen", stop=each.close)
             for each in listeners
@@ -117,7 +118,7 @@ class Acceptor(Generic[T]):
 
     @property
     def contact(self) -> str:
-        """What peers need to reach it."""
+        """The contact that peers dial."""
         return self._contact
 
     @property
@@ -126,39 +127,40 @@ class Acceptor(Generic[T]):
         return self._closed
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
-        """The next object that was made.
+        """Return the next object that was made.
 
         Raises:
-            TimeoutError: there was none in time. Peers that are on their way are not disturbed.
-            ResourceExhaustedError: a resource ran out for a peer that came during this call, or for the
-                latest one.
-            ClosedError: this is closed, also when that happens during the wait.
+            TimeoutError: no object was made in time. Peers that are connecting are not disturbed.
+            ResourceExhaustedError: a resource ran out for a peer that connected during this call, or for the
+                latest peer.
+            ClosedError: the acceptor is closed, or was closed during the wait.
         """
         deadline = Deadline.after(timeout, self._timeout_s)
         began = time.monotonic()
         with self._lock:
             while not self._closed and not self._ready:
-                if self._lost_since > began:  # else an earlier call may have ended by it, and its peer know
+                if self._lost_since > began:  # else an earlier call may have reported it already
                     self._check_shortage()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     self._check_shortage()
                     for listener in self._listeners:
                         listener.check_shortage()
                     where = ", ".join(listener.contact for listener in self._listeners)
-                    raise TimeoutError(f"no peer came to {where} for {self._what} in time")
+                    raise TimeoutError(f"no peer connected to {where} for {self._what} in time")
             if self._closed:
                 raise ClosedError(f"the listener of {self._what} is closed")
-            self._changed.notify_all()  # there is a place again
+            self._changed.notify_all()  # another connection may be served
             return self._ready.popleft()
 
     def _check_shortage(self) -> None:
-        """Return, unless a resource ran out for the latest connection. One caller gets that error."""
+        """Raise the error if a resource ran out for the latest connection. Only one caller gets it."""
         shortage, self._shortage = self._shortage, None
         if shortage is not None:
             raise shortage
 
     def close(self) -> None:
-        """Stop listening, end what is being served or was not accepted, and wait briefly. Idempotent."""
+        """Stop listening, end connections being served and objects not accepted, and wait briefly.
+        Idempotent."""
         with self._lock:
             self._closed = True
             serving = list(self._serving.items())
@@ -177,7 +179,7 @@ class Acceptor(Generic[T]):
                 thread.join(deadline.remaining())
 
     def release(self, connection: Connection) -> None:
-        """The connection is another object's from now on: :meth:`close` does not end it."""
+        """Hand a connection over to another object: :meth:`close` no longer ends it."""
         with self._lock:
             self._serving.pop(connection, None)
             self._changed.notify_all()
@@ -189,7 +191,7 @@ class Acceptor(Generic[T]):
         self.close()
 
     def _after_fork_in_child(self) -> None:
-        # The listeners, their connections and what was made close themselves.
+        # The listeners, their connections and the objects that were made close themselves.
         self._closed = True
 
     # -- the threads ---------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class Acceptor(Generic[T]):
                 self._serving[connection] = thread
             try:
                 thread.start()
-            except RuntimeError as e:  # no more threads now; later connections may get one
+            except RuntimeError as e:  # no thread is free; later connections may get one
                 self._fail(connection, e)
 
     def _serve(self, connection: Connection) -> None:
@@ -234,9 +236,9 @@ class Acceptor(Generic[T]):
             self._discard(made)
 
     def _fail(self, connection: Connection, error: Exception) -> None:
-        """Nothing could be made of it."""
+        """Report that ``connection`` could not be served, and close it."""
         shortage = NamedExhaustion.of(error, f"{self._what} for {connection.describe}")
-        is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a fault of ours
+        is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a bug, not the peer
         text = f"{self._what} for {connection.describe} failed: {shortage or error}"
         if is_foreign or not self._closed:
             level = logging.DEBUG if text == self._logged else logging.WARNING

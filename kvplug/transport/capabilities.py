@@ -1,8 +1,8 @@
-"""The abilities and the cost of a transport, as a frozen value.
+"""What a transport can do and what it costs, as a frozen value.
 
 A transport states its capabilities in its spec; an engine or connector states its requirements;
-:meth:`Capabilities.missing` lists, in words, which requirements are not met. The conformance kit tests the
-claims.
+:meth:`Capabilities.missing` lists, in words, which requirements are not met. The conformance kit tests what
+transports claim.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Capabilities:
     """What a transport can do. Every field has the meaning its conformance test gives it.
 
     >>> Capabilities(devices={"cpu"}).missing(Requirements(device="cuda", cross_host=True))
-    ('moves cpu tensors, and cuda ones are needed', 'works on one host only, and the peer is on another')
+    ('moves cpu tensors, but cuda tensors are needed', 'works on one host only, but the peer is on another')
 
     Raises:
-        PluginError: ``devices`` is not a set of names; one name alone is none.
+        PluginError: ``devices`` is not a set of names; a single string is not accepted.
     """
 
     @attrs.frozen(kw_only=True)
     class Cost:
-        """The cost of moving bytes: claimed by the transport, compared by ``transport = "auto"``.
+        """The cost of moving bytes, which the transport claims and ``transport = "auto"`` compares.
 
         Claims are for the transport's usual case on common hardware; only their order matters.
 
@@ -55,32 +55,32 @@ class Capabilities:
                 )
 
         def seconds(self, nbytes: int) -> float:
-            """Seconds that one message of ``nbytes`` takes by this claim."""
+            """Return how many seconds a message of ``nbytes`` takes according to this claim."""
             return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
 
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=device_names)
-    """Device types (``"cpu"``, ``"cuda"``) whose tensors it sends from and receives into."""
+    """Types of devices (``"cpu"``, ``"cuda"``) whose tensors the transport can send and receive into."""
     cross_host: bool = False
-    """The two ends may be on different hosts. Otherwise their probes must name the same domain."""
+    """Whether the two ends may be on different hosts. If not, their probes must name the same domain."""
     authenticated: bool = True
-    """Its data plane talks only to a peer that has proved itself."""
+    """Whether the data plane moves data only to and from peers that have proved themselves."""
     receive_into: bool = True
-    """``recv_tensor(out=…)`` fills the caller's memory without an intermediate tensor."""
+    """Whether ``recv_tensor(out=…)`` fills the caller's memory without an intermediate tensor."""
     full_duplex: bool = True
-    """Both ends may send at once."""
+    """Whether both ends may send at once."""
     max_dims: int | None = None
-    """The most dimensions a tensor may have; ``None`` is no limit of its own."""
+    """The most dimensions a tensor may have; ``None`` if the transport sets no limit."""
     cost: Capabilities.Cost = Cost(latency_us=1000.0, gb_per_s=0.1)
-    """What it claims that moving bytes takes. The default is that of a slow transport."""
+    """The claimed cost of moving bytes. The default describes a slow transport."""
 
     def missing(self, required: Requirements) -> tuple[str, ...]:
-        """Why this transport does not serve ``required``: one sentence each, empty if it does."""
+        """Return why this transport does not meet ``required``, one reason each; empty if it does."""
         reasons = []
         if required.device not in self.devices:
             able = ", ".join(sorted(self.devices))
-            reasons.append(f"moves {able} tensors, and {required.device} ones are needed")
+            reasons.append(f"moves {able} tensors, but {required.device} tensors are needed")
         if required.cross_host and not self.cross_host:
-            reasons.append("works on one host only, and the peer is on another")
+            reasons.append("works on one host only, but the peer is on another")
         if required.authenticated and not self.authenticated:
             reasons.append(
                 "its data plane is not authenticated, and the address is reachable from other hosts"
@@ -91,19 +91,19 @@ class Capabilities:
 
 @attrs.frozen(kw_only=True)
 class Requirements:
-    """The needs of one pair of ends.
+    """What one pair of ends needs from a transport.
 
     >>> Capabilities(devices={"cpu", "cuda"}).missing(Requirements(device="cuda"))
     ()
     """
 
     device: str = "cpu"
-    """Type of the device the tensors are on, without an index."""
+    """The type of the device that holds the tensors, without an index."""
     cross_host: bool = False
-    """The two ends are on different hosts."""
+    """Whether the two ends are on different hosts."""
     authenticated: bool = False
-    """The data plane must authenticate, because other hosts can reach it."""
+    """Whether the data plane must authenticate peers, because other hosts can reach it."""
 
 
 UNSTATED: Final = Capabilities().cost
-"""The cost of a transport that states none; the conformance kit refuses such a transport."""
+"""The cost of a transport that does not state its cost; the conformance kit refuses such a transport."""

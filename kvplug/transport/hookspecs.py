@@ -1,7 +1,7 @@
-"""The hooks of kvplug. They only collect: the data path never goes through one.
+"""The hooks of kvplug. They only collect what plugins offer: the data path never calls a hook.
 
-A plugin's entry-point module states the API it was written for as a literal, which is read without
-importing it, and implements what it needs:
+A plugin's entry-point module states, as a literal, the version of the API it was written for, and implements
+the hooks it needs. kvplug reads the literal without importing the module:
 
     from kvplug.transport import TransportSpec, hookimpl
 
@@ -31,7 +31,7 @@ PROJECT: Final = "kvplug"
 """Name of the pluggy project and of the entry-point group."""
 
 PLUGIN_API: Final = (1, 0)
-"""(major, minor). A plugin loads if its major is the same and its minor not newer."""
+"""(major, minor). A plugin loads if its major version is the same and its minor version is not newer."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -40,32 +40,32 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def kvplug_transports() -> list[TransportSpec]:  # type: ignore[empty-body]
-    """Pipes, message queues, lookup buffers and device communicators that the plugin offers."""
+    """Return the pipes, message queues, lookup buffers and device communicators that the plugin offers."""
 
 
 @hookspec
 def kvplug_stores() -> list[StoreSpec]:  # type: ignore[empty-body]
-    """Stores of KV pages that the plugin offers."""
+    """Return the stores of KV pages that the plugin offers."""
 
 
 @hookspec
 def kvplug_directories() -> list[DirectorySpec]:  # type: ignore[empty-body]
-    """Directories of engines that the plugin offers."""
+    """Return the directories of engines that the plugin offers."""
 
 
 @hookspec
 def kvplug_connectors() -> list[ConnectorSpec]:  # type: ignore[empty-body]
-    """Connectors that the plugin offers."""
+    """Return the connectors that the plugin offers."""
 
 
 @hookspec
 def kvplug_sinks() -> list[SinkSpec]:  # type: ignore[empty-body]
-    """Sinks for metrics."""
+    """Return the sinks for metrics that the plugin offers."""
 
 
 @hookspec
 def kvplug_commands() -> list[CommandSpec]:  # type: ignore[empty-body]
-    """Commands of the program ``kvplug``."""
+    """Return the commands that the plugin adds to the program ``kvplug``."""
 
 
 OFFERED: Final = {
@@ -76,4 +76,4 @@ OFFERED: Final = {
     "kvplug_sinks": SinkSpec,
     "kvplug_commands": CommandSpec,
 }
-"""Each hook, and what its implementations return a list of."""
+"""The class of the specs that each hook returns."""

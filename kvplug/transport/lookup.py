@@ -1,8 +1,7 @@
 """The lookup buffer: KV entries found by (extra, token prefix).
 
-The name and the verbs are those of the family's ``kv_lookup_buffer``; the defects (tolerant
-comparison of ids, linear scans, waits without end) are not. ``Tensor`` is ``torch.Tensor``; this
-module does not import torch.
+The names follow the ``kv_lookup_buffer`` that engines have, without its defects: tolerant comparison of ids,
+linear scans, and waits without end. ``Tensor`` is ``torch.Tensor``; this module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Entry:
-    """The five parts of an entry, in the order in which they travel, and its header."""
+    """An entry's header and its five parts, in the order in which they travel."""
 
     @attrs.frozen(kw_only=True, eq=False)
     class Header:
@@ -43,7 +42,7 @@ class Entry:
         num_layers: int
         """First dimension of key and value; 0 when both are ``None``."""
         metadata: dict[str, Any]
-        """Plain values the producer attached (say, hashes and the producer's dtype)."""
+        """Plain values that the producer attached, such as hashes and the producer's dtype."""
 
     header: Entry.Header
     """What is known before the tensors arrive."""
@@ -56,34 +55,34 @@ class Entry:
     value: Tensor | None
     """Like ``key``; ``None`` where a model has one latent tensor per token."""
     hidden: Tensor | None
-    """The last hidden states, shape [num_tokens, hidden_size] or as the producer likes."""
+    """The last hidden states, of shape [num_tokens, hidden_size] or any other that the producer chooses."""
 
 
 class LookupBuffer(abc.ABC):
-    """KV entries found by what their tokens are.
+    """KV entries found by their tokens.
 
     Law. An entry's key is (extra, tokens under roi). ``extra`` must be equal; token ids are compared
     exactly, as integers. An entry matches a query if one token sequence is a non-empty prefix of the
-    other; the oldest match wins. A miss is a miss, never another's data. Finding costs in the length
-    of the prompt, not in the number of entries.
+    other; the oldest match wins. A miss never returns another entry's data. The cost of a search grows with
+    the length of the prompt, not with the number of entries.
 
-    ``input_tokens=None`` asks for any entry: the oldest one with an equal ``extra``.
+    ``input_tokens=None`` asks for the oldest entry with an equal ``extra``.
 
-    Callers. Connectors. Every method may be called from any thread, and several at once. A buffer has
-    two ends: the one that holds the entries, and any number of ends that reach it over pipes; both
-    are LookupBuffers, and the law is the same at both.
+    Callers. Connectors. Any number of threads may call any methods at once. A buffer has one end that holds
+    the entries, and any number of ends that reach it over pipes. Both kinds are LookupBuffers and obey the
+    same law.
     """
 
     class Sink(Protocol):
         """Takes an entry layer by layer instead of whole, for callers that scatter it at once."""
 
         def begin(self, header: Entry.Header) -> None:
-            """Called before the first layer. Raising refuses the entry, which stays in the buffer."""
+            """Prepare for an entry, before its first layer. Raise to refuse it; it stays in the buffer."""
 
         def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
-            """One layer has arrived whole: shapes [num_tokens, num_kv_heads, head_size].
+            """Take one whole layer: tensors of shape [num_tokens, num_kv_heads, head_size].
 
-            The tensors are only valid during the call. Raising ends the transfer; the entry stays.
+            The tensors are valid only during the call. Raise to end the transfer; the entry stays.
             """
 
     @abc.abstractmethod
@@ -104,10 +103,10 @@ class LookupBuffer(abc.ABC):
         Waits while the budget has no room.
 
         Raises:
-            UnsupportedError: this is a reaching end, and the implementation stores at the holding end only.
-            TimeoutError: no room in time; nothing was stored.
-            CapacityError: the entry is larger than the whole budget; at once.
-            ValueError: shapes that do not belong together; no token under the roi.
+            UnsupportedError: this is a reaching end, but the implementation stores only at the holding end.
+            TimeoutError: there was no room in time; nothing was stored.
+            CapacityError: the entry is larger than the whole budget. Raised at once.
+            ValueError: the shapes do not fit together, or the roi selects no token.
         """
 
     @abc.abstractmethod
@@ -125,7 +124,7 @@ class LookupBuffer(abc.ABC):
         available again.
 
         Raises:
-            TimeoutError: no matching entry came.
+            TimeoutError: no matching entry was inserted in time.
         """
 
     @abc.abstractmethod
@@ -139,29 +138,29 @@ class LookupBuffer(abc.ABC):
         sink: LookupBuffer.Sink | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Entry:
-        """Read the entry that shares the longest prefix with the query, and leave it where it is.
+        """Read the entry that shares the longest prefix with the query, without removing it.
 
-        The entry is leased while it is read: it cannot be dropped or evicted under the reader. With a
-        ``sink`` the layers go there one by one and the result's ``key`` and ``value`` are ``None``.
+        The entry is leased while it is read, so it cannot be dropped or evicted meanwhile. If there is a
+        ``sink``, it receives the layers one by one, and the result's ``key`` and ``value`` are ``None``.
 
         Raises:
-            EntryGoneError: nothing shares at least ``min_tokens`` tokens; at once, without waiting.
+            EntryGoneError: no entry shares at least ``min_tokens`` tokens. Raised without waiting.
             TimeoutError: the transfer did not end in time.
         """
 
     @abc.abstractmethod
     def match(self, input_tokens: Tokens, roi: Roi | None = None, *, extra: bytes = b"") -> int:
-        """Length of the longest common prefix with any entry that is held, whatever follows it.
+        """Return the length of the longest prefix that the query shares with any entry.
 
-        Counts tokens under the roi. Does not wait for an entry; 0 where there is none.
+        Counts tokens under the roi. Returns 0 if no entry matches, without waiting for one.
         """
 
     @property
     @abc.abstractmethod
     def is_lost(self) -> bool:
-        """Whether every call from now on raises: it was closed here, or its other end is gone.
+        """Whether every further call raises, because this end was closed or its other end is gone.
 
-        Never waits. The owner of a lost reaching end closes it and makes another.
+        Never waits. The owner of a lost reaching end must close it and make another.
         """
 
     @abc.abstractmethod
@@ -184,10 +183,10 @@ class LookupEndpoint(abc.ABC):
 
         @abc.abstractmethod
         def attach(self, signal: Pipe, data: Pipe) -> None:
-            """Serve one reaching end over its own two pipes, until it closes, dies or this end closes.
+            """Serve one reaching end over its own two pipes, until it closes or dies, or this end closes.
 
-            ``signal`` carries requests and CPU tensors, ``data`` the entry's tensors (it may be a device's
-            pipe, on which a blocked receive would block every thread: so requests never wait there).
+            ``signal`` carries requests and CPU tensors; ``data`` carries the entry's tensors. ``data`` may be
+            a device's pipe, where a blocked receive would block every thread, so requests never wait there.
             """
 
     @attrs.frozen(kw_only=True)
@@ -197,19 +196,19 @@ class LookupEndpoint(abc.ABC):
         options: Any
         """An instance of the spec's options class, or ``None``."""
         buffer_size: int
-        """Bytes of tensors it may hold."""
+        """The most bytes of tensors that the buffer may hold."""
         device: str = "cpu"
-        """Where the tensors of entries are put that are received."""
+        """The device on which received tensors are placed."""
         timeout_s: float = 30.0
-        """Seconds that a call waits where it says nothing else."""
+        """The default timeout of a call, in seconds."""
         max_message_bytes: int | None = None
-        """The largest entry for which an end that reaches a store takes memory; ``None``: what the process or
+        """The largest entry for which a reaching end allocates memory; ``None``: as much as the process or
         device can have."""
 
     @abc.abstractmethod
     def hold(self) -> LookupEndpoint.Store:
-        """A new, empty store in this process."""
+        """Make a new, empty store in this process."""
 
     @abc.abstractmethod
     def reach(self, signal: Pipe, data: Pipe) -> LookupBuffer:
-        """An end that reaches a store, to which the other ends of these pipes are attached."""
+        """Make an end that reaches a store. The other ends of these pipes must be attached to that store."""

@@ -202,10 +202,10 @@ def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_f
     [
         ({}, None),
         ({"transport": "blocked"}, "transport blocked: cannot work here: the moon is in the way"),
-        ({"device": "cuda:1"}, "queues: moves cpu tensors, and cuda ones are needed"),
+        ({"device": "cuda:1"}, "queues: moves cpu tensors, but cuda tensors are needed"),
         (
             {"device": "cuda:1", "transport": "queues"},
-            "transport queues: moves cpu tensors, and cuda ones are needed",
+            "transport queues: moves cpu tensors, but cuda tensors are needed",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_what_a_config_names_wrongly_is_refused() -> None:
             build_communicator(Config(communicator="memroy"), group)
         with pytest.raises(UnknownTransportError, match="memory"):
             build_lookup(Config(lookup_buffer="memory"))
-        with pytest.raises(PluginError, match="moves cpu tensors, and cuda ones are needed"):
+        with pytest.raises(PluginError, match="moves cpu tensors, but cuda tensors are needed"):
             build_communicator(Config(communicator="memory"), group, device="cuda:0")
 
 

@@ -143,7 +143,7 @@ def test_a_shortage_of_an_earlier_connection_does_not_end_a_later_call(opened: L
 def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened, b"n") as part:
         until(lambda: acceptor.parts)
-        with pytest.raises(TimeoutError, match=r"no peer came to unix:@.* for the pipe 'plain'"):
+        with pytest.raises(TimeoutError, match=r"no peer connected to unix:@.* for the pipe 'plain'"):
             acceptor.accept(0.05)
         acceptor.close()
         acceptor.parts[0].sock.sendall(b"still here")  # its owner closes it

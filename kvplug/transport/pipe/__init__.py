@@ -1,12 +1,12 @@
 """The pipe: ordered, point-to-point tensors between two processes, full duplex.
 
-A transport of kind "pipe" implements :class:`PipeEndpoint` (and the :class:`PipeListener` and
-:class:`Pipe` it hands out). What all pipes between two processes share is here, too:
+A transport of kind "pipe" implements :class:`PipeEndpoint`, and the :class:`PipeListener` and :class:`Pipe`
+that the endpoint returns. The code that all pipes between two processes share is here, too:
 
 - :mod:`~kvplug.transport.pipe.endpoint`: contacts, listening and connecting
 - :mod:`~kvplug.transport.pipe.pipe`: a pipe, its calls, and how it ends
-- :mod:`~kvplug.transport.pipe.transfer`: a message under way, and the window of the sender
-- :mod:`~kvplug.transport.pipe.partial`: a message of which a part has arrived
+- :mod:`~kvplug.transport.pipe.transfer`: a message being sent, and the sender's window
+- :mod:`~kvplug.transport.pipe.partial`: a message that has partly arrived
 - :mod:`~kvplug.transport.pipe.blocks`: blocks of a paged cache as one message
 """
 

@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 class Blocks:
     """The blocks ``block_ids`` of many layers, layer after layer, each block with all its parts.
 
-    A view has a block in each row, as ``cache[:, 0]`` and ``cache[:, 1]`` of a cache ``[blocks, 2, tokens,
-    heads, head size]`` have; it need not be contiguous. As a message it is one tensor of the shape
-    ``[layers, len(block_ids), parts, *row of a view]``, without the axis of parts where there is one: what
-    was sent as blocks can be received as a tensor, and the other way round. The order of the bytes is that of
-    the views' axes, whatever their strides are.
+    Each row of a view is a block. For example, a cache ``[blocks, 2, tokens, heads, head size]`` has the
+    views ``cache[:, 0]`` and ``cache[:, 1]``. A view need not be contiguous. The message is one tensor of
+    shape ``[layers, len(block_ids), parts, *row of a view]``, without the axis of parts if there is only one
+    part. So blocks that were sent can be received as a tensor, and the other way round. The bytes are in the
+    order of the views' axes, whatever their strides are.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Blocks:
         *,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """Check the ids, and the views unless that was done before; nothing is copied.
+        """Check the ids, and the views unless they were checked before; copy nothing.
 
         Args:
             views: ``[layer][part]``, checked once; or tensors, each of which is a layer with one part.
-            on_layer: as :meth:`Pipe.recv_blocks` says.
+            on_layer: As in :meth:`Pipe.recv_blocks`.
 
         Raises:
-            LayoutError: there is no view; layers differ in their number of parts, or views in shape, dtype
-                or device; numbers are to be conjugated or negated first; a block id is no integer of 64 bits,
-                or no row of the views.
+            LayoutError: there are no views; layers differ in their number of parts, or views in shape, dtype
+                or device; a view is lazily conjugated or negated; a block id is not a 64-bit integer, or not
+                a row of the views.
         """
         self._of = of = views.rows if isinstance(views, BlockViews) else RowViews([(view,) for view in views])
         self._ids = block_table(block_ids, of.num_blocks)
@@ -60,18 +60,18 @@ class Blocks:
         self.device = of.device
         """Where the cache is."""
         self.row_shape = of.row_shape
-        """Of a block of one layer, with all its parts."""
+        """The shape of a block of one layer, with all its parts."""
         self.row_bytes = of.row_bytes
         """Bytes of one block of one layer."""
         self.num_rows = len(of.layers) * len(self._ids)
-        """Blocks of all layers."""
-        self._index: Tensor | None = None  # of the ids, made on first use
+        """How many blocks all layers have together."""
+        self._index: Tensor | None = None  # the ids as a tensor, made on first use
         self._on_layer = on_layer
         self._reported = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the message."""
+        """The shape of the message."""
         return (len(self._of.layers), len(self._ids), *self.row_shape)
 
     @property
@@ -94,21 +94,21 @@ class Blocks:
 
     @property
     def memory(self) -> RowMemory | None:
-        """Where the blocks lie, for compiled code; ``None``: only :meth:`gather` and
-        :meth:`scatter` can copy them. The addresses are good for as long as this object is alive."""
+        """Where the blocks lie, for compiled code; ``None`` if only :meth:`gather` and :meth:`scatter` can
+        copy them. The addresses are valid as long as this object is alive."""
         return self._of.memory if self._ids else None
 
     @property
     def awaited_bytes(self) -> int:
-        """Bytes of the message after which :meth:`arrived` reports the next layer; all of them if none is
-        to be reported."""
+        """How many bytes must have arrived before :meth:`arrived` reports the next layer; the whole message
+        if nobody wants reports."""
         layers = self._reported + 1 if self._on_layer is not None else self.shape[0]
         return min(layers * len(self._ids) * self.row_bytes, self.nbytes)
 
     def arrived(self, nbytes: int) -> None:
-        """Report the layers that are whole: the first ``nbytes`` bytes of the message are in the views.
+        """Report each layer that is complete once the first ``nbytes`` bytes of the message are in the views.
 
-        A transport may call it while a message arrives; :meth:`Pipe.recv_blocks` calls it at the end.
+        A transport may call this while a message arrives; :meth:`Pipe.recv_blocks` calls it at the end.
         """
         on_layer = self._on_layer
         while on_layer is not None and self._reported < self.shape[0]:
@@ -117,12 +117,12 @@ class Blocks:
             layer, self._reported = self._reported, self._reported + 1
             try:
                 on_layer(layer)
-            except Exception:  # the rest of the message is still to be received
+            except Exception:  # the rest of the message must still be received
                 logger.exception("on_layer(%d) of recv_blocks failed", layer)
 
     def runs(self) -> list[Tensor] | None:
-        """The blocks of each layer as one contiguous tensor; ``None`` if the ids are not consecutive, or a
-        layer has several parts."""
+        """Return the blocks of each layer as one contiguous tensor, or ``None`` if the ids are not
+        consecutive, a layer has several parts, or the blocks are not contiguous."""
         ids = self._ids
         if (
             not self.nbytes
@@ -134,19 +134,19 @@ class Blocks:
         return found if all(each.is_contiguous() for each in found) else None
 
     def empty(self) -> Tensor:
-        """New memory for the message."""
+        """Return an uninitialised tensor for the message."""
         import torch
 
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def gathered(self) -> Tensor:
-        """The message, as a tensor of its own."""
+        """Return the message as a new tensor."""
         tensor = self.empty()
         self.gather(0, tensor.view(self.num_rows, *self.row_shape))
         return tensor
 
     def gather(self, first: int, rows: Tensor) -> None:
-        """Copy the rows of the message from row ``first`` on into ``rows``: ``[count, *row]``, dense."""
+        """Copy the message's rows, starting at ``first``, into ``rows``: a dense tensor ``[count, *row]``."""
         import torch
 
         rows = self._by_part(as_bits(rows))
@@ -155,12 +155,12 @@ class Blocks:
                 torch.index_select(view, 0, index, out=rows[begin:end, part])
 
     def scatter(self, first: int, rows: Tensor) -> None:
-        """The inverse of :meth:`gather`: into the views."""
+        """Copy ``rows`` into the views: the inverse of :meth:`gather`."""
         rows = self._by_part(as_bits(rows))
         wide = as_elements(rows, axes=2)
         for layer, index, begin, end in self._runs(first, len(rows)):
             for part, view in enumerate(self._of.wide[layer]):
-                if len(self._ids) == 1:  # one piece of memory, as a rule, which an index copies byte by byte
+                if len(self._ids) == 1:  # usually contiguous, and an index would copy it byte by byte
                     self._of.bits[layer][part][self._ids[0]].copy_(rows[begin, part])
                 elif view is None or wide is None:
                     self._of.bits[layer][part].index_copy_(0, index, rows[begin:end, part])
@@ -168,16 +168,16 @@ class Blocks:
                     view.index_copy_(0, index, wide[begin:end, part])
 
     def _by_part(self, rows: Tensor) -> Tensor:
-        """``[count, parts, *row of a view]``."""
+        """Return ``rows`` as ``[count, parts, *row of a view]``."""
         return rows if len(self._of.layers[0]) > 1 else rows.unsqueeze(1)
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[int, Any, int, int]]:
-        """(which layer, which of its blocks, and where in ``rows`` they begin and end)."""
+        """Yield (layer, index of its blocks, and where in ``rows`` they begin and end)."""
         import torch
 
         if self._index is None:
             index = torch.tensor(self._ids, dtype=torch.int64)
-            if self.device.type == "cuda":  # from other memory the host would wait for the stream
+            if self.device.type == "cuda":  # copying from unpinned memory would wait for the stream
                 index = index.pin_memory()
             self._index = index.to(self.device, non_blocking=True)
         done = 0
@@ -189,7 +189,7 @@ class Blocks:
 
 
 def nbytes_of_blocks(views: BlockViews | Sequence[Tensor], block_ids: Sequence[int]) -> int:
-    """Bytes of the message that these blocks make."""
+    """Return how many bytes the message of these blocks has."""
     flat: Any = [view for layer in views for view in layer] if isinstance(views, BlockViews) else views
     view = flat[0]
     nbytes: int = len(flat) * len(block_ids) * math.prod(view.shape[1:]) * view.dtype.itemsize

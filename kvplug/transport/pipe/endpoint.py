@@ -1,11 +1,12 @@
-"""The two verbs of a transport of kind "pipe", and those whose pipes begin with a proven connection.
+"""The endpoint of a pipe transport, which listens and connects, and a base for endpoints whose pipes begin
+with a proven connection.
 
-Such a listener's contact is
+With that base, a listener's contact is
 
     <transport><version> <domain> <address> [<address> ...]
 
-An abstract Unix socket is reachable in one network namespace of one host, which ``domain`` names. A Unix
-socket with a path is reachable where the folder is, which only the attempt shows.
+An abstract Unix socket is reachable within one network namespace of one host, which ``domain`` names. A Unix
+socket with a path is reachable wherever its folder is; only an attempt to connect can show that.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from kvplug.transport.pipe.pipe import Pipe
 
 
 class PipeListener(abc.ABC):
-    """Waits for peers. Each ``accept`` returns one more pipe; peers connect and leave independently."""
+    """Waits for peers. Each ``accept`` returns another pipe; peers connect and leave independently."""
 
     @property
     @abc.abstractmethod
     def contact(self) -> str:
-        """A short opaque string, for one ``connect`` or many."""
+        """A short opaque string that any number of ``connect`` calls may use."""
 
     @abc.abstractmethod
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """The pipe to the next peer that has connected and proved itself.
+        """Return the pipe to the next peer that has connected and proved itself.
 
         Pipes that one peer connects one after the other may be accepted in another order.
 
         Raises:
             TimeoutError: no peer connected.
-            ResourceExhaustedError: a peer connected, and the process has no free descriptor, thread or memory
-                for its pipe. The listener goes on.
-            ClosedError: the listener is closed (also when that happens during the wait).
+            ResourceExhaustedError: a peer connected, but the process has no free descriptor, thread or memory
+                for its pipe. The listener continues.
+            ClosedError: the listener is closed, or was closed during the wait.
         """
 
     @abc.abstractmethod
@@ -56,7 +57,7 @@ class PipeListener(abc.ABC):
 
 
 class PipeEndpoint(abc.ABC):
-    """What a pipe transport's factory returns: the two verbs a transport implements."""
+    """What a pipe transport's factory returns. It listens and connects."""
 
     @attrs.frozen(kw_only=True)
     class Context:
@@ -65,61 +66,61 @@ class PipeEndpoint(abc.ABC):
         options: Any
         """An instance of the spec's options class, or ``None``."""
         credentials: Credentials
-        """What its listeners and connections prove themselves with."""
+        """Its listeners and connections prove themselves with these."""
         host: str = DEFAULT_HOST
-        """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
+        """Where the endpoint may listen: an interface of this host, or a Unix socket, which only processes of
+        this host can reach."""
         device: str = "cpu"
         """The device of the tensors, such as ``cuda:0``."""
         timeout_s: float = 30.0
-        """Seconds that a call waits where it says nothing else."""
+        """The default timeout of a call, in seconds."""
         heartbeat_timeout_s: float = 10.0
         """Seconds of silence after which a peer on another host counts as dead."""
         max_message_bytes: int | None = None
-        """The largest message for which a pipe takes memory of its own; ``None``: what the process or device
-        can
-        have. It is compared with what a peer announces, before memory is asked for."""
+        """The largest message for which a pipe allocates memory; ``None``: as much as the process or device
+        can have. The size that a peer announces is compared with it before memory is allocated."""
         make_inner: Callable[[], PipeEndpoint] | None = None
-        """For a transport that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
-        its own options and the rest of this context. ``None`` for all others."""
+        """For a transport that wraps another one (``TransportSpec.wraps``): makes the wrapped transport's
+        endpoint, with that transport's options and the rest of this context. ``None`` for all others."""
 
     @abc.abstractmethod
     def listen(self) -> PipeListener:
-        """Start to listen where the context says.
+        """Start to listen at the context's host.
 
         Raises:
-            AddressInUseError, InsecureAddressError, TransportError: it cannot, and why.
-            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+            AddressInUseError, InsecureAddressError, TransportError: it cannot listen; the error says why.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for a listener.
         """
 
     @abc.abstractmethod
     def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """A pipe to the listener that gave out ``contact``.
+        """Open a pipe to the listener that gave out ``contact``.
 
         Raises:
-            TimeoutError: it did not answer in time.
+            TimeoutError: the listener did not answer in time.
             PeerGoneError: no process listens there any more.
             AuthenticationError: one end did not prove itself to the other.
-            WireError: the contact is not one of this transport's.
-            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+            WireError: the contact does not belong to this transport.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for the pipe.
         """
 
 
 class _DuplexListener(Acceptor[Pipe], PipeListener):
-    """A pipe of each proven connection."""
+    """Makes a pipe of each proven connection."""
 
 
 class DuplexEndpoint(PipeEndpoint):
-    """Listens where :meth:`_addresses` says, and dials what the contact of such a listener names.
+    """Listens at the addresses that :meth:`_addresses` returns, and dials the addresses in a contact.
 
-    One proven connection becomes one pipe: :meth:`_join` makes it, at both ends. A transport whose pipes have
-    several connections overrides :meth:`_listener` and :meth:`_connect` instead.
+    :meth:`_join` makes one pipe of each proven connection, at both ends. A transport whose pipes have several
+    connections overrides :meth:`_listener` and :meth:`_connect` instead.
     """
 
     @attrs.frozen
     class Contact:
         """Where a listener of one transport listens.
 
-        A transport subclasses it and says what its contacts look like; ``str`` writes one.
+        Each transport subclasses it. :meth:`parse` reads a contact, and ``str`` writes it.
 
         >>> class MyContact(DuplexEndpoint.Contact):
         ...     TRANSPORT = "mine"
@@ -128,31 +129,32 @@ class DuplexEndpoint(PipeEndpoint):
         """
 
         TRANSPORT: ClassVar[str]
-        """The transport's name, the first word of a contact: one of another transport is recognised by it."""
+        """The transport's name. A contact begins with it, so a contact of another transport is recognised."""
         VERSION: ClassVar[int] = 1
         MAX_ADDRESSES: ClassVar[int] = 1
         ONLY_UNIX: ClassVar[bool] = False
-        """Every address is a Unix socket: both ends must be on one host, for an abstract socket in one
-        domain."""
+        """Whether every address must be a Unix socket. If so, both ends must be on one host, and for an
+        abstract socket in one domain."""
         UNREACHABLE: ClassVar[str]
-        """The error if no address of a listener can be reached from here: the cause, and what to change."""
+        """The error message if this process can reach no address of a listener: the cause, and what to
+        change."""
 
         domain: str
         """The domain in which the Unix sockets among the addresses can be reached."""
         addresses: tuple[str, ...]
-        """Contacts of listeners; the first is to be tried first."""
+        """Contacts of listeners, in the order in which to try them."""
 
         @classmethod
         def here(cls, *addresses: str) -> Self:
-            """The contact of a listener in this process."""
+            """Return the contact of a listener in this process."""
             return cls(cls.local_domain(), addresses)
 
         @classmethod
         def parse(cls, text: str) -> Self:
-            """The contact that ``text`` was made from.
+            """Return the contact that ``text`` was made from.
 
             Raises:
-                WireError: it is not one of this transport's; the message does not repeat the text.
+                WireError: the contact does not belong to this transport; the message does not repeat it.
             """
             tag, *fields = text.split(" ")
             addresses = tuple(fields[1:])
@@ -163,8 +165,8 @@ class DuplexEndpoint(PipeEndpoint):
                 or (cls.ONLY_UNIX and not all(each.startswith("unix:") for each in addresses))
             ):
                 raise WireError(
-                    f"that is not a contact of the pipe {cls.TRANSPORT!r} (version {cls.VERSION}); pass on"
-                    " what listen() gave"
+                    f"this is not a contact of the pipe {cls.TRANSPORT!r} (version {cls.VERSION}); use the"
+                    " contact of the listener that listen() returned"
                 )
             return cls(fields[0], addresses)
 
@@ -172,10 +174,10 @@ class DuplexEndpoint(PipeEndpoint):
             return " ".join((self._tag(), self.domain, *self.addresses))
 
         def reachable(self) -> tuple[str, ...]:
-            """The addresses that this process can dial, in order; at least one.
+            """Return the addresses that this process can dial, in order.
 
             Raises:
-                TransportError: there is none; the message is ``UNREACHABLE``.
+                TransportError: it can dial no address; the message is ``UNREACHABLE``.
             """
             here = self.local_domain()
             if here != "-" and here == self.domain:
@@ -187,7 +189,8 @@ class DuplexEndpoint(PipeEndpoint):
 
         @classmethod
         def local_domain(cls) -> str:
-            """The domain of this process; "-" where it has none. A transport may need more than sockets."""
+            """Return the domain of this process, or "-" if unknown. Transports that need more than sockets
+            override this."""
             return PeerIdentity.of_this_process().domain
 
         @classmethod
@@ -195,11 +198,11 @@ class DuplexEndpoint(PipeEndpoint):
             return f"{cls.TRANSPORT}{cls.VERSION}"
 
     CONTACT: ClassVar[type[DuplexEndpoint.Contact]]
-    """The class of its contacts."""
+    """The class of the transport's contacts."""
     PURPOSE: ClassVar[str]
-    """The purpose that both ends prove; a listener of another protocol refuses it."""
+    """The purpose that both ends prove; a listener for another purpose refuses the connection."""
     JOIN_TIMEOUT_S: ClassVar[float] = 10.0
-    """How long a peer may take to become the other end of a pipe, once it has proved itself."""
+    """How many seconds a peer that has proved itself may take to become the other end of a pipe."""
 
     def __init__(self, context: PipeEndpoint.Context) -> None:
         self._context = context
@@ -229,29 +232,29 @@ class DuplexEndpoint(PipeEndpoint):
             return self._connect(last, deadline)
 
     def _dial(self, address: str, deadline: Deadline) -> Connection:
-        """A proven connection to one of a contact's addresses. Raises as :meth:`PipeEndpoint.connect`."""
+        """Open a proven connection to an address of a contact. Raises as :meth:`PipeEndpoint.connect`."""
         if deadline.expired:
             raise TimeoutError("no time was left to open the connection of a pipe")
         return Connection.dial(address, self._context.credentials, self.PURPOSE, deadline.remaining())
 
     def _addresses(self) -> Sequence[str]:
-        """The addresses to listen at, for :meth:`kvplug.transport.Listener.open`; peers try the first one
-        first.
+        """Return the addresses to listen at, for :meth:`kvplug.transport.Listener.open`. Peers try them in
+        this order.
         """
         return (Address.beside(self._context.host),)
 
     def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
-        """The pipe over a proven connection, which it owns from here on, also if it raises.
+        """Make a pipe over a proven connection. Takes over the connection even if it raises.
 
-        ``accepted``: this is the listening end, and the call comes in a thread of its own.
+        ``accepted``: this is the listening end, and this method runs in a thread of its own.
 
         Raises:
-            TimeoutError, PeerGoneError, WireError, TransportError: there is no pipe.
+            TimeoutError, PeerGoneError, WireError, TransportError: the pipe could not be made.
         """
         raise NotImplementedError
 
     def _listener(self, listeners: list[Listener], contact: str) -> PipeListener:
-        """The listener whose contact this is. It owns ``listeners`` from here on, also if it raises."""
+        """Return the listener with this contact. Takes over ``listeners`` even if it raises."""
         return _DuplexListener(
             listeners,
             lambda connection: self._join(connection, Deadline.after(self.JOIN_TIMEOUT_S), accepted=True),
@@ -263,5 +266,5 @@ class DuplexEndpoint(PipeEndpoint):
         )
 
     def _connect(self, address: str, deadline: Deadline) -> Pipe:
-        """The pipe to a listener at one of its addresses. Raises as :meth:`PipeEndpoint.connect`."""
+        """Open a pipe to a listener at one of its addresses. Raises as :meth:`PipeEndpoint.connect`."""
         return self._join(self._dial(address, deadline), deadline, accepted=False)

@@ -1,4 +1,4 @@
-"""The message that a pipe receives: its meta, and the part that waits for the next call."""
+"""The message that a pipe is receiving: its meta, and the bytes that have arrived so far."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ if TYPE_CHECKING:
 
 
 class PartialMessage:
-    """A message whose announcement has been read, and maybe a part of its bytes.
+    """A message whose announcement, and perhaps some of its bytes, have been received.
 
-    A receive call that runs out of time leaves it, and the next call resumes it.
+    If a receive call runs out of time, the next call resumes the message.
     """
 
     INTERRUPTED: ClassVar = "interrupted in the middle of a message"
-    """Why a pipe fails after Ctrl-C between a copy and its accounting: the stream's position is lost."""
+    """The reason given when Ctrl-C strikes between a copy and its accounting: the position in the stream is
+    lost, so the pipe fails."""
 
     __slots__ = ("got", "meta", "nbytes", "own")
 
     def __init__(self, meta: TensorMeta | None) -> None:
-        """``meta``: what the tensor is; ``None``: the message is ``None``, and has no bytes."""
+        """``meta`` describes the tensor. It is ``None`` if the message is ``None``, which has no bytes."""
         self.meta = meta
-        """What the tensor is; ``None`` for a message that is ``None``."""
+        """Describes the tensor; ``None`` for a message that is ``None``."""
         self.nbytes = 0 if meta is None else meta.nbytes
         """Bytes of the whole message."""
         self.got = 0
         """How many bytes have arrived."""
         self.own: Tensor | None = None
-        """A tensor of the pipe's, in which the part that has arrived waits for the next call."""
+        """The pipe's own tensor, which keeps the bytes that have arrived for the next call."""
 
     def late(self, peer: str) -> TimeoutError:
-        """The error of a call whose deadline passed in the middle of the message."""
+        """Return the error for a call whose deadline passed in the middle of the message."""
         return TimeoutError(
             f"{self.got} of {self.nbytes} bytes of a tensor have arrived from {peer};"
-            " the next call goes on with it"
+            " the next call resumes it"
         )
 
     def check_out(self, out: Tensor | None) -> None:
-        """Whether it can be received into ``out``, a CPU tensor; ``None``: into new memory.
+        """Check that the message can be received into ``out``; ``None`` stands for new memory.
 
         Raises:
-            TensorMismatchError: not this message, which stays.
-            UnsupportedError: ``out`` is no dense tensor in CPU memory.
+            TensorMismatchError: ``out`` does not fit the message, which stays.
+            UnsupportedError: ``out`` is not a dense tensor in CPU memory.
         """
         if out is None:
             return
         if self.meta is None:
-            raise TensorMismatchError("the next message is None, and out= was given; it stays")
+            raise TensorMismatchError("the next message is None, but out= was given; the message stays")
         import torch
 
         if not isinstance(out, torch.Tensor):
@@ -82,23 +83,24 @@ class PartialMessage:
         peer: str,
         limit: MessageLimit | None = None,
     ) -> Tensor:
-        """Receive a tensor in CPU memory: what is left of it, into ``out`` or memory of the pipe's.
+        """Receive the rest of a tensor in CPU memory, into ``out`` or into memory that the pipe allocates.
 
         Args:
-            out: What :meth:`check_out` has let pass.
-            allocate: New memory. Default: any of the process. If it raises the message stays.
-            fill: Receive what is left into a contiguous tensor whose first ``got`` bytes are there already,
-                and count ``got``; False at the deadline.
-            fail: The stream's position is lost: break the pipe.
-            peer: For the error.
-            limit: The pipe's, of messages that it takes memory for; ``None``: what this process can have.
+            out: A tensor that :meth:`check_out` has accepted, or ``None``.
+            allocate: Allocates memory. Default: from the process's memory. If it raises, the message stays.
+            fill: Receives the remaining bytes into a contiguous tensor that already holds the first ``got``
+                bytes, and updates ``got``. Returns False at the deadline.
+            fail: Breaks the pipe: the position in the stream is lost.
+            peer: Names the peer in errors.
+            limit: Limits the messages that the pipe allocates memory for; ``None``: only the memory that this
+                process can have limits them.
 
         Raises:
-            CapacityError: the message is too large for memory of the pipe's, and stays.
-            TimeoutError: not all has arrived; the next call goes on with it.
+            CapacityError: the message is larger than the pipe may allocate, and stays.
+            TimeoutError: not all bytes have arrived; the next call resumes the message.
             TensorMismatchError: ``out`` cannot be written; the message stays.
-            ResourceExhaustedError: there is no memory to copy it into ``out``; the message stays.
-            KvplugError: what ``allocate`` and ``fill`` raise.
+            ResourceExhaustedError: there is no memory to copy the message into ``out``; the message stays.
+            KvplugError: ``allocate`` or ``fill`` raised it.
         """
         assert self.meta is not None
         tensor = out if self.own is None and out is not None and is_dense(out) else self.own
@@ -107,7 +109,7 @@ class PartialMessage:
             tensor = allocate(self.meta)
         try:
             if not fill(tensor):
-                # Before anything is raised: what has arrived is part of what the next call returns.
+                # Keep the bytes that have arrived before raising: the next call returns them.
                 if tensor is out:
                     self._keep(tensor, allocate, fail)
                 elif self.got:
@@ -129,7 +131,7 @@ class PartialMessage:
         return out
 
     def allocate_own(self, allocate: Callable[[TensorMeta], Tensor], fail: Callable[[str], object]) -> Tensor:
-        """Memory for the part that has arrived. Where there is none, the pipe fails, and this raises."""
+        """Allocate memory for the bytes that have arrived. Fail the pipe and raise if that is impossible."""
         assert self.meta is not None
         try:
             return allocate(self.meta)
@@ -138,13 +140,13 @@ class PartialMessage:
             raise
 
     def arrived(self) -> Iterable[tuple[int, int]]:
-        """(start, stop) of the bytes that are here."""
+        """Return (start, stop) of each range of bytes that has arrived."""
         return ((0, self.got),)
 
     def _keep(
         self, out: Tensor, allocate: Callable[[TensorMeta], Tensor], fail: Callable[[str], object]
     ) -> None:
-        """Copy what has arrived out of the caller's memory, which is the caller's again now."""
+        """Copy the bytes that have arrived out of ``out``, since the caller may use it again from now on."""
         if not self.got:
             return
         own = self.allocate_own(allocate, fail)

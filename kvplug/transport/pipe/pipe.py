@@ -1,4 +1,4 @@
-"""A pipe: its calls, what a transport implements, and how it ends.
+"""A pipe: its calls, the methods that a transport implements, and how a pipe ends.
 
 ``Tensor`` below is ``torch.Tensor``; this module does not import torch.
 """
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Counts and measures what passes through one pipe."""
+    """Counts and measures the traffic of one pipe."""
 
     def sent(self, pipe: Pipe, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
         """Send a message, and count it when its transfer ends."""
@@ -44,7 +44,7 @@ class Recorder(Protocol):
         """Receive a message, and count it."""
 
     def ended(self, *, may_wait: bool) -> None:
-        """This end was closed or, where it may not wait, aborted."""
+        """Record that this end was closed (``may_wait``) or aborted."""
 
 
 class Pipe(abc.ABC):
@@ -52,12 +52,12 @@ class Pipe(abc.ABC):
 
     Law. Tensors arrive whole, in order, exactly once, with shape, dtype and bits unchanged: every
     torch dtype, 0-d, empty and non-contiguous tensors, and ``None``, which is a message too. When the
-    peer dies every call raises ``PeerGoneError``, also one already blocked; messages that had wholly
-    arrived may be received first, never part of one. A peer on this host that is stopped or busy is
-    alive: calls raise ``TimeoutError``. Every transfer that was started ends.
+    peer dies, every call raises ``PeerGoneError``, even one that is already blocked; messages that had
+    wholly arrived may be received first, but never part of a message. A peer on this host that is stopped
+    or busy is alive: calls raise ``TimeoutError``. Every transfer that was started ends.
 
-    Callers. Connectors and lookup buffers. One thread may send while one other receives; a second
-    thread in the same direction gets ``BusyError``. ``close`` and ``abort`` may come from any thread.
+    Callers. Connectors and lookup buffers. One thread may send while another one receives; a second
+    thread in the same direction gets ``BusyError``. Any thread may call ``close`` and ``abort``.
 
     Not promised. Delivery: ``done()`` means that the source may be overwritten, not that the peer has read
     the message. Nothing is retried.
@@ -68,13 +68,13 @@ class Pipe(abc.ABC):
 
     @attrs.frozen(kw_only=True)
     class PathReport:
-        """What a transport knows of the path of one pipe. Rates are in 10^9 bytes per second."""
+        """What a transport knows about the path of one pipe. Rates are in 10^9 bytes per second."""
 
         measured_gb_per_s: float | None = None
-        """What it measured itself when the pipe began; ``None`` if it did not measure."""
+        """The rate that the transport measured when the pipe began; ``None`` if it did not measure."""
         expected_gb_per_s: float | None = None
-        """What the path should carry, if that is known better than from the spec's ``Cost``, for example from
-        an option. ``0``: no rate is expected. ``None``: the rate that the ``Cost`` claims."""
+        """The rate that the path should reach, if the transport knows better than the spec's ``Cost``, for
+        example from an option. ``0``: no rate is expected. ``None``: the rate that the ``Cost`` claims."""
         reason: str = ""
         """Why the path may be slow, as far as the transport can see, and what to change; empty if it sees no
         reason."""
@@ -95,48 +95,48 @@ class Pipe(abc.ABC):
     @property
     def route(self) -> str:
         """What carries the bytes, for logs and metrics: the transport and its lanes, such as
-        ``nixl rma(rc_mlx5/mlx5_0:1)``. It should have few different values, since each becomes a series of
+        ``nixl rma(rc_mlx5/mlx5_0:1)``. It should have few different values, since each becomes a series in
         the metrics. Empty if the transport does not name a route."""
         return ""
 
     def path_report(self) -> Pipe.PathReport:
-        """What the transport knows of its path's speed. Asked once when the pipe begins, and again before an
-        alarm that the path is slow, so it may look at the host; it must not wait for the peer."""
+        """Report what the transport knows about its path's speed. Called once when the pipe begins, and again
+        before an alarm that the path is slow. It may inspect the host, but must not wait for the peer."""
         return Pipe.PathReport()
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        """Queue one message and return at once, unless ``max_in_flight_bytes`` are unsent: then block.
+        """Queue one message. Return at once, or block while ``max_in_flight_bytes`` are unsent.
 
-        One message larger than that limit passes alone. The pipe keeps ``tensor`` alive; the caller
-        may overwrite it once the transfer is done. A tensor on a device is read after the work that was
-        queued earlier on the caller's current stream; a transport may wait for that here.
+        A message larger than that limit is sent when nothing else is in flight. The pipe keeps ``tensor``
+        alive; the caller may overwrite it once the transfer is done. A tensor on a device is read after the
+        work that was queued earlier on the caller's current stream; a transport may wait for that work here.
 
         Raises:
-            TimeoutError: there was no room in time, or the device had not written the tensor; nothing was
-                queued.
+            TimeoutError: there was no room in time, or the device had not written the tensor in time; nothing
+                was queued.
             PeerGoneError, ClosedError, BusyError: as the law says.
-            UnsupportedError: the tensor's device or dtype is not carried; nothing was queued.
-            ResourceExhaustedError: there is no free thread or memory for it. Nothing was queued, or the pipe
-                is broken and says so.
+            UnsupportedError: the pipe does not carry the tensor's device or dtype; nothing was queued.
+            ResourceExhaustedError: no thread or memory is free for the message. Nothing was queued, or the
+                pipe is broken and says so.
         """
         return self._send_counted(lambda: self._send_tensor(tensor, timeout), lambda: _nbytes(tensor))
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        """Receive the next message into ``out``, or into new memory without it, and return it.
+        """Receive the next message into ``out``, or into new memory if ``out`` is ``None``, and return it.
 
-        ``out`` must have the message's shape and dtype and may be non-contiguous. On a device it is written
-        after the work that was queued earlier on the caller's current stream, which may still read it; work
-        that is queued on that stream afterwards sees the message.
+        ``out`` must have the message's shape and dtype, and may be non-contiguous. On a device, work that was
+        queued earlier on the caller's current stream may still read the old content of ``out``; work that is
+        queued on that stream afterwards sees the message.
 
         Raises:
             TensorMismatchError: ``out`` does not fit, or the message is ``None`` and ``out`` was given;
                 the message stays and can be received by another call.
             CapacityError: without ``out``, the message is larger than the context's ``max_message_bytes``,
-                than :meth:`limit_messages` allows, or than the free memory; it stays.
+                than :meth:`limit_messages` allows, or than the free memory; the message stays.
             TimeoutError: nothing (or not all) arrived in time. The next call receives or resumes the
                 message, unless the pipe is broken: then later calls say so. A message is never skipped.
-            ResourceExhaustedError: there is no free thread or memory for it. The next call can receive the
-                message, as after a ``TimeoutError``.
+            ResourceExhaustedError: no thread or memory is free for the message. The next call can receive
+                it, as after a ``TimeoutError``.
             PeerGoneError, ClosedError, BusyError: as the law says.
         """
         return self._receive_counted(lambda: self._receive_tensor(out, timeout), _nbytes)
@@ -150,10 +150,10 @@ class Pipe(abc.ABC):
     ) -> Transfer:
         """Queue the blocks ``block_ids`` of all layers as one message.
 
-        ``views`` is best made once for each cache, by :meth:`kvplug.engine.KVLayout.page_views` or as
+        Make ``views`` once for each cache, with :meth:`kvplug.engine.KVLayout.page_views` or as
         :class:`BlockViews`. Plain tensors are layers with one part each, and are checked in each call. The
-        message is the tensor that :class:`Blocks` describes, and may be received as one. It is gathered
-        first, unless the transport can gather into its own memory.
+        message is the tensor that :class:`Blocks` describes, and may be received as a tensor. The blocks are
+        gathered first, unless the transport can gather them into its own memory.
 
         Raises:
             LayoutError: as :class:`Blocks` says; nothing was queued.
@@ -176,13 +176,13 @@ class Pipe(abc.ABC):
         """Receive the next message into the blocks ``block_ids`` of all layers.
 
         Blocks on a device are written in the order of the caller's current stream, as ``out`` of
-        :meth:`recv_tensor` is. After an error they may hold a part of the message; it stays, or is resumed by
-        the next call.
+        :meth:`recv_tensor` is. After an error the blocks may hold part of the message; the message stays, or
+        the next call resumes it.
 
         Args:
             on_layer: Called in this thread with the index of each layer of ``views``, in order, once its
                 blocks are written: while later layers arrive if the transport can do that, else at the end.
-                An exception that it raises is logged. A call that resumes a message reports all layers.
+                Exceptions that it raises are logged. A call that resumes a message reports all layers.
 
         Raises:
             LayoutError: as :class:`Blocks` says, or a block comes twice; the message stays.
@@ -198,16 +198,16 @@ class Pipe(abc.ABC):
 
         self._receive_counted(receive, lambda _: nbytes_of_blocks(views, block_ids))
 
-    def limit_messages(self, nbytes: int) -> None:  # noqa: B027 - a transport need not be able to
-        """Take no memory for messages of more than ``nbytes`` bytes from now on.
+    def limit_messages(self, nbytes: int) -> None:  # noqa: B027 - not every transport can
+        """Allocate no memory for messages of more than ``nbytes`` bytes from now on.
 
-        ``recv_tensor`` without ``out`` raises ``CapacityError`` for them, and they stay. For users whose
-        messages are small, since a peer may announce any size. A transport that does not override it has only
-        the limit of its context.
+        ``recv_tensor`` without ``out`` raises ``CapacityError`` for such messages, and they stay. Users whose
+        messages are small should set this, since a peer may announce any size. A transport that does not
+        override this method has only the limit of its context.
         """
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Send what is queued within ``timeout``, then end. Idempotent. Never raises for a dead peer."""
+        """Send all queued messages within ``timeout``, then end. Idempotent. Never raises for a dead peer."""
         try:
             self._close(timeout)
         finally:
@@ -215,7 +215,7 @@ class Pipe(abc.ABC):
                 self.recorder.ended(may_wait=True)
 
     def abort(self) -> None:
-        """End at once: what is queued fails with ``ClosedError``. Idempotent, never blocks."""
+        """End at once: queued transfers fail with ``ClosedError``. Idempotent, never blocks."""
         try:
             self._abort()
         finally:
@@ -226,29 +226,29 @@ class Pipe(abc.ABC):
 
     @abc.abstractmethod
     def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
-        """:meth:`send_tensor`."""
+        """Implement :meth:`send_tensor`."""
 
     @abc.abstractmethod
     def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
-        """:meth:`recv_tensor`."""
+        """Implement :meth:`recv_tensor`."""
 
     def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
-        """:meth:`send_blocks`; gathers them first unless a transport overrides it."""
+        """Implement :meth:`send_blocks`. By default, gather the blocks first."""
         return self._send_tensor(blocks.gathered(), timeout)
 
     def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
-        """:meth:`recv_blocks`; scatters them at the end unless a transport overrides it."""
+        """Implement :meth:`recv_blocks`. By default, scatter the blocks at the end."""
         tensor = blocks.empty()
         self._receive_tensor(tensor, timeout)
         blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
 
     @abc.abstractmethod
     def _close(self, timeout: Timeout) -> None:
-        """:meth:`close`."""
+        """Implement :meth:`close`."""
 
     @abc.abstractmethod
     def _abort(self) -> None:
-        """:meth:`abort`."""
+        """Implement :meth:`abort`."""
 
     # -- around each call ------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def _nbytes(tensor: Tensor | None) -> int:
 class Lifecycle:
     """Records whether something, such as a pipe, has ended, and why.
 
-    The first reason is kept, except that closing at this end replaces it. In a forked child it is closed.
+    The first reason is kept, except that closing at this end replaces it. A forked child counts as closed.
 
     >>> pipe = Lifecycle("the pipe to pid 7")
     >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
@@ -295,10 +295,10 @@ class Lifecycle:
     """
 
     CLOSED_BY_PEER = "the peer closed it"
-    """The reason for :meth:`lose_peer` if the peer said that it closed, and all that it sent was received."""
+    """The reason for :meth:`lose_peer` if the peer announced its close and all its messages were received."""
 
     def __init__(self, what: str) -> None:
-        """``what`` names it in errors: "the pipe to pid 7"."""
+        """``what`` names the pipe or other thing in errors: "the pipe to pid 7"."""
         self._what = what
         self._lock = threading.Lock()
         self._error: type[KvplugError] = KvplugError
@@ -308,7 +308,7 @@ class Lifecycle:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed here, or this is a forked child."""
+        """Whether this end was closed, or this is a forked child."""
         return bool(self._closed)
 
     @property
@@ -328,7 +328,7 @@ class Lifecycle:
 
     @property
     def state(self) -> str:
-        """One of open, closed (here) and ended, for a ``repr``."""
+        """For a ``repr``: "open", "closed" (at this end) or "ended"."""
         return "closed" if self.closed else "ended" if self.ended else "open"
 
     def close(self, reason: str) -> bool:
@@ -340,7 +340,7 @@ class Lifecycle:
             return True
 
     def lose_peer(self, reason: str) -> bool:
-        """Record that the peer is gone. Return False if it had ended before.
+        """Record that the peer is gone. Return False if an end was recorded before.
 
         :attr:`CLOSED_BY_PEER` replaces another reason of this kind: this end may notice that the connection
         ended before it reads that the peer closed it.
@@ -350,7 +350,7 @@ class Lifecycle:
         return self._end(PeerGoneError, reason)
 
     def fail(self, reason: str) -> bool:
-        """Record that the stream cannot be trusted any more. Return False if it had ended before."""
+        """Record that the stream cannot be trusted any more. Return False if an end was recorded before."""
         return self._end(TransportError, reason)
 
     def _after_fork_in_child(self) -> None:
@@ -378,17 +378,17 @@ class Lifecycle:
 class DescriptorGuard:
     """Counts the threads that use descriptors. After :meth:`retire`, the last one to leave closes them.
 
-    A descriptor that is closed under a blocked call may be reused for another file, and the call continues
-    with that file. So ending a pipe shuts its sockets down, which wakes every thread, and the last thread to
-    leave closes them.
+    If a descriptor is closed while a call is blocked on it, its number may be reused for another file, and
+    the call continues with that file. So ending a pipe shuts its sockets down, which wakes every thread, and
+    the last thread to leave closes them.
 
-    Put ``with guard:`` around each call that uses them; once they are retired, it raises the exception that
-    ``refusal`` returns. In a forked child they are closed at once.
+    Put ``with guard:`` around each call that uses the descriptors; after :meth:`retire`, it raises the
+    exception that ``refusal`` returns. In a forked child the descriptors are closed at once.
     """
 
     def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
-        """``close`` must be idempotent: a forked child calls it even if the parent had closed the
-        descriptors. Their numbers may belong to other files by then.
+        """``close`` must be idempotent: a forked child calls it even if the parent had already closed the
+        descriptors, whose numbers may belong to other files by then.
         """
         self._close = close
         self._refusal = refusal
@@ -400,11 +400,11 @@ class DescriptorGuard:
 
     @property
     def retired(self) -> bool:
-        """Whether no thread enters any more."""
+        """Whether :meth:`retire` was called, or this is a forked child."""
         return self._over
 
     def enter(self) -> bool:
-        """Whether the descriptors may be used; if so, call :meth:`leave` afterwards."""
+        """Return whether the descriptors may be used. If so, call :meth:`leave` afterwards."""
         with self._lock:
             if self._over:
                 return False
@@ -412,20 +412,20 @@ class DescriptorGuard:
             return True
 
     def leave(self) -> None:
-        """The thread uses them no more."""
+        """Record that a thread has finished using the descriptors."""
         with self._lock:
             self._inside -= 1
         if self._over:
             self._maybe_close()
 
     def retire(self) -> None:
-        """No thread enters any more; close them when the last one has left. Idempotent."""
+        """Refuse new threads, and close the descriptors when the last thread has left. Idempotent."""
         with self._lock:
             self._over = True
         self._maybe_close()
 
     def _after_fork_in_child(self) -> None:
-        """Close them now, even if threads of the parent were inside."""
+        """Close the descriptors now, even if threads of the parent were using them."""
         self._over = self._closed = True
         self._close()
 
@@ -449,29 +449,29 @@ class DescriptorGuard:
 class DuplexPipe(Pipe, abc.ABC):
     """The base of pipes: a transport implements how bytes move, and what is released at the end.
 
-    It checks each call, keeps deadlines, lets one thread send and one receive, and ends once, for one reason;
-    in a forked child it is closed. A transport implements the methods whose names begin with ``_``, and gets
-    their deadlines from :meth:`_deadline`; it calls :meth:`_peer_gone` and :meth:`_fail` from any thread,
-    without locks.
+    The base checks each call, keeps deadlines, lets one thread send and one receive, and ends once, for one
+    reason; in a forked child the pipe is closed. A transport implements the methods whose names begin with
+    ``_``, and gets their deadlines from :meth:`_deadline`. It may call :meth:`_peer_gone` and :meth:`_fail`
+    from any thread, without holding locks.
 
-    Only one thread at a time is in ``_send_tensor`` or ``_send_blocks``, and one in ``_receive_tensor`` or
-    ``_receive_blocks``.
+    Only one thread at a time runs ``_send_tensor`` or ``_send_blocks``, and only one runs ``_receive_tensor``
+    or ``_receive_blocks``.
     """
 
     @attrs.frozen(kw_only=True)
     class Settings:
-        """What every pipe takes from its endpoint's context. A transport adds its own settings."""
+        """The settings that every pipe takes from its endpoint's context. A transport adds its own."""
 
         timeout_s: float
         """The default timeout of calls, in seconds."""
         heartbeat_timeout_s: float
         """Seconds of silence that count as the peer's death, if its process cannot be watched."""
         max_message_bytes: int | None
-        """The largest message that is received into memory that the pipe allocates."""
+        """The largest message for which the pipe allocates memory."""
 
         @classmethod
         def of(cls, context: PipeEndpoint.Context, **own: Any) -> Self:
-            """The settings that a context gives, and the transport's ``own``."""
+            """Return the settings from a context, together with the transport's ``own``."""
             return cls(
                 timeout_s=context.timeout_s,
                 heartbeat_timeout_s=context.heartbeat_timeout_s,
@@ -480,7 +480,7 @@ class DuplexPipe(Pipe, abc.ABC):
             )
 
     def __init__(self, peer: str, settings: Settings, *, device: str = "cpu") -> None:
-        """``peer`` names the other end in messages. ``device``: where the pipe allocates memory for messages,
+        """``peer`` names the other end in errors. ``device`` is where the pipe allocates memory for messages,
         after it has compared their size with ``_limit``.
         """
         self._peer = peer
@@ -490,7 +490,7 @@ class DuplexPipe(Pipe, abc.ABC):
         self._doing = f"the pipe to {peer}"
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._let_go = False
-        """Everything was released."""
+        """Whether everything was released."""
         ExitGuard.register(self)
         close_after_fork(self)
 
@@ -508,7 +508,7 @@ class DuplexPipe(Pipe, abc.ABC):
     # -- the calls -------------------------------------------------------------------------------------
 
     def _deadline(self, timeout: Timeout) -> Deadline:
-        """The deadline of a call with this ``timeout``."""
+        """Return the deadline of a call with this ``timeout``."""
         return Deadline.after(timeout, self._timeout_s)
 
     def _call_sending(self, send: Callable[[], T]) -> T:
@@ -518,9 +518,9 @@ class DuplexPipe(Pipe, abc.ABC):
         return self._in_turn(self._receiving, self._check_receiving, receive)
 
     def _in_turn(self, use: ExclusiveUse, check: Callable[[], None], call: Callable[[], T]) -> T:
-        # Checks twice whether the pipe has ended. A program that exits ends its pipes, and then waits for the
-        # calls in progress. A call that begins at that moment either sees the end, or the program waits for
-        # it. A call that fails while the program exits does not return.
+        # Check twice whether the pipe has ended. A program that exits ends its pipes, then waits for calls in
+        # progress. Either a call that begins at that moment sees the end, or the program waits for that call.
+        # A call that fails while the program exits does not return.
         try:
             check()
             with use.taken():
@@ -561,36 +561,36 @@ class DuplexPipe(Pipe, abc.ABC):
             raise self._lifecycle.error()
 
     def _check_receiving(self) -> None:
-        # A peer that is gone may have left whole messages behind: only a pipe closed here is over.
+        # A peer that is gone may have left whole messages behind, so losing the peer is not an error here.
         if self._lifecycle.closed or self._lifecycle.broken:
             raise self._lifecycle.error()
 
     # -- what a transport writes: how it ends ------------------------------------------------------------
 
     def _drain(self, deadline: Deadline) -> None:
-        """After ``close``: wake the receiver, and send what is queued until the deadline. May raise."""
+        """Wake the receiver, and send queued messages until the deadline. Called by ``close``. May raise."""
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Wake every thread, fail what is queued, release everything. Never blocks. Idempotent.
+        """Wake every thread, fail all queued transfers and release everything. Never blocks. Idempotent.
 
-        Called in any thread, also in a signal handler.
+        Called in any thread, even in a signal handler.
         """
 
     def _join_threads(self) -> None:
-        """After ``close``: wait briefly for the pipe's threads other than the calling one."""
+        """Wait briefly for the pipe's threads other than the calling one. Called by ``close``."""
 
     def _on_peer_gone(self) -> None:
-        """The peer is gone: wake every thread. Messages that have wholly arrived can still be received."""
+        """Wake every thread: the peer is gone. Messages that have wholly arrived can still be received."""
         self._end()
 
     def _on_failure(self) -> None:
-        """The position in the stream is lost: wake every thread. Nothing more can be received."""
+        """Wake every thread: the position in the stream is lost, so nothing more can be received."""
         self._end()
 
     def _release_in_child(self) -> None:
-        """In a forked child: close descriptors and memory that no :class:`DescriptorGuard`, connection or
-        channel closes. Transfers end by themselves, and so do calls."""
+        """In a forked child, close the descriptors and memory that no :class:`DescriptorGuard`, connection or
+        channel closes. Transfers and calls end by themselves."""
 
     # -- how it ends, from any thread --------------------------------------------------------------------
 
@@ -599,13 +599,13 @@ class DuplexPipe(Pipe, abc.ABC):
         self._let_go = True
 
     def _peer_gone(self, reason: str) -> None:
-        """The peer is gone. Called without locks, by the thread that notices it first."""
+        """Record that the peer is gone. Called without locks, by the thread that notices it first."""
         if self._lifecycle.lose_peer(reason):
             self._logger.debug("%r: %s", self, reason)
         self._on_peer_gone()
 
     def _fail(self, reason: str) -> None:
-        """The stream cannot be trusted any more. Called without locks."""
+        """Record that the stream cannot be trusted any more. Called without locks."""
         if self._lifecycle.fail(reason):
             self._logger.warning("%r: %s", self, reason)
         self._on_failure()

@@ -1,4 +1,4 @@
-"""What was sent: one message under way, and the window of messages that are not taken yet."""
+"""One message being sent, and the window of messages that the peer has not taken yet."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 _process = object()
-"""Another one in each forked child."""
+"""Stands for this process: each forked child gets a new one."""
 
 
 class Transfer:
     """One ``send_tensor`` under way. It always ends, in success or in an error.
 
     Thread-safe. The transport calls :meth:`finish` or :meth:`fail` exactly once; users wait. In a forked
-    child the parent's transfers have ended, those under way with ``ClosedError``: the thread of the parent
-    that was about to end one does not exist there.
+    child, transfers of the parent that were under way have failed with ``ClosedError``, because the parent's
+    threads that would have ended them do not exist there.
 
     >>> transfer = Transfer(4096)
     >>> transfer.finish()
@@ -34,8 +34,7 @@ class Transfer:
     <Transfer of 4096 bytes, done>
     """
 
-    # Most transfers of small messages have ended before any thread waits, so the first waiter makes the
-    # event.
+    # Most transfers of small messages end before any thread waits, so the first waiter creates the event.
     __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_event", "_lock", "_process", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
@@ -43,7 +42,7 @@ class Transfer:
         """Bytes of the message."""
         self._done = False
         self._error: BaseException | None = None
-        self._lock = threading.RLock()  # a signal's handler may end the transfer whose lock its thread holds
+        self._lock = threading.RLock()  # a signal handler may end the transfer whose lock its thread holds
         self._process = _process
         self._event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
@@ -53,12 +52,12 @@ class Transfer:
         return f"<Transfer of {self.nbytes} bytes, {state}>"
 
     def done(self) -> bool:
-        """Whether it has ended. From then on the caller may overwrite the tensor it sent."""
+        """Whether the transfer has ended. From then on the caller may overwrite the tensor it sent."""
         self._look_for_fork()
         return self._done
 
     def error(self) -> BaseException | None:
-        """What it failed with; ``None`` while under way and after success."""
+        """Return the error that the transfer failed with; ``None`` while under way and after success."""
         self._look_for_fork()
         return self._error
 
@@ -66,8 +65,8 @@ class Transfer:
         """Return when the transfer has succeeded.
 
         Raises:
-            TimeoutError: it is still under way.
-            KvplugError: what it failed with.
+            TimeoutError: the transfer is still under way.
+            KvplugError: the transfer failed with this error.
         """
         deadline = Deadline.after(timeout)
         self._look_for_fork()
@@ -80,7 +79,8 @@ class Transfer:
             raise self._error
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call ``callback(self)`` once it has ended: at once if it has, else in the thread that ends it."""
+        """Call ``callback(self)`` when the transfer ends: now if it has ended, else in the thread that ends
+        it."""
         self._look_for_fork()
         with self._lock:
             if not self._done:
@@ -89,15 +89,15 @@ class Transfer:
         callback(self)
 
     def finish(self) -> None:
-        """For transports: it succeeded."""
+        """Record that the transfer succeeded. For transports."""
         self._end(None)
 
     def fail(self, error: BaseException) -> None:
-        """For transports: it failed, and why."""
+        """Record that the transfer failed with ``error``. For transports."""
         self._end(error)
 
     def _look_for_fork(self) -> None:
-        """In a forked child: it is the parent's, and so are its callbacks, which are not called here."""
+        """End the transfer in a forked child, without calling its callbacks: both belong to the parent."""
         if self._process is not _process:
             self._lock = threading.RLock()
             self._callbacks = []
@@ -118,15 +118,15 @@ class Transfer:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # it runs in a transport's thread, which others depend on
+            except Exception:  # the callback runs in a transport's thread, which must survive
                 logger.exception("a callback of %r failed", self)
 
 
 class SendWindow:
-    """Counts what was sent and is not yet taken, in bytes, and makes senders wait while that is too much.
+    """Counts the bytes that were sent but not yet taken, and makes senders wait while there are too many.
 
-    An outbox has one, and uses its lock for what it queues as well. The lock is re-entrant: a signal's
-    handler may abort the pipe while its own thread is in here.
+    An outbox has one window, and guards its own queue with the window's lock. The lock is re-entrant: a
+    signal handler may abort the pipe while its own thread holds the lock.
     """
 
     SMALLEST_COST: ClassVar[int] = 256
@@ -135,15 +135,15 @@ class SendWindow:
     def __init__(self, *, limit: int, peer: str, lifecycle: Lifecycle) -> None:
         """``limit`` is the option ``max_in_flight_bytes``."""
         self.limit = limit
-        """Bytes that may be unsent."""
+        """The most bytes that may be in flight."""
         self.lock = threading.RLock()
         """Guards the window, and the transport's own queue beside it."""
         self.room = threading.Condition(self.lock)
         """Notified when there may be room, and at the end."""
         self.in_flight = 0
-        """Bytes that were sent and not yet taken, each message at its cost."""
+        """The sum of the costs of all messages that were sent but not yet taken."""
         self.ended = False
-        """Nothing is sent any more. Set by :meth:`end`."""
+        """Whether sending has ended. Set by :meth:`end`."""
         self._peer = peer
         self._lifecycle = lifecycle
 
@@ -153,18 +153,18 @@ class SendWindow:
         return self.in_flight
 
     def cost(self, nbytes: int) -> int:
-        """The cost of a message of ``nbytes`` bytes."""
+        """Return what a message of ``nbytes`` bytes counts against the limit."""
         return max(self.SMALLEST_COST, nbytes)
 
     def wait_for_room(self, nbytes: int, deadline: Deadline) -> None:
-        """Return when a message of ``nbytes`` may be added. Call it with the lock, which is released
-        meanwhile.
+        """Wait until a message of ``nbytes`` may be added. Call this with the lock held; it is released while
+        waiting.
 
-        One message larger than the limit passes alone.
+        A message larger than the limit may be added when nothing else is in flight.
 
         Raises:
             TimeoutError: there was no room in time.
-            KvplugError: the pipe has ended, and how.
+            KvplugError: the pipe has ended; the error says how.
         """
         cost = self.cost(nbytes)
         while True:
@@ -181,18 +181,18 @@ class SendWindow:
                 )
 
     def add(self, cost: int) -> None:
-        """A message was queued. With the lock."""
+        """Count a message that was queued. Call this with the lock held."""
         self.in_flight += cost
 
     def settle(self, cost: int) -> None:
-        """A message was taken, or is not sent after all. With the lock."""
+        """Stop counting a message that was taken or will not be sent. Call this with the lock held."""
         self.in_flight -= cost
         self.room.notify_all()
 
     def drain(self, deadline: Deadline) -> bool:
         """Refuse senders that wait for room, then wait until nothing is in flight.
 
-        The pipe was closed before. Returns False at the deadline, and when sending has ended otherwise.
+        Call this after closing the pipe. Returns False at the deadline, or if sending has ended otherwise.
         """
         with self.lock:
             self.room.notify_all()
@@ -202,12 +202,12 @@ class SendWindow:
             return not self.ended
 
     def end(self) -> None:
-        """Nothing is sent any more; threads that wait are woken. With the lock."""
+        """End sending and wake all waiting threads. Call this with the lock held."""
         self.ended = True
         self.room.notify_all()
 
     def _wait(self, cost: int, deadline: Deadline) -> bool:
-        """Whether something changed before the deadline."""
+        """Wait for a change. Return False if the deadline passed first."""
         return self.room.wait(deadline.remaining())
 
 

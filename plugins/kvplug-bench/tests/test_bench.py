@@ -118,7 +118,7 @@ def test_a_wrong_name_or_configuration_is_refused_before_anything_is_measured(
 def test_what_cannot_work_here_is_skipped_with_the_reason(birds):
     assert [each.skipped_because for each in chosen(birds, "owl", "flock")] == [
         "it is night",
-        "moves cuda tensors, and cpu ones are needed",
+        "moves cuda tensors, but cpu tensors are needed",
     ]
 
 
@@ -126,8 +126,8 @@ def test_on_a_gpu_what_moves_cpu_tensors_is_skipped_and_bursts_are_larger(birds)
     devices = ("cuda:0", "cuda:1")
     skipped = {(each.name, each.kind): each.skipped_because for each in chosen(birds, devices=devices)}
     assert skipped == {
-        ("owl", "pipe"): "it is night; moves cpu tensors, and cuda ones are needed",
-        ("pigeon", "pipe"): "moves cpu tensors, and cuda ones are needed",
+        ("owl", "pipe"): "it is night; moves cpu tensors, but cuda tensors are needed",
+        ("pigeon", "pipe"): "moves cpu tensors, but cuda tensors are needed",
         ("pigeon", "queue"): "queues are measured with CPU tensors",
         ("flock", "queue"): "queues are measured with CPU tensors",
     }

@@ -152,7 +152,7 @@ def test_a_message_of_many_pieces_is_read_in_pieces_between_which_the_deadline_c
     monkeypatch.setattr(inbox, "_PIECE_BYTES", 8 * MIB)
     monkeypatch.setattr(Inbox, "_begin", slow)
     one.send_tensor(message)
-    with pytest.raises(TimeoutError, match="the next call goes on with it"):
+    with pytest.raises(TimeoutError, match="the next call resumes it"):
         other.recv_tensor(out, timeout=0.07)
     out.zero_()
     assert other.recv_tensor(out) is out
