@@ -1,8 +1,8 @@
 """Views of a paged cache, checked and measured once for all messages and pages that are copied through them.
 
-A row of pages has its bytes in the order of their format, a row of blocks in the order of the views' axes. In
-a paged cache the same bytes lie elsewhere: each layer and part has its own address, and heads may be further
-apart than their bytes. :class:`PartPlace` and :class:`RowMemory` say so, for compiled code that copies them.
+The bytes of a page are in the order of its format, and the bytes of a block in the order of the views' axes.
+In a paged cache these bytes are scattered: each layer and part has its own address, and there may be gaps
+between heads. :class:`PartPlace` and :class:`RowMemory` describe their places for compiled code.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class PartPlace:
-    """How one part of a layer lies in a cache. All numbers but sizes of axes are bytes."""
+    """How one part of a layer lies in a cache. All numbers except the sizes of axes are bytes."""
 
     block_stride: int
-    """From one block to the next."""
+    """The distance from one block to the next."""
     token_stride: int
-    """From one token of a block to the next."""
+    """The distance from one token of a block to the next."""
     run_bytes: int
-    """Bytes of a token that are contiguous."""
+    """The length of each contiguous run of a token's bytes."""
     axes: tuple[tuple[int, int], ...]
-    """The axes of a token outside the runs, the slowest in a row first: sizes, and strides in the cache. In a
-    row they are contiguous."""
+    """(size, stride in the cache) of each axis of a token outside the runs, the slowest axis of a row first.
+    In a row these axes are contiguous."""
 
 
 @attrs.frozen(eq=False)
@@ -43,25 +43,28 @@ class RowMemory:
     """Where blocks lie in this processor's memory. A block of a layer has ``num_parts`` places."""
 
     bases: array[int]
-    """The addresses of block 0: of each place of each layer, layer after layer."""
+    """The address of each place of block 0, layer after layer."""
     block_strides: array[int]
-    """Of each of them, the bytes from one block to the next."""
+    """For each address in ``bases``, the bytes from one block to the next."""
     num_parts: int
-    """1 also where parts are one of the axes below, since they are equally far apart in all layers."""
+    """Places per block and layer. 1 if the parts are equally far apart in all layers: then they are an axis
+    in ``counts``."""
     run_bytes: int
-    """Bytes that are contiguous. A place is one run, or ``counts`` of them."""
+    """The bytes of a contiguous run. A place is one run, or as many runs as ``counts`` describes."""
     counts: tuple[int, ...]
-    """Sizes of the axes outside the runs, the slowest in the message first; none if a place is contiguous."""
+    """Sizes of the axes outside the runs, the slowest axis of the message first; empty if a place is
+    contiguous."""
     strides: tuple[int, ...]
-    """Of those axes, in bytes."""
+    """The strides of those axes, in bytes."""
 
 
 class BlockViews(tuple[tuple[Any, ...], ...]):
-    """Views of a paged cache, ``[layer][part]``; what is known of them is looked up once, where the same
-    views are used for many requests.
+    """Views of a paged cache, ``[layer][part]``. Their properties are computed only once, so use the same
+    object for many requests.
 
-    Each is a tensor [blocks, ...] of any strides; :class:`PageBlocks` needs [blocks, tokens in a block, ...].
-    :meth:`kvplug.engine.KVLayout.page_views` makes them of an engine's caches.
+    Each view is a tensor [blocks, ...] of any strides; :class:`PageBlocks` needs
+    [blocks, tokens in a block, ...]. :meth:`kvplug.engine.KVLayout.page_views` makes views of an engine's
+    caches.
 
     Raises:
         LayoutError: a layer is a single tensor.
@@ -70,18 +73,18 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
     def __new__(cls, views: Sequence[Sequence[Tensor]]) -> BlockViews:
         views = list(views)
         if any(hasattr(layer, "data_ptr") for layer in views):
-            raise LayoutError("views come as [layer][part]: a layer with one part is a list of one tensor")
+            raise LayoutError("views must be [layer][part]: a layer with one part is a list of one tensor")
         return super().__new__(cls, map(tuple, views))
 
     @cached_property
     def places(self) -> tuple[array[int], tuple[PartPlace, ...]] | None:
-        """The addresses of block 0 of each part of each layer, and how the parts lie; ``None``: not in this
-        processor's memory, or not alike in all layers."""
+        """The addresses of block 0 of each part of each layer, and how the parts lie. ``None`` if the views
+        are not in this processor's memory, or the layers are not alike."""
         return _places_of(self)
 
     @cached_property
     def rows(self) -> RowViews:
-        """The same views, checked to be alike.
+        """The same views as :class:`RowViews`.
 
         Raises:
             LayoutError: as :class:`RowViews` says.
@@ -90,7 +93,7 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
 
 
 class RowViews:
-    """Views that have a block in each row: all of one shape, one dtype, and on one device.
+    """Views with a block in each row. All views have the same shape, dtype and device.
 
     A row of a message is a block of one layer with all its parts.
     """
@@ -99,31 +102,31 @@ class RowViews:
         """Check the views.
 
         Raises:
-            LayoutError: there is no view; layers differ in their number of parts, or views in shape, dtype
-                or device; numbers are to be conjugated or negated first.
+            LayoutError: there are no views; layers differ in their number of parts, or views in shape, dtype
+                or device; a view is lazily conjugated or negated.
         """
         given = [(layer, part, view) for layer, of in enumerate(layers) for part, view in enumerate(of)]
         if not given:
-            raise LayoutError("blocks of no tensor: give at least one view")
+            raise LayoutError("give at least one view")
         first = given[0][2]
         for layer, part, view in given:
             where = f"(layer {layer}, part {part})"
             if view.dim() == 0 or view.shape != first.shape:
                 raise LayoutError(
-                    f"views have blocks of one shape; got {list(first.shape)} and {list(view.shape)} {where}"
+                    f"views must have the same shape; got {list(first.shape)} and {list(view.shape)} {where}"
                 )
             if view.dtype != first.dtype or view.device != first.device:
                 raise LayoutError(
-                    f"views are of one dtype on one device; got {first.dtype} on {first.device} and"
+                    f"views must have the same dtype and device; got {first.dtype} on {first.device} and"
                     f" {view.dtype} on {view.device} {where}"
                 )
             if view.is_conj() or view.is_neg():
                 raise LayoutError(
-                    f"a view's numbers are still to be conjugated or negated: resolve that first {where}"
+                    f"a view is lazily conjugated or negated: call resolve_conj() or resolve_neg() {where}"
                 )
         for layer, of in enumerate(layers):
             if len(of) != len(layers[0]):
-                raise LayoutError(f"layer 0 has {len(layers[0])} parts, and layer {layer} has {len(of)}")
+                raise LayoutError(f"layer 0 has {len(layers[0])} parts, but layer {layer} has {len(of)}")
         self.layers = tuple(map(tuple, layers))
         self.num_blocks: int = first.shape[0]
         self.dtype = first.dtype
@@ -131,15 +134,15 @@ class RowViews:
         self.device = first.device
         parts = len(layers[0])
         self.row_shape = (parts, *first.shape[1:]) if parts > 1 else tuple(first.shape[1:])
-        """Without the axis of parts where there is one part."""
+        """The shape of a row, without the axis of parts if there is only one part."""
         self.row_bytes: int = math.prod(self.row_shape) * first.dtype.itemsize
 
     @cached_property
     def memory(self) -> RowMemory | None:
-        """``None``: not in this processor's memory, without bytes, with strides that differ between views, or
-        with blocks that lie over each other.
+        """Where the blocks lie. ``None`` if the views are not in this processor's memory, have no bytes, or
+        differ in their strides, or if blocks overlap.
 
-        The addresses are good for as long as this object is alive.
+        The addresses are valid as long as this object is alive.
         """
         if self.device.type != "cpu" or not (self.num_blocks and self.row_bytes):
             return None
@@ -150,7 +153,7 @@ class RowViews:
         strides = views[0].stride()[1:]
         if any(view.stride()[1:] != strides for view in views):
             return None
-        self._held = [view.untyped_storage() for view in views]  # .data may give a view another one
+        self._held = [view.untyped_storage() for view in views]  # setting .data may replace a view's storage
         bases = [[view.data_ptr() for view in layer] for layer in self.layers]
         block_strides = [[view.stride(0) * itemsize for view in layer] for layer in self.layers]
         axes = [(count, stride * itemsize) for count, stride in zip(views[0].shape[1:], strides, strict=True)]
@@ -169,29 +172,30 @@ class RowViews:
 
     @cached_property
     def bits(self) -> list[list[Tensor]]:
-        """The views as integers, as torch reads them fastest."""
+        """The views as integers, which torch reads fastest."""
         return [[as_bits(view) for view in layer] for layer in self.layers]
 
     @cached_property
     def wide(self) -> list[list[Tensor | None]]:
-        """The views in elements of 16 bytes, as torch writes them fastest; ``None`` for the others."""
+        """The views in elements of 16 bytes, which torch writes fastest; ``None`` for views that do not
+        allow that."""
         return [[as_elements(view) for view in layer] for layer in self.layers]
 
 
 def block_table(block_ids: Sequence[int], num_blocks: int, first_used: int = 0) -> array[int]:
-    """Block ids, checked: those before ``first_used`` may be any integers.
+    """Return the block ids as an array, after checking them. Ids before ``first_used`` may be any integers.
 
     Raises:
-        LayoutError: an id is no integer of 64 bits, or no block of a cache with ``num_blocks``.
+        LayoutError: an id is not a 64-bit integer, or is out of range for a cache of ``num_blocks`` blocks.
     """
     try:
-        table = array("q", block_ids)  # refuses what is no integer, where a tensor would round it
+        table = array("q", block_ids)  # refuses numbers that are not integers; a tensor would round them
     except (TypeError, OverflowError) as e:
-        raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
+        raise LayoutError(f"block ids must be 64-bit integers: {e}") from e
     used = table[first_used:]
     if used and not 0 <= min(used) <= max(used) < num_blocks:
         wrong = next(each for each in used if not 0 <= each < num_blocks)
-        raise LayoutError(f"block {wrong} is out of range, the cache has {num_blocks} blocks")
+        raise LayoutError(f"block {wrong} is out of range: the cache has {num_blocks} blocks")
     return table
 
 
@@ -203,7 +207,7 @@ def check_distinct(table: array[int]) -> None:
     """
     if len(set(table)) != len(table):
         twice = next(each for each in table if table.count(each) > 1)
-        raise LayoutError(f"block {twice} comes twice, and can be written once")
+        raise LayoutError(f"block {twice} comes twice, but a block can be written only once")
 
 
 def _places_of(views: BlockViews) -> tuple[array[int], tuple[PartPlace, ...]] | None:
@@ -231,7 +235,7 @@ def _place_of(view: Tensor) -> PartPlace:
 
 
 def _is_plain(view: Tensor) -> bool:
-    """Whether it is a plain strided tensor: no subclass, sparse or nested one."""
+    """Whether the view is a plain strided tensor, neither sparse nor nested nor of a subclass."""
     import torch
 
     return (
@@ -242,7 +246,7 @@ def _is_plain(view: Tensor) -> bool:
 
 
 def _is_disjoint(view: Tensor) -> bool:
-    """Whether each element has memory of its own."""
+    """Whether no two elements share memory."""
     extent = 1
     for stride, count in sorted(zip(view.stride(), view.shape, strict=True)):
         if count > 1:
@@ -253,13 +257,14 @@ def _is_disjoint(view: Tensor) -> bool:
 
 
 def _apart(bases: list[list[int]]) -> int:
-    """The bytes from each part to the next, the same in all layers; 0: they differ, or there is one part."""
+    """Return the bytes from each part to the next; 0 if they differ, or if there is only one part."""
     steps = {after - before for layer in bases for before, after in itertools.pairwise(layer)}
     return max(steps.pop(), 0) if len(steps) == 1 else 0
 
 
 def _runs_of(axes: list[tuple[int, int]], itemsize: int) -> tuple[int, list[tuple[int, int]]]:
-    """The contiguous bytes at the end, and the axes outside, as few as possible: (count, bytes)."""
+    """Return the length in bytes of the contiguous runs, and the fewest possible axes outside the runs, as
+    (count, stride in bytes)."""
     found = [(1, itemsize)]  # the slowest first
     for count, stride in reversed(axes):
         inner, step = found[0]
@@ -272,11 +277,12 @@ def _runs_of(axes: list[tuple[int, int]], itemsize: int) -> tuple[int, list[tupl
 
 
 def as_elements(view: Tensor, axes: int = 1) -> Tensor | None:
-    """The same memory in elements of 16 bytes, whatever the strides; ``None``: its last axis is not made of
-    such, or is among the first ``axes``, which are indexed, or it is not in this processor's memory.
+    """Return a view of the same memory in elements of 16 bytes. Return ``None`` if the view's addresses,
+    strides or last axis are not multiples of 16 bytes, if its last axis is not contiguous or is among the
+    first ``axes`` axes, which are indexed, or if it is not in this processor's memory.
 
-    torch copies strided tensors, and scatters rows, element by element: with 16 bytes at a time 4 to 7 times
-    as fast as with 2.
+    torch copies strided tensors and scatters rows element by element. With elements of 16 bytes this is 4 to
+    7 times as fast as with 2 bytes.
     """
     import torch
 

@@ -1,9 +1,8 @@
-"""Specs: what a plugin offers, as strings. Nothing heavy is imported until a name is chosen.
+"""Specs describe what a plugin offers, as strings. Nothing heavy is imported until a name is chosen.
 
-A plugin's entry-point module builds these; ``factory``, ``options`` and ``probe`` are
-``"package.module:Name"`` strings that are resolved only when used (:meth:`load_factory` is the only
-importer of transport code). ``options`` and ``probe`` must name light modules, since ``kvplug list``
-imports them.
+A plugin's entry-point module builds the specs. ``factory``, ``options`` and ``probe`` are strings
+``"package.module:Name"`` that are resolved only when used; only :meth:`load_factory` imports transport code.
+``options`` and ``probe`` must name light modules, since ``kvplug list`` imports them.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ class Kind(enum.StrEnum):
     """The kinds of things that are selected by name."""
 
     CONNECTOR = "connector"
-    """What an engine talks to."""
+    """Connects an engine to kvplug."""
     PIPE = "pipe"
-    """Tensors, in order, between two processes."""
+    """Carries tensors, in order, between two processes."""
     QUEUE = "queue"
-    """A message queue: one writer, many readers."""
+    """A message queue with one writer and many readers."""
     LOOKUP_BUFFER = "lookup_buffer"
-    """KV entries, found by their tokens."""
+    """Holds KV entries, which are found by their tokens."""
     COMMUNICATOR = "communicator"
-    """Collectives of a group of ranks on one kind of device."""
+    """Runs the collectives of a group of ranks on one kind of device."""
     STORE = "store"
-    """Pages of KV under keys."""
+    """Holds pages of KV under keys."""
     DIRECTORY = "directory"
-    """Where engines announce themselves and find each other."""
+    """Lets engines announce themselves and find each other."""
     SINK = "sink"
-    """What snapshots of the counters are sent to."""
+    """Receives snapshots of the counters."""
     COMMAND = "command"
     """A command of the program ``kvplug``."""
 
@@ -69,10 +68,11 @@ def _kind(given: Any) -> Kind:
 def _check_name(_: Any, __: Any, name: Any) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PluginError(
-            f"{name!r} cannot be a name: use up to 40 lower-case letters, digits and hyphens, a letter first"
+            f"{name!r} cannot be a name: use up to 40 lower-case letters, digits and hyphens, starting with a"
+            " letter"
         )
     if name in ("auto", "none"):
-        raise PluginError(f"the name {name!r} has a meaning in configs and cannot be offered")
+        raise PluginError(f"a plugin cannot use the name {name!r}, which has a special meaning in configs")
 
 
 def _check_target(_: Any, attribute: Any, target: Any) -> None:
@@ -81,7 +81,7 @@ def _check_target(_: Any, attribute: Any, target: Any) -> None:
 
 
 def _meant(name: str, module: Any) -> str:
-    """The name in a module that is closest to a misspelt one; names defined there before imported ones."""
+    """Suggest the name in a module that is closest to ``name``, preferably one that the module defines."""
     from kvplug.config.messages import did_you_mean
 
     made = {each: found for each, found in vars(module).items() if issubclass(type(found), _MADE)}
@@ -94,7 +94,7 @@ def load_target(target: str) -> Any:
 
     Raises:
         PluginLoadError: the module does not import or has no such name; the cause is chained.
-        ResourceExhaustedError: there was no free descriptor or memory to import it; it may be tried again.
+        ResourceExhaustedError: there was no free descriptor or memory to import it; a later attempt may work.
     """
     module_name, _, attribute = target.partition(":")
     module = None
@@ -112,19 +112,19 @@ def load_target(target: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Probe:
-    """The result of a transport's probe of this host. Cheap, without heavy imports."""
+    """The result of a transport's probe of this host. A probe must be cheap, without heavy imports."""
 
     viable: bool = True
-    """Whether it can work on this host."""
+    """Whether the transport can work on this host."""
     reason: str = attrs.field(default="", converter=peer_text)
-    """Why it cannot work here, one line; empty when it can."""
+    """Why the transport cannot work here, in one line; empty if it can."""
     domain: str = ""
-    """Opaque. Two ends of a transport that is not ``cross_host`` must show equal domains (say, boot
-    id and namespaces)."""
+    """An opaque string, for example of the boot id and namespaces. The two ends of a transport that is not
+    ``cross_host`` must have equal domains."""
 
 
 class _Offered:
-    """How a spec names itself in errors when a part of it does not load."""
+    """Names a spec in errors when a part of it does not load."""
 
     __slots__ = ("_distribution",)  # not part of its value: specs of two distributions may be equal
 
@@ -132,7 +132,7 @@ class _Offered:
     kind: Kind
 
     def _load(self, field: str) -> Any:
-        """Load the target in ``field``; an error names the spec and its distribution."""
+        """Load the target in ``field``. Errors name the spec and its distribution."""
         try:
             return load_target(getattr(self, field))
         except PluginLoadError as e:
@@ -163,32 +163,32 @@ def note_distribution(spec: _Offered, distribution: str) -> None:
 @attrs.frozen(kw_only=True)
 class _Spec(_Offered):
     name: str = attrs.field(validator=_check_name)
-    """What an operator writes in the config: up to 40 lower-case letters, digits and hyphens, a letter
-    first."""
+    """The name that an operator writes in the config: up to 40 lower-case letters, digits and hyphens,
+    beginning with a letter."""
     factory: str = attrs.field(validator=_check_target)
-    """What makes it, as ``"package.module:Name"``; imported when it is first used."""
+    """The factory, as ``"package.module:Name"``; imported when it is first used."""
     options: str | None = attrs.field(default=None, validator=_check_target)
-    """The attrs class of its options, as ``"package.module:Name"`` in a light module. ``None``: it has no
+    """The attrs class of the options, as ``"package.module:Name"`` in a light module. ``None``: there are no
     options."""
     summary: str = ""
     """One line for ``kvplug list``."""
     for_tests: bool = False
-    """A fake or an injector of faults. ``kvplug list`` shows it with ``--all`` only, and ``"auto"`` never
-    takes it; a config may name it."""
+    """Whether this is a fake or injects faults. ``kvplug list`` shows it only with ``--all``, and ``"auto"``
+    never selects it, but a config may name it."""
 
     def load_factory(self) -> Callable[..., Any]:
-        """The factory itself: imports the plugin's code.
+        """Import the plugin's code and return the factory.
 
         Raises:
-            PluginLoadError: it does not import, is not there, or cannot be called.
+            PluginLoadError: the factory cannot be imported, does not exist, or is not callable.
         """
         return self._load_callable("factory")
 
     def load_options(self) -> type | None:
-        """The attrs class of this thing's options, or ``None`` when it has none.
+        """Return the attrs class of the options, or ``None`` if there are no options.
 
         Raises:
-            PluginLoadError: it does not import, is not there, or is no attrs class.
+            PluginLoadError: the class cannot be imported, does not exist, or is not an attrs class.
         """
         if self.options is None:
             return None
@@ -204,11 +204,11 @@ class _ProbedSpec(_Spec):
     """A function without arguments that returns a :class:`Probe`."""
 
     def run_probe(self) -> Probe:
-        """The probe's result. A probe that fails gives a result too: not viable, with the reason.
+        """Run the probe and return its result. If the probe fails, return "not viable" with the reason.
 
         Raises:
-            ResourceExhaustedError: it failed because the process has no free descriptor, thread or memory.
-                That says nothing of what it probes: a later probe may find that it works.
+            ResourceExhaustedError: the probe failed because the process has no free descriptor, thread or
+                memory. A later probe may succeed.
         """
         if self.probe is None:
             return Probe()
@@ -230,25 +230,25 @@ class _ProbedSpec(_Spec):
 class TransportSpec(_ProbedSpec):
     """One transport: a pipe, message queue, lookup buffer or device communicator.
 
-    ``factory`` is called with one argument, the kind's context: for a pipe a :class:`PipeEndpoint.Context`.
+    ``factory`` is called with one argument, the kind's context: for a pipe, a :class:`PipeEndpoint.Context`.
 
     Raises:
-        PluginError: the kind is none of a transport, or the fields contradict each other.
+        PluginError: the kind is not a kind of transport, or the fields contradict each other.
     """
 
     kind: Kind = attrs.field(converter=_kind)
     """``PIPE``, ``QUEUE``, ``LOOKUP_BUFFER`` or ``COMMUNICATOR``, or the same as text."""
     capabilities: Capabilities = attrs.field(factory=Capabilities)
-    """What it claims; tests check it, and ``"auto"`` compares it."""
+    """What the transport claims to do; tests check the claims, and ``"auto"`` compares them."""
     protocol: int = 1
-    """Version of what the transport itself puts on the wire; both ends must have the same."""
+    """The version of the transport's own wire protocol; both ends must have the same."""
     auto: bool = attrs.field()
-    """Whether ``"auto"`` considers it. False: only a config that names it uses it. False is the default of
-    transports that are made for tests."""
+    """Whether ``"auto"`` considers the transport. If not, a config must name it. The default is False for
+    transports that are made for tests, else True."""
     wraps: bool = False
-    """It wraps another transport of its kind, which its option ``inner`` names or leaves to ``"auto"`` and
-    which the context's ``make_inner`` makes. It puts nothing of its own on the wire; peers are offered the
-    inner one."""
+    """Whether the transport wraps another transport of its kind. Its option ``inner`` names that transport or
+    leaves the choice to ``"auto"``, and the context's ``make_inner`` makes it. A wrapper puts nothing of its
+    own on the wire; peers are offered the inner transport."""
 
     @auto.default
     def _unless_for_tests(self) -> bool:
@@ -256,14 +256,12 @@ class TransportSpec(_ProbedSpec):
 
     def __attrs_post_init__(self) -> None:
         if self.for_tests and self.auto:
-            raise PluginError(f"the {self.kind} {self.name!r} is made for tests, which 'auto' never takes")
+            raise PluginError(f"the {self.kind} {self.name!r} is made for tests, so 'auto' cannot select it")
         if self.kind not in TRANSPORTS:
-            raise PluginError(
-                f"a {self.kind} is offered by a {self.kind.capitalize()}Spec, not a TransportSpec"
-            )
+            raise PluginError(f"a {self.kind} needs a {self.kind.capitalize()}Spec, not a TransportSpec")
         if self.wraps and self.kind not in (Kind.PIPE, Kind.QUEUE):
             raise PluginError(
-                f"only a pipe or a queue can be around another transport of its kind, not a {self.kind}"
+                f"only a pipe or a queue can wrap another transport of its kind, not a {self.kind}"
             )
 
 
@@ -278,24 +276,24 @@ class StoreSpec(_ProbedSpec):
     kind: Kind = attrs.field(default=Kind.STORE, init=False, repr=False)
     """``Kind.STORE``."""
     client: str | None = attrs.field(default=None, validator=_check_target)
-    """Makes the ``Store`` of a process that reaches one which a peer serves: called with the same context and
-    the link. ``None``: it serves no peers."""
+    """Makes a ``Store`` that reaches a peer's store: called with the same context and the link. ``None``: the
+    store cannot be served to peers."""
     persistent: bool = False
-    """Its pages outlive the processes that use it."""
+    """Whether the pages outlive the processes that use the store."""
     cross_host: bool = False
-    """Processes of several hosts can use it."""
+    """Whether processes of several hosts can use the store."""
     devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=device_names)
-    """Types of devices whose memory it copies from and into itself. For memory of others its pages are staged
-    through host memory, by kvplug."""
+    """Types of devices whose memory the store itself can copy from and into. For other devices, kvplug stages
+    the pages through host memory."""
 
     def load_client(self) -> Callable[..., Any]:
-        """The maker of clients, as :meth:`load_factory` loads the factory."""
+        """Load ``client``. Raises as :meth:`load_factory`."""
         return self._load_callable("client")
 
 
 @attrs.frozen(kw_only=True)
 class DirectorySpec(_ProbedSpec):
-    """One directory of engines. A config chooses it by the scheme of a URL in ``peers``, which is its name.
+    """One directory of engines. Its name is the scheme of the URLs in ``peers`` by which a config selects it.
 
     ``factory`` is called with one argument, a ``kvplug.transport.Directory.Context``, and returns a
     ``Directory``.
@@ -316,21 +314,21 @@ class ConnectorSpec(_Spec):
     kind: Kind = attrs.field(default=Kind.CONNECTOR, init=False, repr=False)
     """``Kind.CONNECTOR``."""
     worker_factory: str = attrs.field(validator=_check_target)
-    """What makes the worker side, as ``"package.module:Name"``."""
+    """The factory of the worker side, as ``"package.module:Name"``."""
     moves_pages: bool = False
-    """KV crosses between engines only as pages of stores, which lie in host memory: links need pipes for CPU
-    tensors, wherever the caches are. Otherwise a pipe must move tensors of the caches' device."""
+    """Whether KV moves between engines only as pages of stores, which lie in host memory. If so, links need
+    pipes for CPU tensors, wherever the caches are. If not, a pipe must move tensors of the caches' device."""
     splits_heads: bool = False
-    """It moves KV between engines that split the heads over different numbers of workers: each worker
-    connects to those workers of the peer engine that have its heads."""
+    """Whether the connector can move KV between engines that split the heads over different numbers of
+    workers. If so, each worker connects to the workers of the peer engine that have its heads."""
     hashes_on_devices: bool = True
-    """Where ``integrity`` is on, KV is hashed also if the caches are on a device."""
+    """Whether ``integrity`` also applies to KV in caches on a device."""
     uses_lookup_buffer: bool = False
-    """It keeps KV in the lookup buffer that the config names. With any other connector, a config that names
-    one is refused."""
+    """Whether the connector keeps KV in the lookup buffer that the config names. If not, a config that names
+    a lookup buffer is refused."""
 
     def load_worker_factory(self) -> Callable[..., Any]:
-        """The worker side's factory, as :meth:`load_factory` loads the scheduler side's."""
+        """Load the worker side's factory. Raises as :meth:`load_factory`."""
         return self._load_callable("worker_factory")
 
 
@@ -338,8 +336,8 @@ class ConnectorSpec(_Spec):
 class SinkSpec(_Spec):
     """A sink for metrics.
 
-    ``factory`` is called with one argument, an instance of the options class (``None`` without one), and
-    returns a ``Sink``.
+    ``factory`` is called with one argument, an instance of the options class or ``None`` if there is no such
+    class, and returns a ``Sink``.
     """
 
     kind: Kind = attrs.field(default=Kind.SINK, init=False, repr=False)
@@ -353,17 +351,18 @@ class CommandSpec(_Offered):
     kind: Kind = attrs.field(default=Kind.COMMAND, init=False, repr=False)
     """``Kind.COMMAND``."""
     name: str = attrs.field(validator=_check_name)
-    """What an operator writes on the command line, after ``kvplug``."""
+    """The word that an operator writes on the command line, after ``kvplug``."""
     target: str = attrs.field(validator=_check_target)
-    """A click command, ``"package.module:name"``. Imported when the command is used, not for help."""
+    """A click command, as ``"package.module:name"``. Imported when the command is used, not for
+    ``kvplug --help``."""
     summary: str = ""
     """One line for ``kvplug --help``."""
 
     def load(self) -> Any:
-        """The click command itself: imports the plugin's code.
+        """Import the plugin's code and return the click command.
 
         Raises:
-            PluginLoadError: it does not import or is not there.
+            PluginLoadError: the command cannot be imported or does not exist.
         """
         return self._load("target")
 

@@ -171,7 +171,7 @@ def test_one_layer_of_a_tensor_of_all_layers_is_a_cache() -> None:
         ([0, 1], -1, 2, "not a range"),
         ([0, 1], 3, 2, "not a range"),
         ([0.5, 1], 0, 6, "integers"),
-        ([2**63, 1], 0, 6, "integers of 64 bits"),
+        ([2**63, 1], 0, 6, "64-bit integers"),
     ],
 )
 @pytest.mark.parametrize("axes", ["KBTHD", "BHTKD"])

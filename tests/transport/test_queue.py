@@ -66,7 +66,7 @@ def test_a_handle_knows_whose_it_is() -> None:
     HANDLE.check("shm", 3)
     with pytest.raises(WireError, match="'shm' was given to the queue 'zmq'"):
         HANDLE.check("zmq", 3)
-    with pytest.raises(ConfigError, match="rank 2 is no reader of this queue; its readers are 1, 3"):
+    with pytest.raises(ConfigError, match="rank 2 is not a reader of this queue; its readers are 1, 3"):
         HANDLE.check("shm", 2)
 
 

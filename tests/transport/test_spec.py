@@ -106,5 +106,5 @@ def test_what_is_made_for_tests_is_never_taken_by_auto() -> None:
     made: dict[str, Any] = {"kind": Kind.PIPE, "name": "fake", "factory": "a:B"}
     assert TransportSpec(**made).auto
     assert not TransportSpec(**made, for_tests=True).auto
-    with pytest.raises(PluginError, match="the pipe 'fake' is made for tests, which 'auto' never takes"):
+    with pytest.raises(PluginError, match="the pipe 'fake' is made for tests, so 'auto' cannot select it"):
         TransportSpec(**made, for_tests=True, auto=True)

@@ -1,9 +1,9 @@
 """The message queue: one writer, many readers, small values and tensors.
 
-The names are those of the family's shared-memory broadcast (``MessageQueue``, ``export_handle``,
-``create_from_handle``, ``create_from_process_group``); its defects (pickle, no word about slow readers, a
-dead reader that blocks all others) are not. A transport of kind "queue" implements :class:`QueueEndpoint` and
-the two ends of :class:`MessageQueue`.
+The names (``MessageQueue``, ``export_handle``, ``create_from_handle``, ``create_from_process_group``) follow
+the shared-memory broadcast that engines have, without its defects: pickle, silence about slow readers, and
+dead readers that block all others. A transport of kind "queue" implements :class:`QueueEndpoint` and the two
+ends of :class:`MessageQueue`.
 """
 
 from kvplug.transport.queue.endpoint import QueueEndpoint

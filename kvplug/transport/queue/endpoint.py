@@ -1,4 +1,4 @@
-"""The endpoint, which makes the ends of queues, and its context."""
+"""The endpoint, which makes the ends of queues, and the endpoint's context."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _MOST_WORDS = 4000
-"""Characters of an error that is sent to the other ranks."""
+"""The most characters of an error that are sent to the other ranks."""
 
 
 class QueueEndpoint(abc.ABC):
-    """What a message queue's factory returns. It makes ends; a transport implements the first two verbs."""
+    """What a message queue's factory returns. It makes the ends of queues. A transport implements
+    :meth:`create` and :meth:`create_from_handle`."""
 
     @attrs.frozen(kw_only=True)
     class Context:
@@ -36,59 +37,61 @@ class QueueEndpoint(abc.ABC):
         options: Any
         """An instance of the spec's options class, or ``None``."""
         credentials: Credentials
-        """What its listeners and connections prove themselves with."""
+        """Its listeners and connections prove themselves with these."""
         host: str = DEFAULT_HOST
-        """The interface it may listen on, for readers that memory does not reach; none, for a Unix socket."""
+        """The interface on which it may listen for readers that shared memory does not reach. A Unix socket
+        needs no interface."""
         n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
         """How many readers a queue has if ``create`` does not name them."""
         local_reader_ranks: tuple[int, ...] | None = attrs.field(
             default=None, converter=attrs.converters.optional(tuple)
         )
-        """Readers to reach through shared memory; ``None``: all that can be."""
+        """Readers to reach through shared memory; ``None``: all readers that shared memory can reach."""
         max_chunk_bytes: int = attrs.field(default=MAX_CHUNK_BYTES, validator=attrs.validators.ge(1))
-        """Size of one slot for a message. Larger messages are possible, and cost more."""
+        """Size of one slot for a message. Larger messages are possible, but cost more."""
         max_chunks: int = attrs.field(default=MAX_CHUNKS, validator=attrs.validators.ge(1))
-        """How many messages may lie unread by the slowest reader."""
+        """How many unread messages the slowest reader may have."""
         timeout_s: float = 30.0
-        """Seconds that a call waits where it says nothing else."""
+        """The default timeout of a call, in seconds."""
         warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
-        """Each time a call has waited for this long, it logs which peers it waits for."""
+        """A call that waits logs the peers it waits for at this interval, in seconds."""
         heartbeat_timeout_s: float = 10.0
         """Seconds of silence after which an end on another host counts as dead."""
         make_inner: Callable[[], QueueEndpoint] | None = None
-        """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
-        its own options and the rest of this context. ``None`` for all others."""
+        """For a queue that wraps another one (``TransportSpec.wraps``): makes the wrapped queue's endpoint,
+        with that queue's options and the rest of this context. ``None`` for all others."""
 
     def __init__(self, context: QueueEndpoint.Context) -> None:
         self.context = context
-        """What its factory was given."""
+        """The context that the factory received."""
 
     @abc.abstractmethod
     def create(self, reader_ranks: Sequence[int] | None = None) -> MessageQueue:
-        """The writer's end of a new queue.
+        """Make a new queue and return the writer's end.
 
-        ``reader_ranks`` names its readers; by default 0 up to the context's ``n_reader``. Does not wait for
-        them.
+        ``reader_ranks`` names the readers. By default they are 0 to ``n_reader - 1``, with the context's
+        ``n_reader``. Does not wait for readers.
 
         Raises:
             ConfigError: a rank comes twice.
-            TransportError, AddressInUseError, InsecureAddressError: it cannot be made.
-            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+            TransportError, AddressInUseError, InsecureAddressError: the queue cannot be made.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for the queue.
         """
 
     @abc.abstractmethod
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> MessageQueue:
-        """The end of reader ``rank``. A rank attaches once: a later reader would miss messages.
+        """Attach reader ``rank`` and return its end. Each rank attaches once: a second reader would miss
+        messages.
 
         Raises:
-            WireError: the handle is another transport's.
-            ConfigError: ``rank`` is no reader of that queue, or has attached already.
+            WireError: the handle belongs to another transport.
+            ConfigError: ``rank`` is not a reader of that queue, or has attached already.
             PeerGoneError: the writer is gone.
             TimeoutError: the writer did not answer.
             AuthenticationError: one end did not prove itself to the other.
-            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for the end.
         """
 
     @NamedExhaustion("making a message queue with the ranks of a group")
@@ -98,20 +101,21 @@ class QueueEndpoint(abc.ABC):
         writer_rank: int = 0,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> MessageQueue:
-        """This rank's end of a queue from ``writer_rank`` to all other ranks of a group.
+        """Make a queue from ``writer_rank`` to all other ranks of a group, and return this rank's end.
 
-        All ranks call it; it returns when the queue is ready at all of them, and it is made at all of them or
-        at none. ``group`` is kvplug's or torch's, and ``writer_rank`` a rank in it. A torch process group
-        needs CPU tensors (gloo), which carry the address of a kvplug group of its ranks: a Unix socket, or
-        the context's host where there is a secret or TLS. How long its collectives wait is its own timeout.
+        All ranks call this. It returns when the queue is ready at all of them, and makes the queue either at
+        all of them or at none. ``group`` is a group of kvplug or of torch, and ``writer_rank`` a rank in that
+        group. A torch process group needs CPU tensors (gloo), which carry the address of a kvplug group of
+        the same ranks: a Unix socket, or the context's host if there is a secret or TLS. The collectives of
+        the process group wait as long as its own timeout allows.
 
         Raises:
-            TransportError: a rank could not make its end: raised at all ranks, names it and why. Or a
-                collective of a torch process group failed.
-            TimeoutError, PeerGoneError: a rank did not come, or is gone; names it.
+            TransportError: a rank could not make its end. All ranks raise this error, which names the rank
+                and the reason. Or a collective of a torch process group failed.
+            TimeoutError, PeerGoneError: a rank, which the error names, did not call this or is gone.
             ClosedError, BusyError: as the law of a kvplug group says.
             ConfigError: the group has no rank ``writer_rank``.
-            UnsupportedError: it is neither kind of group, or a torch process group without CPU tensors.
+            UnsupportedError: ``group`` is neither kind of group, or a process group without CPU tensors.
             ResourceExhaustedError: this process has no free descriptor, thread or memory for its end.
         """
         deadline = Deadline.after(timeout, self.context.timeout_s)
@@ -144,7 +148,7 @@ class QueueEndpoint(abc.ABC):
                 if is_writer:
                     queue = self.create([rank for rank in range(group.world_size) if rank != writer_rank])
                     plain = queue.export_handle().as_plain()
-                    encode(plain)  # a handle that is not carried is this rank's fault, too
+                    encode(plain)  # a handle that cannot be encoded is a fault of this rank
             except Exception as e:
                 error, plain = e, None
             plain = group.broadcast(plain, writer_rank, deadline.remaining())
@@ -163,14 +167,15 @@ class QueueEndpoint(abc.ABC):
         return made
 
     def _reader_ranks(self, given: Sequence[int] | None) -> tuple[int, ...]:
-        """For transports: the reader ranks of :meth:`create`."""
+        """Check and return the reader ranks that :meth:`create` was given. For transports."""
         ranks = tuple(range(self.context.n_reader)) if given is None else tuple(given)
         if len(set(ranks)) != len(ranks) or any(type(rank) is not int or rank < 0 for rank in ranks):
             raise ConfigError(f"reader_ranks must be whole numbers, each once; got {listed(ranks)}")
         return ranks
 
     def _local_reader_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """For transports: those of ``ranks`` that the context does not place on other hosts."""
+        """Return those of ``ranks`` that the context allows to be reached through shared memory. For
+        transports."""
         local = self.context.local_reader_ranks
         return tuple(rank for rank in ranks if local is None or rank in local)
 
@@ -178,7 +183,7 @@ class QueueEndpoint(abc.ABC):
 def _agreed(
     group: StatelessGroup, queue: MessageQueue | None, error: Exception | None, deadline: Deadline
 ) -> MessageQueue:
-    """``queue``, if every rank has made its end. Raises as ``create_from_process_group``."""
+    """Return ``queue`` if every rank has made its end. Raises as ``create_from_process_group``."""
     why = "" if error is None else f"{type(error).__name__}: {error}"[:_MOST_WORDS]
     try:
         faults = group.all_gather(why, deadline.remaining())

@@ -1,4 +1,4 @@
-"""The ends of a queue: what transports implement, and how they wait."""
+"""The ends of a queue: the methods that transports implement, and the way they wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_CHUNK_BYTES: Final = 24 << 20
 MAX_CHUNKS: Final = 10
 WARNING_INTERVAL_S: Final = 60.0
-_LOOK_AT_CANCEL_S = 0.02  # an event cannot wake a transport's own wait, so it is looked at
+_LOOK_AT_CANCEL_S = 0.02  # an event cannot wake a transport's own wait, so it is polled
 
 logger = logging.getLogger(__name__)
 
@@ -31,26 +31,26 @@ logger = logging.getLogger(__name__)
 class MessageQueue(abc.ABC):
     """One end of a queue: the writer's, or one reader's.
 
-    Law. Each reader named in the handle gets each message once, in order, from the first one on, whenever it
-    attaches, or an error that says how many it lost. Messages are values of the kinds that
-    :mod:`kvplug.net.wire` carries, CPU tensors and numpy arrays among them, or chunks of raw bytes. What is
-    enqueued is copied: the writer may change it afterwards, and each reader has its own.
+    Law. Each reader named in the handle gets every message once and in order, beginning with the first, no
+    matter when it attaches, or an error that says how many messages it lost. Messages are values that
+    :mod:`kvplug.net.wire` carries, including CPU tensors and numpy arrays, or chunks of raw bytes. Values are
+    copied when they are enqueued: the writer may change them afterwards, and each reader gets its own copy.
 
-    At most ``max_chunks`` messages may be unread by the slowest reader, each in a chunk of
-    ``max_chunk_bytes``; then the writer waits, and names the readers it waits for. A value larger than a
-    chunk is possible. A reader that ends is evicted (:attr:`readers` shows it, and a warning is logged if it
-    died); the others continue. When the writer ends, attached readers first get everything that it had
-    enqueued, then ``PeerGoneError``.
+    Each message takes a chunk of ``max_chunk_bytes``; larger values are possible. When the slowest reader has
+    ``max_chunks`` unread messages, the writer waits, and names the readers it waits for. A reader that ends
+    is evicted (:attr:`readers` shows it, and a warning is logged if it died); the others continue. When the
+    writer ends, attached readers first get everything that it had enqueued, then ``PeerGoneError``.
 
-    Callers. One thread at a time at each end, else ``BusyError``; ``close`` and ``abort`` from any thread.
+    Callers. One thread at a time at each end, else ``BusyError``. Any thread may call ``close`` and
+    ``abort``.
 
-    Not promised. That a message was read when ``enqueue`` returns.
+    Not promised. That a message has been read when ``enqueue`` returns.
     """
 
     class Wait:
-        """One blocking call of a queue's end: its deadline, its cancelling event, and the warnings it logs.
+        """The wait of one blocking call: its deadline, its cancelling event, and the warnings that it logs.
 
-        For transports, so that all of them wait alike::
+        Transports use it so that all of them wait alike::
 
             wait = self.Wait("room for a message", lambda: ", ".join(map(str, slow)), deadline, interval_s)
             while not there_is_room():
@@ -76,18 +76,19 @@ class MessageQueue(abc.ABC):
             self._warn_at = float("inf") if indefinite else self._began + interval_s
 
         def pause(self) -> float | None:
-            """How long to sleep at most before looking again; ``None``: until woken.
+            """Return how long to sleep at most before checking again; ``None``: until woken.
 
             Raises:
                 CancelledError: the caller's event was set.
-                TimeoutError: the deadline has passed; names what the call waited for, and which peers.
+                TimeoutError: the deadline has passed; the error names what the call waited for, and the
+                    peers.
             """
             if self._cancel is not None and self._cancel.is_set():
                 raise CancelledError(f"the wait for {self._what} was cancelled by its caller")
             now = time.monotonic()
             if self._deadline.expired:
                 raise TimeoutError(
-                    f"waited {now - self._began:.3g} s for {self._what}: {self._peers()}; nothing has changed"
+                    f"waited {now - self._began:.3g} s for {self._what}: {self._peers()}; nothing was done"
                 )
             if now >= self._warn_at:
                 logger.warning(
@@ -102,10 +103,10 @@ class MessageQueue(abc.ABC):
             return None if first == float("inf") else max(0.0, first - now)
 
     def __init__(self, context: QueueEndpoint.Context, rank: int | None) -> None:
-        """``rank``: of this reader; ``None``: this is the writer's end.
+        """``rank`` is the rank of this reader, or ``None`` at the writer's end.
 
-        From here on the end is aborted when the program leaves, and closed in a forked child: what these need
-        is set before.
+        Call this after setting the attributes that ``abort`` and ``_after_fork_in_child`` use: from now on
+        the end is aborted when the program exits, and closed in a forked child.
         """
         self._context = context
         self._rank = rank
@@ -135,7 +136,7 @@ class MessageQueue(abc.ABC):
     @property
     @abc.abstractmethod
     def readers(self) -> tuple[QueueHandle.Reader, ...]:
-        """All readers of the handle, in its order. At the writer's end only.
+        """All readers of the handle, in its order. Only the writer's end has them.
 
         Raises:
             UnsupportedError: this is a reader's end.
@@ -144,7 +145,7 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def export_handle(self) -> QueueHandle:
-        """The argument of :meth:`QueueEndpoint.create_from_handle`. At both ends.
+        """Return the handle for :meth:`QueueEndpoint.create_from_handle`. Works at both ends.
 
         Raises:
             ClosedError.
@@ -152,11 +153,12 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Return when the writer and all its readers have called this. Optional, at any time.
+        """Wait until the writer and all its readers have called this. Optional, at any time.
 
         Raises:
-            TimeoutError: at the writer's end it names the readers that have not.
-            PeerGoneError, ClosedError, BusyError: as the law says. A reader that died is not waited for.
+            TimeoutError: not all have called this. At the writer's end the error names the missing readers.
+            PeerGoneError, ClosedError, BusyError: as the law says. The writer does not wait for readers that
+                died.
         """
 
     @abc.abstractmethod
@@ -164,10 +166,10 @@ class MessageQueue(abc.ABC):
         """Send one value to every reader.
 
         Raises:
-            TimeoutError: a reader did not make room; names it. Nothing was sent.
-            UnsupportedError: the value is not carried, or this is a reader's end.
-            CapacityError: the value is beyond what the transport carries at all.
-            PeerGoneError: there were readers, and none is left.
+            TimeoutError: a reader, which the error names, did not make room. Nothing was sent.
+            UnsupportedError: queues cannot carry the value, or this is a reader's end.
+            CapacityError: the value is too large for the transport.
+            PeerGoneError: all readers have ended.
             ClosedError, BusyError: as the law says.
         """
 
@@ -178,18 +180,18 @@ class MessageQueue(abc.ABC):
         cancel: threading.Event | None = None,
         indefinite: bool = False,
     ) -> Any:
-        """The next value.
+        """Receive the next value.
 
         Args:
-            cancel: the call gives up when it is set.
-            indefinite: wait without a deadline, unless ``timeout`` sets one, and without warnings.
+            cancel: The call gives up when this event is set.
+            indefinite: Wait without warnings, and without a deadline unless ``timeout`` sets one.
 
         Raises:
-            TimeoutError: none came.
+            TimeoutError: no value arrived in time.
             CancelledError: ``cancel`` was set.
             UnsupportedError: the next message is a raw chunk, which stays; or this is the writer's end.
-            PeerGoneError: the writer has ended, and everything of it was received.
-            TransportError: messages were lost; says how many.
+            PeerGoneError: the writer has ended, and all its messages were received.
+            TransportError: messages were lost; the error says how many.
             ClosedError, BusyError: as the law says.
         """
 
@@ -197,16 +199,16 @@ class MessageQueue(abc.ABC):
     def acquire_write(
         self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> AbstractContextManager[memoryview]:
-        """A chunk of ``nbytes`` (default: ``max_chunk_bytes``) to be written in place.
+        """Yield a chunk of ``nbytes`` (default: ``max_chunk_bytes``) to be written in place.
 
-        It is sent when the block ends. If the block raises, nothing is sent and the chunk is free again.
-        The view is not valid after it. Nor is a tensor or an array made over it, and nothing stops its use:
-        what is written there later may damage a message, and ``torch.frombuffer`` keeps no memory alive, so
-        that a touch after :meth:`close` can end the process. Whatever :meth:`enqueue` raises comes from here
-        as well.
+        The chunk is sent when the ``with`` block ends. If the block raises, nothing is sent and the chunk is
+        free again. After the block the view, and tensors or arrays made over it, are invalid, but nothing
+        prevents their use: a write may damage a later message, and since ``torch.frombuffer`` keeps no memory
+        alive, an access after :meth:`close` can crash the process.
 
         Raises:
-            CapacityError: ``nbytes`` do not fit a chunk.
+            CapacityError: ``nbytes`` do not fit into a chunk.
+            The rest as :meth:`enqueue`.
         """
 
     @abc.abstractmethod
@@ -216,22 +218,22 @@ class MessageQueue(abc.ABC):
         cancel: threading.Event | None = None,
         indefinite: bool = False,
     ) -> AbstractContextManager[memoryview]:
-        """The next chunk, read-only and in place. It has been read when the block ends, by an exception too.
+        """Yield the next chunk, read-only and in place. It counts as read when the ``with`` block ends, even
+        by an exception.
 
-        The view is not valid after it. Nor is a tensor or an array made over it, and nothing stops its use:
-        it shows a later message, and ``torch.frombuffer`` keeps no memory alive, so that a look after
-        :meth:`close` can end the process. Copy what is to stay (``clone``) within the block.
-
-        Whatever else :meth:`dequeue` raises comes from here as well.
+        After the block the view, and tensors or arrays made over it, are invalid, but nothing prevents their
+        use: they show a later message, and since ``torch.frombuffer`` keeps no memory alive, an access after
+        :meth:`close` can crash the process. Copy (``clone``) within the block whatever must survive it.
 
         Raises:
             UnsupportedError: the next message is a value, which stays; or this is the writer's end.
+            The rest as :meth:`dequeue`.
         """
 
     def broadcast_object(self, value: object = None, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        """The same call at every end: the writer's value, which it sends and the readers receive.
+        """Send ``value`` at the writer's end, receive it at a reader's end, and return it at both.
 
-        Raises what :meth:`enqueue` and :meth:`dequeue` do.
+        Raises as :meth:`enqueue` and :meth:`dequeue`.
         """
         if self.is_writer:
             self.enqueue(value, timeout)
@@ -240,7 +242,7 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """End politely: a reader leaves; a writer's attached readers can still receive everything.
+        """End politely: a reader leaves; the readers attached to a writer can still receive everything.
 
         Idempotent.
         """
@@ -261,27 +263,28 @@ class MessageQueue(abc.ABC):
     # -- for transports ------------------------------------------------------------------------
 
     def _taken(self) -> AbstractContextManager[object]:
-        """For a ``with`` statement around each call that waits, sends or receives.
+        """Return a context manager to put around each call that waits, sends or receives.
 
         Raises:
-            BusyError: another thread is inside one.
+            BusyError: another thread is inside such a call.
         """
         return self._use.taken()
 
     def _is_in_use(self) -> bool:
-        """Whether a thread is inside a call: inside :meth:`_taken`, unless the transport knows otherwise."""
+        """Whether a thread is inside a call. By default: whether it is inside :meth:`_taken`."""
         return self._use.busy
 
     @abc.abstractmethod
     def _after_fork_in_child(self) -> None:
-        """In a forked child: mark it closed, and close descriptors and memory that no other object closes."""
+        """In a forked child, mark the end closed, and close the descriptors and memory that no other object
+        closes."""
 
     def _deadline(self, timeout: Timeout) -> Deadline:
-        """The deadline of a call with this ``timeout``."""
+        """Return the deadline of a call with this ``timeout``."""
         return Deadline.after(timeout, self._context.timeout_s)
 
     def _wait(self, what: str, peers: Callable[[], str], deadline: Deadline, **given: Any) -> Wait:
-        """A :class:`Wait` that warns as often as the context says."""
+        """Return a :class:`Wait` that warns at the context's interval."""
         return self.Wait(what, peers, deadline, self._context.warning_interval_s, **given)
 
     def _end_at_exit(self) -> None:
