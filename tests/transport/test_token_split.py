@@ -32,5 +32,5 @@ def test_rows_of_owners_cover_everything_once(counts: list[int], width: int) -> 
 
 def test_ranks_are_shared_out_evenly_among_data_parallel_ranks() -> None:
     assert [width_of(8, 4), width_of(4, 4), width_of(1, 4)] == [2, 1, 1]
-    with pytest.raises(ConfigError, match="data_parallel_size=3, and a group of 4 ranks"):
+    with pytest.raises(ConfigError, match="4 ranks cannot be divided evenly by data_parallel_size=3"):
         width_of(4, 3)

@@ -1,4 +1,4 @@
-"""The device communicator: the ABC, and the comparison of calls before each collective."""
+"""The device communicator: the abstract class, and the comparison of calls before each collective."""
 
 from kvplug.transport.communicator.communicator import DeviceCommunicator
 

@@ -26,20 +26,20 @@ class Call:
     """A rank's next call."""
 
     call: str
-    """Its name."""
+    """The name of the call."""
     arguments: str = ""
     """The arguments that must be the same at every rank, in words."""
     refused: str | None = None
     """Why that rank refuses to begin the call; ``None`` if it does not refuse."""
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The rank's tokens for experts, which may differ by rank."""
+    """The number of the rank's tokens for experts, which may differ by rank."""
     sends: tuple[str, ...] = ()
     """The tensors that a paired call sends to the other rank, in words."""
     recvs: tuple[str, ...] = ()
     """The tensors that a paired call receives from the other rank, in words."""
 
     def encoded(self) -> bytes:
-        """For the other ranks. Equal calls have equal bytes."""
+        """Encode the call for the other ranks. Equal calls have equal bytes."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -47,7 +47,7 @@ class Call:
         """Decode the call that ``rank`` sent. Raises WireError if ``data`` is not a call."""
         what = f"the next call of rank {rank}"
         if not isinstance(data, bytes):
-            raise WireError(f"{what} is a {type(data).__name__}, and bytes were expected")
+            raise WireError(f"{what} is a {type(data).__name__}, but bytes were expected")
         return from_plain(decode(data), cls, what)
 
     def __str__(self) -> str:
@@ -77,9 +77,9 @@ def describe(
     root: int | None = None,
     vary: bool = False,
 ) -> str:
-    """The arguments of a call that must be the same at every rank.
+    """Return, in words, the arguments of a call that must be the same at every rank.
 
-    ``vary``: the length along ``dim`` may differ by rank, as ``sizes`` say.
+    ``vary``: the length along ``dim`` may differ by rank, as in ``sizes``.
 
     Raises:
         TensorMismatchError: the tensor has no dimension ``dim``, or ``sizes`` do not fit the tensor or the
@@ -93,16 +93,16 @@ def describe(
         rest = f", dim {dim % len(shape)}"
     if sizes is not None and dim is not None:
         if not isinstance(sizes, Sequence):
-            raise TensorMismatchError(f"sizes={sizes!r} was given, and {world_size} numbers are needed")
+            raise TensorMismatchError(f"sizes={sizes!r} was given, but {world_size} numbers are needed")
         rest += f", sizes {list(sizes)}"
         if len(sizes) != world_size or any(type(size) is not int or size < 0 for size in sizes):
             raise TensorMismatchError(
-                f"sizes {list(sizes)} were given, and {world_size} numbers are needed, one for each rank"
+                f"sizes {list(sizes)} were given, but {world_size} numbers are needed, one for each rank"
             )
         if vary and shape[dim] != sizes[rank]:
             raise TensorMismatchError(
-                f"dimension {dim} has {shape[dim]} elements at rank {rank}, and sizes {list(sizes)} say"
-                f" {sizes[rank]}"
+                f"dimension {dim} has {shape[dim]} elements at rank {rank}, but should have {sizes[rank]}"
+                f" according to sizes {list(sizes)}"
             )
         if vary:
             shape[dim] = "as sizes say"
@@ -124,7 +124,7 @@ def check_same(name: str, calls: Sequence[Call]) -> None:
     """Compare the calls of all ranks, in the order of ranks.
 
     Raises:
-        TensorMismatchError: the ranks' next calls differ, or are refused.
+        TensorMismatchError: the ranks' next calls differ, or a rank refuses its call.
     """
     first = calls[0]
     if first.refused is None and all(call.same_as(first) for call in calls):

@@ -1,11 +1,11 @@
 """The device communicator: collectives of one group of ranks on one kind of device.
 
-The names and arguments are those of the family's base communicator; its defects (a global config read in the
-constructor, layers found by their classes' names, ``assert`` for arguments, missing v-forms, no deadline) are
-not. The work that all transports share is done here: checking arguments, computing sizes, serving a group of
-one rank without a transport, and comparing the calls of the ranks. A transport of kind "communicator"
-implements the abstract methods of :class:`~kvplug.transport.communicator.rank.GroupRank`. ``Tensor`` is
-``torch.Tensor``; this package does not import torch at module level.
+The names and arguments follow the base communicator that engines have, without its defects: a global config
+read in the constructor, layers found by their classes' names, ``assert`` for arguments, missing v-forms, and
+no deadlines. This package does the work that all transports share: checking arguments, computing sizes,
+serving a group of one rank without a transport, and comparing the calls of the ranks. A transport of kind
+"communicator" implements the abstract methods of :class:`~kvplug.transport.communicator.rank.GroupRank`.
+``Tensor`` is ``torch.Tensor``; this package does not import torch at module level.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ if TYPE_CHECKING:
 class DeviceCommunicator(GroupRank):
     """One rank's end of the collectives of a group.
 
-    Law. Every rank gets the result that the collective's documentation states, whatever the order in which
-    ranks call it. A collective ends when every rank has called it, in the same order of calls; a rank that
-    does not call it in time, or has died, is named in the ``TimeoutError`` or ``PeerGoneError`` of all the
-    others. After either the communicator is broken, since ranks would be in different calls from then on:
-    later calls raise ``TransportError`` at once, and the caller must make a new communicator. Tensors and
-    arguments that do not fit are refused before the call begins, at every rank if :attr:`compares` is true,
-    and the communicator stays usable.
+    Law. Every rank gets the result that the collective's documentation states, no matter which rank calls
+    first. A collective ends when every rank has called it. If a rank does not call it in time or has died,
+    all other ranks raise a ``TimeoutError`` or ``PeerGoneError`` that names that rank. After such an error
+    the ranks would be in different calls, so the communicator is broken: later calls raise ``TransportError``
+    at once, and the caller must make a new communicator. Tensors and arguments that do not fit are refused
+    before the call begins, at every rank if :attr:`compares` is true, and the communicator stays usable.
 
-    Callers. The engine's model code, every rank the same calls in the same order, one thread at a time (else
-    ``BusyError``); ``destroy`` from any thread. ``send``, ``recv`` and ``batch_isend_irecv`` are called by
-    the ranks they name.
+    Callers. The engine's model code. Every rank makes the same calls in the same order, from one thread at a
+    time, else ``BusyError``; any thread may call ``destroy``. ``send``, ``recv`` and ``batch_isend_irecv``
+    are called only by the ranks that they name.
 
-    Not promised. That ``send`` returns before the other rank receives: two ranks that both send first wait
-    for each other. Two that do so in one batch do not.
+    Not promised. That ``send`` returns before the other rank receives: if two ranks both send first, they
+    wait for each other, unless they send in one batch.
 
     A transport may have an option by which calls return before the device is done. Then a call raises the
     errors of earlier calls, and results are valid once ``synchronize`` has returned.
 
     Raises:
-        ConfigError: the context's ``ranks`` are not as many as the group has, or its ``all2all_backend`` is
-            unknown.
+        ConfigError: the number of the context's ``ranks`` differs from the size of the group, or its
+            ``all2all_backend`` is unknown.
     """
 
     @attrs.frozen(kw_only=True)
@@ -67,37 +66,37 @@ class DeviceCommunicator(GroupRank):
         options: Any
         """An instance of the spec's options class, or ``None``."""
         credentials: Credentials
-        """What its connections prove themselves with."""
+        """Its connections prove themselves with these."""
         host: str = DEFAULT_HOST
-        """The interface its data plane may use; loopback, for a Unix socket."""
+        """The interface that the data plane may use; loopback for a Unix socket."""
         group: StatelessGroup
-        """The ranks that take part; it carries their messages before the transport does. The caller owns
-        it."""
+        """The ranks that take part. The group carries their messages until the transport can. The caller owns
+        the group."""
         device_group: Any = None
-        """A group of the device's own library, where the engine has one already."""
+        """A group of the device's own library, if the engine already has one."""
         device: str = "cpu"
         """The device of this rank's tensors."""
         unique_name: str = ""
         """Distinguishes the engine's groups. With the word "ep" in it, the group serves expert
         parallelism."""
         ranks: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(tuple))
-        """The engine-wide ranks of the members, in the order of the group; ``None``: the group is all
-        ranks."""
+        """The engine-wide ranks of the members, in the order of the group; ``None``: the group has all ranks
+        of the engine."""
         global_world_size: int | None = None
         """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
         data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-        """How many replicas of the model the engine has whose ranks share their experts."""
+        """How many replicas of the model share their experts."""
         all2all_backend: str = ""
-        """How experts' tokens are exchanged: "naive" or "allgather_reducescatter", the default."""
+        """How ranks exchange tokens for experts: "naive", or "allgather_reducescatter" (the default)."""
         timeout_s: float = 30.0
         """The default timeout of a collective."""
 
     @attrs.frozen
     class RecvOp:
-        """In a batch: fill ``tensor`` with what rank ``src`` of the group sends."""
+        """In a batch: fill ``tensor`` with the tensor that rank ``src`` of the group sends."""
 
         tensor: Any
-        """A contiguous tensor of the communicator's device, of the shape and dtype that is sent."""
+        """A contiguous tensor on the communicator's device, of the shape and dtype that is sent."""
         src: int
         """A rank of the group."""
 
@@ -106,7 +105,7 @@ class DeviceCommunicator(GroupRank):
         """In a batch: send ``tensor`` to rank ``dst`` of the group."""
 
         tensor: Any
-        """A tensor of the communicator's device."""
+        """A tensor on the communicator's device."""
         dst: int
         """A rank of the group."""
 
@@ -118,7 +117,7 @@ class DeviceCommunicator(GroupRank):
             self._width = width_of(self.world_size, context.data_parallel_size)
             if self.all2all_backend not in (NAIVE, DEFAULT_BACKEND):
                 raise ConfigError(
-                    f"all2all_backend={self.all2all_backend!r} is unknown; {type(self).__name__} has"
+                    f"all2all_backend={self.all2all_backend!r} is unknown; {type(self).__name__} knows"
                     f" {DEFAULT_BACKEND!r} and {NAIVE!r}"
                 )
         ExitGuard.register(self)
@@ -126,14 +125,14 @@ class DeviceCommunicator(GroupRank):
     # -- collectives ---------------------------------------------------------------------------------
 
     def all_reduce(self, input_: Tensor, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
-        """Replace ``input_`` by the sum of all ranks' and return it.
+        """Replace ``input_`` with the sum of all ranks' tensors, and return it.
 
         Raises:
-            TensorMismatchError: the ranks' tensors differ in shape or dtype, or their calls do.
-            UnsupportedError: device or dtype are not taken.
-            TimeoutError, PeerGoneError: a rank did not come, or has died; names it.
-            TransportError: the communicator is broken, and since when.
-            ClosedError, BusyError: as the law says. All these hold for every collective below.
+            TensorMismatchError: the ranks' calls differ, or their tensors differ in shape or dtype.
+            UnsupportedError: the communicator does not take the device or dtype.
+            TimeoutError, PeerGoneError: a rank, which the error names, made no call in time, or died.
+            TransportError: the communicator is broken; the error says which failure broke it.
+            ClosedError, BusyError: as the law says. Every collective below may raise all these errors.
         """
         with self._call(
             "all_reduce", timeout, lambda: self._described(input_, summing=True, filled=True)
@@ -145,7 +144,7 @@ class DeviceCommunicator(GroupRank):
         return input_
 
     def all_gather(self, input_: Tensor, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
-        """All ranks' tensors, of one shape, concatenated along ``dim`` in the order of ranks."""
+        """Concatenate all ranks' tensors, which have one shape, along ``dim`` in the order of ranks."""
         with self._call("all_gather", timeout, lambda: self._described(input_, dim=dim)) as deadline:
             return self._all_gathered(input_, dim, None, deadline)
 
@@ -159,7 +158,8 @@ class DeviceCommunicator(GroupRank):
     ) -> Any:
         """Like ``all_gather``, with ``sizes[rank]`` elements along ``dim`` from each rank.
 
-        Without ``sizes`` all have as many. A list of tensors gives a list: each is gathered that way.
+        Without ``sizes``, all ranks have the same number. Given a list, gathers each of its tensors, and
+        returns a list.
         """
         tensors = input_ if isinstance(input_, list) else [input_]
 
@@ -180,7 +180,7 @@ class DeviceCommunicator(GroupRank):
         return self._gathered(tensor, dim % tensor.dim(), lengths, deadline)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
-        """This rank's part of the sum of all ranks' tensors, cut into equal parts along ``dim``."""
+        """Sum all ranks' tensors, cut the sum into equal parts along ``dim``, and return this rank's part."""
         return self._reduce_scattered("reduce_scatter", input_, dim, None, timeout)
 
     def reduce_scatterv(
@@ -191,8 +191,8 @@ class DeviceCommunicator(GroupRank):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Tensor:
-        """Like ``reduce_scatter``, with ``sizes[rank]`` elements along ``dim`` for each rank; equal ones if
-        ``None``.
+        """Like ``reduce_scatter``, with ``sizes[rank]`` elements along ``dim`` for each rank. Parts are equal
+        if ``sizes`` is ``None``.
         """
         name = "reduce_scatter" if sizes is None else "reduce_scatterv"
         return self._reduce_scattered(name, input_, dim, sizes, timeout)
@@ -205,12 +205,12 @@ class DeviceCommunicator(GroupRank):
             length = input_.shape[dim]
             if sizes is None and length % self.world_size:
                 raise TensorMismatchError(
-                    f"dimension {dim} has {length} elements, and {self.world_size} ranks cannot have equal"
-                    " parts of them"
+                    f"dimension {dim} has {length} elements, which cannot be cut into equal parts for"
+                    f" {self.world_size} ranks"
                 )
             if sizes is not None and sum(sizes) != length:
                 raise TensorMismatchError(
-                    f"sizes {list(sizes)} add up to {sum(sizes)}, and dimension {dim} has {length} elements"
+                    f"sizes {list(sizes)} add up to {sum(sizes)}, but dimension {dim} has {length} elements"
                 )
             return text
 
@@ -224,7 +224,7 @@ class DeviceCommunicator(GroupRank):
     def gather(
         self, input_: Tensor, dst: int = 0, dim: int = -1, *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Tensor | None:
-        """At rank ``dst`` of the group what ``all_gather`` gives; ``None`` at all others.
+        """Return the result of ``all_gather`` at rank ``dst`` of the group, and ``None`` at all other ranks.
 
         Also raises ConfigError if the group has no rank ``dst``.
         """
@@ -246,7 +246,7 @@ class DeviceCommunicator(GroupRank):
             return joined(parts, dim)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor:
-        """Fill ``tensor`` with rank ``src``'s of the group, and return it. Raises as ``gather``."""
+        """Fill ``tensor`` with the tensor of rank ``src``, and return it. Raises as ``gather``."""
 
         def check() -> str:
             self._check_rank("src", src)
@@ -265,8 +265,8 @@ class DeviceCommunicator(GroupRank):
         """Send to rank ``dst`` of the group; the next rank by default.
 
         Raises:
-            TensorMismatchError: the other rank wants another shape or dtype; at both ends.
-            ConfigError: ``dst`` is no other rank of the group.
+            TensorMismatchError: the other rank expects another shape or dtype. Raised at both ends.
+            ConfigError: ``dst`` is not another rank of the group.
             The rest as the collectives.
         """
         peer = (self.rank_in_group + 1) % self.world_size if dst is None else dst
@@ -281,7 +281,7 @@ class DeviceCommunicator(GroupRank):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Tensor:
-        """A tensor of that shape from rank ``src`` of the group; the previous rank by default.
+        """Receive a tensor of shape ``size`` from rank ``src`` of the group; the previous rank by default.
 
         Raises as ``send``.
         """
@@ -300,16 +300,16 @@ class DeviceCommunicator(GroupRank):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
-        """Send and receive all of these at once; returns when all are done.
+        """Perform all these sends and receives at once. Return when all are done.
 
-        Messages to one rank are received there in the same order, by a batch or by ``recv``. No order of
-        ranks can deadlock: two ranks may both send to each other.
+        Messages to one rank are received there in the same order, by a batch or by ``recv``. A batch cannot
+        deadlock, whatever its order: two ranks may both send to each other.
 
         Raises:
-            TensorMismatchError: another rank's ops do not fit these. With one other rank nothing was begun;
-                where a batch has several, the others may have, and the communicator is broken.
-            ConfigError: an op names no other rank of the group.
-            UnsupportedError: something is no op.
+            TensorMismatchError: another rank's ops do not fit these. If the batch involves only one other
+                rank, nothing was begun. Otherwise other ranks may have begun, and the communicator is broken.
+            ConfigError: the rank of an op is not another rank of the group.
+            UnsupportedError: an item is neither a ``SendOp`` nor a ``RecvOp``.
             The rest as the collectives.
         """
         self._check_usable()
@@ -336,16 +336,16 @@ class DeviceCommunicator(GroupRank):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> tuple[Any, ...]:
-        """Send tokens to their experts: returns the three tensors, and ``extra_tensors`` if given, with the
+        """Send tokens to their experts. Return the three tensors, and ``extra_tensors`` if given, with the
         rows of all ranks.
 
-        A tensor has a row for each token; ranks may have different numbers of tokens, or none. The ranks of
-        one data-parallel rank have the same tokens, which are sent once; with ``is_sequence_parallel`` each
-        rank has its own. Unless :attr:`use_all2all`, the arguments are returned unchanged.
+        A tensor has a row for each token. Ranks may have different numbers of tokens, or no tokens. The ranks
+        of one data-parallel rank have the same tokens, which are sent once; with ``is_sequence_parallel``
+        each rank has its own tokens. If :attr:`use_all2all` is false, the arguments are returned unchanged.
 
         Raises:
-            TensorMismatchError: tensors without a row for each token, or ranks whose tensors differ in dtype
-                or in the shape of a row.
+            TensorMismatchError: tensors do not have a row for each token, or the ranks' tensors differ in
+                dtype or in the shape of a row.
             The rest as the collectives.
         """
         return self._dispatch(
@@ -361,7 +361,7 @@ class DeviceCommunicator(GroupRank):
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> tuple[Any, ...]:
-        """``dispatch`` before experts are chosen: for the router's logits. Raises as ``dispatch``."""
+        """Dispatch the router's logits, before experts are chosen. Otherwise like ``dispatch``."""
         return self._dispatch(
             "dispatch_router_logits",
             [hidden_states, router_logits],
@@ -379,13 +379,13 @@ class DeviceCommunicator(GroupRank):
     ) -> Tensor:
         """Return the experts' results to the tokens' ranks: this rank's rows of the sum over all ranks.
 
-        ``hidden_states`` has a row for each token that the last dispatch returned: zeros for tokens that no
-        expert of this rank processed. The sum is complete: no rank has to add anything. Unless
-        :attr:`use_all2all`, the argument is returned unchanged.
+        ``hidden_states`` has a row for each token that the last dispatch returned, with zeros for tokens that
+        no expert of this rank processed. The sum is complete: no rank has to add anything. If
+        :attr:`use_all2all` is false, the argument is returned unchanged.
 
         Raises:
-            TensorMismatchError: the number of rows differs from the dispatch, or nothing was dispatched, or
-                with another ``is_sequence_parallel``.
+            TensorMismatchError: nothing was dispatched, or the last dispatch had another number of rows or
+                another ``is_sequence_parallel``.
             The rest as the collectives.
         """
         if not self.use_all2all:
@@ -396,14 +396,14 @@ class DeviceCommunicator(GroupRank):
         def check() -> str:
             text = self._described(hidden_states, summing=True, dim=0)
             if split is None:
-                raise TensorMismatchError("combine takes back what was dispatched, and nothing was")
+                raise TensorMismatchError("nothing was dispatched, so there is nothing to combine")
             if hidden_states.shape[0] != split.total:
                 rows = hidden_states.shape[0]
-                raise TensorMismatchError(f"{split.total} tokens were dispatched, and {rows} rows come back")
+                raise TensorMismatchError(f"{split.total} tokens were dispatched, but {rows} rows were given")
             if self._width > 1 and split.shared is bool(is_sequence_parallel):
                 to, and_not = ("combine", "dispatch") if is_sequence_parallel else ("dispatch", "combine")
                 raise TensorMismatchError(
-                    f"is_sequence_parallel=True was given to {to}, and not to {and_not}"
+                    f"is_sequence_parallel=True was given to {to}, but not to {and_not}"
                 )
             return f"{text}, is_sequence_parallel {bool(is_sequence_parallel)}"
 
@@ -415,7 +415,7 @@ class DeviceCommunicator(GroupRank):
         return hidden_states
 
     def _returned(self, hidden_states: Tensor, split: TokenSplit, deadline: Deadline) -> Tensor:
-        """This rank's rows of the sum. Ranks that share their tokens need the same rows."""
+        """Return this rank's rows of the sum. Ranks that share their tokens need the same rows."""
         if self.all2all_backend != NAIVE and not split.shared:
             return self._scattered(hidden_states, 0, split.sizes, deadline)
         total = plain(hidden_states).clone()
@@ -423,12 +423,12 @@ class DeviceCommunicator(GroupRank):
         return total[split.rows(self.rank_in_group)].clone()
 
     def prepare_communication_buffer_for_model(self, model: Any) -> None:
-        """Call this once after a model was loaded: if this communicator serves experts, it calls the method
-        ``prepare_communication_buffer(communicator)`` of each module that has one.
+        """Prepare for a model that was loaded. If the communicator serves expert parallelism, call
+        ``prepare_communication_buffer(communicator)`` of each module that has this method.
 
         Raises:
             ClosedError, TransportError: as the law says.
-            Whatever a module raises.
+            The rest as the modules.
         """
         self._check_usable()
         if self.is_ep_communicator:
@@ -454,7 +454,7 @@ class DeviceCommunicator(GroupRank):
                 rows = [self._described(tensor, dim=0) and tensor.shape[0] for tensor in found]
                 if len(set(rows)) > 1:
                     raise TensorMismatchError(
-                        f"tensors with a row for each token are wanted, and they have {rows}"
+                        f"each tensor must have a row for each token, but their numbers of rows are {rows}"
                     )
                 return (
                     f"rows {[f'{dtype_name(each.dtype)} {list(each.shape[1:])}' for each in found]},"
@@ -479,7 +479,7 @@ class DeviceCommunicator(GroupRank):
         return (*found[: len(tensors)], found[len(tensors) :])
 
     def _dispatched(self, tensor: Tensor, split: TokenSplit, deadline: Deadline) -> Tensor:
-        """The rows of all ranks."""
+        """Return the rows of all ranks."""
         here = self.rank_in_group
         if self.all2all_backend != NAIVE:
             return self._gathered(tensor[: split.sizes[here]], 0, split.sizes, deadline)
@@ -495,21 +495,21 @@ class DeviceCommunicator(GroupRank):
     # -- the end ------------------------------------------------------------------------------------
 
     def synchronize(self, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Return when everything that this rank's calls have begun has succeeded. Returns at once if calls
-        wait for the device themselves.
+        """Wait until all work that this rank's calls have begun has succeeded. Return at once if calls
+        themselves wait for the device.
 
         Raises:
-            TimeoutError, PeerGoneError: a call missed its deadline, or a rank has died; names it. All results
-                since the last ``synchronize`` are invalid.
+            TimeoutError, PeerGoneError: a call missed its deadline, or a rank has died; the error names it.
+                All results since the last ``synchronize`` are invalid.
             The rest as the collectives.
         """
         with self._attempt(timeout) as deadline:
             self._synchronize(deadline)
 
     def suspend(self) -> None:
-        """Release what ``resume`` can recreate: buffers of the device's library, while the engine sleeps.
+        """Release, while the engine sleeps, buffers of the device's library that ``resume`` can recreate.
 
-        Every rank calls it, between two collectives. Until ``resume`` the others raise ``TransportError``.
+        Every rank calls this between two collectives. Until ``resume``, other calls raise ``TransportError``.
         Idempotent.
 
         Raises:
@@ -523,7 +523,7 @@ class DeviceCommunicator(GroupRank):
             self._suspended = True
 
     def resume(self) -> None:
-        """Recreate what ``suspend`` released; every rank calls it. Idempotent. Raises as ``suspend``."""
+        """Recreate what ``suspend`` released. Every rank calls this. Idempotent. Raises as ``suspend``."""
         if self._suspended and not self._destroyed:
             self._suspended = False
             with self._attempt(None):
@@ -531,8 +531,8 @@ class DeviceCommunicator(GroupRank):
         self._check_usable()
 
     def destroy(self) -> None:
-        """Leave: other ranks' calls that need this rank raise ``PeerGoneError``, and this rank's own calls
-        raise ``ClosedError``, a blocked one too. The caller still owns the groups that it passed in.
+        """Leave the group. Other ranks' calls that need this rank raise ``PeerGoneError``. This rank's calls,
+        even blocked ones, raise ``ClosedError``. The caller still owns the groups that it passed in.
         Idempotent, never waits.
         """
         if not self._destroyed:

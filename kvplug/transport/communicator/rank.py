@@ -1,4 +1,5 @@
-"""One rank of a group: its numbers, the methods that a transport writes, and the checks around every call."""
+"""One rank of a group: its attributes, the methods that a transport implements, and the checks around every
+call."""
 
 from __future__ import annotations
 
@@ -58,38 +59,39 @@ _EP = re.compile(r"(?<![a-zA-Z0-9])ep(?![a-zA-Z0-9])")
 
 
 class GroupRank(abc.ABC):
-    """What all calls of a device communicator share: attributes, checks, what a transport writes.
+    """What all calls of a device communicator share: attributes, checks, and the methods that a transport
+    implements.
 
-    Tensors that a transport's methods get are contiguous, of one dtype, on ``self.device``, and there is more
-    than one rank. Those of a list that is gathered into, or scattered, lie one behind the other. Each method
-    raises TimeoutError or PeerGoneError that names the ranks that are missing,
-    ClosedError after ``_destroy``.
+    A transport's methods are called only if there is more than one rank. Their tensors are contiguous, of one
+    dtype and on ``self.device``; the tensors of a list to gather into or to scatter are adjacent in memory.
+    Each method raises a TimeoutError or PeerGoneError that names the missing ranks, and ClosedError after
+    ``_destroy``.
     """
 
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
-    """Types of device whose tensors it takes."""
+    """Types of devices whose tensors the communicator takes."""
     sums: ClassVar[frozenset[str]] = SUMMED
     """dtypes, by torch's names, that ``all_reduce``, ``reduce_scatter``, ``reduce_scatterv`` and ``combine``
     take."""
     moves: ClassVar[frozenset[str]] = MOVED
-    """dtypes that all others take."""
+    """dtypes that all other calls take."""
     compares: bool = True
-    """Whether ranks compare their calls before each one, so that calls that do not match are refused at every
-    rank. Where that costs too much, a transport makes it an option."""
+    """Whether ranks compare their calls before each call, so that every rank refuses calls that do not match.
+    If that costs too much, a transport makes it an option."""
 
     def __init__(self, context: DeviceCommunicator.Context) -> None:
         self.context = context
-        """What its factory was given."""
+        """The context that the factory received."""
         self.cpu_group: Any = context.group
         """The ranks' :class:`~kvplug.StatelessGroup`."""
         self.device_group: Any = context.device_group
-        """The group of the device's own library: the engine's, if it gave one, or a new one."""
+        """The group of the device's own library: the engine's group if it passed one, else a new group."""
         self.device = context.device
         """The device of this rank's tensors."""
         self.unique_name = context.unique_name
-        """The context's."""
+        """The name from the context."""
         self.rank_in_group: int = context.group.rank
-        """This rank, counted in the group."""
+        """This rank's number in the group."""
         self.world_size: int = context.group.world_size
         """How many ranks the group has."""
         self.rank: int = self.rank_in_group
@@ -98,21 +100,22 @@ class GroupRank(abc.ABC):
         """The engine-wide ranks of the group's members."""
         if len(self.ranks) != self.world_size:
             raise ConfigError(
-                f"a group of {self.world_size} ranks, and the global ranks of {len(self.ranks)}: {self.ranks}"
+                f"the group has {self.world_size} ranks, but {len(self.ranks)} global ranks were given:"
+                f" {self.ranks}"
             )
         self.global_rank = self.ranks[self.rank_in_group]
-        """This rank, counted in the engine."""
+        """This rank's number in the engine."""
         self.global_world_size = context.global_world_size or max(self.ranks) + 1
         """How many ranks the engine has."""
         self.is_ep_communicator = bool(_EP.search(self.unique_name))
-        """Whether it serves expert parallelism: its name contains the word "ep"."""
+        """Whether the communicator serves expert parallelism: whether its name contains the word "ep"."""
         self.use_all2all = self.is_ep_communicator and context.data_parallel_size > 1
-        """Whether tokens of experts are exchanged: it serves expert parallelism, with several replicas."""
+        """Whether ranks exchange tokens for experts: with expert parallelism and several replicas."""
         self.all2all_backend = context.all2all_backend or DEFAULT_BACKEND
-        """How experts' tokens are exchanged."""
+        """How ranks exchange tokens for experts."""
         self._mesh = Mesh({})
-        """Pipes to all other ranks, which a transport may connect. Calls, and what a failed call is blamed
-        on, go over them; without them calls go through the group."""
+        """Pipes to all other ranks, which a transport may connect. They carry calls, and the causes of failed
+        calls. Without pipes, the group carries the calls."""
         self._busy = threading.Lock()
         self._broken = ""
         self._suspended = False
@@ -132,11 +135,11 @@ class GroupRank(abc.ABC):
 
     @property
     def suspended(self) -> bool:
-        """Whether ``suspend`` was called here, and ``resume`` not yet."""
+        """Whether ``suspend`` was called here, without a later ``resume``."""
         return self._suspended
 
     def supports(self, device: str, dtype: torch.dtype | str, *, summing: bool = False) -> bool:
-        """Whether tensors of ``dtype`` on ``device`` are accepted; ``summing``: by calls that sum them."""
+        """Whether calls accept tensors of ``dtype`` on ``device``. ``summing``: ask for calls that sum."""
         names = self.sums if summing else self.moves
         return device.partition(":")[0] in self.devices and dtype_name(dtype) in names
 
@@ -144,11 +147,11 @@ class GroupRank(abc.ABC):
 
     @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, deadline: Deadline) -> None:
-        """Replace the tensor by the sum of all ranks' tensors."""
+        """Replace the tensor with the sum of all ranks' tensors."""
 
     @abc.abstractmethod
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
-        """Fill ``outputs[r]`` with rank r's tensor. Their shapes may differ, also be empty."""
+        """Fill ``outputs[r]`` with rank r's tensor. Shapes may differ, and tensors may be empty."""
 
     @abc.abstractmethod
     def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
@@ -156,22 +159,24 @@ class GroupRank(abc.ABC):
 
     @abc.abstractmethod
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        """Fill the tensor with that of rank ``src``."""
+        """Fill the tensor with the tensor of rank ``src``."""
 
     def _exchange(self, sends: Pairs, recvs: Pairs, deadline: Deadline) -> None:
-        """Send each tensor to its rank, and fill each of the others from its rank, all at once.
+        """Send each tensor of ``sends`` to its rank, and fill each tensor of ``recvs`` from its rank, all at
+        once.
 
-        Tensors to one rank arrive in order. When it returns, those that were sent may be overwritten. By
-        default over the mesh, whose pipes must carry such tensors.
+        Tensors to one rank arrive in order. When this returns, the sent tensors may be overwritten. By
+        default, the mesh is used; its pipes must carry such tensors.
         """
         self._mesh.exchange(sends, recvs, deadline)
 
     def _destroy(self) -> None:
-        """Release everything, and wake this rank's calls and the calls of other ranks that need it.
+        """Release everything, and wake this rank's calls and the calls of other ranks that need this rank.
 
-        By default it leaves the mesh: a transport calls that, and releases what it has besides.
+        By default, leave the mesh. A transport that overrides this calls it too, and releases its own
+        resources.
         """
-        if self._busy.acquire(blocking=False):  # else it leaves in the middle of a call
+        if self._busy.acquire(blocking=False):  # else the rank leaves in the middle of a call
             try:
                 self._mesh.leave()
             finally:
@@ -179,14 +184,14 @@ class GroupRank(abc.ABC):
         self._mesh.abort()
 
     def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
-        """Every rank's ``call``."""
+        """Exchange calls with all ranks, and return every rank's ``call``."""
         if self._mesh:
             return self._mesh.compare(call, deadline)
         found: list[bytes] = self.cpu_group.all_gather(call, deadline.remaining())
         return found
 
     def _compare_pairs(self, calls: Mapping[int, bytes], deadline: Deadline) -> Mapping[int, bytes]:
-        """The next calls of some other ranks with this one, each of which receives ``calls[its rank]``."""
+        """Send ``calls[rank]`` to each of these ranks, and return the calls that they send to this rank."""
         if self._mesh:
             self._mesh.send(calls, deadline)
             return self._mesh.recv(calls, deadline)
@@ -195,26 +200,25 @@ class GroupRank(abc.ABC):
         return {peer: self.cpu_group.recv(peer, deadline.remaining()) for peer in calls}
 
     def _give_up(self, error: BaseException) -> None:
-        """A call failed after it had begun, and no other will begin: inform the other ranks where possible.
-
-        Never waits, raises nothing.
+        """Inform the other ranks, if possible, that a call failed after it had begun and that no other call
+        will begin. Never waits or raises.
         """
         self._mesh.give_up(error)
 
     def _synchronize(self, deadline: Deadline) -> None:  # noqa: B027 - not every transport has to
-        """Wait for everything that calls have begun, if they return earlier. By default none does."""
+        """Wait for the device if calls return before it is done. By default they do not."""
 
     def _suspend(self) -> None:  # noqa: B027 - not every transport has to
         """Release what ``_resume`` can recreate."""
 
     def _resume(self) -> None:  # noqa: B027 - not every transport has to
-        """Recreate it."""
+        """Recreate what ``_suspend`` released."""
 
     # -- checks ------------------------------------------------------------------------------------
 
     @contextmanager
     def _call(self, name: str, timeout: Timeout, check: Callable[[], str]) -> Iterator[Deadline]:
-        """Runs one collective: checks its arguments here, then compares them with the other ranks'."""
+        """Run one collective: check its arguments, then compare them with those of the other ranks."""
         with self._attempt(timeout) as deadline:
             self._agreed(name, check, deadline)
             yield deadline
@@ -222,11 +226,11 @@ class GroupRank(abc.ABC):
     def _agreed(
         self, name: str, check: Callable[[], str], deadline: Deadline, tokens: Sequence[Tensor] = ()
     ) -> Sequence[Call]:
-        """The next calls of all ranks, which are the same but for their numbers of tokens. A rank whose own
-        arguments are wrong sends that to the others first.
+        """Check that all ranks make the same call, and return their calls, which differ only in their numbers
+        of tokens. A rank with wrong arguments informs the other ranks before it raises.
 
-        ``tokens``: tensors with a row for each token. The ranks exchange their numbers of tokens even where
-        they do not compare calls.
+        ``tokens``: tensors with a row for each token. The ranks exchange their numbers of tokens even if they
+        do not compare calls.
         """
         fault: KvplugError | None = None
         try:
@@ -245,7 +249,7 @@ class GroupRank(abc.ABC):
         return calls
 
     def _exchanged(self, exchange: Callable[[], T], fault: KvplugError | None) -> T:
-        """What ``exchange`` returns. If it fails at a rank with a ``fault`` of its own, that is raised."""
+        """Return the result of ``exchange``. If it fails and this rank has a ``fault``, raise the fault."""
         try:
             return exchange()
         except KvplugError as e:
@@ -256,7 +260,7 @@ class GroupRank(abc.ABC):
 
     @contextmanager
     def _pairs_call(self, sends: Pairs, recvs: Pairs, timeout: Timeout) -> Iterator[Deadline]:
-        """Runs a call between this rank and some others."""
+        """Run a call between this rank and some other ranks."""
         for what, pairs in (("dst", sends), ("src", recvs)):
             for _, peer in pairs:
                 self._check_rank(what, peer, other=True)
@@ -298,21 +302,21 @@ class GroupRank(abc.ABC):
                 fault = e
             others_wait = self.world_size > 2 and not all(their.is_paired for their in theirs.values())
             if fault is not None and others_wait:
-                self._break(fault)  # those that are in the collective too learn of it only so
+                self._break(fault)  # the other ranks in that collective learn of the fault only this way
         if fault is not None:
             raise fault
 
     @contextmanager
     def _attempt(self, timeout: Timeout) -> Iterator[Deadline]:
-        """One thread at a time; a call that fails after it has begun breaks the communicator."""
+        """Let one thread in at a time. A call that fails after it has begun breaks the communicator."""
         try:
             self._check_usable()
             deadline = Deadline.after(timeout, self.context.timeout_s)
             if not self._busy.acquire(blocking=False):
-                raise BusyError("another thread is in a collective of this communicator already")
+                raise BusyError("another thread is already in a collective of this communicator")
             try:
-                # The thread that was in a call until now may have broken it, and a program that leaves
-                # destroys it without having seen this call.
+                # The thread whose call has just ended may have broken the communicator, and a program that
+                # exits may have destroyed it without noticing this call.
                 self._check_whole()
                 yield deadline
             except REFUSALS:
@@ -335,23 +339,21 @@ class GroupRank(abc.ABC):
             self._give_up(error)
 
     def _described(self, tensor: Tensor, *, summing: bool = False, filled: bool = False, **given: Any) -> str:
-        """Check a tensor and what comes with it; what must be the same at every rank, in words.
+        """Check a tensor and its arguments, and describe what must be the same at every rank.
 
-        ``filled``: the call writes to it.
+        ``filled``: the call writes to the tensor.
         """
         self._check_taken(tensor, summing=summing)
         if filled:
             check_fillable(tensor)
         if "dim" in given and type(given["dim"]) is not int:
-            raise TensorMismatchError(
-                f"dim={given['dim']!r} was given, and the number of a dimension is wanted"
-            )
+            raise TensorMismatchError(f"dim must be the number of a dimension, not {given['dim']!r}")
         return describe(tensor, rank=self.rank_in_group, world_size=self.world_size, **given)
 
     def _check_taken(self, tensor: Any, *, summing: bool = False) -> None:
         if not hasattr(tensor, "dtype") or not hasattr(tensor, "device"):
             raise UnsupportedError(f"a torch.Tensor is needed, not a {type(tensor).__qualname__}")
-        layout = str(getattr(tensor, "layout", "no layout"))  # a NumPy array has dtype and device, too
+        layout = str(getattr(tensor, "layout", "no layout"))  # a NumPy array has a dtype and a device, too
         if layout != "torch.strided":
             raise UnsupportedError(
                 f"a dense torch.Tensor is needed, not a {type(tensor).__qualname__} with {layout}"
@@ -360,12 +362,12 @@ class GroupRank(abc.ABC):
         if not self._is_here(device) or not self.supports(device, dtype, summing=summing):
             taken = ", ".join(sorted(self.sums if summing else self.moves))
             raise UnsupportedError(
-                f"a {dtype_name(dtype)} tensor on {device} was given; {self!r} takes, on"
-                f" {self.device}{', to be summed' if summing else ''}: {taken}"
+                f"{self!r} cannot {'sum' if summing else 'move'} a {dtype_name(dtype)} tensor on {device};"
+                f" it takes these dtypes on {self.device}: {taken}"
             )
 
     def _is_here(self, device: str) -> bool:
-        """Of the same type; and the same one, where both say which."""
+        """Whether ``device`` is of the same type as this rank's, with the same index if both have one."""
         kind, _, index = device.partition(":")
         our_kind, _, our_index = self.device.partition(":")
         return kind == our_kind and (not index or not our_index or index == our_index)
@@ -374,8 +376,8 @@ class GroupRank(abc.ABC):
         if type(rank) is not int or not 0 <= rank < self.world_size or (other and rank == self.rank_in_group):
             which = "another rank" if other else "a rank"
             raise ConfigError(
-                f"{what}={rank!r} was given, and {which} of this group is wanted: 0 to"
-                f" {self.world_size - 1}; this is rank {self.rank_in_group}"
+                f"{what} must be {which} of this group, 0 to {self.world_size - 1}, not {rank!r}; this is"
+                f" rank {self.rank_in_group}"
             )
 
     def _check_usable(self) -> None:
@@ -388,7 +390,8 @@ class GroupRank(abc.ABC):
             raise ClosedError(f"{self!r} is destroyed")
         if self._broken:
             raise TransportError(
-                f"{self!r}: ranks may be in different calls since one failed ({self._broken}); make another"
+                f"{self!r}: ranks may be in different calls since a call failed ({self._broken}); make"
+                " another communicator"
             )
 
     def _after_fork_in_child(self) -> None:

@@ -1,1 +1,1 @@
-"""Groups of ranks that need no global process group."""
+"""Groups of ranks that work without a global process group."""

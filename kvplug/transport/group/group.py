@@ -1,4 +1,4 @@
-"""The group: small messages between ranks before, and beside, the transports."""
+"""The group, which carries small messages between ranks before and beside the transports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ STORE_TIMEOUT_S = 300.0
 """The default timeout of a group's calls."""
 _CLOSE_TIMEOUT_S = 5.0
 _CONTACT_LIMITS: Final = Limits(max_bytes=1 << 16)
-"""Of a contact, or of the reason why there is none; compared before anything is allocated."""
+"""Limits a message that holds a contact, or the reason why a rank cannot listen. It is checked before memory
+is allocated."""
 
 
 class _Listening(Protocol):
@@ -50,17 +51,17 @@ _L = TypeVar("_L", bound=_Listening)
 class StatelessGroup:
     """Ranks ``0 .. world_size - 1`` that exchange small plain values (16 MiB at most, pickle-free).
 
-    Rank 0 keeps the store at one address, and only there; the others hold one connection each, and one per
-    request under way.
+    Only rank 0 keeps the store, at one address. Each other rank has one connection to it, and one more for
+    each request under way.
 
-    Law. Every wait ends: in its result, in ``TimeoutError`` that names the ranks it waited for, or in
-    ``PeerGoneError`` when a rank it needs has ended or left. The end of rank 0 is the end of the group.
-    What was sent to a rank is kept until that rank has it; then it is deleted.
+    Law. Every wait ends: with its result, with a ``TimeoutError`` that names the ranks it waited for, or with
+    a ``PeerGoneError`` when a rank it needs has ended or left. When rank 0 ends, the group ends. A value sent
+    to a rank is kept until that rank has received it, and is then deleted.
 
-    Callers. Any thread for ``set``, ``get``, ``delete``, ``add``. Collectives (``barrier``, ``broadcast``,
-    ``all_gather``) are called by all ranks in the same order, from one thread at a time, else ``BusyError``;
-    the same holds for ``send`` to, and ``recv`` from, one rank. After a ``TimeoutError`` the same call
-    resumes where it was, with the arguments of the first attempt.
+    Callers. Any thread may call ``set``, ``get``, ``delete`` and ``add``. All ranks must call the collectives
+    (``barrier``, ``broadcast``, ``all_gather``) in the same order, from one thread at a time, else
+    ``BusyError``; the same holds for ``send`` to one rank and ``recv`` from one rank. After a
+    ``TimeoutError`` the same call resumes where it stopped, with the arguments of the first attempt.
 
     Not promised. Throughput: everything passes through rank 0. Transports are for large data.
     """
@@ -93,7 +94,7 @@ class StatelessGroup:
 
     @classmethod
     def listen(cls, address: str, credentials: Credentials | None = None, *, label: str = "") -> Listener:
-        """Listen at rank 0 before the group exists, to know its contact; pass the listener to :meth:`create`.
+        """Listen at rank 0, to know the contact before the group exists. Pass the listener to :meth:`create`.
 
         Raises as ``Listener.open``.
         """
@@ -111,16 +112,17 @@ class StatelessGroup:
         timeout_s: float | None = STORE_TIMEOUT_S,
         label: str = "",
     ) -> StatelessGroup:
-        """Connect all ranks through ``address``; returns when all have joined.
+        """Connect all ranks through ``address``. Return when all have joined.
 
-        Rank 0 listens there (or takes over the listener it is given, also when this fails); the others dial
-        it repeatedly until it listens. ``timeout`` is the deadline of this call (default: ``timeout_s``);
-        ``timeout_s`` is the default of later calls. ``label`` names this process in the others' messages.
+        Rank 0 listens there, or takes over the listener that it is given, even if this raises. The other
+        ranks dial rank 0 repeatedly until it listens. ``timeout`` limits this call (default: ``timeout_s``);
+        ``timeout_s`` is the default timeout of later calls. ``label`` names this process in the messages of
+        other ranks.
 
         Raises:
             TimeoutError: names the ranks that did not join, or the address where no process listened.
             InsecureAddressError, AddressInUseError, AuthenticationError, ConfigError: as the listener does.
-            WireError: rank or world size do not fit the group's.
+            WireError: rank or world size do not fit the group.
         """
         if not 0 <= rank < world_size:
             raise ConfigError(
@@ -161,16 +163,16 @@ class StatelessGroup:
     ) -> StatelessGroup:
         """Make a kvplug group of the ranks of a torch process group. The caller closes both groups.
 
-        All ranks call it. Rank 0 listens at ``address`` (``unix:`` for ranks on one host), and the process
-        group, which needs CPU tensors, carries its contact to the others; how long that takes is the process
-        group's own timeout. The rest is as in :meth:`create`. The process group is not used afterwards.
+        All ranks call this. Rank 0 listens at ``address`` (``unix:`` for ranks on one host). The process
+        group, which needs CPU tensors, carries the contact to the other ranks, and limits that step by its
+        own timeout. The rest is as in :meth:`create`. The process group is not used afterwards.
 
         Raises:
-            TransportError: rank 0 cannot listen, and why: at the other ranks. Or a collective of the process
-                group failed.
-            WireError: rank 0 sent something else than its contact.
-            UnsupportedError: it is not a process group of torch, or cannot move CPU tensors.
-            As :meth:`create`.
+            TransportError: at the other ranks, if rank 0 cannot listen; the error says why. Or a collective
+                of the process group failed.
+            WireError: rank 0 sent something other than its contact.
+            UnsupportedError: ``process_group`` is not a torch process group, or cannot move CPU tensors.
+            The rest as :meth:`create`.
         """
         ranks = process_group if isinstance(process_group, StatelessGroup) else _TorchRanks(process_group)
         deadline = Deadline.after(timeout, timeout_s)
@@ -207,51 +209,51 @@ class StatelessGroup:
         """Set a key of the group. It stays until it is deleted.
 
         Raises:
-            UnsupportedError, CapacityError: the value is not carried.
+            UnsupportedError, CapacityError: groups cannot carry the value.
             PeerGoneError, TimeoutError, ClosedError: as the law says.
         """
         self._ask("set", key, encode(value))
 
     def get(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        """The value of a key; waits until a rank has set it.
+        """Return the value of a key. Wait until a rank has set it.
 
         Raises:
-            TimeoutError: no rank has set it.
+            TimeoutError: no rank has set the key in time.
             PeerGoneError, ClosedError: as the law says.
         """
         return _decoded(self._ask("get", key, self._deadline(timeout).remaining()))
 
     def delete(self, key: str) -> bool:
-        """Delete a key. Returns whether it existed."""
+        """Delete a key. Return whether it existed."""
         return _checked(self._ask("delete", key), bool)  # type: ignore[no-any-return]
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a number (0 if it does not exist) atomically. Returns the sum."""
+        """Add ``amount`` to a key's number atomically, and return the sum. A missing key counts as 0."""
         return _checked(self._ask("add", key, amount), int)  # type: ignore[no-any-return]
 
     # -- collectives ---------------------------------------------------------------------------
 
     def barrier(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Return when all ranks have called it.
+        """Wait until all ranks have called this.
 
         Raises:
-            TimeoutError: names the ranks that have not.
-            PeerGoneError: one of them never will.
+            TimeoutError: names the ranks that have not called it.
+            PeerGoneError: a rank that has not called it has ended or left.
         """
         with self._collective.taken():
             self._exchange("barrier", self._all, None, self._all, self._deadline(timeout))
 
     def all_gather(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> list[Any]:
-        """The values of all ranks, in the order of ranks. Raises as :meth:`barrier`."""
+        """Return the values of all ranks, in the order of ranks. Raises as :meth:`barrier`."""
         with self._collective.taken():
             return self._exchange("all_gather", self._all, value, self._all, self._deadline(timeout))
 
     def broadcast(self, value: object, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        """The value that rank ``src`` gave; what the others give is ignored. ``src`` does not wait.
+        """Return the value of rank ``src``. The values of other ranks are ignored. ``src`` does not wait.
 
         Raises:
-            TimeoutError: ``src`` has not called it.
-            PeerGoneError: it never will.
+            TimeoutError: ``src`` has not called this in time.
+            PeerGoneError: ``src`` has ended or left without calling it.
         """
         self._check_rank(src)
         call = f"broadcast from rank {src}, number"
@@ -265,11 +267,11 @@ class StatelessGroup:
     # -- messages between ranks -----------------------------------------------------------------------
 
     def send(self, value: object, dst: int) -> None:
-        """Send a value to another rank; does not wait until it is received.
+        """Send a value to another rank, without waiting until it is received.
 
         Raises:
-            UnsupportedError, CapacityError: the value is not carried.
-            PeerGoneError, TimeoutError, ClosedError: rank 0 cannot take it.
+            UnsupportedError, CapacityError: groups cannot carry the value.
+            PeerGoneError, TimeoutError, ClosedError: rank 0 cannot take the value.
         """
         self._check_rank(dst, other=True)
         self._check_open()
@@ -278,11 +280,11 @@ class StatelessGroup:
             self._exchange(call, [dst], value, (), self._deadline(DEFAULT_TIMEOUT))
 
     def recv(self, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        """The next value from rank ``src``, in order.
+        """Receive the next value from rank ``src``, in order.
 
         Raises:
-            TimeoutError: it has sent nothing.
-            PeerGoneError: it is gone, and nothing of it is left to receive.
+            TimeoutError: ``src`` has sent nothing in time.
+            PeerGoneError: ``src`` is gone, and all its values were received.
         """
         self._check_rank(src, other=True)
         self._check_open()
@@ -295,21 +297,21 @@ class StatelessGroup:
     def _exchange(
         self, call: str, readers: Sequence[int], value: object, senders: Sequence[int], deadline: Deadline
     ) -> list[Any]:
-        """Give ``value`` to ``readers``, and wait for what ``senders`` give in the same call.
+        """Give ``value`` to ``readers``, and wait for the values of ``senders`` in the same call.
 
-        Ranks number the calls of a name. A call that fails is not counted: the next one resumes it.
+        Ranks number the calls of each name. A call that fails is not counted, so the next one resumes it.
         """
         number = self._numbers[call]
         data = encode(value)
         try:
             found = self._ask("exchange", call, number, readers, data, senders, deadline.remaining())
         except CapacityError:
-            if senders:  # all have given something, only the whole of it does not fit into an answer
+            if senders:  # all have given their values, but together these do not fit into an answer
                 self._taken(call, number, senders)
             raise
         self._taken(call, number, senders)
         if len(_checked(found, list)) != len(senders):
-            raise WireError(f"rank 0 answered with the values of {len(found)} of {len(senders)} ranks")
+            raise WireError(f"rank 0 sent the values of {len(found)} ranks instead of {len(senders)}")
         return [_decoded(each) for each in found]
 
     def _taken(self, call: str, number: int, senders: Sequence[int]) -> None:
@@ -327,8 +329,8 @@ class StatelessGroup:
         raise ERRORS.get(status, WireError)(peer_text(answer))
 
     def _check_open(self) -> None:
-        # Checked before a call looks for another thread in the same call: a forked child seems to have one,
-        # which is the parent's.
+        # Checked before a call looks for another thread in the same call: in a forked child, a thread of the
+        # parent may seem to be inside.
         if self._closed:
             raise ClosedError("the group is closed")
 
@@ -343,11 +345,11 @@ class StatelessGroup:
             )
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Leave the group. Idempotent. Rank 0 first waits (5 s at most) until the others have fetched their
-        values.
+        """Leave the group. Idempotent. Rank 0 first waits (by default 5 s at most) until the other ranks have
+        fetched their values.
 
-        Other ranks that wait for this one get ``PeerGoneError``; when rank 0 closes, every later call of the
-        others raises it too. Ranks that end together should call ``barrier`` first.
+        Ranks that wait for this one get ``PeerGoneError``. After rank 0 closes, every call of the other ranks
+        raises that error. Ranks that end together should call ``barrier`` first.
         """
         deadline = Deadline.after(timeout, _CLOSE_TIMEOUT_S)
         if self._closed:
@@ -373,10 +375,11 @@ class StatelessGroup:
 
 
 def _checked(answer: Any, kind: type) -> Any:
-    """Raises WireError: rank 0 answers with another type."""
+    """Return ``answer``. Raises WireError if it is not of type ``kind``."""
     if type(answer) is not kind:
         raise WireError(
-            f"rank 0 answered with a {type(answer).__name__}, not a {kind.__name__}; same kvplug?"
+            f"rank 0 answered with a {type(answer).__name__}, not a {kind.__name__}; do both use the same"
+            " kvplug?"
         )
     return answer
 
@@ -386,9 +389,10 @@ def _decoded(answer: Any) -> Any:
 
 
 def listen_and_send(listen: Callable[[], _L], send: Callable[[object], object]) -> _L:
-    """Listen, and send the contact to ranks that read it by :func:`contact_in`; if it fails, send the reason.
+    """Listen, and send the contact, or the reason for a failure, to ranks that read it with
+    :func:`contact_in`.
 
-    Raises what ``listen`` and ``send`` do.
+    Raises as ``listen`` and ``send``.
     """
     try:
         listener = listen()
@@ -404,25 +408,25 @@ def listen_and_send(listen: Callable[[], _L], send: Callable[[object], object]) 
 
 
 def contact_in(message: object, rank: int) -> str:
-    """The contact in a message of ``rank``, which may be anything.
+    """Return the contact in a message of ``rank``. The message may be any value.
 
     Raises:
-        TransportError: the rank could not listen, and why.
-        WireError: it sent something else than where it listens.
+        TransportError: the rank could not listen; the error says why.
+        WireError: the rank sent something other than its contact.
     """
     match message:
         case ("contact", str(contact)):
             return contact
         case ("failed", str(why)):
             raise TransportError(f"rank {rank} cannot listen: {peer_text(why)}")
-    raise WireError(f"rank {rank} did not say where it listens; same kvplug?")
+    raise WireError(f"rank {rank} did not send its contact; do both use the same kvplug?")
 
 
 class _TorchRanks:
     """The ranks of a torch process group. Values travel as bytes in CPU tensors, their length first."""
 
     def __init__(self, group: Any) -> None:
-        """Raises UnsupportedError: it has no CPU tensors, or this process has no part in it."""
+        """Raises UnsupportedError if the group cannot move CPU tensors or does not include this process."""
         torch_group = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
         if torch_group is None or not isinstance(group, torch_group):
             raise UnsupportedError(
@@ -440,17 +444,17 @@ class _TorchRanks:
             raise UnsupportedError("this process is not in the process group")
         if not any(backend.startswith("cpu:") for backend in backends.split(",")):
             raise UnsupportedError(
-                f"the process group ({backends}) has no CPU tensors, in which a contact travels: give a CPU"
-                ' group, as torch.distributed.new_group(backend="gloo") makes it'
+                f"the process group ({backends}) cannot move CPU tensors, which carry the contact: use a CPU"
+                ' group, such as torch.distributed.new_group(backend="gloo")'
             )
         self._group = group
 
     def broadcast(self, value: object, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        """The value that rank ``src`` gave. The process group decides how long it waits, not ``timeout``.
+        """Return the value of rank ``src``. The process group's own timeout applies, not ``timeout``.
 
         Raises:
-            TransportError: the collective failed; says torch's reason.
-            WireError: what came is no value.
+            TransportError: the collective failed; the error gives torch's reason.
+            WireError: the bytes that arrived are not a value.
         """
         import torch
         import torch.distributed as dist
@@ -463,7 +467,7 @@ class _TorchRanks:
             dist.broadcast(length, root, self._group)
             nbytes = int(length)
             if not 0 < nbytes <= most:
-                raise WireError(f"{nbytes} bytes were announced, and {most} are the most")
+                raise WireError(f"{nbytes} bytes were announced, but {most} are the most allowed")
             content = torch.tensor(list(data.ljust(nbytes, b"\0")), dtype=torch.uint8, device="cpu")
             dist.broadcast(content, root, self._group)
         except (RuntimeError, ValueError, MemoryError) as e:  # also if a peer is gone or late

@@ -1,11 +1,10 @@
 """Pipes between the ranks of a group, and the control plane of a communicator over them.
 
-A library of collectives (gloo, NCCL) does not report which rank is missing, and a rank cannot inform it that
-it has given up. The pipes do both: each reports when its peer's process has ended, and carries calls to be
-compared, tensors from one rank to another, and news.
+A library of collectives (gloo, NCCL) does not report which rank is missing, and a rank cannot use it to
+report that it has given up. The pipes do both: each notices when its peer's process ends, and carries news.
 
-A pipe carries calls (any bytes), tensors that a call announced, and news: a message ``None``, followed by the
-encoded news.
+A pipe carries calls (any bytes) to be compared, tensors that a call announced, and news: a message ``None``,
+followed by the encoded news.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ if TYPE_CHECKING:
     from kvplug.transport.pipe import PipeEndpoint, Transfer
 
 _STEP_S = 0.05
-"""A rank that waits for another checks this often whether a third one is gone."""
+"""How often a rank that waits for another rank checks whether a third rank is gone."""
 _NEWS_S = 5.0
-"""How long to wait for news after its announcement; they are sent together, but a machine may be busy."""
+"""How long to wait for news after its announcement. Both are sent together, but a host may be busy."""
 _VERDICT_S = 0.5
 """How long ranks whose collective failed wait for the other ranks' reports of the cause."""
 _OWN_S = 0.1
-"""How long a rank with an error of its own checks whether another one is gone, before it reports it."""
+"""How long a rank checks whether another rank is gone before it reports an error of its own."""
 _DRAIN_S = 0.5
 """How long a rank that leaves an exchange waits until others have received their messages."""
 _KINDS: dict[str, type[KvplugError]] = {
@@ -63,18 +62,19 @@ def connect_ranks(
     peers: Iterable[int] | None = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
 ) -> dict[int, Pipe]:
-    """One pipe to each of ``peers`` (default: all other ranks), by rank.
+    """Connect one pipe to each of ``peers`` (default: all other ranks), and return the pipes by rank.
 
-    Two ranks get a pipe if both name each other. The lower one listens. Every rank connects its pairs in the
-    same order, lowest rank first, so that ranks cannot deadlock.
+    Two ranks get a pipe if each names the other. The lower rank listens. All ranks connect their pairs in the
+    same order, lowest rank first, so that ranks cannot deadlock. If this raises, the pipes made so far are
+    aborted.
 
     Raises:
-        TimeoutError: a peer did not come in time; names it.
-        PeerGoneError: a peer is gone; names it.
-        TransportError: a peer could not listen, and why.
-        WireError: a peer sent something else than where it listens.
-        ConfigError: ``peers`` names a rank that the group does not have, or this one.
-        Whatever the endpoint raises. Pipes made so far are aborted.
+        TimeoutError: a peer, which the error names, did not connect in time.
+        PeerGoneError: a peer, which the error names, is gone.
+        TransportError: a peer could not listen; the error says why.
+        WireError: a peer sent something other than its contact.
+        ConfigError: ``peers`` names this rank, or a rank that the group does not have.
+        The rest as the endpoint.
     """
     deadline = Deadline.after(timeout, STORE_TIMEOUT_S)
     chosen = set(range(group.world_size)) - {group.rank} if peers is None else set(peers)
@@ -88,7 +88,7 @@ def connect_ranks(
             connect = _listen_for if group.rank < peer else _dial
             try:
                 pipes[peer] = connect(group, endpoint, peer, deadline)
-            except (TimeoutError, PeerGoneError) as e:  # a listener does not know which peer is missing
+            except (TimeoutError, PeerGoneError) as e:  # a listener cannot name the missing peer
                 raise type(e)(f"no pipe to rank {peer}: {e}") from e
     except BaseException:
         for pipe in pipes.values():
@@ -98,7 +98,7 @@ def connect_ranks(
 
 
 def _listen_for(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
-    # One listener for each peer: only that peer has its contact.
+    # Each peer has its own listener, so only that peer knows the contact.
     listener = listen_and_send(endpoint.listen, lambda message: group.send(message, peer))
     try:
         return listener.accept(deadline.remaining())
@@ -117,22 +117,23 @@ class _End:
 
     pipe: Pipe
     early: deque[torch.Tensor] = attrs.field(factory=deque)
-    """Tensors that arrived while the rank waited for something else."""
+    """Tensors that arrived while this rank waited for something else."""
     bad: Callable[[], KvplugError] | None = None
-    """Why nothing more arrives. Not an exception: its traceback would keep the frames' objects alive."""
+    """Makes the exception that says why nothing more arrives. An exception itself would keep the objects in
+    its traceback's frames alive."""
     stopped: bool = False
-    """Its rank has given up the collective that is under way."""
+    """Whether the other rank has given up the collective that is under way."""
     left_after: int | None = None
-    """Its rank left after this many collectives: only later ones miss it."""
+    """The number of collectives after which the other rank left; only later collectives miss it."""
 
     def error(self) -> KvplugError:
-        """The exception to raise where ``bad`` is set."""
+        """Return the exception to raise if ``bad`` is set."""
         return TransportError("the connection ended") if self.bad is None else self.bad()
 
 
 class Mesh:
-    """One rank's pipes to all others, as :func:`connect_ranks` makes them. One thread at a time, but for
-    :meth:`abort`.
+    """One rank's pipes to all other ranks, as :func:`connect_ranks` makes them. Only one thread at a time may
+    call it, except for :meth:`abort`.
     """
 
     def __init__(self, pipes: Mapping[int, Pipe]) -> None:
@@ -140,32 +141,33 @@ class Mesh:
         self._collectives = 0
         """The number of collectives that all ranks have agreed on, or are agreeing on."""
         self._given_up = False
-        self._said_why = False
+        self._reported = False
 
     def __len__(self) -> int:
-        """How many other ranks it has."""
+        """How many other ranks there are."""
         return len(self._ends)
 
     def abort(self) -> None:
-        """Never blocks. Calls that wait here raise ClosedError; other ranks see that this one is gone."""
+        """Abort all pipes. Never blocks. Waiting calls raise ClosedError, and other ranks treat this rank as
+        gone."""
         for end in self._ends.values():
             end.pipe.abort()
 
     # -- calls -----------------------------------------------------------------------------------
 
     def send(self, calls: Mapping[int, bytes], deadline: Deadline) -> None:
-        """Send each of these ranks its call, which is not empty. Raises as :meth:`recv`."""
+        """Send each of these ranks its call, which must not be empty. Raises as :meth:`recv`."""
         messages = {call: _tensor_of(call) for call in set(calls.values())}
         for rank, call in calls.items():
             self._send(messages[call], rank, deadline)
 
     def recv(self, ranks: Iterable[int], deadline: Deadline) -> dict[int, bytes]:
-        """The next call of each of these ranks.
+        """Receive the next call of each of these ranks.
 
         Raises:
-            TimeoutError: names the ranks that sent nothing in time, here or at another rank.
-            PeerGoneError: any rank is gone; names it. A rank that left after it had done its part counts only
-                if it is one of these.
+            TimeoutError: names the ranks that sent nothing in time, to this rank or to another one.
+            PeerGoneError: a rank, which the error names, is gone. A rank that left after doing its part
+                counts only if it is one of ``ranks``.
             ClosedError: ``abort`` was called.
         """
         missing = list(ranks)
@@ -184,13 +186,13 @@ class Mesh:
             if deadline.expired:
                 missing = [rank for rank in missing if not self._ends[rank].early]
                 if missing:
-                    raise TimeoutError(f"{_all(missing)} did not come in time")
-        self._check_ends()  # do not wait in the library for a rank that gave up earlier
+                    raise TimeoutError(f"{_all(missing)} sent no call in time")
+        self._check_ends()  # the library must not wait for a rank that gave up earlier
         return found
 
     def compare(self, call: bytes, deadline: Deadline) -> list[bytes]:
-        """Before a collective: every rank's call, in the order of ranks, this one's too. Raises as
-        :meth:`recv`.
+        """Exchange calls before a collective. Return every rank's call in the order of ranks, including this
+        rank's. Raises as :meth:`recv`.
         """
         self._collectives += 1
         self.send(dict.fromkeys(self._ends, call), deadline)
@@ -198,10 +200,10 @@ class Mesh:
         return [found.get(rank, call) for rank in range(len(self._ends) + 1)]
 
     def check(self) -> None:
-        """Return if all ranks still take part.
+        """Check that all ranks still take part.
 
         Raises:
-            TransportError: a rank has given up the collective under way, and has not said why.
+            TransportError: a rank has given up the collective under way, and has not reported why.
             The rest as ``recv``.
         """
         self._check_ends()
@@ -216,7 +218,7 @@ class Mesh:
                 raise end.error()
 
     def _has_done_its_part(self, end: _End) -> bool:
-        """Its rank has left since, and no call waits for it."""
+        """Whether the other rank has left, but only after all collectives that need it."""
         return end.left_after is not None and end.left_after >= self._collectives
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -227,7 +229,8 @@ class Mesh:
         recvs: Sequence[tuple[torch.Tensor, int]],
         deadline: Deadline,
     ) -> None:
-        """All of them at once; when it returns, what was sent may be overwritten. Raises as :meth:`recv`."""
+        """Send and receive all tensors at once. When this returns, the sent tensors may be overwritten.
+        Raises as :meth:`recv`."""
         transfers = []
         try:
             for tensor, rank in sends:
@@ -240,9 +243,9 @@ class Mesh:
                 except (TimeoutError, PeerGoneError) as e:
                     raise self._blaming(rank, e) from e
         except BaseException:
-            # The caller may change tensors that are still queued, and no rank may receive those. But a rank
-            # that is cut off in the middle of a tensor receives nothing more of this one, and treats it as
-            # gone.
+            # The caller may now change tensors that are still queued, so no rank may receive them. But a rank
+            # that is cut off in the middle of a tensor receives nothing more from this rank, and treats this
+            # rank as gone. So give the transfers a moment to end.
             soon = Deadline.after(_DRAIN_S)
             for rank, transfer in transfers:
                 with contextlib.suppress(KvplugError):
@@ -268,19 +271,21 @@ class Mesh:
             self._look(rank)
             if end.stopped and not end.bad:
                 self._look(rank, Deadline.after(_NEWS_S))
-            raise (end.error() if end.bad else WireError("something else came than was announced")) from None
+            raise (
+                end.error() if end.bad else WireError("the tensor is not the one that was announced")
+            ) from None
         except (TimeoutError, PeerGoneError) as e:
             raise self._blaming(rank, e) from e
 
     # -- news ------------------------------------------------------------------------------------
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Inform all others that this rank has given up, and with ``error`` also why, unless already sent.
-        Never waits.
+        """Inform all other ranks that this rank has given up; with ``error``, also report why. Does nothing
+        if the reason was reported before. Never waits.
         """
-        if self._said_why:
+        if self._reported:
             return
-        self._given_up, self._said_why = True, error is not None
+        self._given_up, self._reported = True, error is not None
         if error is None:
             self._announce(["stopped"])
             return
@@ -289,7 +294,7 @@ class Mesh:
         self._announce(["ended", kind, str(lacking or error)[:2000], lacking.resource if lacking else ""])
 
     def leave(self) -> None:
-        """Inform all others that this rank has finished all its calls, unless it gave up. Never waits."""
+        """Inform all other ranks that this rank has finished its calls, unless it gave up. Never waits."""
         if not self._given_up:
             self._announce(["left", self._collectives])
 
@@ -301,13 +306,13 @@ class Mesh:
                 end.pipe.send_tensor(message, timeout=0)
 
     def silent(self, within: Deadline, *, reason_wanted: bool) -> list[int]:
-        """The ranks that have sent no news although all had time to: they are stopped, or cut off.
+        """Return the ranks that have sent no news ``within`` the deadline: they are stopped or cut off.
 
-        ``reason_wanted``: this rank does not know why the collective failed, but another one may.
+        ``reason_wanted``: this rank does not know why the collective failed, but another rank may.
 
         Raises:
-            PeerGoneError: a rank is gone; names it.
-            The rest: why another rank has given up.
+            PeerGoneError: a rank, which the error names, is gone.
+            The rest: the error with which another rank has given up.
         """
         while True:
             here = {rank: end for rank, end in self._ends.items() if not self._has_done_its_part(end)}
@@ -329,10 +334,11 @@ class Mesh:
     def diagnose(
         self, among: Collection[int] | None = None, *, own: tuple[type[KvplugError], ...] = ()
     ) -> Iterator[None]:
-        """Run an operation of the library. The library reports a failure without naming the rank that caused
-        it; the ranks exchange what they know and name it. ``among``: the ranks of the operation (default:
-        all). ``own``: errors that arose at this rank. It raises them whatever the other ranks report, unless
-        a rank is gone, and does not blame silent ranks.
+        """Run an operation of the library, and find the rank that made it fail.
+
+        The library does not name that rank, so the ranks exchange what they know. ``among``: the ranks of the
+        operation (default: all). ``own``: errors that arise at this rank. They are raised whatever the other
+        ranks report, unless a rank is gone, and silent ranks are not blamed for them.
 
         Raises:
             TimeoutError: names the ranks that do not answer.
@@ -353,30 +359,30 @@ class Mesh:
                 raise
 
     def _find_fault(self, error: KvplugError, among: Collection[int] | None) -> None:
-        """Raise an error that names the rank at fault, if more is known than ``error`` says."""
+        """Raise an error that names the rank at fault, unless ``error`` already tells all that is known."""
         late = isinstance(error, TimeoutError)
         silent = self.silent(Deadline.after(_VERDICT_S), reason_wanted=not late)
         if late and not silent:
-            raise TimeoutError(f"{error}; every rank is there, and has given it up") from error
+            raise TimeoutError(f"{error}; all ranks answer, and have given up the collective") from error
         missed = [rank for rank in silent if among is None or rank in among]
         if missed:
             raise TimeoutError(
-                f"{_all(missed)} began a collective, did not go on, and does not answer"
+                f"{_all(missed)} began a collective, did not finish it, and does not answer"
             ) from error
 
     def _find_loss(self) -> None:
-        """Raises PeerGoneError if a rank is gone."""
+        """Raise PeerGoneError if a rank is gone."""
         try:
             self.silent(Deadline.after(_OWN_S), reason_wanted=True)
         except (PeerGoneError, ClosedError):
             raise
         except (TimeoutError, TransportError):
-            return  # what another rank takes for the reason
+            return  # another rank's view of the cause, which does not matter here
 
     # -- beneath ---------------------------------------------------------------------------------
 
     def _look(self, rank: int, deadline: Deadline | None = None) -> None:
-        """Receive what has arrived from a rank, at most one message."""
+        """Receive at most one message from a rank, waiting until the deadline (default: not at all)."""
         end = self._ends[rank]
         if end.bad is not None:
             return
@@ -407,7 +413,8 @@ class Mesh:
                     end.bad = functools.partial(ResourceExhaustedError, why, resource=peer_text(resource))
 
     def _blaming(self, rank: int, error: TimeoutError | PeerGoneError) -> KvplugError:
-        """The error of a rank's pipe, which names the rank, or says what the rank reported before it left."""
+        """Return an error that names the rank whose pipe raised ``error``, or gives the reason that the rank
+        reported before it left."""
         if isinstance(error, TimeoutError):
             return TimeoutError(f"rank {rank}: {error}")
         end = self._ends[rank]
@@ -432,5 +439,5 @@ def _bytes_of(message: torch.Tensor | None) -> bytes:
     import torch
 
     if message is None or message.dtype != torch.uint8 or message.dim() != 1:
-        raise WireError("bytes were expected, and a tensor came")
+        raise WireError("bytes were expected, but a tensor arrived")
     return bytes(message.numpy())

@@ -1,4 +1,4 @@
-"""The store of rank 0 for the other ranks: what serves it there, and its client at each of the others."""
+"""Access to rank 0's store: the server at rank 0, and the client at each of the other ranks."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ from kvplug.transport.group.store import ERRORS, OK, Store
 logger = logging.getLogger(__name__)
 
 PURPOSE = "group"
-"""What a group's listener serves."""
+"""The purpose of a group's listener."""
 _ANSWER_TIMEOUT_S = 30.0
 _LAST_ANSWERS_S = 1.0
-_GRACE_S = 1.0  # rank 0 answers at the deadline; its answer may take that long to arrive
+_GRACE_S = 1.0  # rank 0 answers at the deadline, and its answer may take this long to arrive
 _CONNECTIONS_PER_RANK = 256
-"""Served at once, each in a thread: a rank has one, and one for each of its threads that waits."""
+"""The most connections per rank that are served at once, each in a thread. A rank has one connection for its
+membership, and one for each of its threads that waits."""
 
 
 class StoreServer:
     """Serves a :class:`Store` at a listener, which it takes over.
 
-    A rank's first connection is its membership: it joins there and then only holds it open, so that its end
-    (by pidfd, hang-up, or TCP's probes of an idle line) is the rank's end. Requests come over others.
+    A rank's first connection is its membership. The rank joins over it and then only holds it open: when this
+    connection ends (seen by pidfd, hang-up, or TCP's keep-alive probes), the rank has ended. Requests arrive
+    over other connections.
     """
 
     def __init__(self, listener: Listener | None, world_size: int, label: str) -> None:
-        """Takes over the listener, also if it raises.
+        """Take over the listener, even if this raises.
 
         Raises:
             ResourceExhaustedError: the process can start no more threads, or has no free descriptor.
@@ -73,7 +75,7 @@ class StoreServer:
             raise
 
     def _end(self, connection: Connection) -> None:
-        """End the thread of a connection, also one that waits for another rank."""
+        """End the thread of a connection, even if it waits for another rank."""
         self.store.close()
         hang_up(connection)
 
@@ -86,7 +88,7 @@ class StoreServer:
                     case ("ask", int(rank)):
                         self._requests(channel, rank)
                     case _:
-                        raise WireError("neither joins nor asks")
+                        raise WireError("the first message must be 'join' or 'ask'")
             except (ClosedError, PeerGoneError):
                 pass
             except KvplugError as e:
@@ -129,26 +131,28 @@ class StoreServer:
                     self._answered.notify_all()
 
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        """A request of rank 0 itself."""
+        """Return the status and answer of a request of rank 0 itself."""
         return self.store.answer(0, request)
 
     def send(self, request: tuple[Any, ...]) -> None:
-        """The same for a request without an answer."""
+        """Perform a request of rank 0 that has no answer."""
         self.store.answer(0, request)
 
     def close(self, deadline: Deadline) -> None:
-        """Wait until the others have fetched their values, or the deadline; then end all threads."""
+        """Wait until the other ranks have fetched their values, at most until the deadline. Then end all
+        threads."""
         self.store.drain(deadline)
         self.store.close()
         with self._lock:
-            # Ranks that waited receive the reason now.
+            # Ranks that were waiting now receive the reason.
             self._answered.wait_for(lambda: not self._answers, _LAST_ANSWERS_S)
         if self._acceptor is not None:
             self._acceptor.close()
 
 
 class RemoteStore:
-    """Each request takes an idle connection or makes a new one, so that no thread waits for another's."""
+    """The client. Each request takes an idle connection or opens a new one, so that no thread waits for the
+    request of another thread."""
 
     def __init__(
         self,
@@ -182,11 +186,12 @@ class RemoteStore:
         status, text = _pair(channel.recv(deadline.remaining()))
         if status != OK:
             error = ERRORS.get(status, WireError)
-            said = peer_text(text)
-            raise error(f"the group at {self._membership.peer} refused rank {self._rank}: {said}")
+            reason = peer_text(text)
+            raise error(f"the group at {self._membership.peer} refused rank {self._rank}: {reason}")
 
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        """The status and answer of a request. The last item of one that waits is how long, in seconds."""
+        """Send a request and return its status and answer. If the request waits, its last item is the timeout
+        in seconds."""
         wait = request[-1] if request[0] in ("get", "exchange") else self._timeout_s
         deadline = Deadline.after(None if wait is None else wait + _GRACE_S)
         with self._connection(deadline) as channel:
@@ -194,7 +199,7 @@ class RemoteStore:
             return _pair(channel.recv(deadline.remaining()))
 
     def send(self, request: tuple[Any, ...]) -> None:
-        """A request without an answer."""
+        """Send a request that has no answer."""
         with contextlib.suppress(KvplugError), self._connection(Deadline.after(_GRACE_S)) as channel:
             channel.send(request, _GRACE_S)
 
@@ -210,7 +215,7 @@ class RemoteStore:
                 channel = self._open(deadline)
             yield channel
         except BaseException as e:
-            # The answer may still arrive: it must not be read as the answer to another request.
+            # The answer may still arrive, and must not be taken for the answer to another request.
             if channel is not None:
                 self._discard(channel)
             if self._closed:
@@ -263,4 +268,4 @@ class RemoteStore:
 def _pair(answer: Any) -> tuple[str, Any]:
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str):
         return answer
-    raise WireError("rank 0 answered with something else than a status and a value; same kvplug?")
+    raise WireError("rank 0 did not answer with a status and a value; do both use the same kvplug?")

@@ -1,7 +1,8 @@
-"""The store of rank 0: keys, and what ranks give each other in calls that several of them make.
+"""The store of rank 0. It holds keys, and the values that ranks give each other in calls that several ranks
+make.
 
-Values are opaque bytes here. What is given to particular ranks is kept until each of them has confirmed it,
-or is gone, and then deleted: memory does not grow with the number of calls.
+Values are opaque bytes here. A value for particular ranks is kept until each of them has confirmed it or is
+gone, and is then deleted, so memory does not grow with the number of calls.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 
 MAX_KEY = 512
-"""Characters of a key, or of the name of a call."""
+"""The most characters of a key, or of the name of a call."""
 MAX_BYTES = 1 << 30
-"""Of all that the store holds, each value with ``_VALUE_BYTES`` more. Ranks exchange a few kilobytes."""
+"""The most bytes that the store holds, counting ``_VALUE_BYTES`` more for each value. Ranks exchange a few
+kilobytes."""
 _VALUE_BYTES = 1024
 
-# How an answer crosses to another rank, and what it becomes there.
+# The status of an answer to another rank, and the error that it becomes there.
 OK = "ok"
 ERRORS: dict[str, type[KvplugError]] = {
     "timeout": TimeoutError,
@@ -45,22 +47,23 @@ ERRORS: dict[str, type[KvplugError]] = {
 class _JoinedRank:
     identity: PeerIdentity
     absent: str = ""
-    """How it left ("has left", "is gone"); empty while it takes part."""
+    """How the rank left ("has left", "is gone"); empty while it takes part."""
 
 
 @attrs.define
 class _Given:
-    """What one rank gave in one call."""
+    """The value that one rank gave in one call."""
 
     data: bytes
     readers: set[int]
-    """Ranks that have not confirmed it."""
+    """The ranks that have not confirmed the value."""
     by_all: bool
-    """Every rank gives something in this call, and takes what all gave."""
+    """Whether every rank gives a value in this call and takes the values of all ranks."""
 
 
 class Store:
-    """Thread-safe, in memory. ``answer`` serves requests; every wait ends when its rank or the store does."""
+    """A thread-safe store in memory. ``answer`` serves requests. A request that waits ends at the latest when
+    its rank or the store ends."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -70,23 +73,24 @@ class Store:
         self._members: dict[int, _JoinedRank] = {}
         self._keys: dict[str, bytes] = {}
         self._given: dict[tuple[str, int, int], _Given] = {}
-        """By name of the call, its number among those of that name, and the rank that gave it."""
+        """The values given in calls, by the name of the call, its number among the calls of that name, and
+        the rank that gave the value."""
         self.nbytes = 0
-        """Bytes that count against the bound."""
+        """Bytes that count against ``MAX_BYTES``."""
 
     @property
     def num_entries(self) -> int:
-        """Keys, and values given in calls, that are held."""
+        """How many keys, and values given in calls, the store holds."""
         return len(self._keys) + len(self._given)
 
     # -- members -------------------------------------------------------------------------------
 
     def join(self, rank: int, world_size: int, identity: PeerIdentity) -> None:
-        """Raises WireError: that rank cannot join, and why."""
+        """Add a member. Raises WireError if the rank cannot join, with the reason."""
         with self._lock:
             if world_size != self._world_size:
                 raise WireError(
-                    f"world_size: rank {rank} ({identity}) says {world_size}, rank 0 says"
+                    f"rank {rank} ({identity}) has world_size {world_size}, but rank 0 has"
                     f" {self._world_size}; give all ranks the same"
                 )
             if not 0 < rank < world_size:
@@ -101,18 +105,18 @@ class Store:
             self._changed.notify_all()
 
     def add_self(self, identity: PeerIdentity) -> None:
-        """Rank 0 is a member too."""
+        """Add rank 0 as a member."""
         self._members[0] = _JoinedRank(identity)
 
     def is_member(self, rank: int, identity: PeerIdentity) -> bool:
-        """Whether that very process is that rank, and still takes part."""
+        """Whether this process is that rank and still takes part."""
         member = self._members.get(rank)
         if member is None or member.absent:
             return False
         return attrs.evolve(member.identity, label="") == attrs.evolve(identity, label="")
 
     def part(self, rank: int, absent: str) -> None:
-        """A rank "has left" or "is gone": ranks that wait for it get ``PeerGoneError``."""
+        """Record that a rank "has left" or "is gone". Ranks that wait for it get ``PeerGoneError``."""
         with self._lock:
             member = self._members.get(rank)
             if member is not None and not member.absent:
@@ -121,7 +125,7 @@ class Store:
                 self._changed.notify_all()
 
     def name(self, rank: int) -> str:
-        """ "rank 2 (decode, pid 12)", or what is known."""
+        """Return a name for messages, such as "rank 2 (decode, pid 12)" or "rank 2 (never came)"."""
         member = self._members.get(rank)
         return f"rank {rank} ({member.identity if member else 'never came'})"
 
@@ -160,7 +164,9 @@ class Store:
             case ("taken", str(call), int(number), [*senders]) if _all_int(senders):
                 self._confirm(rank, [(call, number, sender) for sender in senders])
                 return self._changed.notify_all()
-        raise WireError(f"{self.name(rank)} asked for something this store does not know; same kvplug?")
+        raise WireError(
+            f"{self.name(rank)} sent a request that this store does not know; do both use the same kvplug?"
+        )
 
     def _set(self, key: str, data: bytes) -> None:
         _check_key(key)
@@ -176,7 +182,7 @@ class Store:
     def _add(self, key: str, amount: int) -> int:
         held = values.decode(self._keys[key]) if key in self._keys else 0
         if type(held) is not int:
-            raise WireError(f"{key!r} holds no number to add to")
+            raise WireError(f"{key!r} does not hold a number, so nothing can be added to it")
         self._set(key, values.encode(held + amount))
         return held + amount
 
@@ -192,7 +198,7 @@ class Store:
     def _take(
         self, call: str, number: int, rank: int, senders: Sequence[int], deadline: Deadline
     ) -> list[bytes]:
-        """What these ranks give ``rank`` in a call; waits until all have."""
+        """Wait until all ``senders`` have given their values in a call, and return the values."""
 
         def missing() -> list[int]:
             return [sender for sender in senders if (call, number, sender) not in self._given]
@@ -201,7 +207,7 @@ class Store:
             absent = missing()
             for sender in absent:
                 if how := self._absent(sender):
-                    raise PeerGoneError(f"{self.name(sender)} {how} and gave nothing in {call} {number}")
+                    raise PeerGoneError(f"{self.name(sender)} {how} without taking part in {call} {number}")
             return not absent
 
         self._wait(
@@ -213,7 +219,7 @@ class Store:
         return [self._given[call, number, sender].data for sender in senders]
 
     def _confirm(self, rank: int, given: Iterable[tuple[str, int, int]]) -> None:
-        """``rank`` does not need these any more."""
+        """Record that ``rank`` does not need these values any more."""
         for key in given:
             found = self._given.get(key)
             if found is not None:
@@ -223,15 +229,15 @@ class Store:
                     self._count(-_cost(found.data))
 
     def _count(self, nbytes: int) -> None:
-        """Count what is to be held from now on, or no longer.
+        """Add ``nbytes``, which may be negative, to the bytes that the store holds.
 
         Raises:
-            CapacityError: it would be too much; it is not counted.
+            CapacityError: the store would hold more than ``MAX_BYTES``; nothing was added.
         """
         if nbytes > 0 and self.nbytes + nbytes > MAX_BYTES:
             raise CapacityError(
-                f"the group's store holds {self.nbytes} bytes and has no room for {nbytes} more; delete keys"
-                " that are not needed, and use transports for large data"
+                f"the group's store holds {self.nbytes} bytes and has no room for {nbytes} more; delete"
+                " unused keys, and use transports for large data"
             )
         self.nbytes += nbytes
 
@@ -245,13 +251,16 @@ class Store:
             if self._closed:
                 raise PeerGoneError(f"rank 0 has closed the group; until then, {what()}")
             if self._absent(rank):
-                raise PeerGoneError(f"{self.name(rank)} waits no longer")
+                raise PeerGoneError(f"{self.name(rank)} no longer waits")
             if deadline.expired:
                 raise TimeoutError(what())
             self._changed.wait(deadline.remaining())
 
     def drain(self, deadline: Deadline) -> bool:
-        """Rank 0 leaves. Wait until the remaining ranks have fetched everything that is ready for them."""
+        """Record that rank 0 leaves, and wait until the other ranks have fetched everything that is ready.
+
+        Return False if the deadline passes, the store closes or all ranks leave first.
+        """
         self.part(0, "has left")
         with self._lock:
             while any(map(self._is_ready, self._given)):
@@ -266,7 +275,7 @@ class Store:
         return all((call, number, rank) in self._given for rank in ranks)
 
     def close(self) -> None:
-        """Requests that wait, and all later ones, raise ``PeerGoneError`` that says what was missing."""
+        """Make all waiting and later requests raise ``PeerGoneError``, which names what was missing."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -282,10 +291,10 @@ def _cost(data: bytes) -> int:
 
 def _check_key(key: str) -> None:
     if not 0 < len(key) <= MAX_KEY:
-        raise WireError(f"a key, or the name of a call, has 1 to {MAX_KEY} characters, this one {len(key)}")
+        raise WireError(f"a key or the name of a call must have 1 to {MAX_KEY} characters, not {len(key)}")
 
 
 def _deadline(wait: object) -> Deadline:
     if wait is None or (isinstance(wait, int | float) and wait >= 0):
         return Deadline.after(wait)
-    raise WireError("a rank asked to wait for what is no time")
+    raise WireError("a rank sent a timeout that is not a number of seconds")

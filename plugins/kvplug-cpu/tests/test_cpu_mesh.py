@@ -66,7 +66,7 @@ def test_only_ranks_that_have_said_nothing_are_named_and_what_came_meanwhile_is_
     sent, got = torch.arange(5.0), torch.empty(5)
     meshes[1].send({0: b"send"}, within(SOON))
     meshes[1].exchange([(sent, 0)], [], within(SOON))
-    with pytest.raises(TimeoutError, match="rank 2 did not come in time") as caught:
+    with pytest.raises(TimeoutError, match="rank 2 sent no call in time") as caught:
         meshes[0].recv([1, 2], within(AT_ONCE))
     assert "rank 1" not in str(caught.value)
     meshes[0].exchange([], [(got, 1)], within(SOON))
@@ -163,8 +163,8 @@ def test_a_rank_that_is_gone_is_named_whoever_is_waited_for(meshes: list[Mesh]) 
 @pytest.mark.parametrize(
     ("others", "error", "kind", "text"),
     [
-        (["stops"], TimeoutError("late"), TimeoutError, "rank 2 began a collective, did not go on"),
-        (["stops", "stops"], TimeoutError("late"), TimeoutError, "late; every rank is there"),
+        (["stops"], TimeoutError("late"), TimeoutError, "rank 2 began a collective, did not finish it"),
+        (["stops", "stops"], TimeoutError("late"), TimeoutError, "late; all ranks answer"),
         (["", "leaves"], TransportError("a connection broke"), PeerGoneError, "rank 2 is gone"),
         (["fails"], OwnError("the device failed"), OwnError, "the device failed"),
     ],

@@ -168,7 +168,7 @@ def test_ranks_that_do_not_fit_are_refused_with_the_reason() -> None:
         StatelessGroup.create("unix:", rank=2, world_size=2)
     listener = StatelessGroup.listen("unix:")
     zero = Call(lambda: StatelessGroup.create(listener, rank=0, world_size=2, timeout=10))
-    with pytest.raises(WireError, match="says 3, rank 0 says 2"):
+    with pytest.raises(WireError, match="has world_size 3, but rank 0 has 2"):
         StatelessGroup.create(listener.contact, rank=1, world_size=3, timeout=5)
     with StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=5), zero.result() as group:
         with pytest.raises(WireError, match="rank 1 is taken"):

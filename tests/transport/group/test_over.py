@@ -45,7 +45,7 @@ def test_where_rank_0_cannot_listen_all_are_told_why(groups: list[StatelessGroup
 
 def test_something_else_than_a_contact_is_refused(groups: list[StatelessGroup]) -> None:
     groups[0].broadcast("a word", 0)
-    with pytest.raises(WireError, match="did not say where it listens"):
+    with pytest.raises(WireError, match="did not send its contact"):
         StatelessGroup.from_process_group(groups[1], timeout=30.0)
 
 
