@@ -336,8 +336,8 @@ class ConnectorSpec(_Spec):
 class SinkSpec(_Spec):
     """A sink for metrics.
 
-    ``factory`` is called with one argument, an instance of the options class or ``None`` if there is no such
-    class, and returns a ``Sink``.
+    ``factory`` is called with one argument, an instance of the options class (``None`` if there are no
+    options), and returns a ``Sink``.
     """
 
     kind: Kind = attrs.field(default=Kind.SINK, init=False, repr=False)

@@ -26,8 +26,8 @@ class TokenSplit:
 
     @classmethod
     def of(cls, counts: Sequence[int], width: int) -> TokenSplit:
-        """Return the split for ranks of which rank r has ``counts[r]`` tokens. Each group of ``width``
-        consecutive ranks shares its tokens.
+        """Return the split if each rank r has ``counts[r]`` tokens, and each group of ``width`` consecutive
+        ranks shares its tokens.
 
         Raises:
             TensorMismatchError: ranks that share their tokens have different numbers of tokens.

@@ -1,4 +1,4 @@
-"""Blocks of a paged cache as one message: which rows of which tensors, in order."""
+"""Blocks of a paged cache as one message: the rows of several tensors, in order."""
 
 from __future__ import annotations
 
