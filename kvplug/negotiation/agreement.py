@@ -62,7 +62,7 @@ _CHANGES = {
     "rope": "give both ends the same model and the same rope settings",
     "window": "give both ends the same model and the same sliding window",
     "weights": "load the same weights at both ends, or set weights to the same text at both, such as 'NAME"
-    " at REVISION', where they are the same and kvplug cannot read them",
+    " at REVISION', if they are the same and kvplug cannot read them",
 }
 """The change to suggest if a field of the model differs; ``_SAME_MODEL`` for other fields."""
 _BLOCK_CHANGES = {

@@ -129,7 +129,7 @@ class Connection:
         label: str = "",
         stop: threading.Event | None = None,
     ) -> Self:
-        """:meth:`dial`, repeated until a process listens there, at most until ``deadline``.
+        """Repeat :meth:`dial` until a process listens there, at most until ``deadline``.
 
         Raises:
             TimeoutError: no listener started there in time. Names the address and the time spent.
