@@ -115,7 +115,7 @@ socket = "/run/%s"
 FAULTS = (
     ("stores", "nothing was given; 'lookup' saves into a store, such as 'host'"),
     ("peers", "'10.0.0.7:99999' is not an address: the last port is 65535"),
-    ("thread_cpus", "there is no 99998-99999"),
+    ("thread_cpus", "without 99998-99999"),
     ("options.fs.path", "must be given"),
     ("options.redis.address", "'10.0.0.7:port' is not an address: 'port' is not a port"),
     ("options.mooncake.master", "'10.0.0.7' is not an address: the port is missing"),
