@@ -1,1 +1,1 @@
-"""Configuration: a Config from every source, and the options classes of plugins."""
+"""Configuration: Config, read from all its sources, and the options classes of plugins."""

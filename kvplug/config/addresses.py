@@ -1,8 +1,8 @@
 """Addresses as text: where a listener listens, and how another process connects to it.
 
-An operator writes ``host:port``, ``[::1]:port``, ``unix:@name`` (an abstract Unix socket: nothing in the file
-system, gone with its process), ``unix:`` (the same, name generated) or ``unix:/path`` (a socket in the file
-system, for containers that share a folder). A *contact* is the address that a listener hands out.
+An operator writes ``host:port``, ``[::1]:port``, ``unix:@name`` (an abstract Unix socket, which has no file
+and disappears with its process), ``unix:`` (the same with a generated name) or ``unix:/path`` (a socket in
+the file system, for containers that share a folder). A *contact* is the address that a listener hands out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvplug.errors import ConfigError, PeerGoneError, WireError
 DEFAULT_HOST: Final = "unix:@kvplug"
 LAST_PORT: Final = 65535
 MAX_UNIX_BYTES: Final = 107
-"""Of the path or name of a Unix socket: the kernel has 108, and one is a NUL."""
+"""The longest path or name of a Unix socket. The kernel has room for 108 bytes, including a NUL."""
 _UNIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 _UNIX_PATH = re.compile(r"/[A-Za-z0-9._:@%+=,~/-]*[A-Za-z0-9._:@%+=,~-]")
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -33,26 +33,25 @@ _FORMS = "allowed is host:port, [ipv6]:port, unix:@name or unix:/path"
 
 @attrs.frozen
 class Address:
-    """An address of TCP, or a Unix socket: an abstract one, or one in the file system."""
+    """A TCP address, or that of a Unix socket, which is abstract or in the file system."""
 
     host: str = ""
-    """Of TCP: a name, or a number without brackets. Empty: it is a Unix socket."""
+    """The TCP host: a name, or a number without brackets. Empty for a Unix socket."""
     port: int = 0
-    """Of TCP. 0: any that is free, for a listener."""
+    """The TCP port. 0 stands for any free port of a listener."""
     name: str = attrs.field(default="", kw_only=True)
-    """Of a Unix socket: its path, which begins with a slash, or the name of an abstract one without its
-    leading
-    NUL. Empty: a name is to be generated."""
+    """The path of a Unix socket, which begins with a slash, or the name of an abstract one without its
+    leading NUL. Empty if a name is to be generated."""
 
     @classmethod
     def parse(cls, text: str, port: int | None = None) -> Address:
-        """The address of a listener, as an operator writes it. Looks no name up.
+        """Parse a listener's address, as an operator writes it. Host names are not resolved.
 
         Args:
-            port: where the text has none; ``None``: it must have one.
+            port: the port if the text has none; ``None``: the text must have one.
 
         Raises:
-            ConfigError: it is not an address; the message says why, and what one looks like.
+            ConfigError: the text is not an address; the message explains why, and shows the valid forms.
         """
         try:
             return _parsed(text, port)
@@ -61,7 +60,7 @@ class Address:
 
     @classmethod
     def parse_server(cls, text: str, port: int | None = None) -> Address:
-        """The address of a server that is dialled: its port is not 0, and its socket has a name.
+        """Parse the address of a server to dial. Its port must not be 0, and its socket must have a name.
 
         >>> str(Address.parse_server("10.0.0.7", 6379))
         '10.0.0.7:6379'
@@ -71,10 +70,10 @@ class Address:
         kvplug.errors.ConfigError: bad configuration: '10.0.0.7' is not an address: the port is missing; ...
 
         Args:
-            port: as of :meth:`parse`.
+            port: as for :meth:`parse`.
 
         Raises:
-            ConfigError: it is not the address of a server.
+            ConfigError: the text is not the address of a server.
         """
         address = cls.parse(text, port)
         if not (address.name or address.port):
@@ -83,10 +82,10 @@ class Address:
 
     @classmethod
     def parse_contact(cls, text: str) -> Address:
-        """The address in a contact, which another process may have sent.
+        """Parse the address in a contact, which another process may have sent.
 
         Raises:
-            WireError: it is not one.
+            WireError: the text is not a contact.
         """
         if len(text) > _MAX_CONTACT:
             raise WireError(f"not a contact: expected a string of at most {_MAX_CONTACT} characters")
@@ -97,10 +96,11 @@ class Address:
 
     @staticmethod
     def beside(host: str) -> str:
-        """Where a server with this configured ``host`` listens for more connections of its peers on this
-        host.
+        """Return the address where a server with this configured ``host`` accepts further connections from
+        peers on this host.
 
-        Beside the socket, for a path; ``unix:`` (an abstract socket with a generated name) for other hosts.
+        For a path, the address is beside the socket. Otherwise it is ``unix:``, an abstract socket with a
+        generated name.
 
         >>> Address.beside("unix:/run/kvplug/store.sock")[:28]
         'unix:/run/kvplug/store.sock-'
@@ -114,24 +114,24 @@ class Address:
 
     @property
     def is_unix(self) -> bool:
-        """Whether it is a Unix socket."""
+        """Whether this is a Unix socket."""
         return not self.host
 
     @property
     def is_path(self) -> bool:
-        """Whether it is a socket in the file system."""
+        """Whether this is a socket in the file system."""
         return self.name.startswith("/")
 
     @property
     def sockaddr(self) -> str:
-        """What ``socket.bind`` takes for a Unix socket."""
+        """The address of a Unix socket for ``socket.bind``."""
         return self.name if self.is_path else "\0" + self.name
 
     def resolve(self) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-        """The family and the socket address of everything that an address of TCP stands for, IPv4 first.
+        """Resolve a TCP address into families and socket addresses, IPv4 first.
 
         Raises:
-            PeerGoneError: the name is not known (perhaps not yet).
+            PeerGoneError: the name is not known, perhaps not yet.
         """
         try:
             found = socket.getaddrinfo(
@@ -144,10 +144,9 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the address of TCP can be reached from this host only: each address that it stands for is a
-        loopback one.
+        """Whether a TCP address resolves to loopback addresses only, which only this host can reach.
 
-        ``0.0.0.0``, ``::`` and names that cannot be resolved are not.
+        ``0.0.0.0``, ``::`` and names that cannot be resolved do not count as loopback.
         """
         try:
             return all(ip_address(sockaddr[0]).is_loopback for _, sockaddr in self.resolve())
@@ -156,14 +155,14 @@ class Address:
 
 
 def ip_address(number: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address in a socket address: without its scope, and IPv4 where IPv6 only carries it."""
+    """Parse the IP address of a socket address. Drop its scope, and unpack an IPv4-mapped IPv6 address."""
     address = ipaddress.ip_address(number.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 
 
 def _parsed(text: str, default: int | None) -> Address:
-    """Raises ValueError: why it is not an address."""
+    """Parse an address. Raise ValueError with the reason if the text is not one."""
     if text.startswith("unix:/"):
         return Address(name=check_unix_path(text.removeprefix("unix:")))
     if text.startswith("unix:"):
@@ -172,8 +171,8 @@ def _parsed(text: str, default: int | None) -> Address:
             _check_bytes("name", name, MAX_UNIX_BYTES)
             if not _UNIX_NAME.fullmatch(name):
                 raise ValueError(
-                    "the name of an abstract Unix socket has letters, digits and ._:/-, a letter or digit"
-                    " first, as in unix:@kvplug-a"
+                    "the name of an abstract Unix socket has letters, digits and ._:/-, and begins with a"
+                    " letter or digit, as in unix:@kvplug-a"
                 )
         return Address(name=name)
     host, colon, port = text.rpartition(":")
@@ -182,7 +181,7 @@ def _parsed(text: str, default: int | None) -> Address:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         if ":" not in host:
-            raise ValueError(f"only IPv6 stands in brackets; {_FORMS}")
+            raise ValueError(f"only IPv6 addresses have brackets; {_FORMS}")
     elif ":" in host:
         raise ValueError("write IPv6 in brackets and with a port, as in [::1]:29555")
     check_host(host)
@@ -198,7 +197,7 @@ def _parsed(text: str, default: int | None) -> Address:
 
 
 def check_host(host: str) -> None:
-    """Raises ValueError: it is neither the name nor the number of a host, and why."""
+    """Raise ValueError, with the reason, if ``host`` is neither the name nor the number of a host."""
     number, percent, zone = host.partition("%")
     if ":" in host:
         if percent and not _ZONE.fullmatch(zone):
@@ -211,7 +210,7 @@ def check_host(host: str) -> None:
 
 
 def check_unix_path(path: str, limit: int = MAX_UNIX_BYTES) -> str:
-    """Returns the path. Raises ValueError: no Unix socket of kvplug can have it, and why."""
+    """Return the path. Raise ValueError, with the reason, if kvplug cannot use it for a Unix socket."""
     _check_bytes("path", path, limit)
     if not _UNIX_PATH.fullmatch(path):
         raise ValueError(
@@ -223,4 +222,4 @@ def check_unix_path(path: str, limit: int = MAX_UNIX_BYTES) -> str:
 
 def _check_bytes(what: str, text: str, limit: int) -> None:
     if (count := len(os.fsencode(text))) > limit:
-        raise ValueError(f"the {what} of a Unix socket has at most {limit} bytes here, and this one {count}")
+        raise ValueError(f"the {what} of a Unix socket has at most {limit} bytes here; this one has {count}")

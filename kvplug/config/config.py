@@ -34,25 +34,25 @@ from kvplug.errors import ConfigError
 
 DEFAULT_PORT = 29555
 TLS_KEYS = ("tls_cert", "tls_key", "tls_ca")
-"""They turn TLS on: all of them, or none."""
+"""The keys that turn on TLS. All of them must be set, or none."""
 _MAX_HOST_BYTES: Final = 89
-"""Of the name or path of a Unix socket as ``host``: numbers of workers and sockets are appended."""
+"""The longest name or path of a Unix socket as ``host``, to which numbers and suffixes are appended."""
 _CPU = "[0-9]{1,5}(?:-[0-9]{1,5})?"
 _DIRECTORY_URL = re.compile(r"([a-z][a-z0-9-]{0,39})://(\S+)")
-"""A directory of engines: its name, and what that makes of the rest."""
+"""The URL of a directory of engines: the directory's name, and the rest, which the directory interprets."""
 DEVICE: Final = re.compile("[a-z][a-z_]*(?::[0-9]{1,4})?")
 _A_NAME = 'a name as `kvplug list` shows it, or "distribution:name"'
 
 
 class Role(enum.StrEnum):
-    """What this process does with KV. vLLM's names, ``kv_producer`` and so on, are accepted too."""
+    """The role of this process in moving KV. vLLM's names, such as ``kv_producer``, are accepted too."""
 
     PRODUCER = "producer"
-    """It computes KV that others load: prefill."""
+    """Computes KV that others load (prefill)."""
     CONSUMER = "consumer"
-    """It loads KV that others computed: decode."""
+    """Loads KV that others computed (decode)."""
     BOTH = "both"
-    """Both; also one engine alone that keeps its own KV."""
+    """Does both; also the role of a single engine that keeps its own KV."""
 
     @property
     def produces(self) -> bool:
@@ -61,7 +61,7 @@ class Role(enum.StrEnum):
 
     @property
     def consumes(self) -> bool:
-        """Whether this process loads KV of others."""
+        """Whether this process loads KV from others."""
         return self is not Role.PRODUCER
 
     @classmethod
@@ -110,7 +110,7 @@ def _host_form(_: Any, __: Any, value: Any) -> None:
 
 
 def _each_one(check_one: Any) -> Any:
-    """The form of a list: each element has this form, and no element comes twice."""
+    """Return the check of a list: each element passes ``check_one``, and no element is repeated."""
 
     def check(instance: Any, attribute: Any, values: Any) -> None:
         faults: list[str] = []
@@ -134,7 +134,7 @@ def _peer_form(_: Any, __: Any, value: Any) -> None:
         raise ValueError('a directory of engines is written as a URL, such as "redis://10.0.0.7:6379/0"')
     address = Address.parse_server(value)
     if not address.is_unix and address.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
-        raise ConfigError(f"{value!r} is not a peer: {address.host} stands for every interface of a host")
+        raise ConfigError(f"{value!r} is not a peer: {address.host} means every interface of a host")
 
 
 def _cpus_form(_: Any, __: Any, value: Any) -> None:
@@ -142,11 +142,11 @@ def _cpus_form(_: Any, __: Any, value: Any) -> None:
         raise ValueError('allowed is "all", "inherit", or a list of CPUs such as "0-3,8"')
     for first, last in re.findall(r"(\d+)-(\d+)", value):
         if int(first) > int(last):
-            raise ValueError(f"the range {first}-{last} has no CPU; its lower end is first")
+            raise ValueError(f"the range {first}-{last} has no CPU; write the lower end first")
 
 
 def directory_of(peer: str) -> str | None:
-    """The name of the directory that an element of ``peers`` stands for; ``None``: it is an address."""
+    """Return the name of the directory in an element of ``peers``, or ``None`` if it is an address."""
     found = _DIRECTORY_URL.fullmatch(peer)
     return None if found is None else found[1]
 
@@ -156,7 +156,7 @@ def _option_tables(value: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _cross_faults(values: Mapping[str, Any]) -> list[str]:
-    """Faults between keys. Keys that are missing in ``values`` had faults of their own."""
+    """Return the faults of combinations of keys. Keys missing from ``values`` have faults of their own."""
     faults = []
     port, offset, host = values.get("port"), values.get("port_offset"), values.get("host", "")
     if port is not None and offset is not None and not host.startswith("unix:"):
@@ -174,15 +174,15 @@ def _cross_faults(values: Mapping[str, Any]) -> list[str]:
         )
     directories = [peer for peer in values.get("peers", ()) if directory_of(peer)]
     if len(directories) > 1:
-        faults.append(f"peers: {len(directories)} directories were given; allowed is one, beside addresses")
+        faults.append(f"peers: {len(directories)} directories were given; allowed is one, besides addresses")
     missing = [key for key in TLS_KEYS if not values.get(key)]
     given = [key for key in TLS_KEYS if key not in missing]
     if given and missing:
         faults.append(f"{missing[0]}: nothing was given; TLS needs it, since {given[0]} is set")
     if given and host.startswith("unix:") and not values.get("peers"):
         faults.append(
-            f"{given[0]}: a file was given, and host is {host!r}; TLS is for TCP, and a Unix socket never"
-            " leaves the host: remove one of the two"
+            f"{given[0]}: a file was given, and host is {host!r}; TLS is for TCP, and a Unix socket does not"
+            " leave the host: remove one of the two"
         )
     return faults
 
@@ -194,10 +194,10 @@ def _heartbeat(config: Config) -> float:
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """A configuration. Made by ``from_dict`` or ``load``.
+    """A configuration, made by ``from_dict`` or ``load``.
 
-    Precedence, highest first: command line, environment, file, default. Only form is checked here; that
-    a name exists, and a plugin's options, are checked where the plugins are known.
+    Precedence, highest first: command line, environment, file, default. This class checks only the form of
+    values. Names and plugins' options are checked once the plugins are known.
 
     >>> config = Config.from_dict({"role": "producer", "timeout_s": "500 ms"})
     >>> config.timeout_s
@@ -390,23 +390,23 @@ class Config:
         metadata={HELP: "One table of options for each name: [options.cpu]."},
     )
     sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)
-    """The source of each value that is not a default. Not a key."""
+    """The source of each value that is not a default. Not a config key."""
     source: str = attrs.field(default="", repr=False, eq=False)
-    """The file or other source that was read, for messages. Not a key."""
+    """The file or other source that was read, for messages. Not a config key."""
 
     def __attrs_post_init__(self) -> None:
         faults = _cross_faults({key: getattr(self, key) for key in KEYS})
         if faults:
             raise ConfigError(*faults, source=self.source)
 
-    # -- made from what an operator wrote -------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "") -> Config:
-        """From kvplug's keys, or those of vLLM's ``--kv-transfer-config``.
+        """Make a Config from kvplug's keys, or those of vLLM's ``--kv-transfer-config``.
 
         Raises:
-            ConfigError: every fault of form at once. So does ``load``.
+            ConfigError: with every fault of form.
         """
         return Draft.of([sources.from_mapping(data, source)]).config()
 
@@ -418,21 +418,24 @@ class Config:
         overrides: Mapping[str, Any] | Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> Config:
-        """From all sources: ``overrides`` before the environment before the file before defaults.
+        """Make a Config from all sources. Precedence: ``overrides``, environment, file, defaults.
 
         Args:
-            path: a ``.toml`` or ``.json`` file; ``None`` takes the one ``KVPLUG_CONFIG`` names, if any.
+            path: a ``.toml`` or ``.json`` file; ``None`` takes the file that ``KVPLUG_CONFIG`` names, if any.
             overrides: a dict, or texts ``"key=value"`` (``"options.cpu.connections=2"``).
+
+        Raises:
+            ConfigError: with every fault of form, or the file cannot be read.
         """
         return Draft.load(path, overrides=overrides, environ=environ).config()
 
     # -- questions ------------------------------------------------------------------------------
 
     def require_role(self) -> Role:
-        """The role.
+        """Return the role.
 
         Raises:
-            ConfigError: none is set, and how to set one.
+            ConfigError: no role is set; the message explains how to set one.
         """
         if self.role is None:
             raise ConfigError(
@@ -443,10 +446,11 @@ class Config:
         return self.role
 
     def control_address(self, rank: int = 0) -> str:
-        """Where worker ``rank`` listens: ``host:port``, ``unix:@name-number`` or ``unix:/path-number``.
+        """Return the address where worker ``rank`` listens: ``host:port``, ``unix:@name-number`` or
+        ``unix:/path-number``.
 
         Raises:
-            ConfigError: that port would be beyond the last one.
+            ConfigError: the port would exceed 65535.
         """
         number = self.port_offset + rank
         if self.host.startswith("unix:"):
@@ -458,47 +462,50 @@ class Config:
 
     @staticmethod
     def address_beside(peer: str, rank: int) -> str:
-        """The address of worker ``rank`` of the engine whose worker 0 listens at ``peer``.
+        """Return the address of worker ``rank`` of the engine whose worker 0 listens at ``peer``.
 
         >>> Config.address_beside("10.0.0.5:29555", 2), Config.address_beside("unix:@decode-0", 2)
         ('10.0.0.5:29557', 'unix:@decode-2')
 
         Raises:
-            ConfigError: it names a single process, by a contact, and another rank is asked for.
+            ConfigError: ``peer`` is the contact of a single process, and ``rank`` is not 0.
         """
         if not rank:
             return peer
         head, separator, number = peer.rpartition("-" if peer.startswith("unix:") else ":")
         if not separator or not number.isdecimal():
             raise ConfigError(
-                f"peers: {peer} names one process, and worker {rank} is looked for too; give host:port or"
+                f"peers: {peer} names one process, but worker {rank} is needed too; give host:port or"
                 " unix:@name-0 or unix:/path-0 of worker 0"
             )
         return f"{head}{separator}{int(number) + rank}"
 
     @property
     def directory(self) -> str | None:
-        """The directory of engines that ``peers`` names; ``None``: only addresses."""
+        """The URL of the directory of engines in ``peers``, or ``None`` without one."""
         return next((peer for peer in self.peers if directory_of(peer) is not None), None)
 
     @property
     def peer_addresses(self) -> tuple[str, ...]:
-        """``peers`` without a directory."""
+        """The addresses in ``peers``, without the directory."""
         return tuple(peer for peer in self.peers if directory_of(peer) is None)
 
     def source_of(self, key: str) -> str:
-        """Source of the value of ``key`` (also ``options.cpu.connections``); ``"default"`` if none set it."""
+        """Return the source of the value of ``key``, such as ``port`` or ``options.cpu.connections``.
+
+        It is ``"default"`` if no source sets the key.
+        """
         return self.sources.get(key, "generated" if key == "engine_id" else "default")
 
 
 KEYS: tuple[str, ...] = tuple(
     key for key in option_fields(Config) if key not in ("sources", "source", "options")
 )
-"""Every key of a configuration, but ``options``."""
+"""Every key of a configuration except ``options``."""
 
 
 def json_schema(options: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """The JSON schema of a configuration. ``options``: the options classes of each name."""
+    """Return the JSON schema of a configuration. ``options``: the options classes of each name."""
     table = functools.partial(msgspec.defstruct, kw_only=True, forbid_unknown_fields=True)
     tables = [
         (
@@ -517,7 +524,7 @@ def json_schema(options: Mapping[str, Sequence[type]]) -> dict[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class Draft:
-    """A configuration that may have faults: its valid values, and its faults."""
+    """A configuration that may have faults: its valid values and its faults."""
 
     values: Mapping[str, Any]
     options: Mapping[str, Mapping[str, Any]]
@@ -533,7 +540,7 @@ class Draft:
         overrides: Mapping[str, Any] | Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> Draft:
-        """As :meth:`Config.load`. Raises only when the file cannot be read as what it is."""
+        """Read all sources like :meth:`Config.load`. Raise ConfigError only if the file cannot be parsed."""
         environ = os.environ if environ is None else environ
         path = path if path is not None else environ.get("KVPLUG_CONFIG") or None
         layers = [sources.from_file(path)] if path is not None else []
@@ -544,7 +551,7 @@ class Draft:
 
     @classmethod
     def of(cls, layers: Iterable[Layer]) -> Draft:
-        """From sources; later ones override earlier ones."""
+        """Combine sources. Later ones override earlier ones."""
         layers = tuple(layers)
         given = {key: each for layer in layers for key, each in layer.values.items()}
         faults = [fault for layer in layers for fault in layer.faults]
@@ -572,13 +579,13 @@ class Draft:
         )
 
     def config(self) -> Config:
-        """Raises ConfigError with every fault, if there are any."""
+        """Make the Config. Raise ConfigError with every fault if there are any."""
         if self.faults:
             raise ConfigError(*self.faults, source=self.source)
         return Config(**self.values, options=self.options, sources=self.sources, source=self.source)
 
 
 def _plain_default(key: str) -> Any:
-    """Its default; ``None`` where that is computed."""
+    """Return the default of a key, or ``None`` if the default is computed."""
     default = option_fields(Config)[key].default
     return None if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]

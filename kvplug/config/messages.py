@@ -1,4 +1,4 @@
-"""The faults of configurations: the key, what was given, what is allowed, and the line that mends it."""
+"""Faults of configurations: the key, the value given, the values allowed, and the line that fixes it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _KEYED: Final = re.compile(r"([\w.-]+): .", re.DOTALL)
 
 
 class Fault(str):
-    """One fault of a configuration: a sentence that names the key, and the line that mends it.
+    """One fault of a configuration: a sentence that names the key, and the line that fixes it.
 
-    Plugins state their faults as plain text, ``key: what is wrong``; :meth:`of` parses it.
+    Plugins state their faults as plain text, ``key: what is wrong``, which :meth:`of` parses.
     """
 
     key: str
-    """Empty where it is not about one key."""
+    """Empty if the fault does not concern a single key."""
     place: str
-    """What the key is given by, where that is not a file: a variable, a key of vLLM's, ``command line``."""
+    """The place that sets the key: a variable, one of vLLM's keys, ``command line``. Empty for a file."""
     _value: str
     _line: str
 
@@ -27,7 +27,7 @@ class Fault(str):
         """
         Args:
             value: the value that was most likely meant.
-            line: the line that mends it, where it is not ``key = value``.
+            line: the line that fixes the fault, if it is not ``key = value``.
         """
         fault = super().__new__(cls, text)
         fault.key, fault.place, fault._value, fault._line = key, place, value, line
@@ -35,7 +35,7 @@ class Fault(str):
 
     @classmethod
     def of(cls, text: str) -> Fault:
-        """The fault that a sentence says."""
+        """Parse a fault from a sentence."""
         if isinstance(text, Fault):
             return text
         keyed = _KEYED.match(text)
@@ -44,25 +44,25 @@ class Fault(str):
 
     @property
     def line(self) -> str:
-        """The line that mends it, for people; empty where that is not known."""
+        """The line that fixes the fault, for people; empty if it is not known."""
         if self._line or not self.key:
             return self._line
         value = repr(self._value) if self._value else "..."
         return f"export {self.place}={value}" if self.place.startswith("KVPLUG_") else f"{self.key} = {value}"
 
     def under(self, prefix: str) -> Fault:
-        """The fault of an option whose key is ``prefix`` and this key."""
+        """Return the fault with ``prefix`` before its key."""
         line = self._line and f"{prefix}{self._line}"
         return Fault(f"{prefix}{self}", key=prefix + self.key, value=self._value, line=line, place=self.place)
 
     def at(self, place: str) -> Fault:
-        """The fault of a key that is given by ``place``; where that is empty, by a file."""
+        """Return the fault with the ``place`` that sets its key; empty for a file."""
         text = f"{self} [{place}]" if place else str(self)
         return Fault(text, key=self.key, value=self._value, line=self._line, place=place)
 
 
 def shown(value: Any) -> str:
-    """A value as an operator wrote it, cut where it becomes long."""
+    """Format a value as an operator wrote it, shortened if it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python turns into text
@@ -71,7 +71,7 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` most likely stands for, if any is near."""
+    """Return the known name that is closest to ``name``, or ``None`` if none is close."""
     from difflib import get_close_matches
 
     by_folded = {_folded(each): each for each in known}
@@ -84,24 +84,24 @@ def _folded(name: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """``a, b or c``."""
+    """Join names as ``a, b or c``."""
     every = list(names)
     return every[0] if len(every) == 1 else f"{', '.join(every[:-1])} or {every[-1]}"
 
 
 def in_place_of(key: str, name: str) -> str:
-    """The line that mends a misspelt or misplaced key."""
+    """Return the line that fixes a misspelt or misplaced key."""
     return f"{name}    (in place of {key})"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean …?``, or nothing when no known name is near."""
+    """Return ``; did you mean …?``, or an empty text if no known name is close."""
     found = nearest(name, known)
     return f"; did you mean {found!r}?" if found else ""
 
 
 def unknown_key(key: str, known: Iterable[str]) -> Fault:
-    """The fault of an unknown key. It hides the value, which may be a secret under a misspelt name."""
+    """Make the fault of an unknown key. It hides the value, which may be a secret under a misspelt name."""
     names = sorted(known)
     near = nearest(key, names)
     hint = f"; did you mean {near!r}?" if near else "; known are " + ", ".join(names) if names else ""
@@ -110,6 +110,6 @@ def unknown_key(key: str, known: Iterable[str]) -> Fault:
 
 
 def bad_value(key: str, given: Any, allowed: str, *, reason: str = "", meant: str | None = None) -> Fault:
-    """The fault of a value. ``meant``: the one that was most likely meant."""
+    """Make the fault of a value. ``meant``: the value that was most likely meant."""
     text = f"{key}: {shown(given)} was given; allowed is {allowed}{reason}"
     return Fault(text, key=key, value=meant or "")

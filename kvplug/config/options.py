@@ -1,4 +1,4 @@
-"""Options are attrs classes: structured by msgspec from plain values with every fault at once, and described.
+"""Options classes: attrs classes that msgspec fills from plain values, reporting every fault at once.
 
 :func:`option` declares an option, :func:`check_options` makes an instance of a class from plain values, and
 :func:`describe_options` lists the options of a class. :class:`~kvplug.config.Config` is read the same way.
@@ -39,7 +39,7 @@ _WORDS: Final = {bool: "true or false", int: "a whole number", float: "a number"
 def option(
     default: Any = attrs.NOTHING,
     *,
-    help: str,  # noqa: A002  (the word an author looks for; nothing here calls the builtin)
+    help: str,  # noqa: A002  (authors expect this word, and this function does not call the builtin)
     unit: str = "",
     at_least: float | None = None,
     above: float | None = None,
@@ -47,14 +47,14 @@ def option(
     validator: Callable[[Any, Any, Any], Any] | None = None,
     takes_memory: bool = False,
 ) -> Any:
-    """One field of an options class: ``attrs.field`` with what ``kvplug list --options`` prints.
+    """Declare a field of an options class: an ``attrs.field`` with the texts for ``kvplug list --options``.
 
-    With ``unit="bytes"`` an operator may write ``"64 MiB"``, with ``unit="seconds"`` ``"500 ms"``; other
-    units are only shown. The type names the choices: ``Literal["never", "oldest"]`` or an enum. Without
-    a default the option must be given. ``default`` may be an ``attrs.Factory``.
+    With ``unit="bytes"`` an operator may write ``"64 MiB"``, and with ``unit="seconds"`` ``"500 ms"``. Other
+    units are only displayed. For choices, use the type ``Literal["never", "oldest"]`` or an enum. An option
+    without a default must be given. ``default`` may be an ``attrs.Factory``.
 
-    ``takes_memory``: the process may take so many bytes of the host's memory; ``None`` stands for the
-    config's ``buffer_size``. They are compared with the memory that there is before anything starts.
+    ``takes_memory``: the option's value is the number of bytes of host memory that the process may use;
+    ``None`` stands for the config's ``buffer_size``. It is compared with the available memory at start.
 
     >>> @attrs.frozen(kw_only=True)
     ... class MyOptions:
@@ -76,13 +76,13 @@ class OptionRow:
     name: str
     """The key, as an operator writes it."""
     type: str
-    """In words: ``int``, ``seconds``, ``one of "never", "oldest"``."""
+    """The type in words, such as ``whole number`` or ``one of never or oldest``."""
     unit: str
-    """``bytes``, ``seconds``, or another one that is only shown; empty without a unit."""
+    """``bytes``, ``seconds``, or another unit that is only displayed; empty without a unit."""
     default: str
-    """The default as it is written in a configuration; ``"required"`` without a default."""
+    """The default as written in a configuration; ``"required"`` without a default."""
     help: str
-    """What the option does, one or two sentences."""
+    """What the option does, in one or two sentences."""
 
 
 @attrs.frozen
@@ -121,14 +121,14 @@ class _Option:
         return self.field.default is attrs.NOTHING
 
     def structured(self, given: Any, instance: Any = None) -> tuple[Any, tuple[Fault, ...]]:
-        """The value of the option's type, or the faults of what was given.
+        """Convert a given value to the option's type, or return its faults.
 
-        ``instance``: of the class, made by a program; its values are of the right types.
+        ``instance``: an instance that a program made; its values must have the right types already.
         """
-        import msgspec  # here and below: `kvplug list` imports modules of options, for the probes beside them
+        import msgspec  # imported late, because `kvplug list` imports option modules for their probes
 
         if self.field.converter is not None:
-            return given, ()  # the class converts by itself, and raises what is wrong
+            return given, ()  # the class converts the value itself, and raises its own errors
         reason, meant = "", None
         try:
             plain = _plain(given, _kinds(self.hint), self.unit) if instance is None else given
@@ -147,8 +147,8 @@ class _Option:
         return None, (bad_value(self.key, given, allowed, reason=reason, meant=meant),)
 
     def _refusals(self, value: Any, given: Any, instance: Any) -> tuple[Fault, ...]:
-        """The faults that the author's validator finds. One that needs an instance runs in the constructor
-        only."""
+        """Return the faults that the author's validator finds. A validator that needs an instance only runs
+        in the constructor."""
         check = self.field.validator
         check = check.validator if isinstance(check, _Check) else check
         try:
@@ -188,7 +188,7 @@ class _Option:
         return format_value(default, self.unit)
 
     def in_schema(self) -> tuple[str, Any, Any]:
-        """The field of a msgspec.Struct for it."""
+        """Return the option as a field of a msgspec.Struct."""
         import msgspec
 
         described = msgspec.Meta(description=self.help)
@@ -197,12 +197,12 @@ class _Option:
         if self.is_required:
             default = msgspec.NODEFAULT
         elif isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-            default = msgspec.field(default_factory=object)  # not required, and without a value in the schema
+            default = msgspec.field(default_factory=object)  # optional, without a default in the schema
         return self.key, hint, default
 
 
 def option_fields(cls: type) -> dict[str, attrs.Attribute[Any]]:
-    """The fields that a configuration may set, by key."""
+    """Return the fields that a configuration may set, by key."""
     return {field.alias or field.name: field for field in attrs.fields(cls) if field.init}
 
 
@@ -215,14 +215,14 @@ def _resolved(cls: type) -> Mapping[str, _Option]:
 
 
 _options: Final[Callable[[type], Mapping[str, _Option]]] = functools.cache(_resolved)
-"""The options of a class by their keys. Raises PluginError where their types cannot be resolved."""
+"""Returns the options of a class by key. Raises PluginError if their types cannot be resolved."""
 
 
 def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Make an instance of the options class ``cls`` from plain values.
 
-    ``where`` goes before each key in a fault (``"options.cpu"``). Text is converted to the field's
-    type, so that values from environment variables do.
+    ``where`` precedes each key in a fault (``"options.cpu"``). Text is converted to the field's type, so
+    that environment variables can supply values.
 
     >>> @attrs.frozen(kw_only=True)
     ... class MyOptions:
@@ -252,13 +252,13 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
 
 
 def structured(cls: type, key: str, given: Any) -> tuple[Any, tuple[Fault, ...]]:
-    """The value of one option of the class, or its faults."""
+    """Convert the value given for one option of the class, or return its faults."""
     known = _options(cls)
     return known[key].structured(given) if key in known else (None, (unknown_key(key, known),))
 
 
 def describe_options(cls: type) -> tuple[OptionRow, ...]:
-    """The options of a class, in the order of its fields.
+    """Describe the options of a class, in the order of its fields.
 
     >>> @attrs.frozen(kw_only=True)
     ... class MyOptions:
@@ -271,7 +271,7 @@ def describe_options(cls: type) -> tuple[OptionRow, ...]:
 
 
 def schema_fields(*classes: type) -> dict[str, tuple[str, Any, Any]]:
-    """The fields of a class of msgspec's with the options of all these classes, by key."""
+    """Return msgspec fields for the options of all these classes, by key."""
     return {key: each.in_schema() for cls in classes for key, each in _options(cls).items()}
 
 
@@ -279,7 +279,7 @@ def schema_fields(*classes: type) -> dict[str, tuple[str, Any, Any]]:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; one alone otherwise."""
+    """Return the members of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -288,7 +288,7 @@ def _kinds(hint: Any) -> set[Any]:
 
 
 def _choices(hint: Any) -> list[str]:
-    """The values that it names."""
+    """Return the values that a Literal or enum type allows."""
     found: list[str] = []
     for each in _members(hint):
         if typing.get_origin(each) is Literal:
@@ -299,7 +299,7 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _bounded(hint: Any, bounds: Mapping[str, Any]) -> Any:
-    """The same type, with bounds of its numbers."""
+    """Return the type with bounds on its numbers."""
     import msgspec
 
     meta, members = msgspec.Meta(**bounds), _members(hint)
@@ -308,7 +308,7 @@ def _bounded(hint: Any, bounds: Mapping[str, Any]) -> Any:
 
 
 def _in_schema(hint: Any, bounds: Mapping[str, Any], unit: str) -> Any:
-    """The same for a JSON schema: a number with a unit may be text."""
+    """Return the bounded type for a JSON schema, in which a number with a unit may be text."""
     if unit not in _UNITS or not _kinds(hint) & {int, float}:
         return _bounded(hint, bounds)
     import msgspec
@@ -318,10 +318,10 @@ def _in_schema(hint: Any, bounds: Mapping[str, Any], unit: str) -> Any:
 
 
 def _plain(given: Any, kinds: set[Any], unit: str) -> Any:
-    """What msgspec converts: the value that a text stands for, and a whole number without its fraction.
+    """Prepare a value for msgspec: parse text, and turn a whole float into an int.
 
     Raises:
-        ValueError: it has a wrong unit, or is not a quantity.
+        ValueError: the text has a wrong unit, or is not a quantity.
     """
     if isinstance(given, float) and int in kinds and given.is_integer():
         return int(given)
@@ -340,7 +340,7 @@ def _plain(given: Any, kinds: set[Any], unit: str) -> Any:
 
 
 def _in_words(hint: Any, unit: str = "") -> str:
-    """What fits a type, for readers who do not write Python."""
+    """Describe a type for readers who do not write Python."""
     members = [each for each in _members(hint) if each is not types.NoneType]
     words = []
     for each in members:

@@ -1,6 +1,6 @@
-"""Sources of configuration: each becomes a :class:`Layer` of plain values, with its faults.
+"""Sources of configuration. Each source becomes a :class:`Layer` of plain values with its faults.
 
-This module checks the form of the sources only. :class:`~kvplug.config.Draft` puts them together.
+This module only checks the form of the sources. :class:`~kvplug.config.Draft` combines them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RESERVED: Final[Mapping[str, str]] = {
     "KVPLUG_CUDART_LIBRARY": "path of the CUDA runtime, for plugins that load it",
     "KVPLUG_CACHE": "folder for what is made once and kept, such as converted models",
 }
-"""Variables that are not configuration keys, and what each is for."""
+"""Variables that are not configuration keys, with their purposes."""
 
 RESERVED_PREFIXES: Final[Mapping[str, str]] = {
     "KVPLUG_LOG_": "more about logging, for programs around kvplug",
     "KVPLUG_TEST_": "for kvplug's own tests",
 }
-"""The same for whole families of variables."""
+"""Prefixes of further such variables, with their purposes."""
 
 _KUBERNETES = re.compile(r"KVPLUG_(SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
 _SECRET_WORDS = ("secret", "password", "token")
@@ -50,15 +50,15 @@ VLLM_KEYS: Final[Mapping[str, str]] = {
     "kv_buffer_size": "buffer_size",
     "engine_id": "engine_id",
 }
-"""Keys of vLLM's ``--kv-transfer-config``, and ours."""
+"""Keys of vLLM's ``--kv-transfer-config``, and kvplug's equivalents."""
 
 VLLM_EXTRA: Final = "kv_connector_extra_config"
 VLLM_IGNORED: Final = (
     *("kv_connector_module_path", "kv_load_failure_policy", "enable_permute_local_kv", "kv_rank"),
     "kv_parallel_size",
 )
-"""Keys that only vLLM itself needs: the module of its connector class, what becomes of a request whose load
-failed, a conversion that kvplug does by itself, and the number of this instance among the instances."""
+"""Keys that only vLLM itself needs: the module of its connector class, the policy for failed loads, a
+conversion that kvplug does itself, the rank of this instance, and the number of instances."""
 
 _OUR_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
@@ -72,12 +72,13 @@ class Given:
     value: Any
     source: str
     place: str = ""
-    """What faults name beside the key: a variable, a key of vLLM's, the command line; empty for a file."""
+    """The place that faults name besides the key: a variable, one of vLLM's keys, the command line. Empty for
+    a file."""
 
 
 @attrs.define
 class Layer:
-    """The values of one source, and its faults. Options are flat, with keys ``options.<name>.<option>``."""
+    """The values and faults of one source. Options are flat, with keys ``options.<name>.<option>``."""
 
     source: str
     values: dict[str, Given] = attrs.field(factory=dict)
@@ -105,7 +106,7 @@ class Layer:
 
 
 def from_mapping(data: Any, source: str) -> Layer:
-    """From a dict as TOML or JSON give it: kvplug's keys, or those of vLLM's ``--kv-transfer-config``."""
+    """Read a dict from TOML or JSON, with kvplug's keys or those of vLLM's ``--kv-transfer-config``."""
     layer = Layer(source)
     if not isinstance(data, Mapping):
         layer.faults.append(Fault(f"a table of keys and values is needed, got {shown(data)}"))
@@ -117,7 +118,7 @@ def from_mapping(data: Any, source: str) -> Layer:
 
 
 def _add_vllm(layer: Layer, data: Mapping[Any, Any]) -> None:
-    """Add vLLM's keys, and over them kvplug's in the extra config."""
+    """Add vLLM's keys, then kvplug's keys in the extra config, which override them."""
     prefix = f"{layer.source}: " if layer.source else ""
     known = (*VLLM_KEYS, VLLM_EXTRA, *VLLM_IGNORED)
     for key, value in data.items():
@@ -126,7 +127,7 @@ def _add_vllm(layer: Layer, data: Mapping[Any, Any]) -> None:
         elif key not in known:
             near = nearest(str(key), known)
             hint = f"did you mean {near!r}?" if near else f"kvplug's own keys go into {VLLM_EXTRA}"
-            line = in_place_of(key, near) if near else f"{VLLM_EXTRA}: {key} goes in there"
+            line = in_place_of(key, near) if near else f"{VLLM_EXTRA}: move {key} into it"
             text = f"{key}: not a key of vLLM's kv-transfer-config; {hint}"
             layer.faults.append(Fault(text, key=key, line=line))
     extra = data.get(VLLM_EXTRA)
@@ -136,21 +137,23 @@ def _add_vllm(layer: Layer, data: Mapping[Any, Any]) -> None:
         extra = {}
     theirs, ours = data.get("kv_connector"), extra.get("connector")
     if isinstance(theirs, str) and not _OUR_NAME.fullmatch(theirs):
-        del layer.values["connector"]  # a class of vLLM's; ours is named in the extra config, or the default
+        del layer.values["connector"]  # this names vLLM's class; the extra config or the default names ours
         if ours is None and theirs != "KvplugConnector":
             allowed = f"a connector of kvplug, or KvplugConnector with the connector's name in {VLLM_EXTRA}"
             layer.faults.append(bad_value("kv_connector", theirs, allowed, meant="KvplugConnector"))
     elif None not in (theirs, ours) and ours != theirs:
-        text = f"{shown(theirs)} was given, and in {VLLM_EXTRA} the connector {shown(ours)}; name one of them"
+        text = (
+            f"{shown(theirs)} was given, but {VLLM_EXTRA} has the connector {shown(ours)}; name one of them"
+        )
         layer.faults.append(Fault(f"kv_connector: {text}", key="kv_connector", value="KvplugConnector"))
     layer.add(extra, f"{prefix}{VLLM_EXTRA}")
 
 
 def from_file(path: str | os.PathLike[str]) -> Layer:
-    """From a ``.toml`` or ``.json`` file.
+    """Read a ``.toml`` or ``.json`` file.
 
     Raises:
-        ConfigError: it cannot be read, or is not what its ending says.
+        ConfigError: the file cannot be read, or its content does not match its ending.
     """
     name = os.fspath(path)
     ending = os.path.splitext(name)[1].lower()
@@ -199,7 +202,7 @@ def _json(text: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ValueError(f"the key {key!r} is there twice")
+                raise ValueError(f"the key {key!r} is given twice")
             found[key] = value
         return found
 
@@ -210,9 +213,9 @@ def _json(text: str) -> Any:
 
 
 def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
-    """``KVPLUG_<KEY>`` and ``KVPLUG_OPTIONS__<NAME>__<OPTION>``; a hyphen in a name is an underscore here.
+    """Read ``KVPLUG_<KEY>`` and ``KVPLUG_OPTIONS__<NAME>__<OPTION>``. Underscores in NAME stand for hyphens.
 
-    A value that is empty counts as not given. Values of unknown variables are not repeated in faults.
+    An empty value counts as not given. Faults do not repeat the values of unknown variables.
     """
     keys = {PREFIX + key.upper(): key for key in known}
     layer, services = Layer("environment"), []
@@ -227,12 +230,12 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
         elif found := _OPTION.fullmatch(name.lower()):
             layer.values[f"options.{found[1].replace('_', '-')}.{found[2]}"] = Given(text, name, name)
         elif name.startswith(f"{PREFIX}OPTION"):
-            text = f"an option's variable is {_OPTION_FORM}, with two underscores in both places"
+            text = f"the variable of an option is {_OPTION_FORM}, with two underscores in both places"
             layer.faults.append(_of_variable(name, text, _OPTION_FORM))
         else:
             near = nearest(name, (*keys, *RESERVED))
             hint = f"; did you mean {near!r}?" if near else ""
-            layer.faults.append(_of_variable(name, f"not a variable of kvplug{hint}", near))
+            layer.faults.append(_of_variable(name, f"not a kvplug variable{hint}", near))
     if services:
         text = (
             f"{', '.join(services)}: Kubernetes sets these for a service named kvplug; rename the service, or"
@@ -244,13 +247,13 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
 
 
 def _of_variable(name: str, text: str, meant: str | None) -> Fault:
-    """The fault of an unknown variable. ``meant``: the variable that was most likely meant."""
+    """Make the fault of an unknown variable. ``meant``: the variable that was most likely meant."""
     line = in_place_of(name, meant) if meant else f"unset {name}"
     return Fault(f"{name}: {text}", key=name, place=name, line=line)
 
 
 def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "command line") -> Layer:
-    """From ``{"port": 5000}`` or ``["port=5000", "options.cpu.max_in_flight_bytes=64 MiB"]``."""
+    """Read overrides: ``{"port": 5000}`` or ``["port=5000", "options.cpu.max_in_flight_bytes=64 MiB"]``."""
     if isinstance(overrides, Mapping):
         return from_mapping(overrides, source)
     layer = Layer(source)
@@ -263,31 +266,31 @@ def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "
     return layer
 
 
-# -- keys that are not of the core --------------------------------------------------------------------
+# -- options of plugins, and unknown keys -------------------------------------------------------------
 
 
 def put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> tuple[Fault, ...]:
-    """Set the option of the key ``options.NAME.OPTION``; the fault if the key has another form."""
+    """Set the option with the key ``options.NAME.OPTION``. Return a fault if the key has another form."""
     name, _, setting = key.removeprefix("options.").rpartition(".")
     if _TABLE_NAME.fullmatch(name) and setting:
         options.setdefault(name, {})[setting] = value
         return ()
-    text = f"{key}: an option's key is options.<name>.<option>, with a name as `kvplug list` shows it"
-    return (Fault(text, key=key, line="[options.NAME]    (NAME as `kvplug list` shows it)"),)
+    text = f"{key}: the key of an option is options.<name>.<option>, with a name that `kvplug list` shows"
+    return (Fault(text, key=key, line="[options.NAME]    (a NAME that `kvplug list` shows)"),)
 
 
 def unknown(key: str, value: Any, known: Iterable[str]) -> Fault:
-    """The fault of an unknown key. It never repeats the value, which may be a secret."""
+    """Make the fault of an unknown key. It never repeats the value, which may be a secret."""
     if "." not in key and any(word in key.lower() for word in _SECRET_WORDS):
         text = (
-            f"{key}: a secret is never written into a configuration; put it into the variable KVPLUG_SECRET,"
+            f"{key}: a configuration must not contain a secret; put it into the variable KVPLUG_SECRET,"
             " or into a file that secret_file names"
         )
         return Fault(text, key=key, line=in_place_of(key, "export KVPLUG_SECRET=..."))
     if isinstance(value, Mapping) and nearest(key, known) is None:
         text = (
-            f"{key}: not a known key; a plugin's options are a table [options.{key}], and kvplug's own keys"
-            " stand above all tables"
+            f"{key}: not a known key; a plugin's options go into a table [options.{key}], and kvplug's own"
+            " keys go before all tables"
         )
         return Fault(text, key=key, line=in_place_of(key, f"[options.{key}]"))
     return unknown_key(key, known)

@@ -26,12 +26,12 @@ SECONDS: Final = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3
 
 
 def parse_bytes(text: str) -> int:
-    """``"1 GiB"``, ``"64MB"``, ``"4096"`` as bytes; a fraction of a byte is cut off.
+    """Parse a size such as ``"1 GiB"``, ``"64MB"`` or ``"4096"`` into bytes. Fractions of a byte are dropped.
 
-    ``"64M"`` is refused: it means 64,000,000 to some and 67,108,864 to others.
+    ``"64M"`` is refused because it can mean 64,000,000 or 67,108,864.
 
     Raises:
-        ValueError: it is not a size, and what would be.
+        ValueError: the text is not a size; the message shows the valid forms.
     """
     number, unit = _split(text, "size", BYTES)
     if number.isdigit():
@@ -42,10 +42,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """``"30 s"``, ``"500 ms"``, ``"5 min"``, ``"1.5"`` as seconds.
+    """Parse a duration such as ``"30 s"``, ``"500 ms"``, ``"5 min"`` or ``"1.5"`` into seconds.
 
     Raises:
-        ValueError: it is not a duration.
+        ValueError: the text is not a duration.
     """
     number, unit = _split(text, "time", SECONDS)
     return float(number) * SECONDS[unit]
@@ -66,7 +66,7 @@ def _split(text: str, what: str, units: Iterable[str]) -> tuple[str, str]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """The shortest exact way to write a size that :func:`parse_bytes` reads back."""
+    """Format a size in the shortest exact form that :func:`parse_bytes` can read."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if nbytes and nbytes % BYTES[unit] == 0:
             return f"{nbytes // BYTES[unit]} {unit}"
@@ -78,7 +78,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def bytes_in_words(number: int | None) -> str:
-    """A number of bytes with three digits and a unit; "unlimited" for ``None``.
+    """Format a number of bytes with three digits and a unit, or ``None`` as "unlimited".
 
     >>> bytes_in_words(25275637760), bytes_in_words(4096), bytes_in_words(None)
     ('23.5 GiB', '4 KiB', 'unlimited')

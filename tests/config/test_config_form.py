@@ -94,7 +94,7 @@ WRONG: dict[str, dict[object, str]] = {
     "host": dict.fromkeys(
         ("", "a b", "tcp://127.0.0.1", "127.0.0.1:80", "[::1]", "unix:/", "unix:/a b", "unix:@", "a\n"), ""
     )
-    | {"unix:/" + "a" * 89: "at most 89 bytes here, and this one 90", "unix:@" + "a" * 91: "bytes here"},
+    | {"unix:/" + "a" * 89: "at most 89 bytes here; this one has 90", "unix:@" + "a" * 91: "bytes here"},
     "thread_cpus": dict.fromkeys(
         ("none", "0-", "-1", "0 3", "3-1", "0,5-4", "0x1", "1000000"), "was given; "
     ),

@@ -47,7 +47,7 @@ UNREADABLE: dict[str, tuple[str | bytes, str]] = {
     "dotted.toml": ("host = 10.0.0.5", r'not TOML: .*; text needs quotes: host = "10.0.0.5"'),
     "open.json": ("{", "not JSON"),
     "list.json": ("[]", "a table of keys and values is needed"),
-    "twice.json": ('{"port": 0, "port": 1}', "the key 'port' is there twice"),
+    "twice.json": ('{"port": 0, "port": 1}', "the key 'port' is given twice"),
     "long.json": ('{"port": ' + "9" * 5000 + "}", "not JSON"),
     "nan.json": ('{"timeout_s": NaN}', "timeout_s"),
     "deep.json": ('{"a": ' * 100_000, "not JSON"),
@@ -105,9 +105,9 @@ def test_wrong_variables_are_named_with_a_suggestion_and_values_of_unknown_ones_
         Config.load(environ={**dict.fromkeys(unknown, "hunter2"), "KVPLUG_PORT_OFFSET": "z"})
     text = str(caught.value)
     for said in (
-        "KVPLUG_SECERT: not a variable of kvplug; did you mean 'KVPLUG_SECRET'?",
-        "KVPLUG_PRT: not a variable of kvplug; did you mean 'KVPLUG_PORT'?",
-        "KVPLUG_OPTIONS__A: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>",
+        "KVPLUG_SECERT: not a kvplug variable; did you mean 'KVPLUG_SECRET'?",
+        "KVPLUG_PRT: not a kvplug variable; did you mean 'KVPLUG_PORT'?",
+        "KVPLUG_OPTIONS__A: the variable of an option is KVPLUG_OPTIONS__<NAME>__<OPTION>",
         "[KVPLUG_PORT_OFFSET]",
     ):
         assert said in text
@@ -196,7 +196,7 @@ def test_vllms_json_is_accepted_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("given", "extra", "said"),
     [
-        ("lookup", {"connector": "p2p"}, ["'lookup' was given, and in kv_connector_extra_config"]),
+        ("lookup", {"connector": "p2p"}, ["'lookup' was given, but kv_connector_extra_config"]),
         ("lookup", 3, ["kv_connector_extra_config: 3 was given"]),
         (
             "KvplugConnector",
