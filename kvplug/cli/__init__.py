@@ -1,1 +1,1 @@
-"""The program ``kvplug``: its own commands, and those of plugins."""
+"""The program ``kvplug``, with its own commands and those of plugins."""

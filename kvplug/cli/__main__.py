@@ -1,4 +1,4 @@
-"""``python -m kvplug.cli``, where the program is not on the path."""
+"""Runs the program as ``python -m kvplug.cli``, for when it is not on the path."""
 
 from kvplug.cli.main import main
 

@@ -1,5 +1,5 @@
-"""What the shell completes: names of plugins and of what they offer, keys, files. No plugin's code is loaded
-for it but the entry points."""
+"""Shell completion of the names of plugins and offers, of keys, and of files. Only the plugins' entry points
+are loaded for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def items(known: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem]:
-    """Those names that begin as the incomplete one does, each with a line of help."""
+    """Return the names that begin with ``incomplete``, each with a line of help."""
     return [CompletionItem(name, help=printable(text)) for name, text in known if name.startswith(incomplete)]
 
 
 def offers(*kinds: Kind, plugins: bool = False) -> Complete:
-    """Completes names of offers; all kinds, or these. ``plugins``: also those of plugins."""
+    """Return a completer for offers of these kinds (default: all). ``plugins``: also for plugins."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from kvplug.assembly.registry import Registry
@@ -39,24 +39,24 @@ def offers(*kinds: Kind, plugins: bool = False) -> Complete:
 
 
 def plugins(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completes names of plugins."""
+    """Complete names of plugins."""
     from kvplug.assembly.registry import Registry
 
     return items(sorted((each.name, str(each)) for each in Registry.from_env().plugins), incomplete)
 
 
 def kinds(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completes the kinds of offers."""
+    """Complete the kinds of offers."""
     return items([(kind.value, "") for kind in Kind], incomplete)
 
 
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completes the keys of KEY=VALUE."""
+    """Complete the keys of KEY=VALUE."""
     from kvplug.config.config import KEYS
 
     return items([(f"{key}=", "") for key in KEYS], incomplete)
 
 
 def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Leaves it to the shell to complete the name of a file."""
+    """Let the shell complete the name of a file."""
     return [CompletionItem(incomplete, type="file")]

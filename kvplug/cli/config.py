@@ -1,4 +1,5 @@
-"""``kvplug config``: the effective configuration with its sources, the faults of a file, the JSON schema."""
+"""``kvplug config``: the effective configuration with its sources, the faults of a file, a secret, and the
+JSON schema."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ config_option = click.option(
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completes the keys of KEY=VALUE; what begins no key is a file."""
+    """Complete the keys of KEY=VALUE, or file names if no key matches."""
     return complete_keys(ctx, param, incomplete) or files(ctx, param, incomplete)
 
 
 def reads_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds ``[FILE] [KEY=VALUE]...`` to a command, which gets them as ``path`` and ``overrides``."""
+    """Add ``[FILE] [KEY=VALUE]...`` to a command, which gets them as ``path`` and ``overrides``."""
 
     @config_option
     @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=_complete)
@@ -159,7 +160,7 @@ def secret(path: str) -> None:
             os.fchmod(fd, 0o600)
             f.write(f"{secrets.token_hex(32)}\n")
     except FileExistsError:
-        click.echo(printable(f"kvplug: {path} exists, and is left as it is: name a new file"), err=True)
+        click.echo(printable(f"kvplug: {path} exists and is not changed: name a new file"), err=True)
         sys.exit(2)
     except OSError as e:
         click.echo(printable(f"kvplug: {path}: {e.strerror or e}"), err=True)
@@ -168,7 +169,7 @@ def secret(path: str) -> None:
 
 
 def _check_trust(draft: Draft) -> tuple[Finding, ...]:
-    """What is found of the certificates. Raises ConfigError: the secret or a file cannot be used."""
+    """Return the findings about the certificates. Raise ConfigError if the secret or a file is unusable."""
     from kvplug.net.trust.credentials import Credentials
     from kvplug.net.trust.tls import TlsFiles
 
@@ -182,13 +183,13 @@ def _check_trust(draft: Draft) -> tuple[Finding, ...]:
 
 
 def _settings(effective: Config, registry: Registry) -> dict[str, tuple[Any, str]]:
-    """The value and the unit of every key, and of the options of what the config names."""
+    """Return the value and unit of every key, and of the options of all configured transports."""
     fields = option_fields(Config)
     found = {key: (getattr(effective, key), fields[key].metadata.get(UNIT, "")) for key in KEYS}
-    for spec in _chosen(effective, registry):  # things of one name may share a class of options
+    for spec in _chosen(effective, registry):  # specs of one name may share an options class
         try:
             filled = None if isinstance(spec, CommandSpec) else options_of(registry, spec, effective.options)
-        except (ConfigError, PluginError) as e:  # shown as they were given
+        except (ConfigError, PluginError) as e:  # these options are shown as given
             click.echo(printable(f"note: {e}"), err=True)
             continue
         for name, field in () if filled is None else option_fields(type(filled)).items():
@@ -201,7 +202,7 @@ def _settings(effective: Config, registry: Registry) -> dict[str, tuple[Any, str
 
 
 def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
-    """The transports that the config names. Those left to "auto" are not known before the handshake."""
+    """Yield what the config names. A transport left to "auto" is not known before the handshake."""
     for key, kind in CHOSEN.items():
         name = getattr(effective, key)
         if name == "auto":

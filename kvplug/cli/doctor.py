@@ -1,4 +1,4 @@
-"""``kvplug doctor``: what an engine with this config would meet, here and at a peer."""
+"""``kvplug doctor``: the problems that an engine with this config would have, here and with a peer."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def doctor(
 ) -> None:
     """Find out why nothing moves: try what an engine with this configuration does, here and at a peer.
 
-    It shakes hands as an engine does, measures a pipe for at most a second with at most 64 MiB, and leaves
-    nothing behind. Exits with 1 if there are problems.
+    It performs an engine's handshake, measures a pipe for at most a second with at most 64 MiB, and leaves
+    nothing behind. Exit code 1: there are problems.
 
     \b
     kvplug doctor kvplug.toml
@@ -105,7 +105,7 @@ def doctor(
 
 
 def _leave(code: int) -> None:
-    """Exit; at once if a plugin's code has not returned, since its libraries may not let the process end."""
+    """Exit. If plugin code has not returned, exit at once: its libraries may keep the process from ending."""
     if any(each.name == THREAD for each in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -117,13 +117,13 @@ def _serve(config: Config, registry: Registry, facts: dict[str, str | int]) -> N
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     with serve_doctors(config, registry, facts=facts) as server:
         click.echo(server.contact)
-        click.echo("a doctor answers here; stop it with Ctrl-C or SIGTERM", err=True)
+        click.echo("answering doctors; stop with Ctrl-C or SIGTERM", err=True)
         signal.sigwait(_ENDING)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 def _show(found: Diagnosis, *, quiet: bool = False) -> None:
-    """What is in order first and briefly, so that problems stand at the end, where a terminal is read."""
+    """Print the findings, with the problems last, where a terminal's reader looks first."""
     if found.fields and not quiet:
         rows = [(each.name, _cut(each.ours), _cut(each.theirs), each.outcome) for each in found.fields]
         show_table(("FIELD", "OURS", "THEIRS", "OUTCOME"), rows)
@@ -135,7 +135,7 @@ def _show(found: Diagnosis, *, quiet: bool = False) -> None:
 
 
 def _cut(text: str) -> str:
-    """Long words, such as ids, are shortened: the table has at most 80 columns, and --json the whole text."""
+    """Shorten long words, such as ids, to fit the table into 80 columns. --json prints the whole text."""
     return " ".join(
         word if len(word) <= _WORD else f"{word[: _WORD - 1]}\N{HORIZONTAL ELLIPSIS}" for word in text.split()
     )

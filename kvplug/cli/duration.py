@@ -1,4 +1,4 @@
-"""The type of options that are times."""
+"""The type of command options that are durations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from kvplug.config.messages import shown
 from kvplug.config.units import parse_seconds
 
 _LONGEST_S: Final = 1e9
-"""Some thirty years. Locks and sockets refuse to wait for ten times as long."""
+"""About thirty years. Locks and sockets refuse timeouts ten times as long."""
 
 
 class Duration:
-    """The ``type`` of an option of a command that is a time: ``30``, ``1.5``, ``500ms`` or ``"5 min"``.
+    """The ``type`` of a command option that is a duration: ``30``, ``1.5``, ``500ms`` or ``"5 min"``.
 
-    It refuses what no call can wait for: negative, infinite and undefined numbers, and without
-    ``may_be_zero`` also 0.
+    It refuses negative, infinite and undefined numbers, and also 0 unless ``may_be_zero``.
 
     >>> Duration()("500ms")
     0.5
@@ -29,7 +28,7 @@ class Duration:
         """Return the seconds.
 
         Raises:
-            click.BadParameter: it is not such a time.
+            click.BadParameter: the value is not such a duration.
         """
         try:
             seconds = parse_seconds(str(given))

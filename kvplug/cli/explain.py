@@ -21,10 +21,10 @@ from kvplug.errors import ConfigError
 @click.option("--quiet", is_flag=True, help="Show notes and problems only, and how many others there are.")
 @reads_config
 def explain(path: str | None, as_json: bool, quiet: bool, overrides: tuple[str, ...]) -> None:
-    """Say what this configuration would do here: which connector, stores and transport are taken and why, who
-    is accepted, what is verified.
+    """Explain what this configuration would do here: which connector, stores and transport it would use and
+    why, which peers it would accept, and what it would verify.
 
-    Nothing is started or written. Exits with 1 if an engine could not start with it, or nothing would move.
+    Nothing is started or written. Exit code 1: an engine could not start with it, or nothing would move.
     """
     try:
         findings = findings_of(Config.load(path, overrides=overrides), Registry.from_env())

@@ -1,4 +1,4 @@
-"""Findings on a terminal, and as plain text of 80 columns in a pipe."""
+"""Prints findings on a terminal, or as plain text of 80 columns into a pipe."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WIDTH: Final = 80
 
 
 def show_findings(findings: Sequence[Finding], *, quiet: bool = False, details: bool = False) -> None:
-    """Print each finding: the verdict, the topic, what was found, why it matters, and what to change.
+    """Print each finding: the verdict, the topic, the fact, why it matters, and what to change.
 
     Args:
-        quiet: only notes and problems, and how many others there are.
-        details: also for findings that are ok, what else was considered.
+        quiet: print only notes and problems, and the number of other findings.
+        details: also print the alternatives considered for findings that are ok.
     """
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""``kvplug list``: plugins, what they offer, and whether that works on this host."""
+"""``kvplug list``: the plugins, their offers, and whether these work on this host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Line:
-    """One offered spec; or a plugin that offers nothing, because it is broken or blocked."""
+    """One offered spec, or a plugin whose offers are unknown because it is broken or blocked."""
 
     name: str
     kind: str
@@ -37,16 +37,16 @@ class Line:
     distribution: str
     version: str
     status: str
-    """ok, unavailable (not on this host), ambiguous (two offer it), broken (a plugin, or the code of an offer
-    that was asked for by name), or blocked (a plugin)."""
+    """ok, unavailable (on this host), ambiguous (two plugins offer it), broken (a plugin, or the code of an
+    offer requested by name), or blocked (a plugin)."""
     reason: str = ""
     capabilities: Capabilities | None = None
     persistent: bool | None = None
-    """Of a store: whether its pages outlive the processes that use it."""
+    """For a store: whether its pages outlive the processes that use it."""
     cross_host: bool | None = None
-    """Of a store: whether processes of several hosts can use it."""
+    """For a store: whether processes on several hosts can use it."""
     devices: Sequence[str] | None = None
-    """Of a store: devices whose memory it serves itself."""
+    """For a store: the devices whose memory it serves without staging."""
     summary: str = ""
 
 
@@ -77,8 +77,8 @@ def list_plugins(
 ) -> None:
     """Show what the installed plugins offer, and whether that can work on this host.
 
-    Probes find out what can work here. With NAME, it shows everything about the offers of that name, and
-    loads their code.
+    Probes check what can work here. With NAME, this shows everything about the offers of that name, and loads
+    their code.
     """
     registry = Registry.from_env()
     if options_of is not None:
@@ -102,10 +102,10 @@ def list_plugins(
 def _selected(
     registry: Registry, lines: Sequence[Line], names: Sequence[str], kind: str | None, *, failed: bool
 ) -> list[Line]:
-    """Those of these names and this kind; ``failed``: also plugins that did not load.
+    """Select the lines of these names and this kind. ``failed``: also select plugins that did not load.
 
     Raises:
-        UnknownNameError: there are none; says what there is.
+        UnknownNameError: no line has the name or kind; the message lists the known ones.
     """
     if kind is not None:
         there = dict.fromkeys(line.kind for line in lines)
@@ -113,9 +113,9 @@ def _selected(
         if wanted not in there:
             shown = ", ".join(map(_words, there))
             raise UnknownNameError(
-                f"no offer is of the kind {kind!r}{did_you_mean(wanted, there)}; kinds: {shown}"
+                f"no offer has the kind {kind!r}{did_you_mean(wanted, there)}; kinds: {shown}"
             )
-        # A plugin that did not load may offer that kind: what it offers is not known.
+        # A plugin that did not load may offer that kind, because its offers are unknown.
         lines = [line for line in lines if line.kind == wanted or (failed and line.kind == "plugin")]
     for name in names:
         if all(name not in (line.name, line.plugin, line.distribution) for line in lines):
@@ -131,7 +131,7 @@ def _words(kind: str) -> str:
 
 
 def _show_by_kind(lines: Sequence[Line]) -> None:
-    """A paragraph for each offer, which is one line where the terminal is wide enough."""
+    """Print a paragraph for each offer, on one line if the terminal is wide enough."""
     width = max(len(line.name) for line in lines)
     for kind, group in itertools.groupby(lines, lambda line: line.kind):
         click.secho(_words(kind), bold=True)
@@ -139,11 +139,11 @@ def _show_by_kind(lines: Sequence[Line]) -> None:
             text = line.summary if line.status == "ok" else f"{line.status}: {line.reason}"
             colour = None if line.status == "ok" else "yellow"
             click.secho(_paragraph(f"  {line.name.ljust(width)}  ", text), fg=colour)
-    click.echo("\n`kvplug list NAME` shows all about one, `--options NAME` what can be set.")
+    click.echo("\n`kvplug list NAME` shows details of an offer, `--options NAME` shows its options.")
 
 
 def _whole(line: Line) -> str:
-    """Everything about an offer."""
+    """Format everything about an offer."""
     rows = {
         "summary": line.summary,
         "status": line.status if not line.reason else f"{line.status}: {line.reason}",
@@ -156,7 +156,7 @@ def _whole(line: Line) -> str:
 
 
 def _paragraph(head: str, text: str) -> str:
-    """Text beside its head, no wider than the terminal, or than 80 columns in a pipe."""
+    """Wrap text beside its head to the terminal's width, or to 80 columns in a pipe."""
     columns = shutil.get_terminal_size().columns
     return textwrap.fill(
         printable(f"{head}{text}"), columns, subsequent_indent=" " * len(head), break_on_hyphens=False
@@ -164,9 +164,9 @@ def _paragraph(head: str, text: str) -> str:
 
 
 def lines_of(registry: Registry, names: Collection[str] = (), *, everything: bool = False) -> list[Line]:
-    """What is offered, probed; then the plugins that are broken or blocked.
+    """Return the probed offers, then the plugins that are broken or blocked.
 
-    ``names``: of offers, plugins or distributions whose code is loaded too. ``everything``: also what is made
+    ``names``: offers, plugins or distributions whose code is loaded too. ``everything``: include offers made
     for tests.
     """
     offered = []
@@ -183,7 +183,7 @@ def lines_of(registry: Registry, names: Collection[str] = (), *, everything: boo
 
 
 def _status(registry: Registry, spec: Spec, *, load: bool) -> tuple[str, str]:
-    """The status of an offer, and the reason."""
+    """Return the status of an offer, and the reason."""
     try:
         registry.get(spec.kind, spec.name)
         probe = spec.run_probe() if isinstance(spec, TransportSpec | StoreSpec) else None
@@ -217,7 +217,7 @@ def _line(plugin: PluginInfo, status: str, reason: str, *, spec: Spec | None = N
 
 
 def _load_code(spec: Spec) -> None:
-    """Import all code that an offer names."""
+    """Import all the code that an offer names."""
     if isinstance(spec, CommandSpec):
         spec.load()
         return
@@ -241,7 +241,7 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def _able(line: Line) -> str:
-    """What a transport or a store can do, in words."""
+    """Describe the abilities of a transport or store in words."""
     able = line.capabilities
     if able is not None:
         trust = [] if able.authenticated else ["not authenticated"]
@@ -284,7 +284,7 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
 
 
 def _called(registry: Registry, name: str) -> list[tuple[PluginInfo, Any]]:
-    """Every spec of that name (or ``distribution:name``) that can have options."""
+    """Return every spec of that name (or ``distribution:name``) that can have options."""
     distribution, _, bare = name.rpartition(":")
     every = [(plugin, spec) for plugin, spec in registry if not isinstance(spec, CommandSpec)]
     found = [

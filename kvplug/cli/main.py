@@ -1,4 +1,4 @@
-"""Entry point of the program ``kvplug``. Imports no more than a command needs."""
+"""The entry point of the program ``kvplug``. It imports only what the command needs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OWN = {
     for name, target, summary in (
         ("config", "config:config", "Show the effective configuration, check one, or make a secret for it."),
         ("doctor", "doctor:doctor", "Find out why nothing moves, here and at a peer."),
-        ("explain", "explain:explain", "Say what a configuration would do here, and why."),
-        ("list", "list:list_plugins", "Plugins, what they offer, and what works here."),
+        ("explain", "explain:explain", "Explain what a configuration would do here, and why."),
+        ("list", "list:list_plugins", "List plugins, what they offer, and what works here."),
         ("new", "new:new", "Generate the package of a plugin."),
         ("store", "store:store", "Serve a store of KV pages to other programs, or ask one what it holds."),
     )
 }
-"""The commands of the core. No plugin can take their names."""
+"""The commands of the core. Plugins cannot take their names."""
 
 _REGISTRY = "kvplug.assembly.registry"
 _TRUE = ("1", "true", "yes", "on")
@@ -58,18 +58,18 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it, but the error of an unknown command lists all commands."""
+        """Resolve a command as click does, but list all commands in the error for an unknown one."""
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in OWN and name not in (specs := self._specs(ctx)):
             registry = _registry(ctx)
             if registry.owners(Kind.COMMAND, name):
-                registry.get(Kind.COMMAND, name)  # raises: two plugins bring it
+                registry.get(Kind.COMMAND, name)  # raises, because two plugins offer it
             text = registry.about_unknown("no command named", name, specs, Kind.COMMAND)
             raise click.UsageError(text, ctx)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Commands with their summaries, without importing their code; and options."""
+        """Complete options, and commands with their summaries, without importing the commands' code."""
         from kvplug.cli.completion import items
 
         known = [(name, spec.summary) for name, spec in sorted(self._specs(ctx).items())]
@@ -81,11 +81,11 @@ class Program(click.Group):
             formatter.write_dl([(name, printable(spec.summary.rstrip("."))) for name, spec in specs])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click does it, but an error's message is printable."""
+        """Invoke a command as click does, but make error messages printable."""
         try:
             return super().invoke(ctx)
         except click.ClickException as e:
-            e.message = printable(e.message)  # type: ignore[misc]  # click has no other way
+            e.message = printable(e.message)  # type: ignore[misc]  # click offers no other way
             raise
 
     @staticmethod
@@ -95,7 +95,7 @@ class Program(click.Group):
 
 
 def _registry(ctx: click.Context) -> Registry:
-    """What is installed, looked up once."""
+    """Return the registry of installed plugins, which is loaded once."""
     found: Registry | None = ctx.meta.get(_REGISTRY)
     if found is None:
         from kvplug.assembly.registry import Registry
@@ -117,10 +117,10 @@ def program() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program and exit: 0 done, 1 failed (one message says why), 2 called wrongly."""
+    """Run the program and exit with 0 (success), 1 (failure; one message explains it) or 2 (wrong usage)."""
     try:
         _start_log(os.environ.get("KVPLUG_LOG", "").strip().lower())
-        color = False if os.environ.get("NO_COLOR") else None  # None: where a terminal is
+        color = False if os.environ.get("NO_COLOR") else None  # None: only on a terminal
         program.main(args=None if arguments is None else list(arguments), prog_name="kvplug", color=color)
     except KvplugError as e:
         if os.environ.get("KVPLUG_DEBUG", "").strip().lower() in _TRUE:
@@ -134,9 +134,7 @@ def _start_log(level: str) -> None:
         raise ConfigError(f"KVPLUG_LOG: {level!r} was given; allowed is one of {', '.join(_LEVELS)}")
     if level:
         show_log(level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
-    elif (
-        logging.lastResort is not None
-    ):  # warnings and errors, as Python shows them where nothing else is set
+    elif logging.lastResort is not None:  # Python shows warnings and errors by default
         logging.lastResort.setFormatter(_PrintableFormatter())
 
 
@@ -146,7 +144,7 @@ class _PrintableFormatter(logging.Formatter):
 
 
 def show_log(level: str, form: str) -> None:
-    """Show the log from this level on, on stderr, unless something else has set up a log."""
+    """Write log records of at least this level to stderr, unless logging is set up already."""
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,4 +1,4 @@
-"""``kvplug new``: the package of a plugin, ready to be tested, from the templates beside this module."""
+"""``kvplug new``: generates the package of a plugin, ready to test, from the templates beside this module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplug.transport.hookspecs import PLUGIN_API
 from kvplug.transport.spec import Kind, SinkSpec
 
 TEMPLATES: Final = Path(__file__).with_name("templates")
-"""Their ``copier.yml``, a folder for each kind, named after it, and ``package``, which is part of all."""
+"""Contains ``copier.yml``, a folder named after each kind, and ``package``, which all packages share."""
 
 _COPIER = 'kvplug new needs copier: pip install "kvplug[scaffold]"'
 
@@ -27,13 +27,13 @@ class Template(NamedTuple):
 
     kind: Kind
     offer: str
-    """What the package offers, for the help."""
+    """The package's offer, for the help."""
     modules: str
-    """The modules to be changed."""
+    """The modules for the author to change."""
 
     @property
     def words(self) -> str:
-        """Its kind, for people."""
+        """The kind in words."""
         return self.kind.replace("_", " ")
 
 
@@ -51,7 +51,7 @@ COMMANDS: Final[Mapping[str, Template]] = {
     "sink": Template(Kind.SINK, "a sink: where metrics go", "sink.py"),
     "command": Template(Kind.COMMAND, "a command of the program kvplug", "command.py"),
 }
-"""By the word that stands for it on the command line."""
+"""The templates, by the KIND of the command line."""
 
 _HELP = f"""Generate kvplug-NAME, the package of a plugin that passes its own tests, to be changed into yours.
 
@@ -84,9 +84,9 @@ def new(word: str, name: str, folder: str | None, force: bool) -> None:
     cd {target}
     pip install -e ".[test]"   # then `kvplug list` shows it
     pytest                     # kvplug's conformance kit: a failure quotes the law
-    tox run                    # the same from the wheel, on each Python; tox.ini says how
+    tox run                    # the same from the wheel, on each Python; see tox.ini
 
-Make {template.modules} in kvplug_{name.replace("-", "_")} yours, and run pytest after each step."""
+Change {template.modules} in kvplug_{name.replace("-", "_")} to suit, and run pytest after each step."""
     )
 
 
@@ -98,25 +98,25 @@ def _check_name(name: str) -> None:
         raise click.UsageError(str(e)) from e
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise click.UsageError(
-            f"{name!r} cannot be the name of a package: a hyphen stands between letters or digits"
+            f"{name!r} cannot be the name of a package: a hyphen must be between letters or digits"
         )
 
 
 def _check_free(name: str, template: Template, target: Path) -> None:
     """Refuse a folder that exists and a name that an installed plugin offers."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise click.ClickException(f"{target} exists; --folder names another one, --force writes over it")
+        raise click.ClickException(f"{target} exists; --folder names another one, --force overwrites it")
     if template.kind is Kind.COMMAND and name in OWN:
-        raise click.ClickException(f"kvplug {name} is a command of kvplug's own")
+        raise click.ClickException(f"kvplug {name} is one of kvplug's own commands")
     if owners := Registry.from_env().owners(template.kind, name):
         raise click.ClickException(
-            f"the {template.words} {name!r} is offered by {owners[0]}, which is installed, and kvplug refuses"
-            " a name that two packages offer: choose another name (--force generates it anyway)"
+            f"the installed {owners[0]} offers the {template.words} {name!r}, and kvplug refuses a name that"
+            " two packages offer: choose another name (--force generates it anyway)"
         )
 
 
 def _generate(name: str, kind: Kind, target: Path) -> None:
-    """Write the package. ``copier.yml`` has what else its files need."""
+    """Write the package. ``copier.yml`` defines the other values that its files need."""
     try:
         from copier import run_copy
         from copier.errors import CopierError
@@ -137,8 +137,8 @@ def _generate(name: str, kind: Kind, target: Path) -> None:
                 data=answers | {"part": part},
                 defaults=True,
                 overwrite=True,
-                cleanup_on_error=False,  # it would remove the whole folder, and with it what was there
+                cleanup_on_error=False,  # cleanup would remove the whole folder with all earlier files
                 quiet=True,
             )
         except (CopierError, OSError) as e:
-            raise click.ClickException(f"{target} is not whole: {type(e).__name__}: {e}") from e
+            raise click.ClickException(f"{target} is incomplete: {type(e).__name__}: {e}") from e

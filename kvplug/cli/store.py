@@ -1,4 +1,4 @@
-"""``kvplug store``: a store of KV pages apart from any engine, and what it holds."""
+"""``kvplug store``: serves a store of KV pages apart from any engine, and prints what it holds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def store() -> None:
 def serve(name: str | None, address: str | None, path: str | None, overrides: tuple[str, ...]) -> None:
     """Serve the store NAME until SIGTERM or SIGINT (Ctrl-C).
 
-    NAME is a store that `kvplug list` shows and that serves other programs, such as host. Default: the first
+    NAME is a store that `kvplug list` shows and that other programs can use, such as host. Default: the first
     of the configuration's stores.
 
     The first line of the output is the contact: other programs set it as an option of their store, for
@@ -65,8 +65,8 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
     if name is not None and name.endswith((".toml", ".json")):
         raise click.UsageError(f"{name!r} was given; allowed is the name of a store: use --config {name}")
     config = Config.load(path, overrides=overrides)
-    show_log("INFO", "%(asctime)s %(levelname)s %(message)s")  # who comes and goes, unless KVPLUG_LOG is set
-    # Blocked in this and every later thread, and taken below: a handler would run in the middle of anything.
+    show_log("INFO", "%(asctime)s %(levelname)s %(message)s")  # unless KVPLUG_LOG is set
+    # The signals are blocked in all threads and awaited below, since a handler could interrupt anything.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     with serve_store(config, name, address) as server:
         click.echo(server.contact)
@@ -77,7 +77,7 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
             "" if budget is None else f" and keeps up to {format_value(budget, 'bytes')}",
         )
         ended = signal.sigwait(_ENDING)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # a second one ends it at once
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # a second signal ends it at once
         logging.getLogger(__name__).info("%s: the store %r ends", signal.Signals(ended).name, server.name)
 
 
@@ -89,8 +89,8 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
 def stats(contact: str, path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print what the store at CONTACT holds.
 
-    That is pages, bytes, budget, and how many programs use it. CONTACT is the first line of the output of
-    `kvplug store serve`, or its address. Exit code 1: no store answers there.
+    The output has pages, bytes, the budget, and how many programs use the store. CONTACT is the first line of
+    the output of `kvplug store serve`, or its address. Exit code 1: no store answers there.
     """
     found = store_stats(Config.load(path, overrides=overrides), contact)
     if as_json:

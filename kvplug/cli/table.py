@@ -1,4 +1,4 @@
-"""Tables on a terminal, no wider than it is, and as plain text of 80 columns in a pipe."""
+"""Prints tables no wider than the terminal, or as plain text of 80 columns into a pipe."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _STYLES: Final = {
 }
 
 _NARROW: Final = 20
-"""A cell that is wrapped has at least so many columns, or it cannot be read."""
+"""The least width of a wrapped cell, in columns, that is still readable."""
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, whose cells are wrapped between words where it would become too wide."""
+    """Print a table. Cells are wrapped between words if the table would be too wide."""
     from rich.table import Table
     from rich.text import Text
 
@@ -43,7 +43,7 @@ def _least_width(cell: str) -> int:
 
 
 def print_rich(renderable: Any, columns: int) -> None:
-    """Print what ``rich`` renders, without spaces at the ends of lines."""
+    """Print what ``rich`` renders, without trailing spaces."""
     from rich.console import Console
 
     console = Console(highlight=False, width=columns)

@@ -29,7 +29,7 @@ def test_the_version_says_what_bug_reports_need_and_without_arguments_there_is_h
 def test_help_shows_plugins_commands_without_importing_them(birds: Any) -> None:
     text = birds.kvplug("--help").stdout
     assert "Make a sound: coo" in text
-    assert "Plugins, what they offer" in text
+    assert "List plugins, what they offer" in text
     assert not (birds.package / "heavy.py.loaded").exists()
 
 

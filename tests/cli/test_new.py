@@ -31,11 +31,11 @@ RULE = "use up to 40 lower-case letters, digits and hyphens, a letter first"
     ("what", "name", "code", "said"),
     [
         *(("transport", name, 2, RULE) for name in ("Blue", "1a", "a_b", "", "a" * 41, "../a", "a.b")),
-        *(("transport", name, 2, "a hyphen stands between letters or digits") for name in ("a-", "a--b")),
+        *(("transport", name, 2, "a hyphen must be between letters or digits") for name in ("a-", "a--b")),
         ("transport", "auto", 2, "'auto' has a meaning"),
         ("qeue", "blue", 2, "'qeue' is not one of 'transport', 'queue', "),
-        ("transport", "memory", 1, "the pipe 'memory' is offered by kvplug-testing "),
-        ("command", "list", 1, "Error: kvplug list is a command of kvplug's own\n"),
+        ("transport", "memory", 1, "offers the pipe 'memory', and kvplug refuses"),
+        ("command", "list", 1, "Error: kvplug list is one of kvplug's own commands\n"),
     ],
 )
 def test_what_cannot_be_made_is_refused_with_the_reason(
@@ -62,7 +62,7 @@ def test_a_folder_that_holds_something_is_left_alone(site: Any) -> None:
     mine.write_text("mine")
     done = new(site, "transport", "blue")
     assert done.returncode == 1
-    assert "kvplug-blue exists; --folder names another one, --force writes over it" in done.stderr
+    assert "kvplug-blue exists; --folder names another one, --force overwrites it" in done.stderr
     assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
 
 
