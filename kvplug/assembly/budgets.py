@@ -60,6 +60,7 @@ def _used(config: Config, registry: Registry, keys: frozenset[str]) -> Iterator[
 
 
 def _memory_options(config: Config, registry: Registry, spec: Any) -> Iterator[tuple[str, int | None]]:
+    """Yield the name and value in bytes of each option that sets a budget; ``None`` means ``buffer_size``."""
     with contextlib.suppress(PluginError, ConfigError):  # these faults are reported elsewhere
         options = options_of(registry, spec, config.options)
         for name, field in () if options is None else option_fields(type(options)).items():
@@ -76,11 +77,11 @@ class Shortage:
     text: str
     """How much is requested, how much is available, and how much would fit."""
     is_final: bool
-    """Whether they exceed all memory that this process can ever have."""
+    """Whether the budgets exceed all memory that this process can ever have."""
 
 
 def shortage_of(budgets: Mapping[str, int]) -> Shortage | None:
-    """Say why these budgets do not fit into the memory of the machine and of this process's control groups.
+    """Explain why these budgets exceed the memory of the machine or of this process's control groups.
 
     Return ``None`` if they fit.
     """
@@ -96,6 +97,6 @@ def shortage_of(budgets: Mapping[str, int]) -> Shortage | None:
     advice = f"set it to at most {fits} MiB" if fits > 0 else f"set {' and '.join(budgets)} to less"
     text = (
         f"{bytes_in_words(budgets[key])}{beside} is more than the {bytes_in_words(room)} of memory that"
-        f" {there}, and the kernel ends a process that takes more; {advice}, or give the process more memory"
+        f" {there}, and the kernel kills a process that takes more; {advice}, or give the process more memory"
     )
     return Shortage(key, text, wanted > limit)

@@ -1,4 +1,4 @@
-"""Config + Registry -> the message queue, lookup buffer, communicator or page cache that the config names."""
+"""Builds the message queue, lookup buffer, communicator or page cache that a config names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_CONNECTORS: Final = (
     "communicator",
     "device",
 )
-"""Keys that nothing but a connector reads."""
+"""Keys that only connectors read."""
 
 
 @NamedExhaustion("building a message queue")
@@ -47,18 +47,18 @@ def build_queue(
     warning_interval_s: float | None = None,
     registry: Registry | None = None,
 ) -> QueueEndpoint:
-    """The endpoint of the message queue that the config's ``queue`` names. It makes the ends.
+    """Build the endpoint of the message queue that the config's ``queue`` names. The endpoint makes the ends.
 
-    If that queue wraps another, the inner one must work here as if the config named it. The arguments are
-    those of :class:`~kvplug.transport.QueueEndpoint.Context`; ``warning_interval_s`` defaults to the config's
+    If that queue wraps another, the inner queue must also work on this host. The arguments are those of
+    :class:`~kvplug.transport.QueueEndpoint.Context`; ``warning_interval_s`` defaults to the config's
     ``queue_warning_interval_s``.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        PluginError: the named one, or its inner one, cannot work here, or none is installed for "auto".
+        PluginError: the named queue, or its inner queue, cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
-        ResourceExhaustedError: the process has no free descriptor or memory for it.
+        ResourceExhaustedError: the process has no free descriptor or memory.
     """
     if warning_interval_s is None:
         warning_interval_s = config.queue_warning_interval_s
@@ -75,16 +75,16 @@ def build_queue(
 
 @NamedExhaustion("building a lookup buffer")
 def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupEndpoint:
-    """The endpoint of the lookup buffer that the config's ``lookup_buffer`` names. It makes the ends.
+    """Build the endpoint of the lookup buffer that the config's ``lookup_buffer`` names.
 
-    ``hold`` makes a store of the config's ``buffer_size``; ``reach`` makes an end that uses another process's
-    store over two pipes.
+    Its ``hold`` makes a store of the config's ``buffer_size``; its ``reach`` makes an end that uses another
+    process's store over two pipes.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        PluginError: none is installed for "auto", or the factory returned something else.
-        ResourceExhaustedError: the process has no free descriptor or memory for it.
+        PluginError: none is installed for "auto", or the factory did not return an endpoint.
+        ResourceExhaustedError: the process has no free descriptor or memory.
     """
     resolved = ResolvedConfig.to_build(config, registry, "lookup_buffer")
     endpoint: LookupEndpoint = resolved.build(Kind.LOOKUP_BUFFER)
@@ -105,18 +105,18 @@ def build_communicator(
     all2all_backend: str = "",
     registry: Registry | None = None,
 ) -> DeviceCommunicator:
-    """This rank's end of the device communicator that the config's ``communicator`` names.
+    """Build this rank's end of the device communicator that the config's ``communicator`` names.
 
-    All ranks of the group call it. ``device`` defaults to the config's; the other arguments are those of
+    All ranks of the group call this. ``device`` defaults to the config's; the other arguments are those of
     :class:`~kvplug.transport.DeviceCommunicator.Context`.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        PluginError: the named one cannot work here, or none is installed for "auto".
+        PluginError: the named communicator cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
-        TimeoutError, PeerGoneError: a rank did not join, or is gone; names it.
-        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+        TimeoutError, PeerGoneError: a rank did not join, or is gone; the error names the rank.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
     communicator: DeviceCommunicator = ResolvedConfig.to_build(config, registry, "communicator").build(
         Kind.COMMUNICATOR,
@@ -133,15 +133,15 @@ def build_communicator(
 
 
 def worker_transports(config: Config, registry: Registry | None = None) -> dict[str, str]:
-    """Names of the ``"queue"`` and the ``"communicator"`` that an engine of several workers gets.
+    """Return the names of the ``"queue"`` and ``"communicator"`` that an engine with several workers gets.
 
-    Each is the one that the config names, or what "auto" means here. For programs that should fail before
-    they spend minutes on loading a model, and that show what is used.
+    "auto" is resolved for this host. Programs call this to show what they use, and to fail before they spend
+    minutes on loading a model.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
-        PluginError: one cannot work here; with every reason.
+        PluginError: one cannot work here; the error lists every reason.
     """
     resolved = ResolvedConfig(config, registry)
     resolved.check(keys=("queue", "communicator"))
@@ -155,24 +155,25 @@ def worker_transports(config: Config, registry: Registry | None = None) -> dict[
 def build_page_cache(
     config: Config, *, engine: str, namespace: bytes = b"", registry: Registry | None = None
 ) -> PageCache:
-    """The store of the config, for an engine that has keys of its own and whose pages are flat bytes.
+    """Open the config's store for an engine that has its own keys and whose pages are flat bytes.
 
     Args:
-        engine: name of the engine; pages of others are never found.
-        namespace: what determines the content of pages besides the engine's keys and the config's
-            ``weights``: model, revision, dtype. If both are empty, no other cache finds these pages, nor one
-            that is built later; a warning says so.
+        engine: name of the engine; pages of other engines are never found.
+        namespace: whatever determines the content of pages besides the engine's keys and the config's
+            ``weights``: model, revision, dtype. If ``namespace`` and ``weights`` are both empty, only this
+            cache can find its pages, and a warning is logged.
 
     Raises:
-        ConfigError: keys that only connectors have, no store or several, wrong options; every fault at once.
+        ConfigError: the config has keys that only connectors read, or not exactly one store, or wrong
+            options; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the store, or two do.
-        PluginError: it cannot work here, or its factory failed.
+        PluginError: the store cannot work here, or its factory failed.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
         ResourceExhaustedError: a descriptor, thread, memory or space ran out.
     """
     faults = [
-        f"{key}: a value was given; {engine} decides what moves, and only the store"
-        " is kvplug's: remove the key"
+        f"{key}: a value was given; {engine} decides what moves, and kvplug provides only the store:"
+        " remove the key"
         for key in _OF_CONNECTORS
         if key in config.sources
     ]

@@ -1,4 +1,4 @@
-"""What the core itself offers, through its own entry point: found, listed and disabled like any plugin."""
+"""The core's own plugin. It is found, listed and disabled through its entry point like any other."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def kvplug_sinks() -> list[SinkSpec]:
         SinkSpec(
             name="prometheus",
             factory="kvplug.metrics.prometheus:ConfiguredPrometheusSink",
-            summary="Counters in prometheus_client's global registry, with labels of where they come from",
+            summary="Counters in prometheus_client's global registry, with labels that name their source",
         ),
     ]

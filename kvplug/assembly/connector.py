@@ -1,4 +1,4 @@
-"""Config + Registry -> one side of a connector."""
+"""Builds one side of the connector that a config names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def engine_facts(
     *,
     splits_heads: bool = False,
 ) -> EngineFacts:
-    """One side's facts about its engine. A scheduler side belongs to no shard."""
+    """Return one side's facts about its engine. A scheduler side does not belong to a shard."""
     layout = cache.groups[0].layout
     is_worker = side is Side.WORKER
     return EngineFacts(
@@ -69,36 +69,36 @@ def engine_facts(
 
 
 def _check_facts(model: ModelInfo, cache: KVCacheConfig, parallelism: Parallelism) -> None:
-    """Raises ConfigError: what an engine states of its model cannot be, or its cache is of another model."""
+    """Raise ConfigError if the engine's facts about its model are impossible or do not match its cache."""
     faults = []
     if model.dtype not in DTYPES:
         hint = did_you_mean(model.dtype, DTYPES) or f"; allowed is one of {', '.join(DTYPES)}"
-        faults.append(f"dtype: {model.dtype!r} is no dtype of a KV cache{hint}")
+        faults.append(f"dtype: {model.dtype!r} is not a dtype of a KV cache{hint}")
     layout, heads = cache.groups[0].layout, max(1, model.num_kv_heads // parallelism.tensor_size)
     if layout.has_values and layout.num_kv_heads != heads:
         split = f", split over {parallelism.tensor_size} workers" if parallelism.tensor_size > 1 else ""
         faults.append(
-            f"num_kv_heads: the model has {model.num_kv_heads}{split}, and the cache's layout"
+            f"num_kv_heads: the model has {model.num_kv_heads}{split}, and the cache's layout has"
             f" {layout.num_kv_heads}; {heads} were expected"
         )
     if layout.head_size != model.head_size:
         faults.append(
-            f"head_size: the model has {model.head_size}, and the cache's layout {layout.head_size}"
+            f"head_size: the model has {model.head_size}, and the cache's layout has {layout.head_size}"
         )
     if faults:
         raise ConfigError(*faults, source="the engine's facts")
 
 
 class _Starts:
-    """Starts of engines in this process: both sides of one, and all of its workers, have the same."""
+    """The starts of engines in this process. Both sides of an engine and all its workers share one start."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._latest: dict[str, tuple[str, set[tuple[Side, int]]]] = {}
-        """By engine id; with the sides that were built of it."""
+        """By engine id: the start, and the sides built for it."""
 
     def of(self, engine_id: str, side: Side, rank: int) -> str:
-        """A text for this start. A side that is built again is of a new one."""
+        """Return the text that identifies this start. Building the same side again begins a new start."""
         with self._lock:
             start, built = self._latest.get(engine_id, ("", set()))
             if not start or (side, rank) in built:
@@ -126,29 +126,30 @@ def build_connector(
     listen: str | None = None,
     connect: str | Mapping[int, str] | None = None,
 ) -> SchedulerConnector | WorkerConnector:
-    """One side of the connector that the config names.
+    """Build one side of the connector that the config names.
 
     Args:
         side: ``"scheduler"`` or ``"worker"``.
-        model, cache, parallelism: the engine's facts; the handshake compares those of both ends.
+        model, cache, parallelism: the engine's facts, which the handshake compares between both ends.
         loads_in_background: the engine lets every request wait for its load; see
             :class:`~kvplug.engine.ConnectorContext`.
-        start: a text that is new at each start of the engine, and the same for all of its sides. An engine of
-            several processes gives one, or knows its model's weights: else its sides refuse each other.
+        start: a text that is new at each start of the engine and the same for all its sides. An engine with
+            several processes must pass it unless the weights are stated; otherwise its sides refuse each
+            other.
         registry: resolves names; ``None`` loads the installed plugins.
         sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
             sinks; the caller closes them.
         wrap_pipe: wraps every pipe, inside the metrics (fault injection).
         listen: address to listen on instead of the config's host and port.
-        connect: contact of the peer engine's worker (of each, by rank) instead of the config's.
+        connect: contact of the peer engine's worker, or of each worker by rank, instead of the config's.
 
     Raises:
-        ConfigError: the role is missing, options are wrong; every fault at once. Or the model's facts are not
-            those of the cache.
+        ConfigError: the role is missing or options are wrong (every fault at once), or the model's facts do
+            not match the cache.
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
-        PluginLoadError: the plugin's code does not import.
-        InsecureAddressError, AddressInUseError: it cannot listen there.
-        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+        PluginLoadError: the plugin's code cannot be imported.
+        InsecureAddressError, AddressInUseError: the connector cannot listen at its address.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
     which = Side(side)
     ensure_config(config)
@@ -216,9 +217,9 @@ def build_connector(
 
 
 def check_config(config: Config, registry: Registry | None = None) -> None:
-    """Check everything in a config that one end alone can: names, options, the secret that its address needs.
+    """Check whatever one end alone can check: names, options, and the secret that the address needs.
 
-    For programs that should fail before they spend minutes on loading a model.
+    Programs call this to fail before they spend minutes on loading a model.
 
     >>> check_config(Config.from_dict({"connector": "lookup"}))
     Traceback (most recent call last):
@@ -235,9 +236,9 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
 
 
 class ConnectorInfo:
-    """What an engine asks of the connector that its config names, before it builds one.
+    """Answers an engine's questions about its configured connector before the connector is built.
 
-    Nothing is built: the class of the scheduler's side answers.
+    The answers come from the class of the scheduler's side.
     """
 
     def __init__(self, config: Config, registry: Registry | None = None) -> None:
@@ -258,7 +259,7 @@ class ConnectorInfo:
 
     @property
     def needs_layer_hooks(self) -> bool:
-        """Whether it needs its calls in each layer of each step.
+        """Whether the connector needs its calls in each layer of each step.
 
         Raises:
             ConfigError, UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
@@ -267,16 +268,19 @@ class ConnectorInfo:
 
     @property
     def required_layout(self) -> str | None:
-        """The axis string that it requires; ``None`` if it accepts any. Raises as
-        :attr:`needs_layer_hooks`."""
+        """The axis string that the connector requires; ``None`` if it accepts any.
+
+        Raises:
+            ConfigError, UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
+        """
         return self.connector_class.get_required_kvcache_layout(self._config, self._options())
 
     @property
     def missing_pipe(self) -> str | None:
-        """Why no pipe that the config allows can move what the connector sends, with any peer.
+        """Why no pipe that the config allows can move the connector's tensors; ``None`` if one can.
 
-        That is tensors of the config's device, or of the CPU for a connector that moves pages of stores.
-        ``None`` if one can. For programs that report this at start instead of in every handshake.
+        These are tensors of the config's device, or of the CPU for a connector that moves pages of stores.
+        Programs use this to report the lack at start instead of in every handshake.
 
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.

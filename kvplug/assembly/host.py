@@ -25,26 +25,26 @@ from kvplug.net.trust.identity import boot_id, namespace
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - it is looked at
 _NAMESPACES: Final = ("pid", "net", "ipc", "mnt", "user")
 _LIBRARIES: Final = ("torch", "vllm", "sglang", "lmcache", "nixl", "nixl-cu12", "numpy", "pyzmq")
-"""Their versions are reported where they are installed, besides those of kvplug's plugins."""
+"""Libraries whose installed versions are reported, in addition to those of kvplug's plugins."""
 _GET_ADDRESS: Final = 0x8915
 _REQUEST: Final = struct.Struct("=16s24x")
 
 
 @attrs.frozen(kw_only=True)
 class HostFacts:
-    """Facts of one process and its host. ``None`` and empty: no limit, or unknown."""
+    """Facts about one process and its host. ``None`` or empty means no limit, or unknown."""
 
     host: str = ""
     system: str = ""
     boot_id: str = ""
     namespaces: Mapping[str, str] = attrs.field(factory=dict)
     interfaces: Mapping[str, str] = attrs.field(factory=dict)
-    """Addresses of each, with commas between them."""
+    """The addresses of each interface, separated by commas."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
     cpus: int | None = None
     """The CPUs that the process may use."""
     memory_bytes: int | None = None
-    """The most that the process can have."""
+    """The most memory that the process can have."""
     shm_bytes: int | None = None
     shm_free_bytes: int | None = None
     shm_id: str = ""
@@ -58,16 +58,16 @@ class HostFacts:
     huge_pages: int | None = None
     huge_pages_free: int | None = None
     rdma: str = ""
-    """RDMA devices, with commas between them."""
+    """RDMA devices, separated by commas."""
     secret: str = ""
-    """Where the secret comes from; empty: there is none. Never the secret."""
+    """The source of the secret, never the secret itself; empty if no secret is set."""
     tls: bool = False
     time_ms: int | None = None
     """Milliseconds since 1970, by this host's clock."""
 
 
 def facts_of(config: Config) -> HostFacts:
-    """The facts of this process."""
+    """Return the facts of this process."""
     shm: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         room, status = os.statvfs(SHARED_MEMORY), os.stat(SHARED_MEMORY)
@@ -100,19 +100,19 @@ def facts_of(config: Config) -> HostFacts:
 
 
 def secret_source(config: Config) -> str:
-    """Where the secret comes from; empty: there is none."""
+    """Return the source of the secret; empty if no secret is set."""
     if config.secret_file:
         return "secret_file"
     return "KVPLUG_SECRET" if os.environ.get("KVPLUG_SECRET", "").strip() else ""
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The network interfaces of this process's network namespace, with their addresses."""
+    """Return the interfaces of this process's network namespace, with their addresses."""
     found: dict[str, list[str]] = {}
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             found[name] = []
-            with contextlib.suppress(OSError):  # it has no address of IPv4
+            with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(sock, _GET_ADDRESS, _REQUEST.pack(name.encode()))
                 found[name].append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ def _listed(folder: str) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    """Of Python, kvplug, its plugins and the libraries that matter; nothing is imported for it."""
+    """Return the versions of Python, kvplug, its plugins and _LIBRARIES, without importing any of them."""
     found = {"python": platform.python_version()}
     for entry in importlib.metadata.entry_points(group="kvplug"):
         if entry.dist is not None:

@@ -1,8 +1,8 @@
 """One agreed control channel between two processes, and the pipes that are opened over it.
 
-Both ends agree first, which selects a transport for each kind of device. Only then the transport's code is
-loaded: it listens, its contact is sent over the channel, and the other end connects. Each pipe is wrapped
-once, by :class:`~kvplug.metrics.record.PipeRecorder`.
+Both ends first agree on a transport for each kind of device. Only then is the transport's code loaded: one
+end listens and sends the contact over the channel, and the other end connects. Each pipe is measured by one
+:class:`~kvplug.metrics.record.PipeRecorder`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from kvplug.transport.pipe import Pipe, PipeListener
 _log = logging.getLogger(__name__)
 
 _LAST_WORD_S = 0.5
-"""How long a peer that has hung up in the middle may take to say that it lacked a resource."""
+"""How long to wait for a peer that hung up to report that it lacked a resource."""
 _ACCEPT_S = 5.0
-"""How long accepting a pipe may take once the other end has it: a moment, unless it fails here."""
+"""How long accepting a pipe may take once the other end has joined it. Unless it fails, it takes a moment."""
 
 
 def unreported() -> Callable[[bool], object]:
-    """The ``on_pipe`` of links whose pipes no reporter counts."""
+    """Serve as the ``on_pipe`` of links whose pipes no reporter counts."""
     return lambda may_wait: None
 
 
@@ -66,31 +66,31 @@ class LinkSettings:
     credentials: Credentials = attrs.field(
         default=attrs.Factory(lambda self: self.resolved.credentials, takes_self=True)
     )
-    """Read when the settings are made, so that an address that needs a secret is refused at start."""
+    """Read when the settings are made, so that an address without its required secret is refused at start."""
     stats: TransferStats = attrs.field(factory=TransferStats)
     engine: EngineFacts | None = None
-    """Of the connector whose links they are; ``None``: of none."""
+    """Facts of the engine whose connector owns the links; ``None`` without an engine."""
     moves_kv: bool = True
     device: str = "cpu"
-    """The type of the device of the tensors that the two ends want to move."""
+    """The device type of the tensors that the two ends want to move."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
-    """Wraps each pipe between the transport and the metrics: fault injection."""
+    """Wraps each pipe between the transport and the metrics, for fault injection."""
     engine_facts: Mapping[str, str | int] = attrs.field(factory=dict)
-    """Of an engine that does not run, as `kvplug doctor --serve` got them: for a doctor to compare."""
+    """Facts of an engine that is not running, given to `kvplug doctor --serve` for a doctor to compare."""
     on_pipe: Callable[[], Callable[[bool], object]] = unreported
     """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.PipeRecorder`."""
 
     def uncounted(self) -> LinkSettings:
-        """The same for a link whose pipes are no engine's: they are neither counted nor judged."""
+        """Return the settings for a doctor's link, whose pipes are neither counted nor compared."""
         config = attrs.evolve(self.config, slow_path="off")
         return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=unreported)
 
     def hello(self, purpose: str) -> Hello:
-        """The Hello of this end for a purpose."""
+        """Return the Hello of this end for a purpose."""
         return make_hello(self.resolved, self.engine, self.moves_kv, self.device, purpose)
 
     def agree(self, channel: Channel, purpose: str, timeout: float | None, announced: str = "") -> Agreement:
-        """Shake hands over the channel, and count it. ``announced``: as ``exchange`` takes it."""
+        """Perform and count the handshake. ``announced`` is passed to ``exchange``."""
         begun = time.perf_counter()
         try:
             try:
@@ -102,7 +102,7 @@ class LinkSettings:
         except KvplugError as e:
             if not is_examined_by(e):
                 self.stats.fail("handshake", reason_of(e))
-            # A transport that is missing may be one of a plugin that did not load.
+            # A plugin that did not load may offer the missing transport.
             missing = self.resolved.registry.failures()
             if isinstance(e, HandshakeError) and missing and any(map(_is_of_transports, e.reasons)):
                 more = HandshakeError(*e.reasons, *missing, peer=e.peer)
@@ -123,10 +123,11 @@ class LinkSettings:
         return agreement
 
     def wrapped(self, pipe: Pipe, agreement: Agreement, transport: str, device: str) -> Pipe:
-        """The pipe as its user gets it: counted, and compared with what it should carry.
+        """Prepare a pipe for its user: count its transfers, and compare its rate with the expected one.
 
         Raises:
-            SlowPathError: it is too slow already, and the config refuses that. It is aborted.
+            SlowPathError: the pipe is already too slow, and the config refuses slow paths. The pipe is
+                aborted.
         """
         alarm = SlowPathAlarm(
             config=self.config,
@@ -152,13 +153,13 @@ class LinkSettings:
 
 
 def is_examined_by(error: KvplugError) -> bool:
-    """Whether the handshake that failed was a doctor's: it is told why, and nothing has gone wrong."""
+    """Whether the failed handshake was a doctor's. It gets the reasons, and the failure is not counted."""
     remote = error.remote if isinstance(error, HandshakeError) else None
     return isinstance(remote, Hello) and remote.purpose == DOCTOR
 
 
 def _is_of_transports(reason: str) -> bool:
-    return reason.startswith("transport")  # also one that the peer gives, as a text
+    return reason.startswith("transport")  # the peer's reasons are plain texts
 
 
 class ControlLink(PeerLink):
@@ -193,7 +194,7 @@ class ControlLink(PeerLink):
         except Exception as e:
             if self._accepted and (shortage := NamedExhaustion.of(e, f"opening the pipe {label!r}")):
                 self.channel.decline(shortage)
-            if self._outcome is not None:  # it receives from the channel, which is the caller's after this
+            if self._outcome is not None:  # its thread must stop receiving before the caller uses the channel
                 error = self._outcome.wait() or e
                 is_why = isinstance(e, ClosedError | PeerGoneError) or isinstance(error, TimeoutError)
                 if is_why and error is not e:
@@ -241,7 +242,7 @@ class ControlLink(PeerLink):
         except Exception as e:
             shortage = NamedExhaustion.of(e)
             lacks = shortage.resource if shortage is not None else ""
-            with contextlib.suppress(KvplugError):  # the other end waits for a pipe that does not come
+            with contextlib.suppress(KvplugError):  # or the other end would wait for the pipe
                 self._send(_PipeMessage(pipe=label, error=str(e), lacks=lacks), deadline)
             raise
         try:
@@ -264,32 +265,32 @@ class ControlLink(PeerLink):
 
 @attrs.frozen(kw_only=True)
 class _PipeMessage:
-    """About a pipe that is being opened: its contact, then whether the other end has joined."""
+    """A message about a pipe that is being opened: its contact, then whether the other end has joined."""
 
     pipe: str
     """Its label."""
     contact: str | None = None
     joined: bool = False
     error: str = ""
-    """Why there is no contact, or no pipe."""
+    """Why this end could not listen or join."""
     lacks: str = ""
-    """The resource that ran out, if that is why."""
+    """The resource that ran out, if that is the reason."""
 
     @classmethod
     def of(cls, channel: Channel, label: str, deadline: Deadline) -> _PipeMessage:
-        """The next message. Raises WireError: it is about something else than the pipe ``label``."""
+        """Receive the next message. Raises WireError if it is not about the pipe ``label``."""
         message = from_plain(
             channel.recv(timeout=deadline.remaining()), cls, f"the message about pipe {label!r}"
         )
         if message.pipe != label:
-            raise WireError(f"{channel.peer} was to open or join the pipe {label!r} and sent something else")
+            raise WireError(f"{channel.peer} sent a message that is not about the pipe {label!r}")
         return message
 
 
 class _Outcome:
-    """What became of a pipe at the end that connects: it tells over the channel, also why there is none.
+    """The outcome of opening a pipe, which the connecting end reports over the channel.
 
-    A thread waits for that. Where there is no pipe it closes the listener, so that nothing waits for it.
+    A thread waits for the report. If the pipe failed, the thread closes the listener, which ends ``accept``.
     """
 
     def __init__(self, channel: Channel, label: str, listener: PipeListener, deadline: Deadline) -> None:
@@ -303,12 +304,12 @@ class _Outcome:
         self._thread.start()
 
     def wait(self) -> KvplugError | None:
-        """Why there is no pipe; ``None`` if there is one. Called when this end accepts no longer."""
+        """Return why the pipe failed, or ``None`` if it opened. Called once this end no longer accepts."""
         self._has_accepted.set()
         left = self._deadline.remaining()
         self._thread.join(None if left is None else left + 1.0)
         if self._thread.is_alive():
-            return TimeoutError(f"{self._channel.peer} did not say in time that it joined the pipe")
+            return TimeoutError(f"{self._channel.peer} did not confirm in time that it joined the pipe")
         return self._error
 
     def _run(self) -> None:
@@ -323,7 +324,7 @@ class _Outcome:
                 raise HandshakeError(f"it cannot join the pipe: {why}", peer=str(peer))
             if not self._has_accepted.wait(_ACCEPT_S):
                 raise TransportError(
-                    f"{peer} has joined the pipe {self._label!r}, which was not completed here; see the log"
+                    f"{peer} joined the pipe {self._label!r}, but this end did not complete it; see the log"
                 )
         except PeerGoneError as e:
             self._error = PeerGoneError(f"{peer} hung up before it opened the pipe")

@@ -1,4 +1,4 @@
-"""Calls the factory of a plugin, and checks what it returns."""
+"""Calls a plugin's factory and checks the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MADE: Final[Mapping[Kind, tuple[type, type]]] = {
     Kind.CONNECTOR: (ConnectorContext, SchedulerConnector),
     Kind.SINK: (object, Sink),
 }
-"""By kind: the context that a factory takes, and the class of what it returns."""
+"""For each kind: the context that a factory takes, and the class that it returns."""
 
 
 def made(
@@ -37,8 +37,7 @@ def made(
     """Call the spec's factory, or ``factory``, with a context, and return what it made.
 
     Raises:
-        PluginError: the factory raised an exception that is not kvplug's, or made something that is not of
-            the class ``wanted``.
+        PluginError: the factory raised a foreign exception, or did not return an instance of ``wanted``.
         KvplugError, OSError, MemoryError: as the factory raised it; the last two if a resource ran out.
     """
     factory, wanted = factory or spec.load_factory(), wanted or MADE[spec.kind][1]

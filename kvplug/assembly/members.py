@@ -1,8 +1,9 @@
-"""The engines of a deployment, by a directory: announcements with a lease, and what others announce.
+"""Announces a worker in a directory, under a lease, and follows the engines that others announce there.
 
-An announcement is JSON: who the worker is, and where it listens. With a secret it has an HMAC-SHA256 before
-it, made with a key of its own, and announcements without a right one count as forged. A directory is not
-believed beyond that: whoever is dialled proves itself in the handshake, as at an address of the config.
+An announcement is JSON that names the worker and its address. In a deployment with a secret, an HMAC-SHA256
+under a separate derived key precedes the JSON, and an announcement without a valid one counts as forged. The
+directory is not trusted further: an engine found in it proves its identity in the handshake, as one at a
+configured address does.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _log = logging.getLogger(__name__)
 _VERSION: Final = 1
 _ROUNDS_PER_LEASE: Final = 5
 _CALLS_PER_LEASE: Final = 5
-"""A call of the directory takes at most this part of a lease: one that was lost is repeated in time."""
+"""A directory call may take at most this fraction of a lease, so that a lost call is repeated in time."""
 _CLOSE_S: Final = 1.0
 _MAX_ENTRY_BYTES: Final = 16 << 10
 _MAX_WORKERS: Final = 1 << 16
@@ -51,9 +52,9 @@ _UNSIGNED: Final = b"-"
 
 
 def fingerprint_of(model: ModelInfo) -> str:
-    """16 hex digits, equal for models whose facts a handshake compares are equal.
+    """Return 16 hex digits that are equal for models whose facts the handshake finds equal.
 
-    The name is informative and not part of it.
+    The model's name is not included.
     """
     facts = {key: value for key, value in attrs.asdict(model).items() if key != "name"}
     text = json.dumps(facts, sort_keys=True)
@@ -62,14 +63,14 @@ def fingerprint_of(model: ModelInfo) -> str:
 
 @attrs.frozen
 class _Version:
-    """What every version of an announcement has."""
+    """The part common to all versions of an announcement."""
 
     version: int
 
 
 @attrs.frozen(kw_only=True)
 class Announcement:
-    """What one worker announces."""
+    """The announcement of one worker."""
 
     engine_id: str
     epoch: str
@@ -82,17 +83,17 @@ class Announcement:
 
     @property
     def name(self) -> str:
-        """Under which it is announced."""
+        """The name under which the directory keeps the announcement."""
         return f"{self.engine_id}/{self.rank}"
 
     def to_bytes(self, key: bytes | None) -> bytes:
-        """``key``: that of the proof; ``None``: it has none."""
+        """Encode the announcement, with a proof made with ``key``, or without a proof if it is ``None``."""
         text = msgspec.json.encode(self)
         return _proof(key, text) + b" " + text
 
     @classmethod
     def from_bytes(cls, name: str, entry: bytes, key: bytes | None) -> Announcement | Reason:
-        """The announcement under that name, or why it is none that counts."""
+        """Decode the announcement stored under ``name``, or return why it is rejected."""
         proof, _, text = entry[:_MAX_ENTRY_BYTES].partition(b" ")
         if key is not None and not hmac.compare_digest(proof, _proof(key, text)):
             return Reason.FORGED
@@ -113,9 +114,10 @@ def _proof(key: bytes | None, text: bytes) -> bytes:
 
 
 def unreachable_contact(url: str, contact: str) -> str | None:
-    """Why engines on other hosts, which reach the directory at ``url``, cannot dial ``contact``.
+    """Return why engines on other hosts that reach the directory at ``url`` cannot dial ``contact``.
 
-    A Unix socket in the file system is passed: containers of one host may share its folder.
+    Return ``None`` if they can, and for a Unix socket in the file system, because containers of one host may
+    share its folder.
     """
     address = Address.parse_contact(contact)
     is_local = Address(address.host).is_loopback if not address.is_unix else not address.is_path
@@ -124,14 +126,14 @@ def unreachable_contact(url: str, contact: str) -> str | None:
     if not is_local or not any(host and not Address(host).is_loopback for host in hosts):
         return None
     return (
-        f"host: {address} would be announced in a directory that other hosts reach, but only processes of"
+        f"host: {address} would be announced in a directory that other hosts can reach, but only processes of"
         " this host can reach that address; set host to an address of this host that the other engines reach,"
         " or use a directory at 127.0.0.1"
     )
 
 
 class DirectoryMembers(Members):
-    """Announces one worker, and follows the others, from a thread of its own."""
+    """Announces one worker and follows the other engines, in its own thread."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class DirectoryMembers(Members):
         lease_s: float,
         stats: TransferStats,
     ) -> None:
-        """``about``: what is announced, without the contact."""
+        """``about``: the announcement without its contact."""
         self.model = about.model
         self._directory = directory
         self._url = url
@@ -155,19 +157,19 @@ class DirectoryMembers(Members):
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._wanted = threading.Event()
-        """Set: the next round begins at once."""
+        """Set to begin the next round at once."""
         self._announced: Announcement | None = None
         self._kept: Announcement | None = None
-        """What the directory has had from us since the round before."""
+        """The announcement that the previous round left in the directory."""
         self._listener: Listener | None = None
         self._engines: tuple[Engine, ...] | None = None
         self._answered_at = time.monotonic()
         self._is_stale = False
-        """What the listener got last."""
+        """The last ``is_stale`` that the listener got."""
         self._failure = ""
-        """Why the directory does not answer, which was logged; empty: it does."""
+        """The logged reason why the directory does not answer; empty while it answers."""
         self._rejected: dict[str, str] = {}
-        """Names whose entries do not count, and why, which was logged."""
+        """The names of rejected entries, with the logged reasons."""
         self._closed = False
         self._thread: BackgroundThread | None = None
         close_after_fork(self)
@@ -202,7 +204,7 @@ class DirectoryMembers(Members):
                     raise ClosedError("the connector was shut down")
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     why = self._failure or "it has not answered yet"
-                    raise TimeoutError(f"no engine is known from the directory: {why}")
+                    raise TimeoutError(f"the directory has not listed any engines: {why}")
 
     def close(self) -> None:
         self._stop()
@@ -229,7 +231,7 @@ class DirectoryMembers(Members):
                 began = time.monotonic()
                 self._wanted.clear()
                 self._round()
-                # not all engines at the same moment
+                # The jitter keeps engines from calling all at once.
                 pause = self._lease_s / _ROUNDS_PER_LEASE * random.uniform(0.9, 1.1)
                 self._wanted.wait(max(0.0, pause - (time.monotonic() - began)))
         finally:
@@ -267,20 +269,20 @@ class DirectoryMembers(Members):
         try:
             listener(self._engines or (), is_stale)
         except Exception:
-            _log.exception("a change of the engines in the directory was not taken up")
+            _log.exception("the connector failed to process a change of the engines in the directory")
 
     def _note_failure(self, error: Exception) -> None:
         self._stats.fail(Op.MEMBERS, reason_of(error))
         reason = f"{type(error).__name__}: {error}"
         if reason != self._failure and not self._closed:
             self._failure = reason
-            _log.warning("the directory of engines does not answer, its last answer counts: %s", reason)
+            _log.warning("the directory of engines does not answer; its last answer stays in use: %s", reason)
 
     def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:
-        """The other engines all of whose workers are there, by their ids."""
+        """Return the other engines that have announced all their workers, sorted by id."""
         workers: dict[str, dict[int, Announcement]] = {}
         contacts: set[str] = set()
-        """Those of this engine's workers."""
+        """The contacts of this engine's workers."""
         rejected: dict[str, str] = {}
         for name, entry in entries.items():
             found = Announcement.from_bytes(name, entry, self._key)
@@ -300,7 +302,7 @@ class DirectoryMembers(Members):
             if ours and self._listener is not None:
                 rejected.update(dict.fromkeys(ours, _OURS % engine_id))
                 self._stats.fail(Op.MEMBERS, Reason.REFUSED)
-            if ours:  # dialled, this engine itself would answer
+            if ours:  # dialling them would reach this engine itself
                 continue
             first = of[min(of)]
             alike = {(each.num_workers, each.role, each.model) for each in of.values()}
@@ -321,7 +323,7 @@ class DirectoryMembers(Members):
                 )
         for name, why in rejected.items():
             if self._rejected.get(name) != why:
-                _log.warning("the announcement %r does not count: %s", name, why)
+                _log.warning("the announcement %r is ignored: %s", name, why)
         self._rejected = rejected
         return tuple(engines)
 
@@ -330,7 +332,7 @@ class DirectoryMembers(Members):
             if self._announced is not None:
                 self._directory.withdraw(self._announced.name)
             self._directory.close()
-        except Exception as e:  # the lease ends by itself
+        except Exception as e:  # the lease expires anyway
             _log.debug("this engine's announcement was not withdrawn: %s", e)
 
 
@@ -340,7 +342,7 @@ _OURS: Final = (
 _WHY: Final = {
     Reason.FORGED: "it is not proven with this deployment's secret",
     Reason.FORMAT: "it is of another version of kvplug",
-    Reason.CORRUPT: "it is no announcement",
+    Reason.CORRUPT: "it is not a valid announcement",
     Reason.REFUSED: "another process announces itself with our engine_id, which must differ",
 }
 
@@ -352,12 +354,12 @@ def members_of(
     model: ModelInfo,
     stats: TransferStats,
 ) -> Members | None:
-    """This process's access to the directory in the config's ``peers``; ``None``: there is none.
+    """Open this process's access to the directory in the config's ``peers``, or return ``None`` without one.
 
     Raises:
         UnknownNameError, AmbiguousNameError: no plugin offers that directory, or two do.
-        ConfigError: its options are wrong.
-        PluginError: it cannot work here.
+        ConfigError: the directory's options are wrong.
+        PluginError: the directory cannot work here.
     """
     config = resolved.config
     url = config.directory

@@ -1,4 +1,4 @@
-"""Connections to other processes: a control channel, a Hello in both directions, an agreement, then pipes."""
+"""Connections to other processes: a control channel, a handshake that leads to an agreement, then pipes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 class LinkServer(Acceptor[T], PeerServer):
-    """Shakes hands with each peer that comes, and makes of each link what is wanted, concurrently.
+    """Shakes hands with each peer that connects, and turns each link into a result, concurrently.
 
-    Each peer has a thread and a deadline of its own, so one that is stopped or dies half-way delays no other;
-    what fails is logged and counted. ``complete`` makes the result of a link, by the deadline of its
-    handshake, or serves it to its end and returns ``None``: then the link ends. ``discard`` ends a result
-    that was not accepted. ``max_served`` links are served at once; 0: the default of an acceptor.
+    Each peer has its own thread and deadline, so a peer that stops or dies does not delay the others.
+    Failures are logged and counted. ``complete`` makes the result of a link by the handshake's deadline, or
+    serves the link to its end and returns ``None``, and the link is closed. ``discard`` ends a result that
+    was not accepted. At most ``max_served`` links are served at once.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LinkServer(Acceptor[T], PeerServer):
 
 
 class ControlPeers(Peers):
-    """Peers reached over control channels at the config's addresses, or at those passed in."""
+    """Reaches peers over control channels at the config's addresses, or at the addresses passed in."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ControlPeers(Peers):
         *,
         max_served: int = 0,
     ) -> LinkServer[T]:
-        """As :meth:`Peers.serve`. What ``serve_link`` returns is accepted from the server, or discarded."""
+        """See :meth:`Peers.serve`. The server's ``accept`` returns the results of ``serve_link``."""
         address = self._listen or self._settings.config.control_address(self._rank)
         listener = Listener.open(address, self._settings.credentials, CONTROL)
         server = LinkServer(self._settings, listener, serve_link, discard, max_served or MAX_SERVED)
@@ -188,4 +188,4 @@ class ControlPeers(Peers):
         self.close()
 
     def _is_in_use(self) -> bool:
-        return False  # what it waits in are sockets
+        return False  # it waits only on sockets

@@ -1,4 +1,4 @@
-"""Config + Registry -> a pipe, for programs that move tensors without an engine around them."""
+"""Builds pipes for programs that move tensors without an engine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _LABEL = "pipe"
 
 
 def _resolve(config: Config, registry: Registry | None, *, counts: bool = True) -> ResolvedConfig:
-    """``counts``: what passes through the pipe is counted, so it can have sinks.
+    """Resolve a config for plain pipes. ``counts``: metrics are counted, so sinks are allowed.
 
     Raises:
-        ConfigError: also if the config asks for what a plain pipe does not do.
+        ConfigError: the config has faults, or asks for something that a plain pipe does not do.
     """
     ensure_config(config)
     resolved = ResolvedConfig.to_build(attrs.evolve(config, role=Role.BOTH), registry)
     faults = []
     known = option_fields(Config)
     if config.connector != known["connector"].default:
-        faults.append(f"connector: a plain pipe has none, and {config.connector!r} was given")
+        faults.append(f"connector: a plain pipe has no connector, and {config.connector!r} was given")
     if config.integrity not in (known["integrity"].default, "off"):
         faults.append(
             f"integrity: a plain pipe sends tensors without a hash, and {config.integrity!r} was given;"
@@ -52,7 +52,7 @@ def _resolve(config: Config, registry: Registry | None, *, counts: bool = True) 
 
 
 class _Reporting:
-    """One reporter for the pipes of a server, or for one pipe: it ends with the last that uses it."""
+    """The reporter shared by the pipes of a server, or used by one pipe. It ends with its last user."""
 
     def __init__(self, resolved: ResolvedConfig, stats: TransferStats) -> None:
         labels = labels_of(resolved.config, connector="", side="pipe", rank=0)
@@ -61,7 +61,7 @@ class _Reporting:
         self._users = 0
 
     def use(self) -> Callable[[bool], None]:
-        """Returns what ends this use; its argument says whether it may wait for the sinks."""
+        """Register a user. Return the function that ends this use; its argument permits waiting for sinks."""
         with self._lock:
             self._users += 1
         return self._end
@@ -94,19 +94,19 @@ class PipeServer:
         self._on_end = on_end
         self._server: LinkServer[Pipe] = peers.serve(self._open, lambda pipe: pipe.abort())
         self.contact: str = self._server.contact
-        """The argument of :func:`connect_pipe` in the other process."""
+        """The contact that the other process passes to :func:`connect_pipe`."""
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """The pipe to the next program, over the transport both ends agreed on.
+        """Return the pipe to the next program, over the transport that both ends agreed on.
 
-        Pipes to several programs are opened at the same time, in threads of the server: a program that is
-        slow, stopped or gone delays no other, and pipes that one program connects one after the other may
-        be accepted in another order. Opening that fails within the config's ``timeout_s`` is logged.
+        The server opens pipes to several programs concurrently, in threads. A program that is slow, stopped
+        or gone does not delay the others, and pipes that one program connects in sequence may be accepted in
+        another order. A pipe that fails to open, or is not open within the config's ``timeout_s``, is logged.
 
         Raises:
             TimeoutError: no pipe became ready within ``timeout`` seconds (default: the config's
-                ``timeout_s``). Call again: programs on their way are not turned away.
-            ResourceExhaustedError: nor could the latest one be served, for lack of a resource.
+                ``timeout_s``). Call again: pipes that are still being opened are kept.
+            ResourceExhaustedError: no pipe became ready in time, and the latest one lacked a resource.
             ClosedError: the server is closed.
         """
         return self._server.accept(timeout)
@@ -118,7 +118,7 @@ class PipeServer:
             link.close()
 
     def close(self) -> None:
-        """Stop listening; accepted pipes live on, the others end. Idempotent."""
+        """Stop listening. Accepted pipes stay open; the others end. Idempotent."""
         self._peers.close()
         on_end, self._on_end = self._on_end, unreported()
         on_end(True)
@@ -138,18 +138,18 @@ def listen_pipe(
     registry: Registry | None = None,
     wrap_pipe: Callable[[Pipe], Pipe] | None = None,
 ) -> PipeServer:
-    """Listen for programs that want a pipe, at ``address`` or at the config's host and port.
+    """Listen for programs that connect a pipe, at ``address`` or at the config's host and port.
 
     If no pipe here can move tensors of the config's device, a warning is logged at once, and every handshake
     is refused with that reason.
 
-    Metrics go to the config's sinks until the server and the last of its pipes are closed.
+    Metrics go to the config's sinks until the server and all its pipes are closed.
 
     Raises:
         ConfigError, InsecureAddressError, AddressInUseError.
-        TypeError: that is no Config.
+        TypeError: ``config`` is not a Config.
         UnknownTransportError, AmbiguousNameError: no plugin offers the config's transport, or two do.
-        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
     resolved = _resolve(config, registry)
     settings = _link_settings(resolved, wrap_pipe)
@@ -167,17 +167,17 @@ def listen_pipe(
 def build_pipe_endpoint(
     config: Config, *, device: str | None = None, registry: Registry | None = None
 ) -> PipeEndpoint:
-    """The endpoint of the pipe that the config's ``transport`` names: for :func:`kvplug.connect_ranks`.
+    """Build the endpoint of the config's ``transport``, for :func:`kvplug.connect_ranks`.
 
-    Its pipes are bare: the ranks do not negotiate, so every rank's config must name the same transport, and
-    no metrics are counted. ``device`` defaults to the config's.
+    Ranks do not negotiate, so every rank's config must name the same transport. The pipes do not count
+    metrics. ``device`` defaults to the config's.
 
     Raises:
         ConfigError: the transport is "auto", or its options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        PluginError: the transport cannot work here, or its factory returned something else.
+        PluginError: the transport cannot work here, or its factory did not return an endpoint.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
-        ResourceExhaustedError: the process has no free descriptor or memory for it.
+        ResourceExhaustedError: the process has no free descriptor or memory.
     """
     ensure_config(config)
     if config.transport == AUTO:
@@ -198,12 +198,12 @@ def connect_pipe(
     wrap_pipe: Callable[[Pipe], Pipe] | None = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
 ) -> Pipe:
-    """A pipe to the program that listens at ``contact``, or at the config's host and port.
+    """Connect a pipe to the program that listens at ``contact``, or at the config's host and port.
 
     Raises:
         TimeoutError: no program listened there in time.
-        HandshakeError, AuthenticationError: the two ends cannot work together, and why.
-        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
+        HandshakeError, AuthenticationError: the two ends cannot work together; the error lists the reasons.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
     settings = _link_settings(_resolve(config, registry), wrap_pipe)
     on_end = settings.on_pipe()

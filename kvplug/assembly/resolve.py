@@ -1,7 +1,7 @@
-"""A config and a registry, resolved together: the spec of every name in the config, and its options.
+"""Resolves the names in a config against a registry: finds each name's spec and fills its options.
 
-The other modules of this room use it to build a connector, a pipe, a message queue, a lookup buffer or a
-communicator.
+The other modules of this room use this to build connectors, pipes, message queues, lookup buffers and
+communicators.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from kvplug.transport.spec import ConnectorSpec, DirectorySpec, Kind, Probe, Sto
 logger = logging.getLogger(__name__)
 
 EPOCH = uuid.uuid4().hex
-"""The epoch of this process: changes at restart, so that stale references are recognised."""
+"""The epoch of this process. It changes at restart, so that stale references are recognised."""
 
 
 _short: set[str] = set()
-"""Keys of budgets that did not fit, which was logged."""
+"""Keys of budgets whose shortage was logged."""
 TransportKind = Literal[Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR]
 _KEY_OF: Final = {kind: key for key, kind in CHOSEN.items()}
 
@@ -61,13 +61,13 @@ class ResolvedConfig:
 
     @classmethod
     def to_build(cls, config: Config, registry: Registry | None, *keys: str) -> ResolvedConfig:
-        """The same for a config from which something is built now.
+        """Resolve a config in order to build something from it now.
 
-        ``keys``: those that are used for it, which are checked.
+        ``keys``: the keys that are used for it. They are checked.
 
         Raises:
-            ConfigError: this process may use none of the CPUs that the config lists; or as :meth:`check`.
-            TypeError: that is no Config.
+            ConfigError: this process may not use any of the CPUs that the config lists; or as :meth:`check`.
+            TypeError: ``config`` is not a Config.
         """
         ensure_config(config)
         choose_cpus(config.thread_cpus)
@@ -78,8 +78,8 @@ class ResolvedConfig:
 
     @functools.cached_property
     def pipes(self) -> dict[str, TransportSpec]:
-        """Every pipe transport that moves bytes, by its bare name; if two plugins offer a name, the one that
-        the config names with its distribution."""
+        """Every pipe transport that moves bytes, by bare name. If two plugins offer a name, this has the one
+        that the config names with its distribution."""
         specs = {spec.name: spec for spec in self.registry.specs(Kind.PIPE) if not spec.wraps}
         if self._pipe[1] != AUTO:
             named = self.registry.get(Kind.PIPE, self._pipe[1])
@@ -92,16 +92,16 @@ class ResolvedConfig:
 
     @property
     def requested_transport(self) -> str:
-        """The bare name of the transport the config asks for, or ``"auto"``: of what moves the bytes."""
+        """The bare name of the configured transport that moves the bytes, or ``"auto"``."""
         return self._pipe[1].rpartition(":")[2]
 
     def _unwrapped(self, kind: TransportKind) -> tuple[TransportSpec | None, str]:
-        """The transport of a kind that the config has wrap another one, or ``None``; and the name of the one
-        inside it, or else of the only one: ``"auto"`` is one, too.
+        """Return the spec of the configured wrapper of a kind, or ``None``, and the name of the transport
+        that moves the bytes, which may be ``"auto"``.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-            ConfigError: with every fault of its options.
+            ConfigError: the wrapper's options are wrong; every fault at once.
         """
         name = str(getattr(self.config, _KEY_OF[kind]))
         spec = None if name == AUTO else self.registry.get(kind, name)
@@ -110,14 +110,14 @@ class ResolvedConfig:
         return spec, str(getattr(self.options_of(spec), "inner", AUTO))
 
     def offers(self, *, load: bool = True) -> tuple[Offer, ...]:
-        """This host's offers to a peer: every pipe transport. One that can work here is probed once; one that
-        cannot, each time: it may be able to later.
+        """Return this host's offers to a peer: every pipe transport. A transport that can work here is probed
+        once. Any other is probed each time, because it may become able to work.
 
-        ``load``: also load the code of those that "auto" may take, so that none is offered whose installation
-        is broken. One that the config names is loaded when it is used, and fails then.
+        ``load``: also load the code of transports that "auto" may choose, so that a broken installation is
+        not offered. A transport that the config names is loaded only when it is used.
 
         Raises:
-            ResourceExhaustedError: the process has no free descriptor, thread or memory to find out.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for the probes.
         """
         return tuple(
             Offer(
@@ -141,12 +141,19 @@ class ResolvedConfig:
         return found
 
     def select(self, required: Requirements) -> Selection:
-        """The pipe transport that a peer like this one would agree on. Raises HandshakeError: none."""
+        """Select the pipe transport to agree on with a peer like this one.
+
+        Raises:
+            HandshakeError: no transport fits.
+        """
         offers = self.offers()
         return select(offers, offers, required, (self.requested_transport, AUTO))
 
     def explain_missing_pipe(self, device: str | None = None) -> str | None:
-        """Why no pipe that the config allows can move tensors of this device; default: the config's."""
+        """Return why no pipe that the config allows can move tensors of ``device`` (default: the config's).
+
+        Return ``None`` if one can.
+        """
         try:
             self.select(Requirements(device=device or self.config.device.partition(":")[0]))
         except HandshakeError as e:
@@ -154,7 +161,7 @@ class ResolvedConfig:
         return None
 
     def options_of(self, spec: Any) -> Any:
-        """An instance of the spec's options class, filled from the config.
+        """Return an instance of the spec's options class, filled from the config.
 
         Raises:
             ConfigError: with every fault of these options.
@@ -163,11 +170,11 @@ class ResolvedConfig:
 
     @functools.cached_property
     def credentials(self) -> Credentials:
-        """Those of :func:`credentials_of`."""
+        """The config's credentials; see :func:`credentials_of`."""
         return credentials_of(self.config)
 
     def context(self, spec: Any, **more: Any) -> Any:
-        """The argument of the spec's factory: the config's values, the options of the spec, and ``more``."""
+        """Make the argument of the spec's factory: the config's values, the spec's options, and ``more``."""
         cls, _ = MADE[spec.kind]
         names = {field.name for field in attrs.fields(cls)}
         given = {key: getattr(self.config, key) for key in names.intersection(KEYS)}
@@ -176,7 +183,7 @@ class ResolvedConfig:
         return cls(**{**given, "options": self.options_of(spec), **more})
 
     def make(self, spec: Any, *, around: TransportSpec | None = None, **more: Any) -> Any:
-        """What the spec's factory makes of its context, inside the transport that wraps it, if any.
+        """Call the spec's factory with its context, inside the wrapper ``around`` if there is one.
 
         Raises:
             ConfigError, PluginError, ResourceExhaustedError.
@@ -187,11 +194,11 @@ class ResolvedConfig:
         return made(around, self.context(around, **more, make_inner=functools.partial(made, spec, context)))
 
     def usable(self, kind: Literal[Kind.STORE, Kind.DIRECTORY], name: str) -> Any:
-        """The spec of that name.
+        """Return the spec of that name.
 
         Raises:
             UnknownNameError, AmbiguousNameError: no plugin offers the name, or two do.
-            PluginError: its probe says that it cannot work here.
+            PluginError: its probe finds that it cannot work here.
         """
         spec: StoreSpec | DirectorySpec = self.registry.get(kind, name)
         probe = spec.run_probe()
@@ -200,14 +207,14 @@ class ResolvedConfig:
         return spec
 
     def chosen(self, kind: TransportKind, device: str = "cpu") -> tuple[TransportSpec, TransportSpec | None]:
-        """The transport of a kind that the config names, and the one that wraps it, if any.
+        """Choose the configured transport of a kind. Return its spec, and that of its wrapper or ``None``.
 
-        For "auto" it is the fastest one that works here, authenticates its peers if it must, and, unless it
-        is a lookup buffer, moves tensors of that device.
+        "auto" chooses the transport with the lowest latency that works here, authenticates its peers if it
+        must, and, except for lookup buffers, moves tensors of that device.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-            PluginError: the named one cannot do that, or none can; with every reason.
+            PluginError: the named transport, or every transport, is unable; the error lists every reason.
         """
         around, name = self._unwrapped(kind)
         every = [spec for spec in self.registry.specs(kind) if spec.auto and not spec.wraps]
@@ -221,11 +228,11 @@ class ResolvedConfig:
             reasons[spec] = (broken,)
         missing = f"none is installed: pip install {listed(dict.fromkeys(PACKAGES[kind].values()))}"
         lines = [f"{spec.name}: {'; '.join(why)}" for spec, why in reasons.items()] or [missing]
-        head = f"no {kind.replace('_', ' ')} can be had:"
+        head = f"no {kind.replace('_', ' ')} is available:"
         raise PluginError("\n  - ".join([head, *lines, *self.registry.failures()]))
 
     def build(self, kind: TransportKind, device: str | None = None, **more: Any) -> Any:
-        """An endpoint of the transport of a kind that the config names. ``device`` defaults to the config's.
+        """Build an endpoint of the configured transport of a kind. ``device`` defaults to the config's.
 
         Raises:
             As :meth:`chosen` and :meth:`make`.
@@ -236,16 +243,16 @@ class ResolvedConfig:
         return self.make(spec, around=around, **more)
 
     def abilities(self) -> dict[str, Capabilities]:
-        """Of the pipe transports, by name."""
+        """Return the capabilities of the pipe transports, by name."""
         return {name: spec.capabilities for name, spec in self.pipes.items()}
 
     @property
     def wrapped_by(self) -> str:
-        """The transport that the config has wrap the others; empty: none."""
+        """The name of the configured wrapper; empty if there is none."""
         return "" if self._pipe[0] is None else self._pipe[0].name
 
     def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
-        """The endpoint of the transport that was agreed on, inside the wrapper that the config names."""
+        """Build the endpoint of the agreed transport, inside the configured wrapper."""
         spec = self.pipes[name]
         try:
             endpoint: PipeEndpoint = self.make(spec, around=self._pipe[0], device=device)
@@ -257,36 +264,35 @@ class ResolvedConfig:
 
     @functools.cached_property
     def connector(self) -> ConnectorSpec | None:
-        """The config's connector; ``None``: its name has a fault, which :meth:`check` finds."""
+        """The config's connector; ``None`` if its name has a fault, which :meth:`check` reports."""
         found: ConnectorSpec | None = self.registry.find(Kind.CONNECTOR, self.config.connector)
         return found
 
     @property
     def uses_stores(self) -> bool:
-        """Whether the config's connector keeps pages in the config's stores, as far as is known."""
+        """Whether the connector keeps pages in stores; true if the connector is unknown."""
         return self.connector is None or self.connector.moves_pages
 
     @property
     def device_of_links(self) -> str:
-        """Type of the device of the tensors that links between engines with this config move."""
+        """The device type of the tensors that links between engines with this config move."""
         moves_pages = self.connector is not None and self.connector.moves_pages
         return "cpu" if moves_pages else self.config.device.partition(":")[0]
 
     def sinks(self) -> tuple[Sink, ...]:
-        """The sinks that the config names."""
+        """Make the sinks that the config names."""
         specs = [self.registry.get(Kind.SINK, name) for name in self.config.sinks]
         return tuple(made(spec, self.options_of(spec)) for spec in specs)
 
     def check(self, keys: Iterable[str] = (*CHOSEN, *NAMED, *CHECKED), more: Iterable[str] = ()) -> None:
         """Resolve the names in the config and check every table of options.
 
-        ``keys``: the keys that the caller uses; ``more``: faults that it has found itself. The default of
-        ``stores`` is checked when a connector opens them.
+        ``keys``: the keys that the caller uses. ``more``: faults that the caller has found. The default of
+        ``stores`` is checked only when a connector opens the stores.
 
         Raises:
-            UnknownConnectorError, UnknownTransportError, AmbiguousNameError: an unknown or ambiguous name,
-                with
-                the known ones, if it is the only fault.
+            UnknownConnectorError, UnknownTransportError, AmbiguousNameError: the only fault is a name that is
+                unknown or ambiguous; the error lists the known names.
             ConfigError: with every fault, otherwise.
         """
         config = self.config
@@ -310,15 +316,15 @@ class ResolvedConfig:
 
 
 _broken: Final[dict[tuple[str, str], str]] = {}
-"""Why this process could not load or make a transport under "auto", which passes it over until the process
-restarts: what has not loaded does not load later."""
+"""Why this process could not load or make a transport under "auto". A failed load does not succeed later, so
+"auto" skips the transport until the process restarts."""
 
 
 def _why_broken(spec: TransportSpec) -> str:
-    """Why it is broken; empty: it has loaded.
+    """Load a transport. Return why it is broken, or an empty text if it loaded.
 
     Raises:
-        ResourceExhaustedError: there was no free descriptor or memory to load it.
+        ResourceExhaustedError: the process has no free descriptor or memory to load it.
     """
     if (spec.called, spec.factory) not in _broken:
         try:
@@ -333,7 +339,7 @@ def _note_broken(spec: TransportSpec, error: PluginError) -> None:
     if key not in _broken:
         _broken[key] = " ".join(str(error).split())
         logger.warning(
-            "%s is broken, and 'auto' passes it over from now on: %s; reinstall its package, or name its"
+            "%s is broken, and 'auto' skips it from now on: %s; reinstall its package, or name its"
             " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list %s` shows both)",
             spec.called,
             _broken[key],
@@ -342,14 +348,14 @@ def _note_broken(spec: TransportSpec, error: PluginError) -> None:
 
 
 def ensure_config(config: object) -> None:
-    """Raises TypeError: that is no Config; says how to make one."""
+    """Raise TypeError if ``config`` is not a Config. The error explains how to make one."""
     if not isinstance(config, Config):
         made = "Config.from_dict" if isinstance(config, Mapping) else "Config.load"
         raise TypeError(f"config is a {type(config).__name__}, not a kvplug.Config; {made}(...) makes one")
 
 
 def labels_of(config: Config, *, connector: str, side: str, rank: int) -> dict[str, str]:
-    """What a sink is told of the source of metrics; ``connector`` is empty for a plain pipe."""
+    """Return the labels that tell a sink the source of metrics. A plain pipe's ``connector`` is empty."""
     return {
         "connector": connector,
         "side": side,
@@ -360,7 +366,7 @@ def labels_of(config: Config, *, connector: str, side: str, rank: int) -> dict[s
 
 
 def tls_of(config: Config) -> TlsFiles | None:
-    """The config's TLS files; ``None``: it names none."""
+    """Return the config's TLS files, or ``None`` if it names none."""
     if config.tls_cert and config.tls_key and config.tls_ca:
         return TlsFiles(
             cert=config.tls_cert, key=config.tls_key, ca=config.tls_ca, check_host=config.tls_check_host
@@ -369,12 +375,12 @@ def tls_of(config: Config) -> TlsFiles | None:
 
 
 def credentials_of(config: Config) -> Credentials:
-    """The secret from the config's file or the environment, and its TLS files.
+    """Load the secret from the config's file or the environment, and the config's TLS files.
 
     Raises:
         ConfigError: one of the files cannot be used.
-        InsecureAddressError: host or an element of peers is an address of TCP, and there is neither a secret
-            nor TLS.
+        InsecureAddressError: host or an element of peers is a TCP address, and neither a secret nor TLS is
+            configured.
     """
     credentials = Credentials.load(secret_file=config.secret_file, tls=tls_of(config))
     check_addresses(credentials, config.host, config.peer_addresses)
@@ -382,7 +388,7 @@ def credentials_of(config: Config) -> Credentials:
 
 
 def check_addresses(credentials: Credentials, host: str, peers: Iterable[str]) -> None:
-    """Raises InsecureAddressError: a config's ``host`` or one of ``peers`` needs a secret or TLS."""
+    """Raise InsecureAddressError if a config's ``host`` or one of ``peers`` lacks a secret or TLS."""
     unix = host.startswith("unix:")
     credentials.mode_at(Address(name=host) if unix else Address(host, 0), "host")
     for peer in peers:
@@ -390,19 +396,20 @@ def check_addresses(credentials: Credentials, host: str, peers: Iterable[str]) -
 
 
 def is_exposed(config: Config) -> bool:
-    """Whether other hosts reach the config's ``host``."""
+    """Whether other hosts can reach the config's ``host``."""
     return not config.host.startswith("unix:") and not Address(config.host).is_loopback
 
 
 def must_authenticate(config: Config) -> bool:
-    """Whether data planes must authenticate: other hosts reach them, and the config does not permit it."""
+    """Whether data planes must authenticate: other hosts can reach them, and the config has no exemption."""
     return is_exposed(config) and not config.allow_unauthenticated_data_plane
 
 
 def checksums_of(config: Config) -> tuple[str, ...]:
-    """Hashes this end offers, preferred ones first; empty when integrity is off.
+    """Return the hashes this end offers, preferred ones first; empty when integrity is off.
 
-    An end that saves offers the one hash of its entries; one that only loads offers all that it can verify.
+    An end that saves offers only the hash of its entries. An end that only loads offers every hash it can
+    verify.
     """
     if config.integrity == "off":
         return ()
@@ -414,7 +421,7 @@ def checksums_of(config: Config) -> tuple[str, ...]:
 def make_hello(
     resolved: ResolvedConfig, engine: EngineFacts | None, moves_kv: bool, device: str, purpose: str
 ) -> Hello:
-    """The Hello of this end; ``engine`` is ``None`` for a plain pipe."""
+    """Make the Hello of this end; ``engine`` is ``None`` for a plain pipe."""
     config = resolved.config
     return Hello(
         purpose=purpose,
@@ -434,6 +441,7 @@ def make_hello(
 
 
 def _against(spec: TransportSpec, required: Requirements) -> tuple[str, ...]:
+    """Return the reasons against choosing this transport."""
     probe = spec.run_probe()
     lacks = () if spec.kind is Kind.LOOKUP_BUFFER else spec.capabilities.missing(required)
     return (*(() if probe.viable else (probe.reason,)), *lacks)

@@ -1,4 +1,4 @@
-"""The warnings about slow paths and stores: what is carried, what should be, and what may be the cause."""
+"""Warnings about slow pipes and stores: the measured rate, the expected rate, and likely causes."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
 _rates: Final[WeakValueDictionary[tuple[str, str, str, Capabilities.Cost | None], Rate]] = (
     WeakValueDictionary()
 )
-"""By peer, transport, device and claim: of the pipes that are there, and what is remembered."""
+"""The rates of open pipes, and those remembered, by peer, transport, device and claim."""
 _rates_lock = threading.Lock()
 free_locks_after_fork(sys.modules[__name__])
 
 
 @functools.lru_cache(_MOST_PEERS)
 def _remember(rate: Rate) -> None:
-    """Keep what was measured of a path beyond its pipes: programs open pipes to one peer again and again.
+    """Keep a path's measured rate after its pipes close, because programs often reopen pipes to one peer.
 
-    Nothing stays of a peer to which little was sent."""
+    The rate of a peer that was sent little data is not kept."""
 
 
 def _rate_of(peer: str, transport: str, device: str, claim: Capabilities.Cost | None) -> Rate:
     key = (peer, transport, device, claim)
-    with _rates_lock:  # of two pipes that open at the same time
+    with _rates_lock:  # two pipes may open at the same time
         if (rate := _rates.get(key)) is None:
             rate = _rates[key] = Rate(claim, on_known=_remember)
-        elif rate.is_known:  # those used last are remembered
+        elif rate.is_known:  # the most recently used rates are remembered
             _remember(rate)
     return rate
 
@@ -82,23 +82,23 @@ os.register_at_fork(after_in_child=_remember.cache_clear)
 
 @attrs.frozen(kw_only=True)
 class SlowPathAlarm:
-    """What is compared, warned of and counted for one pipe."""
+    """Compares one pipe's rate with the expected one, and warns of and counts slow paths."""
 
     config: Config
     stats: TransferStats
     abilities: Callable[[], Mapping[str, Capabilities]]
-    """Of the transports that are installed here, by name."""
+    """Returns the capabilities of the transports installed here, by name."""
     agreement: Agreement
     transport: str
     device: str
     wrapped_by: str = ""
-    """The transport that the config has wrap it; empty: none."""
+    """The configured wrapper of the transport; empty if there is none."""
 
     def watch(self, pipe: Pipe) -> PathWatch | None:
-        """Begin to compare what the pipe sends; ``None``: the config does not want it.
+        """Begin to compare the pipe's rate. Return ``None`` if the config turns the comparison off.
 
         Raises:
-            SlowPathError: the transport has measured that it is too slow, and the config refuses that.
+            SlowPathError: the transport measured a rate that is too low, and the config refuses slow paths.
         """
         if self.config.slow_path == "off":
             return None
@@ -117,7 +117,7 @@ class SlowPathAlarm:
         return PathWatch(rate, lambda found: self._alarm(found, pipe, rate))
 
     def _claim(self) -> Capabilities.Cost | None:
-        """As at the selection: the claim of the end where it is dearer."""
+        """Return the claim of the end with the higher cost, as the selection does."""
         ends = (self.abilities(), self._theirs())
         claims = [able[self.transport].cost for able in ends if self.transport in able]
         return max(claims, key=lambda cost: cost.seconds(REFERENCE_NBYTES), default=None)
@@ -132,7 +132,7 @@ class SlowPathAlarm:
         elif not refuses:
             return None
         reasons = list(self._reasons(found, pipe)) or [
-            "no cause is seen from here; the peer may take messages late, or its host may be busy"
+            "no cause is visible from here; the peer may receive messages late, or its host may be busy"
         ]
         text = (
             f"the pipe {self.transport!r} to {pipe.peer} {found}. Likely: {'; '.join(reasons)}."
@@ -140,17 +140,17 @@ class SlowPathAlarm:
         )
         if refuses:
             return SlowPathError(text)
-        _log.warning("%s; this is said once", text)
+        _log.warning("%s; this is logged once", text)
         return None
 
     # -- why -------------------------------------------------------------------------------------------
 
     def _reasons(self, found: SlowRate, pipe: Pipe) -> Iterator[str]:
-        """The causes that can be seen from here, each with what to change; the surest first."""
+        """Yield the causes visible from here, the surest first, each with its remedy."""
         if own := _report_of(pipe).reason:
             yield own
         if self.wrapped_by:
-            yield f"the config has {self.wrapped_by!r} wrap it; name {self.transport!r} itself"
+            yield f"the config wraps it in {self.wrapped_by!r}; name {self.transport!r} itself"
         yield from self._other_host(found) if self.agreement.cross_host else self._this_host()
         if self.config.tls_cert and not self.config.host.startswith("unix:") and self._is_tcp():
             yield "connections over TCP are encrypted (tls_cert), which costs processor time"
@@ -196,14 +196,14 @@ class SlowPathAlarm:
 
 @attrs.frozen(kw_only=True)
 class SlowStoreAlarm:
-    """What is compared, warned of and counted for one opened store."""
+    """Compares one opened store's rates with its earlier ones, and warns of and counts slow ones."""
 
     config: Config
     stats: TransferStats
     name: str
 
     def watch(self, store: Store) -> StoreWatch | None:
-        """Begin to compare what the store gives and takes; ``None``: the config does not want it."""
+        """Begin to compare the store's rates. Return ``None`` if the config turns the comparison off."""
         if self.config.slow_path == "off":
             return None
         refuses = self.config.slow_path == "refuse"
@@ -213,7 +213,7 @@ class SlowStoreAlarm:
             doing, refusing = _STORE_WORDS[op]
             then = f". kvplug {refusing} for {REFUSED_S:.0f} s at a time" if refuses else ""
             _log.warning(
-                '%s the store %r %s. Likely: %s%s. slow_path = "off" stops this comparison; this is said'
+                '%s the store %r %s. Likely: %s%s. slow_path = "off" stops this comparison; this is logged'
                 " once",
                 doing,
                 self.name,
@@ -225,32 +225,32 @@ class SlowStoreAlarm:
         return StoreWatch(store.medium, alarm, refuses=refuses)
 
     def _reasons(self, op: StoreOp, store: Store) -> list[str]:
-        """The causes that can be seen from here, each with what to change."""
+        """Return the causes visible from here, each with its remedy."""
         seen = list(_processors(self.config.thread_cpus))
         if route := store.route:
-            seen.append(f"pages come and go like this: {route}; see whether that path is slow")
+            seen.append(f"pages take this path, which may be slow: {route}")
         if store.medium == "disk":
             seen.append(
-                "the disk carries less, is almost full, or serves others too"
+                "the disk has become slower, is almost full, or serves other programs too"
                 if op == "put"
-                else "pages that came out of the page cache come from the disk now, or the disk carries less"
+                else "pages now come from the disk instead of the page cache, or the disk has become slower"
             )
         elif store.is_shared:
             seen.append("its server, the network to it, or other programs that use it may be busy")
-        return seen or ["no cause is seen from here"]
+        return seen or ["no cause is visible from here"]
 
 
 def _report_of(pipe: Pipe) -> Pipe.PathReport:
-    """What the transport says; a fault of it is logged, and ends no pipe that works."""
+    """Return the transport's report. An error in it is logged and does not end the pipe."""
     try:
         return pipe.path_report()
     except Exception:
-        _log.warning("%r cannot say how fast its path is", pipe, exc_info=True)
+        _log.warning("%r failed to report the rate of its path", pipe, exc_info=True)
         return Pipe.PathReport()
 
 
 def _speed_of(interface: str) -> int:
-    """In Mbit/s, as the kernel knows it; 0: it does not."""
+    """Return the speed that the kernel reports, in Mbit/s; 0 if it is unknown."""
     try:
         return max(0, int((_NET / interface / "speed").read_text()))
     except (OSError, ValueError):
@@ -258,7 +258,7 @@ def _speed_of(interface: str) -> int:
 
 
 def _processors(thread_cpus: str) -> Iterator[str]:
-    """What is wrong with the processors and threads here, each with what to change."""
+    """Yield the faults of this host's processors and threads, each with its remedy."""
     try:
         quota, period = _CPU_MAX.read_text().split()
         cpus = int(quota) / int(period)
@@ -280,7 +280,7 @@ def _processors(thread_cpus: str) -> Iterator[str]:
 
 
 def _interpreter_wait() -> float:
-    """Seconds until a thread that has let go of the interpreter lock has it again: the median of three."""
+    """Return the seconds that a thread takes to regain the interpreter lock, as the median of three tries."""
     waits = []
     for _ in range(3):
         began = time.perf_counter()

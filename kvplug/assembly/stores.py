@@ -1,4 +1,4 @@
-"""Config + Registry -> stores: opened here, reached at a peer, or served to other programs."""
+"""Opens the stores that a config names, reaches those of a peer, and serves them to other programs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 PURPOSE = "store"
 """The purpose of a link to a program that serves a store."""
 STATS_PURPOSE = "store stats"
-"""The purpose of a link that asks such a program what its store holds, and ends."""
+"""The purpose of a short link that asks such a program for the statistics of its store."""
 _MAX_CLIENTS = 1024
 
 
 @contextlib.contextmanager
 def _opening(spec: StoreSpec) -> Iterator[None]:
-    """Errors of a store's own code name the store."""
+    """Add the store's name to errors of the store's own code."""
     try:
         with NamedExhaustion(f"opening the store {spec.name!r}"):
             yield
@@ -64,8 +64,8 @@ class StoreOpener:
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-            ConfigError: its options are wrong.
-            PluginError: it cannot work here, its factory failed, or returned something else.
+            ConfigError: the store's options are wrong.
+            PluginError: the store cannot work here, or its factory failed or did not return a store.
             ResourceExhaustedError: a descriptor, thread, memory or space ran out.
         """
         spec = self._resolved.usable(Kind.STORE, name)
@@ -80,11 +80,11 @@ class StoreOpener:
         return self._recorded(spec, made)
 
     def client(self, name: str, link: Store.Link) -> Store:
-        """Make this process's end of the store that the peer at the other end of ``link`` serves.
+        """Make this process's end of the store that the peer of ``link`` serves.
 
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: as :meth:`open`.
-            PluginError: that store cannot be served to peers, or the maker of its clients failed.
+            PluginError: that store cannot be served to peers, or its client factory failed.
             ResourceExhaustedError: a descriptor, thread, memory or space ran out, here or there.
         """
         spec = self._resolved.usable(Kind.STORE, name)
@@ -121,12 +121,12 @@ class StoreOpener:
 
 
 def build_store(config: Config, name: str | None = None, *, registry: Registry | None = None) -> Store:
-    """The store ``name``, by default the first of the config's ``stores``, without an engine around it.
+    """Open the store ``name`` without an engine. ``name`` defaults to the first of the config's ``stores``.
 
     Raises:
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        ConfigError: its options are wrong; every fault at once.
-        PluginError: it cannot work here, or its factory returned something else.
+        ConfigError: the store's options are wrong; every fault at once.
+        PluginError: the store cannot work here, or its factory did not return a store.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
     """
     resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "integrity")
@@ -135,16 +135,16 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
 
 @attrs.frozen(kw_only=True)
 class StoreStats:
-    """What a program reports about the store that it serves."""
+    """A program's report about the store that it serves."""
 
     name: str
     num_pages: int
     used_bytes: int
     """Bytes of the pages, their headers, and the gaps between them."""
     budget_bytes: int | None
-    """``None``: the store has no limit of its own."""
+    """``None`` if the store has no limit of its own."""
     num_clients: int
-    """Programs that use it now."""
+    """The number of programs that use the store now."""
 
 
 class StoreServer:
@@ -156,16 +156,16 @@ class StoreServer:
         self.store = store
         """The store that is served."""
         self.name = name
-        """Its name, as a config has it."""
+        """The store's name, as configs use it."""
         self._peers = ControlPeers(settings, listen=address)
         self._links: set[ControlLink] = set()
         self._server: LinkServer[None] = self._peers.serve(self._serve, max_served=_MAX_CLIENTS)
         self.contact: str = self._server.contact
-        """Where other programs reach the store."""
+        """The contact at which other programs reach the store."""
 
     @property
     def num_clients(self) -> int:
-        """Programs that are connected."""
+        """The number of connected programs."""
         return sum(link.agreement.purpose == PURPOSE for link in self._links.copy())
 
     def _serve(self, link: ControlLink, _: Deadline) -> None:
@@ -174,7 +174,7 @@ class StoreServer:
             link.channel.send(to_plain(self.stats()))
             return
         if purpose != PURPOSE:
-            raise ClosedError(f"it connects for {purpose!r}, but this program serves a store")
+            raise ClosedError(f"the peer connected for {purpose!r}, but this program serves a store")
         logger.info("%s uses the store %r", link.channel.peer, self.name)
         self._links.add(link)
         try:
@@ -186,7 +186,7 @@ class StoreServer:
             )
 
     def stats(self) -> StoreStats:
-        """What the store holds now, and who uses it."""
+        """Return what the store holds now, and how many programs use it."""
         usage = self.store.usage()
         return StoreStats(
             name=self.name,
@@ -209,7 +209,7 @@ class StoreServer:
 
 
 def _host_of(address: str) -> str:
-    """The ``host`` of a config whose programs listen at this address."""
+    """Return the ``host`` of a config whose programs listen at this address."""
     parsed = Address.parse(address)
     return parsed.host if not parsed.is_unix else str(parsed) if parsed.name else DEFAULT_HOST
 
@@ -225,7 +225,7 @@ def serve_store(
 
     Raises:
         UnknownTransportError, AmbiguousNameError, ConfigError, PluginError: as :func:`build_store`.
-        InsecureAddressError, AddressInUseError: it cannot listen there.
+        InsecureAddressError, AddressInUseError: the server cannot listen there.
     """
     if address is not None:
         config = attrs.evolve(config, host=_host_of(address))  # pipes listen where the link does
@@ -234,7 +234,7 @@ def serve_store(
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
     if spec.client is None:
         raise PluginError(f"the store {spec.name!r} cannot be served to other processes")
-    settings.hello(PURPOSE)  # loads the pipes and torch now, so that the first program need not wait
+    settings.hello(PURPOSE)  # loads the pipes and torch now, so that the first program does not wait for them
     store = StoreOpener(settings).open(name or config.stores[0])
     try:
         return StoreServer(store, settings, address, name=spec.name)
@@ -248,7 +248,7 @@ def store_stats(config: Config, contact: str, *, registry: Registry | None = Non
 
     Raises:
         PeerGoneError, TimeoutError: no program answers there.
-        HandshakeError, AuthenticationError: the two ends cannot work together, and why.
+        HandshakeError, AuthenticationError: the two ends cannot work together; the error lists the reasons.
         WireError: the program does not serve a store.
     """
     resolved = ResolvedConfig(config, registry)
@@ -258,4 +258,4 @@ def store_stats(config: Config, contact: str, *, registry: Registry | None = Non
         found = link.channel.recv(timeout=config.timeout_s)
     finally:
         link.close()
-    return from_plain(found, StoreStats, f"what {link.channel.peer} reports about its store")
+    return from_plain(found, StoreStats, f"the report of {link.channel.peer} about its store")

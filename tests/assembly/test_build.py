@@ -165,7 +165,7 @@ def test_auto_passes_over_a_transport_that_does_not_load_at_one_end(
     for _ in range(2):
         joined(here, there, config(), config())
     assert len(CONTEXTS) == 4
-    (said,) = [message for message in caplog.messages if "passes it over" in message]
+    (said,) = [message for message in caplog.messages if "skips it" in message]
     for part in (
         "the pipe 'fast' from kvplug-broken is broken",
         "No module named",
@@ -224,9 +224,9 @@ def test_one_end_alone_knows_what_no_peer_could_mend_and_warns_when_it_listens(
 
 
 def test_where_nothing_of_a_kind_is_installed_the_packages_that_bring_it_are_named() -> None:
-    with pytest.raises(PluginError, match=r"no lookup buffer can be had:\n.*: pip install kvplug-lookup$"):
+    with pytest.raises(PluginError, match=r"no lookup buffer is available:\n.*: pip install kvplug-lookup$"):
         build_lookup(Config(), registry=Registry())
-    with pytest.raises(PluginError, match=r"no queue can be had:\n.*: pip install kvplug-shm$"):
+    with pytest.raises(PluginError, match=r"no queue is available:\n.*: pip install kvplug-shm$"):
         build_queue(Config(), registry=Registry())
 
 
@@ -290,9 +290,9 @@ def test_a_connector_of_the_wrong_class_is_refused_and_its_listener_closed(side:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dtype": "float17"}, r"dtype: 'float17' is no dtype of a KV cache; did you mean 'float16'\?"),
-        ({"num_kv_heads": 8}, "num_kv_heads: the model has 8, and the cache's layout 2; 8 were expected"),
-        ({"head_size": 16}, "head_size: the model has 16, and the cache's layout 8"),
+        ({"dtype": "float17"}, r"dtype: 'float17' is not a dtype of a KV cache; did you mean 'float16'\?"),
+        ({"num_kv_heads": 8}, "num_kv_heads: the model has 8, and the cache's layout has 2; 8 were expected"),
+        ({"head_size": 16}, "head_size: the model has 16, and the cache's layout has 8"),
     ],
 )
 def test_a_model_that_is_not_the_caches_is_refused(given: dict[str, Any], said: str) -> None:

@@ -39,10 +39,10 @@ def faults_of(config: Config, registry: Registry, *keys: str) -> tuple[str, ...]
     ("key", "inner", "said"),
     [
         ("transport", "nothing-such", "no transport named 'nothing-such'"),
-        ("transport", "around", "'around' wraps another transport itself"),
+        ("transport", "around", "'around' itself wraps another transport"),
         ("queue", "realy", "no message queue named 'realy'; did you mean 'relay'?"),
         ("queue", "cpu", "no message queue named 'cpu'"),
-        ("queue", "around", "'around' wraps another transport itself"),
+        ("queue", "around", "'around' itself wraps another transport"),
     ],
 )
 def test_what_cannot_be_inside_is_named_when_the_config_is_checked(

@@ -41,8 +41,8 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
     assert any(detail.startswith("cpu: could be used, but claims") for detail in transport["why"])
     assert any("pynccl: cannot work here" in detail for detail in transport["why"])
     assert not any("at the peer" in detail for detail in transport["why"])
-    assert "the scheduler sends steps by shm" in steps["queue"][0]["what"]
-    assert "the workers add up by cpu" in steps["communicator"][0]["what"]
+    assert "the scheduler sends steps over shm" in steps["queue"][0]["what"]
+    assert "the workers sum over cpu" in steps["communicator"][0]["what"]
     assert not folder.exists()
 
 
@@ -60,7 +60,7 @@ def test_a_connector_that_hashes_nothing_on_a_device_is_said_not_to_notice_corru
     _, on_cpu = explained(site, *given)
     _, on_gpu = explained(site, *given, "device=cuda")
     assert on_cpu["integrity"][0]["verdict"] == "ok"
-    assert (on_gpu["integrity"][0]["verdict"], "not noticed" in on_gpu["integrity"][0]["what"]) == (
+    assert (on_gpu["integrity"][0]["verdict"], "not detected" in on_gpu["integrity"][0]["what"]) == (
         "note",
         True,
     )
@@ -80,7 +80,7 @@ def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
         ("role=both stores=fd", "stores", "no store named 'fd'"),
         ("role=both lookup_buffer=simple", "lookup_buffer", "'lookup' uses no lookup buffer; 'simple' does"),
         ("role=both transport=pynccl", "transport", "'pynccl' is named here and cannot be used"),
-        ("role=both communicator=pynccl", "communicator", "no communicator can be had"),
+        ("role=both communicator=pynccl", "communicator", "no communicator is available"),
         ("role=bath", "config", "role: 'bath' was given"),
         ("role=both host=10.0.0.4 port=65535 port_offset=1", "config", "rank 0 would listen at 65536"),
     ],

@@ -101,7 +101,7 @@ def test_a_name_with_two_owners_is_listed_twice_as_ambiguous(birds: Any) -> None
     found = [each for each in rows(birds) if each["name"] == "carrier-pigeon"]
     assert [each["distribution"] for each in found] == ["kvplug-birds", "kvplug-more"]
     assert {each["status"] for each in found} == {"ambiguous"}
-    assert "say kvplug-birds:carrier-pigeon or kvplug-more:carrier-pigeon" in found[0]["reason"]
+    assert "use kvplug-birds:carrier-pigeon or kvplug-more:carrier-pigeon" in found[0]["reason"]
 
 
 def test_options_of_a_name_are_shown_with_types_units_and_defaults(birds: Any) -> None:

@@ -227,7 +227,7 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
     "a GPU that is not there": ({"config": {"device": "cuda:7"}}, "problem device: no cuda:7 here"),
     "more buffers than memory": (
         {"config": {"buffer_size": 1 << 50}},
-        "problem buffer_size: the kernel ends a process that takes more",
+        "problem buffer_size: the kernel kills a process that takes more",
     ),
     "an address of another host": (
         {"config": {"host": "198.51.100.7"}, "env": {"KVPLUG_SECRET": SECRET}},
@@ -250,7 +250,7 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a secret that is not used": (
         {"config": {"secret_file": "{secret}"}, "env": {"KVPLUG_SECRET": OTHER_SECRET}},
-        "note secret: KVPLUG_SECRET is set too, and not used",
+        "note secret: KVPLUG_SECRET is set but not used",
     ),
     "a secret for all users to read": (
         {"config": {"secret_file": "{secret}"}},
@@ -273,7 +273,7 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
             "config": {"options": {"lookup": {"page_tokens": 17}}},
             "facts": ["block_size=16", "block_format=own"],
         },
-        "problem options.lookup.page_tokens: a page has 17 tokens, and a block 16",
+        "problem options.lookup.page_tokens: a page has 17 tokens, and a block of the order 'own' has 16",
     ),
     "a store that is not installed": (
         {"config": {"stores": ["host", "hosts"]}},
@@ -469,7 +469,7 @@ def test_an_engine_in_peers_is_tried_without_being_measured(fork_server: ForkSer
         fine = doctor(fork_server, config={**given, "options": {"lookup": {"page_tokens": 32}}})
     assert_named(wrong, "problem options.lookup.page_tokens: 16 (the default) here, 32 at the peer")
     assert not [each for each in fine if each["verdict"] == "problem"]
-    assert any(f"{host}-0 answers, and agrees" in each["what"] for each in fine)
+    assert any(f"{host}-0 answers and agrees" in each["what"] for each in fine)
 
 
 @pytest.mark.parametrize(
@@ -692,7 +692,7 @@ def test_what_a_doctor_takes_from_an_engine_is_bounded(fork_server: ForkServer) 
         with a_doctor_at(contact) as link:
             for no_device in (["cpu"], {}, np.zeros(3), "tpu"):
                 refused = _asked(link, doctor="measure", device=no_device)
-                assert refused == {"measuring": False, "why": "no pipe was agreed on"}
+                assert refused == {"measuring": False, "why": "the handshake did not agree on a pipe"}
             assert _asked(link, doctor="what a newer one asks") == {"unknown": True}
             assert _asked(link, doctor="measure", device="cpu")["measuring"]
             link.open_pipe("doctor", timeout=5).abort()
@@ -705,7 +705,7 @@ def test_what_a_doctor_takes_from_an_engine_is_bounded(fork_server: ForkServer) 
             links = [held.enter_context(a_doctor_at(contact)) for _ in range(8)]
             assert _asked(links[0], doctor="measure", device="cpu")["measuring"]
             held.callback(links[0].open_pipe("doctor", timeout=5).abort)  # in the middle, without a goodbye
-            assert_named(doctor(fork_server, peer=contact), "note peer: as many doctors as it may")
+            assert_named(doctor(fork_server, peer=contact), "note peer: already serves too many doctors")
         waits.until(lambda: _counts(engine) == before, AS_BEFORE_S, what="the engine as it was")
         assert not [each for each in doctor(fork_server, peer=contact) if each["topic"] == "peer"]
 

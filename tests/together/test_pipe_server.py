@@ -156,7 +156,7 @@ def test_a_pipe_that_fails_here_when_the_other_end_has_it_is_not_waited_for(
         asked = ours.channel.recv(5)
         assert (asked["pipe"], asked["contact"]) == ("pages", "somewhere")
         ours.channel.send({"pipe": "pages", "joined": True})
-        assert "has joined the pipe 'pages', which was not completed" in str(
+        assert "joined the pipe 'pages', but this end did not complete it" in str(
             opening.raised(TransportError, 5)
         )
 
@@ -233,7 +233,7 @@ def test_an_end_that_cannot_accept_a_pipe_leaves_the_channel_to_its_caller() -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"connector": "lookpu"}, "connector: a plain pipe has none, and 'lookpu' was given"),
+        ({"connector": "lookpu"}, "connector: a plain pipe has no connector, and 'lookpu' was given"),
         ({"integrity": "xxh3_46"}, "integrity: a plain pipe sends tensors without a hash"),
         ({"sinks": ("lgo",)}, "sinks: no sink named 'lgo'"),
         ({"sinks": ("log", "kvplug:log")}, "'log' and 'kvplug:log' are the same sink; name it once"),

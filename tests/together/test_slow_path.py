@@ -98,10 +98,10 @@ def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) ->
     for part in (
         r"the pipe 'cpu' to .*pid \d+.* carries 0\.0\d+ GB/s \(\d+ MiB in .* s\)",
         "less than a tenth of the 6 GB/s that its transport claims",
-        "the config has 'faulty' wrap it; name 'cpu' itself",
+        "the config wraps it in 'faulty'; name 'cpu' itself",
         "one host, and 'shm', which claims 15 GB/s, was passed over: could be used, but cpu is named",
         'slow_path = "off"',
-        "this is said once",
+        "this is logged once",
     ):
         assert re.search(part, text), text
     assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {})

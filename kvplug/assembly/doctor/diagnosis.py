@@ -1,4 +1,4 @@
-"""The result of the doctor's checks."""
+"""The results of the doctor's checks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvplug.errors import ConfigError, KvplugError
 
 @attrs.define(kw_only=True)
 class Diagnosis:
-    """Everything that was found."""
+    """Everything that the doctor found."""
 
     findings: list[Finding] = attrs.field(factory=list)
     fields: tuple[Field, ...] = ()
-    """Of the handshake with the peer; empty without one."""
+    """The fields of the handshake with the peer; empty without a peer."""
     measured: list[Measured] = attrs.field(factory=list)
     host: HostFacts | None = None
     peer_host: HostFacts | None = None
@@ -30,11 +30,11 @@ class Diagnosis:
         return sum(finding.verdict == "problem" for finding in self.findings)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Convert to plain values, for JSON."""
         return {"problems": self.problems, **attrs.asdict(self)}
 
     def collect(self, topic: str, of: Callable[[], Iterable[Finding]]) -> None:
-        """Add findings; an error that ends them is a problem, unless it is one already."""
+        """Add findings. An error that interrupts them becomes a problem, unless it is already listed."""
         try:
             for each in of():
                 self.findings.append(each)

@@ -1,4 +1,4 @@
-"""The whole examination of a config: this host, its stores, its peers, and one peer in detail."""
+"""The whole examination of a config: its host, its stores, its peers, and one peer in detail."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 
 TIMEOUT_S: Final = 30.0
-"""How long an examination takes at most, when everything is silent."""
+"""The longest time of an examination, for when nothing answers."""
 _PEER_S: Final = 5.0
-"""The same for one of the config's peers."""
+"""The longest time for one of the config's peers."""
 _LISTENER_S: Final = 2.0
 _Examine = Callable[..., PeerExamination]
 
@@ -53,13 +53,16 @@ def diagnose(
     write: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Diagnosis:
-    """Examine a config on this host, and the peer at the contact ``peer``. Never raises for what is wrong.
+    """Examine a config on this host, and the peer at the contact ``peer``. Problems become findings.
 
     Args:
-        facts: of this side's engine, as :func:`~kvplug.assembly.doctor.facts.read_facts` makes them; those
-            that are not given are taken to be the peer's.
-        write: put a page of the doctor's own into each store, and remove it.
-        timeout_s: the end of all waiting for others. Code of a plugin that does not return is left behind.
+        facts: facts about this side's engine, as :func:`~kvplug.assembly.doctor.facts.read_facts` makes them;
+            missing facts are assumed to equal the peer's.
+        write: put a test page into each store, and remove it.
+        timeout_s: limits all waiting for others. Plugin code that does not return is abandoned.
+
+    Raises:
+        ConfigError: ``facts`` has an unknown key.
     """
     facts = facts or {}
     if unknown := sorted(facts.keys() - set(FACTS)):
@@ -74,7 +77,7 @@ def diagnose(
     is_usable = all(each.topic in _HARMLESS for each in found.findings if each.verdict == "problem")
     if not is_usable and peer is None:
         return found
-    lacks_tensors("cpu")  # imports PyTorch, which takes seconds on a busy host, and is no waiting for others
+    lacks_tensors("cpu")  # imports PyTorch now: that can take seconds, which the deadline must not include
     deadline = Deadline.after(timeout_s)
     examine = functools.partial(
         PeerExamination, resolved=resolved, device=resolved.device_of_links, facts=facts, deadline=deadline
@@ -99,11 +102,11 @@ def diagnose(
 _HARMLESS: Final = frozenset(
     {SHARED_MEMORY, "device", "descriptors", "buffer_size", "files", "locked memory", "stores"}
 )
-"""Topics of problems with which the rest can be tried all the same."""
+"""Topics whose problems do not prevent the other checks."""
 
 
 def _of_host(found: Diagnosis, config: Config) -> Iterator[Finding]:
-    """This host's limits, and what it has."""
+    """Yield findings about this host's limits, interfaces and versions."""
     facts = found.host = facts_of(config)
     yield from of_host(facts, config)
     shown = "; ".join(f"{name} {addresses}" for name, addresses in facts.interfaces.items() if addresses)
@@ -112,14 +115,14 @@ def _of_host(found: Diagnosis, config: Config) -> Iterator[Finding]:
 
 
 def _of_device(config: Config) -> Iterator[Finding]:
-    """Whether PyTorch knows the config's device here. Makes no tensor: that would take memory of a GPU."""
+    """Check that PyTorch finds the config's device. Makes no tensor, which would take GPU memory."""
     kind, _, index = config.device.partition(":")
     if kind != "cuda":
         return
     try:
         import torch
     except ImportError:
-        yield note("device", "not looked for: PyTorch is not installed here", change="pip install torch")
+        yield note("device", "not checked: PyTorch is not installed here", change="pip install torch")
         return
     count = torch.cuda.device_count()
     if int(index or 0) < count:
@@ -128,13 +131,13 @@ def _of_device(config: Config) -> Iterator[Finding]:
         yield problem(
             "device",
             f"there is no {config.device} here: PyTorch {torch.__version__} finds {count} GPUs",
-            "the GPU is not given to this container, or PyTorch was built without CUDA",
+            "this container does not have the GPU, or PyTorch was built without CUDA",
             change='docker run --gpus=all    (or device = "cpu")',
         )
 
 
 def _of_address(config: Config, facts: HostFacts) -> Iterator[Finding]:
-    """Whether worker 0 can listen where the config says; it listens there for a moment."""
+    """Check that worker 0 can listen at the configured address, by listening there for a moment."""
     if config.role is Role.CONSUMER:
         return  # it dials
     try:
@@ -155,19 +158,19 @@ def _of_address(config: Config, facts: HostFacts) -> Iterator[Finding]:
 
 
 def _of_listener(what: str, address: str, credentials: Credentials) -> Finding:
-    """Whether an engine with these credentials, perhaps that of this config, holds the address."""
+    """Check whether an engine with these credentials, perhaps that of this config, uses the address."""
     change = "port_offset = 100    (for a second engine on this host)"
     try:
         Connection.dial(address, credentials, CONTROL, _LISTENER_S).close()
     except KvplugError as e:
         why = "an engine with this config cannot start while another program listens there"
         return problem("host", what, why, str(e), change=f"port: a free one; or {change}")
-    why = "if that is the engine of this config, all is well: `--peer` examines it"
+    why = "if that is the engine of this config, this is fine: `--peer` examines it"
     return note("host", what, why, change=change)
 
 
 def _suggested(facts: HostFacts) -> str:
-    """An address of this host that others may reach; loopback where there is no other."""
+    """Return an address of this host that others may reach; loopback if it has no other."""
     every = [each for addresses in facts.interfaces.values() for each in addresses.split(", ") if each]
     for each in every:
         number = ipaddress.ip_address(each.partition("%")[0])
@@ -177,7 +180,7 @@ def _suggested(facts: HostFacts) -> str:
 
 
 def _of_peers(config: Config, examine: _Examine, deadline: Deadline) -> Iterator[Finding]:
-    """Whether each engine that the config names, and would load from, answers and agrees."""
+    """Check that each engine from which the config would load answers and agrees."""
     peers = () if config.role is Role.PRODUCER else config.peer_addresses
     if not config.peers and config.role is Role.CONSUMER:
         peers = (config.control_address(),)
@@ -185,13 +188,13 @@ def _of_peers(config: Config, examine: _Examine, deadline: Deadline) -> Iterator
         examined = examine(contact=peer, deadline=deadline.within(_PEER_S), measures=False).run()
         wrong = [each for each in examined.findings if each.verdict == "problem"]
         more = f"`kvplug doctor --peer {peer}` examines it"
-        yield from wrong or [ok("peers", f"{peer} answers, and agrees; {more}")]
+        yield from wrong or [ok("peers", f"{peer} answers and agrees; {more}")]
 
 
 def _of_own_pipe(
     found: Diagnosis, resolved: ResolvedConfig, examine: _Examine, deadline: Deadline
 ) -> Iterator[Finding]:
-    """A handshake with a listener of this process, and the pipe that peers like this one would take."""
+    """Try a handshake with a listener in this process, and the pipe that peers like this one would use."""
     host = resolved.config.host
     address = "unix:" if host.startswith("unix:") else f"[{host}]:0" if ":" in host else f"{host}:0"
     try:
@@ -203,11 +206,11 @@ def _of_own_pipe(
     found.measured += examined.measured
     for each in examined.findings:
         if each.topic == "peer" and deadline.expired:
-            what = "no pipe was tried within this host: the time of the doctor was over"
-            yield note("pipe", what, "stores that do not answer, or a busy host, took it", change=LATE)
+            what = "no pipe was tried within this host: the doctor ran out of time"
+            yield note("pipe", what, "unresponsive stores, or a busy host, used up the time", change=LATE)
         elif each.verdict == "problem":
             yield attrs.evolve(each, what=f"within this host: {each.what}")
-        elif each.topic not in ("handshake", "transport"):  # as `kvplug explain` says it
+        elif each.topic not in ("handshake", "transport"):  # `kvplug explain` reports these
             yield each
 
 
@@ -217,10 +220,12 @@ def serve_doctors(
     address: str | None = None,
     facts: Mapping[str, str | int] | None = None,
 ) -> LinkServer[ControlLink]:
-    """Answer doctors at an address, where no engine runs that would, until the server is closed. Its
-    ``contact`` is for the other doctor's ``--peer``.
+    """Answer doctors at an address where no engine is running, until the server is closed. The other doctor
+    takes the server's ``contact`` as ``--peer``.
 
-    Raises what listening raises, and ConfigError for a config with faults.
+    Raises:
+        ConfigError: the config has faults.
+        InsecureAddressError, AddressInUseError: the server cannot listen there.
     """
     resolved = ResolvedConfig(config, registry)
     resolved.check()
@@ -229,4 +234,4 @@ def serve_doctors(
 
 
 def _refuse(link: ControlLink, _: Deadline) -> ControlLink:
-    raise ClosedError(f"it connects for {link.agreement.purpose!r}, and a doctor answers here")
+    raise ClosedError(f"the peer connected for {link.agreement.purpose!r}, but only doctors are served here")

@@ -1,4 +1,4 @@
-"""The decisions that a config leads to on this host, with reasons. Nothing is opened, made or started."""
+"""Explains the decisions that a config leads to on this host. Nothing is opened, made or started."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXPIRES_SOON_S: Final = 30 * _DAY_S
 
 
 def explain(config: Config, registry: Registry) -> tuple[Finding, ...]:
-    """Every decision, in the order in which an engine takes them."""
+    """Return every decision, in the order in which an engine makes them."""
     resolved = ResolvedConfig(config, registry)
     names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
     faults = name_faults(registry, names, config.options)
@@ -53,7 +53,7 @@ def explain(config: Config, registry: Registry) -> tuple[Finding, ...]:
 
 
 def faults_of_file(error: ConfigError) -> tuple[Finding, ...]:
-    """The problems of a config that cannot be read."""
+    """Return the problems of a config that cannot be read."""
     source = error.source
     whole = f"{source or 'the configuration'}    (or another file: --config, KVPLUG_CONFIG)"
     found = []
@@ -65,7 +65,7 @@ def faults_of_file(error: ConfigError) -> tuple[Finding, ...]:
 
 
 def _sources(config: Config) -> Iterator[Finding]:
-    """Where the config was read; nothing of one that a program made from its own values."""
+    """Yield where the config was read, unless a program made it from its own values."""
     given = {source.partition(": ")[0] for source in config.sources.values()}
     variables = sorted(each for each in given if each.startswith("KVPLUG_"))
     if given - {*variables, "command line", config.source or "command line"}:
@@ -88,7 +88,7 @@ def _plugins(registry: Registry) -> Finding:
         return ok("plugins", text)
     why = (f"{each.name} ({each}) is {each.status.value}: {each.reason}" for each in failed)
     change = "pip install --upgrade NAME    (or take NAME out of KVPLUG_DISABLE_PLUGINS)"
-    return note("plugins", f"{text}, {len(failed)} not; what they offer is missing", *why, change=change)
+    return note("plugins", f"{text}, {len(failed)} not; their offers are missing", *why, change=change)
 
 
 def _owner(registry: Registry, kind: Kind, name: str) -> str:
@@ -99,8 +99,8 @@ def _role(resolved: ResolvedConfig) -> Iterator[Finding]:
     role = resolved.config.role
     meaning = {
         Role.PRODUCER: "saves the KV that the engine computes, and lets peers load it",
-        Role.CONSUMER: "loads KV that peers, or stores, have; saves nothing",
-        Role.BOTH: "saves the KV that the engine computes, and loads what it, peers or stores have",
+        Role.CONSUMER: "loads KV from peers or stores; saves nothing",
+        Role.BOTH: "saves the KV that the engine computes, and loads its own KV and that of peers and stores",
     }
     if role is None:
         what = "nothing was given; set it to producer, consumer or both (KVPLUG_ROLE; vLLM's kv_role)"
@@ -118,7 +118,7 @@ def _connector(resolved: ResolvedConfig) -> Iterator[Finding]:
 def _address(resolved: ResolvedConfig) -> Iterator[Finding]:
     config = resolved.config
     verb = "dials" if config.role is Role.CONSUMER and not config.peers else "listens at"
-    reach = "other hosts reach it" if is_exposed(config) else "only processes of this host reach it"
+    reach = "other hosts can reach it" if is_exposed(config) else "only processes of this host can reach it"
     yield ok("host", f"worker 0 {verb} {config.control_address()}: {reach}")
     files = tls_of(config)
     certificates = [] if files is None else [*of_certificates(files)]
@@ -137,20 +137,20 @@ def _address(resolved: ResolvedConfig) -> Iterator[Finding]:
     if credentials.secret is not None:
         text = f"both ends prove that they know the secret, here from {secret_source(config)}"
     elif config.host.startswith("unix:"):
-        text = "there is no secret, and none is needed on one host: only processes of this user are accepted"
+        text = "no secret is set or needed on one host: only processes of this user are accepted"
     else:
-        text = "there is no secret: each end shows a certificate of the deployment's authority"
+        text = "no secret is set: each end presents a certificate of the deployment's authority"
     yield ok("secret", f"{text}; {tls}" if credentials.tls is not None else text)
     if config.secret_file and (mode := os.stat(config.secret_file).st_mode) & (stat.S_IRWXO | stat.S_IWGRP):
         what = f"secret_file {config.secret_file} is open to other users (mode {mode & 0o777:o})"
         yield note("secret_file", what, change="chmod 600 PATH    (of the file)")
     if config.secret_file and os.environ.get("KVPLUG_SECRET", "").strip():
-        what = "KVPLUG_SECRET is set too, and not used: secret_file goes before it"
+        what = "KVPLUG_SECRET is set but not used: secret_file takes precedence"
         yield note("secret", what, change="unset KVPLUG_SECRET")
 
 
 def of_certificates(files: TlsFiles) -> Iterator[Finding]:
-    """Whether the TLS files can be used, and until when their certificates are valid."""
+    """Check that the TLS files can be used and that their certificates are valid."""
     try:
         files.for_listener()
     except ConfigError as e:
@@ -161,12 +161,12 @@ def of_certificates(files: TlsFiles) -> Iterator[Finding]:
     for key, path in (("tls_cert", files.cert), ("tls_ca", files.ca)):
         if not (periods := validity_of(path)):
             continue
-        # A file of authorities may have an old one beside the new one; the others begin with their own.
+        # An authority file may hold an old certificate beside the new one; tls_cert begins with its own.
         begins, ends = max(periods, key=itemgetter(1)) if key == "tls_ca" else periods[0]
         what = f"{path} is valid from {_date(begins)} to {_date(ends)}"
         change = f"{key} = PATH    (of a new certificate; it is read again when the file changes)"
         if not begins <= now < ends:
-            why = "no connection over TLS is accepted: nothing is loaded"
+            why = "TLS connections fail, so nothing is loaded"
             yield problem(key, f"{what}; today is {_date(now)}", why, change=change)
         elif ends - now < _EXPIRES_SOON_S:
             yield note(key, f"{what}; it expires in {int((ends - now) // _DAY_S)} days", change=change)
@@ -213,7 +213,7 @@ def _memory(resolved: ResolvedConfig) -> Iterator[Finding]:
     elif budgets:
         free, limit = bytes_in_words(free_memory()), bytes_in_words(machine_memory())
         total = bytes_in_words(sum(budgets.values()))
-        yield ok("memory", f"up to {total} may be taken ({', '.join(budgets)}); {free} of {limit} are free")
+        yield ok("memory", f"up to {total} may be used ({', '.join(budgets)}); {free} of {limit} are free")
 
 
 def _peers(resolved: ResolvedConfig) -> Iterator[Finding]:
@@ -231,7 +231,7 @@ def _peers(resolved: ResolvedConfig) -> Iterator[Finding]:
             what = f"this engine announces itself in {peer} {often}, and loads from others that do"
         yield ok("peers", what)
     if not config.peers and config.role is Role.CONSUMER:
-        yield ok("peers", f"none named: KV of the engine at {config.host} is loaded")
+        yield ok("peers", f"none are named: KV of the engine at {config.host} is loaded")
 
 
 def _weights(resolved: ResolvedConfig) -> Iterator[Finding]:
@@ -241,7 +241,7 @@ def _weights(resolved: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _load_policy(resolved: ResolvedConfig) -> Iterator[Finding]:
-    """When a connector with that option computes what it could load."""
+    """Explain when a connector with the option ``load_policy`` computes KV that it could load."""
     connector = resolved.connector
     if connector is not None and getattr(resolved.options_of(connector), "load_policy", "") == "auto":
         text = "auto: KV that takes much longer to load than to compute is computed (not_worth_it in metrics)"
@@ -267,11 +267,11 @@ def _transports(resolved: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _between_workers(resolved: ResolvedConfig) -> Iterator[Finding]:
-    """What an engine uses that runs one model in several workers (tensor parallelism)."""
+    """Explain what an engine uses to run one model in several workers (tensor parallelism)."""
     where = "in an engine with several workers"
     uses: tuple[tuple[TransportKind, str, str], ...] = (
-        (Kind.QUEUE, "cpu", "the scheduler sends steps by"),
-        (Kind.COMMUNICATOR, resolved.config.device, "the workers add up by"),
+        (Kind.QUEUE, "cpu", "the scheduler sends steps over"),
+        (Kind.COMMUNICATOR, resolved.config.device, "the workers sum over"),
     )
     for kind, device, purpose in uses:
         key = kind.value
@@ -289,10 +289,10 @@ def _integrity(resolved: ResolvedConfig) -> Iterator[Finding]:
     config, connector = resolved.config, resolved.connector
     offered = checksums_of(config)
     if connector is not None and not connector.hashes_on_devices and not config.device.startswith("cpu"):
-        what = f"{connector.name} does not hash KV on {config.device}: corruption on its way is not noticed"
-        yield note("integrity", what, change="connector: another one, if corruption must be noticed")
+        what = f"{connector.name} does not hash KV on {config.device}: corruption in transit is not detected"
+        yield note("integrity", what, change="connector: another one, if corruption must be detected")
     elif not offered:
-        what = "off: corrupted KV is not noticed, and gives wrong answers"
+        what = "off: corrupted KV is not detected, and gives wrong answers"
         yield note("integrity", what, change='integrity = "auto"')
     else:
         yield ok("integrity", f"KV is verified with {' or '.join(offered)}")
@@ -301,7 +301,7 @@ def _integrity(resolved: ResolvedConfig) -> Iterator[Finding]:
 def _sinks(resolved: ResolvedConfig) -> Iterator[Finding]:
     if not resolved.config.sinks:
         change = 'sinks = ["log"]    (or names that `kvplug list --kind sink` shows)'
-        yield note("sinks", "none: metrics are counted, and not sent anywhere", change=change)
+        yield note("sinks", "none: metrics are counted but not sent anywhere", change=change)
     for name in resolved.config.sinks:
         yield ok("sinks", f"metrics go to {name} every ten seconds")
 
@@ -320,4 +320,4 @@ _CHECKS: Final[tuple[Callable[[ResolvedConfig], Iterable[Finding]], ...]] = (
     *(_transports, _between_workers, _integrity, _sinks, _timeouts),
 )
 _WITHOUT_FAULTS: Final = (_load_policy, _transports, _between_workers)
-"""Those that need right names and options."""
+"""The checks that need valid names and options."""

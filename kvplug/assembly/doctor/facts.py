@@ -1,4 +1,4 @@
-"""Facts of two engines: as an operator states them, ``num_layers=32``, and of two Hellos side by side."""
+"""Facts about two engines: parsed from texts such as ``num_layers=32``, and compared between two Hellos."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _ENGINE: Final = (
 MODEL_FACTS: Final = frozenset(_MODEL)
 _TYPES: Final = {**_MODEL, **{name: typing.get_type_hints(EngineFacts)[name] for name in _ENGINE}}
 FACTS: Final = tuple(_TYPES)
-"""Names of the facts that can be stated."""
+"""The names of the facts that can be stated."""
 _STAND_IN: Final = EngineFacts(
     role=Role.BOTH,
     model=ModelInfo(num_layers=1, num_kv_heads=1, head_size=1, dtype="float32", weights="not stated"),
     layout="KBTHD",
     block_size=16,
 )
-"""An engine of which nothing is known. Both ends get the same, so that only stated facts can differ."""
+"""Stands in for an unknown engine. Both ends get the same one, so that only stated facts can differ."""
 
 
 def read_facts(given: Iterable[str]) -> dict[str, str | int]:
-    """The facts in texts ``"key=value"``.
+    """Parse facts from texts ``"key=value"``.
 
     >>> read_facts(["num_layers=32", "dtype=bfloat16"])
     {'num_layers': 32, 'dtype': 'bfloat16'}
@@ -72,7 +72,7 @@ def read_facts(given: Iterable[str]) -> dict[str, str | int]:
 
 
 def token_bytes(facts: Mapping[str, Any]) -> int | None:
-    """The KV of one token at one worker; ``None``: the facts do not say it.
+    """Return the bytes of one token's KV at one worker, or ``None`` if the facts do not determine it.
 
     >>> token_bytes({"num_layers": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"})
     131072
@@ -86,7 +86,7 @@ def token_bytes(facts: Mapping[str, Any]) -> int | None:
 
 
 def engine_with(facts: Mapping[str, Any], role: Role, like: EngineFacts | None = None) -> EngineFacts:
-    """An engine with these facts; for the rest, like the other one."""
+    """Return an engine with these facts, and all others from ``like`` (default: a stand-in)."""
     base = like or _STAND_IN
     model = attrs.evolve(base.model, **{key: facts[key] for key in _MODEL if key in facts})
     return attrs.evolve(base, role=role, model=model, **{key: facts[key] for key in _ENGINE if key in facts})
@@ -103,13 +103,13 @@ _INFORMATIVE: Final = frozenset(
 )
 _CONVERTED: Final = frozenset({"block_size", "layout", "device"})
 _REFUSED_BY: Final = {"transports": "transport", "checksums": "integrity"}
-"""The fields that a reason about another field refuses as well."""
+"""Fields that are also refused by a reason about another field."""
 _MAX_SHOWN: Final = 200
 
 
 @attrs.frozen(kw_only=True)
 class Field:
-    """One field of the handshake at both ends."""
+    """One handshake field, at both ends."""
 
     name: str
     ours: str
@@ -120,7 +120,7 @@ class Field:
 def fields_of(
     ours: Mapping[str, str], theirs: Mapping[str, str], reasons: Collection[str]
 ) -> Iterator[Field]:
-    """Every field, from the texts of :func:`values_of` of both ends, and the reasons of a refusal."""
+    """Yield every field, given the texts of :func:`values_of` for both ends and the reasons of a refusal."""
     refused = {reason.field for reason in reasons if isinstance(reason, Reason)}
     for name, mine in ours.items():
         yours = theirs.get(name, _NONE)
@@ -138,10 +138,10 @@ def fields_of(
 
 
 def values_of(side: Hello, stated: Collection[str] | None = None) -> dict[str, str]:
-    """The fields of a Hello as texts.
+    """Return the fields of a Hello as texts.
 
     Args:
-        stated: the facts that are known of its engine, where that does not run; ``None``: all.
+        stated: the known facts of its engine if the engine is not running; ``None``: all are known.
     """
     found: dict[str, Any] = {
         "kvplug": side.versions.get("kvplug"),

@@ -51,41 +51,40 @@ from kvplug.net.trust.connection import Connection
 _ANSWER_S: Final = 5.0
 _NO_REPORT: Final = {
     "off": ("doctor is 'off' in its configuration", 'doctor = "measure"    (at the peer)'),
-    "busy": ("it serves as many doctors as it may", "kvplug doctor    (again, when the others are done)"),
+    "busy": ("it already serves too many doctors", "kvplug doctor    (again, when the others are done)"),
     "": ("its kvplug may be older", "pip install --upgrade kvplug    (there)"),
 }
-"""The word that a peer sends in place of its report: what it means, and what to change."""
+"""For each word that a peer sends instead of its report: its meaning, and what to change."""
 _PAGE_TOKENS: Final = "page_tokens"
-"""The option by which connectors divide KV into pages: it must be equal at both ends."""
+"""The option for the size of a connector's pages. It must be equal at both ends."""
 _CONVERTED: Final = {
     "block_size": "--block-size of the engine: the same at both ends",
     "layout": "the engine's attention backend: the same at both ends",
     "device": "device: the same kind at both ends",
 }
-"""What to change so that a field need not be converted."""
+"""What to change so that a field is not converted."""
 
 
 @attrs.frozen(kw_only=True)
 class PeerExamination:
-    """One conversation with a peer: dial, shake hands, ask, measure, and hang up. What goes wrong is a
-    finding."""
+    """One conversation with a peer: dial, shake hands, ask, measure, and hang up. Errors become findings."""
 
     resolved: ResolvedConfig
     contact: str
     """The peer's address."""
     device: str
-    """Type of the device of the tensors that an engine with this config moves."""
+    """The device type of the tensors that an engine with this config moves."""
     facts: Mapping[str, Any] = attrs.field(factory=dict)
-    """Of this side's engine; the others are taken to be the peer's."""
+    """Facts about this side's engine; missing ones are assumed to equal the peer's."""
     deadline: Deadline
     is_own: bool = False
-    """It is a listener of this process, whose host and options are not looked at."""
+    """Whether the peer is a listener in this process, whose host and options need no examination."""
     measures: bool = True
-    """The pipe is opened and measured."""
+    """Whether the pipe is opened and measured."""
     found: Diagnosis = attrs.field(factory=Diagnosis)
 
     def run(self) -> Diagnosis:
-        """Examine the peer. Raises nothing of kvplug's."""
+        """Examine the peer. A KvplugError becomes a finding."""
         try:
             connection = Connection.dial(
                 self.contact, self.resolved.credentials, CONTROL, self.deadline.remaining()
@@ -148,15 +147,15 @@ class PeerExamination:
         if remote.engine is not None and remote.engine.model.weights.startswith(UNKNOWN_WEIGHTS):
             yield problem(
                 "weights",
-                "the peer does not know its model's weights: no other engine can load its KV, nor can it"
-                " itself after a restart",
+                "the peer does not know its model's weights: no other engine can load its KV, and neither can"
+                " the peer itself after a restart",
                 change='weights = "NAME at REVISION"    (at both ends, if their weights are the same)',
             )
         if remote.engine is not None and not MODEL_FACTS & {*stated} - {"weights"}:
             yield note(
                 "model",
-                "the model of this side's engine was not stated, and was taken to be the peer's",
-                "so whether the two engines have the same model is unknown",
+                "the model of this side's engine was not stated, and was assumed to be the peer's",
+                "whether the two engines have the same model is therefore unknown",
                 change="--fact num_layers=N --fact num_kv_heads=N --fact head_size=N --fact dtype=NAME",
             )
         for field in self.found.fields:
@@ -214,7 +213,7 @@ class PeerExamination:
             yield rate_finding(measured, agreement.cross_host)
 
     def _ask_to_measure(self, channel: Channel, device: str) -> str:
-        """Why the peer does not measure; empty: it does."""
+        """Ask the peer to measure. Return why it refuses; empty if it agrees."""
         channel.send(
             {"doctor": "measure", "device": device}, timeout=self.deadline.within(_ANSWER_S).remaining()
         )
@@ -223,18 +222,18 @@ class PeerExamination:
                 return ""
             case {"why": why}:
                 return peer_text(why)
-        return "the peer answers otherwise"
+        return "the peer sent an unexpected answer"
 
 
 def _refusals(resolved: ResolvedConfig, reasons: tuple[str, ...], who: str) -> Iterator[Finding]:
-    """Where no transport can be used, a plugin that is not loaded may have the one that could."""
+    """Yield the problems. If no transport fits, also name plugins that are not loaded and may have one."""
     failed = resolved.registry.failed
     blocked = any(each.status is PluginStatus.BLOCKED for each in failed)
     for each in from_reasons(reasons, who):
         if each.topic != "transport" or not failed:
             yield each
             continue
-        more = "take it out of KVPLUG_DISABLE_PLUGINS" if blocked else "`kvplug list` says what is broken"
+        more = "take it out of KVPLUG_DISABLE_PLUGINS" if blocked else "`kvplug list` shows what is broken"
         yield attrs.evolve(each, change=f"{each.change}; or {more}")
         yield from (note("plugins", f"{plugin.label}: {plugin.reason}", change=more) for plugin in failed)
 
@@ -242,8 +241,8 @@ def _refusals(resolved: ResolvedConfig, reasons: tuple[str, ...], who: str) -> I
 def _differing(
     local: Hello, remote: Hello, ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Why two engines with these facts, which do not run, would refuse each other. What only one end states
-    is not compared."""
+    """Return why two engines with these facts, neither running, would refuse each other. Facts that only one
+    end states are not compared."""
     both = ours.keys() & theirs.keys()
     mine, yours = (engine_with({key: facts[key] for key in both}, Role.BOTH) for facts in (ours, theirs))
     try:
@@ -254,27 +253,26 @@ def _differing(
 
 
 def of_pages(config: Config, block_size: int, block_format: str) -> Iterator[Finding]:
-    """Whether the pages of the config are whole blocks, where the inside of a block cannot be divided."""
+    """Check that the config's pages are whole blocks, if the engine's blocks cannot be divided."""
     tokens = connector_options(config).get(_PAGE_TOKENS, "")
     key = f"options.{config.connector}.{_PAGE_TOKENS}"
     if block_format and tokens.isdecimal() and int(tokens) % block_size:
         yield problem(
             key,
-            f"a page has {tokens} tokens, and a block {block_size}, inside of the order {block_format!r}",
-            "the engine does not start: a page must be a multiple of a block there",
+            f"a page has {tokens} tokens, and a block of the order {block_format!r} has {block_size}",
+            "the engine does not start: there, a page must be a multiple of a block",
             change=f"{key} = {-(-int(tokens) // block_size) * block_size}",
         )
 
 
 def _of_connectors(config: Config, report: Report, engine: EngineFacts | None) -> Iterator[Finding]:
-    """Where the two engines' connectors, or the options that they were given, differ. ``engine``: the peer's,
-    where one runs there."""
+    """Compare the two engines' connectors and their given options. ``engine`` is the peer's, if it runs."""
     name = report.connector
     if name != config.connector:
         yield problem(
             "connector",
             f"{config.connector} here, {name} at the peer",
-            "one connector does not know what another one sends",
+            "a connector cannot read what another connector sends",
             change=f"connector = {config.connector!r}    (at both ends)",
         )
         return
@@ -288,12 +286,12 @@ def _of_connectors(config: Config, report: Report, engine: EngineFacts | None) -
         if mine.partition(" (")[0] == yours.partition(" (")[0]:
             continue
         known = yours if mine == "its default" else mine
-        # Engines refuse each other then, if both values are known; a default is known to the engine alone.
+        # Engines with different known values refuse each other. Only the engine knows a default.
         make = problem if key == _PAGE_TOKENS and "its default" not in (mine, yours) else note
         yield make(
             f"options.{name}.{key}",
             f"{mine} here, {yours} at the peer",
-            "pages are found by both only if what makes them is equal; see the option's help",
+            "both ends find pages only if the options that make them are equal; see the option's help",
             change=f"options.{name}.{key} = {known.partition(' (')[0]}    (at both ends, if it makes pages)",
         )
 
@@ -312,7 +310,7 @@ _BY_CODE: Final = {
     "hung up": ("peer", f"{_ADDRESS}; tls_cert, tls_key and tls_ca at both ends"),
     "no route": ("peer", "docker run --network=host    (or a route to HOST)"),
 }
-"""The topic, and what to change, by the code of an error."""
+"""For each error code: the topic, and what to change."""
 _BY_CLASS: Final[Mapping[type[KvplugError], tuple[str, str]]] = {
     InsecureAddressError: (
         "secret",
@@ -324,18 +322,18 @@ _BY_CLASS: Final[Mapping[type[KvplugError], tuple[str, str]]] = {
     ),
     TimeoutError: (
         "peer",
-        "kill -CONT PID at the peer if it is stopped, or a rule of the firewall that drops what is sent",
+        "kill -CONT PID at the peer if it is stopped, or a firewall rule that drops packets",
     ),
     PeerGoneError: ("peer", _ADDRESS),
     ConfigError: ("tls", "tls_cert, tls_key, tls_ca"),
     WireError: ("peer", "--peer HOST:PORT, unix:@NAME or unix:/PATH"),
     KvplugError: ("peer", ""),
 }
-"""The same of an error without a code; the first class that fits."""
+"""The same for errors without a code. The first matching class counts."""
 
 
 def unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
-    """What an error of dialling, or of the conversation that followed, means for an operator."""
+    """Explain an error of dialling, or of the conversation that followed, to an operator."""
     if isinstance(error, HandshakeError):
         return from_reasons(error.reasons, "the peer")[0]
     by_class = next(found for kind, found in _BY_CLASS.items() if isinstance(error, kind))
@@ -343,9 +341,9 @@ def unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
     why = []
     if topic == "secret" and not isinstance(error, InsecureAddressError):
         source = secret_source(config)
-        why.append(f"this end's secret is that of {source}" if source else "this end has no secret")
+        why.append(f"this end's secret is from {source}" if source else "this end has no secret")
     if error.code == "no route":
-        why.append("a container without the host's network has interfaces of its own; see `interfaces`")
+        why.append("a container without the host's network has its own interfaces; see `interfaces`")
     if isinstance(error, PeerGoneError) and contact.startswith(("unix:@", "127.", "localhost:", "[::1]")):
         why.append(
             "abstract Unix sockets and loopback addresses reach only processes in one network namespace:"

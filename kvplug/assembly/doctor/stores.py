@@ -1,4 +1,4 @@
-"""Tries the config's stores and its directory: code of plugins, in threads that may be left behind."""
+"""Tries the config's stores and its directory, whose plugin code runs in threads that may be abandoned."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from kvplug.transport.store.store import PageRequest, Store
 T = TypeVar("T")
 
 THREAD: Final = "kvplug-doctor"
-"""The name of threads that run code of plugins."""
+"""The name of threads that run plugin code."""
 LATE: Final = "--timeout 60"
-"""What to change where the time was over before all was tried."""
+"""The remedy if the time ran out before everything was tried."""
 _PAGE_BYTES: Final = 4096
 _NAMESPACE: Final = b"kvplug doctor"
 _MOST_S: Final = 5.0
@@ -47,16 +47,16 @@ _MAX_LOGGED: Final = 8
 _FREE_NEEDED: Final = 64 * MIB
 _PROMPT_TOKENS: Final = 8192
 _PROMPTS: Final = 2
-"""So many of them should fit into a store."""
+"""The number of prompts that a store should hold."""
 _PLACES: Final = ("address", "contact", "master", "endpoint", "path")
-"""Options that say where a store is."""
+"""Options that give a store's location."""
 
 
 def _attempt(call: Callable[[], T], seconds: float, stop: Callable[[], object] = lambda: None) -> T:
-    """The result of a call that may not return. It is stopped when the time is over.
+    """Return the result of a call that may hang. After ``seconds``, ``stop`` is called to end it.
 
     Raises:
-        TimeoutError: the time is over.
+        TimeoutError: the call did not return in time.
         Exception: whatever the call raises.
     """
     future: Future[T] = Future()
@@ -77,7 +77,7 @@ def _attempt(call: Callable[[], T], seconds: float, stop: Callable[[], object] =
 
 
 def of_directory(resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Finding]:
-    """Whether the directory of engines in ``peers`` answers."""
+    """Check that the directory of engines in ``peers`` answers."""
     url = resolved.config.directory
     if url is None:
         return
@@ -99,21 +99,21 @@ def of_directory(resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Findi
             "peers",
             f"the directory {name!r} does not answer",
             text_of(e),
-            "this engine finds no other engine, and loads nothing from them",
+            "this engine finds no other engines, so it loads nothing from them",
             change="peers: the address of the directory; or start what listens there",
         )
     else:
-        yield ok("peers", f"the directory {name!r} answers; workers that are announced: {count}")
+        yield ok("peers", f"the directory {name!r} answers; announced workers: {count}")
 
 
 def of_stores(
     resolved: ResolvedConfig, deadline: Deadline, *, write: bool, token_bytes: int | None = None
 ) -> Iterator[Finding]:
-    """Each store that an engine with this config opens: opened, and asked for a page that does not exist.
+    """Open each store that an engine with this config opens, and request a page that does not exist.
 
     Args:
-        write: also put a page of the doctor's own, get it and remove it.
-        token_bytes: the KV of one token, to compare the budget with a prompt.
+        write: also put a test page, get it and remove it.
+        token_bytes: the bytes of one token's KV, to compare the budget with a prompt.
     """
     config = resolved.config
     if not resolved.uses_stores or (config.role is Role.CONSUMER and not config.sources.get("stores")):
@@ -145,8 +145,8 @@ def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
 
 
 def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
-    """A store in a folder (its option ``path``): whether that is safe and has room; then the store, opened in
-    a temporary folder there, so that no page of the user's is looked at."""
+    """Check that a store's folder (its option ``path``) is safe and has room, then try the store in a
+    temporary folder there, so that the user's pages are not touched."""
     name = trial.spec.name
     option = f"options.{name}.path"
     at = next(each for each in (folder, *folder.parents) if each.exists())
@@ -157,7 +157,7 @@ def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
         if at == folder:
             check_private(str(folder), option, is_given=True)
     except (ConfigError, OSError) as e:
-        yield problem("stores", f"{name}: the store does not start", str(e), change=f"{option} = ...")
+        yield problem("stores", f"{name}: the store cannot start", str(e), change=f"{option} = ...")
         return
     room = _of_room(trial, os.statvfs(at), at)
     try:
@@ -171,19 +171,19 @@ def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
         yield problem(
             "stores",
             f"{name}: {at} cannot be written: {e.strerror}",
-            f"this is user {user}; it belongs to user {status.st_uid}, with mode {status.st_mode & 0o777:o}",
+            f"user {user} runs this; user {status.st_uid} owns the folder, mode {status.st_mode & 0o777:o}",
             "pages are not kept there",
             change=f"chown {user} {at}    (or {option} = ..., another folder; or mount it for writing)",
         )
 
 
 def _of_room(trial: _Trial, room: os.statvfs_result, at: Path) -> Finding:
-    """What is free at a folder, beside the store's budget."""
+    """Compare the free space at a folder with the store's budget."""
     name, budget = trial.spec.name, getattr(trial.options, "size", None)
     free = room.f_bavail * room.f_frsize
     what = f"{name}: {bytes_in_words(free)} are free at {at}"
     if free < _FREE_NEEDED:
-        change = f"options.{name}.path = ...    (another folder), or delete what is not needed"
+        change = f"options.{name}.path = ...    (another folder), or delete files"
         return problem("stores", what, "the disk is full: pages are not kept", change=change)
     if isinstance(budget, int) and budget > room.f_blocks * room.f_frsize:
         why = f"the budget of {bytes_in_words(budget)} is more than the disk has"
@@ -196,7 +196,7 @@ def _of_room(trial: _Trial, room: os.statvfs_result, at: Path) -> Finding:
 
 
 class _Warnings(logging.Handler):
-    """What is logged while a store is tried: it says why the store does not work."""
+    """Collects the warnings logged while a store is tried, which may explain why it does not work."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -209,7 +209,7 @@ class _Warnings(logging.Handler):
 
 @attrs.define(kw_only=True)
 class _Trial:
-    """One store, opened and used."""
+    """The trial of one store, which is opened and used."""
 
     resolved: ResolvedConfig
     spec: StoreSpec
@@ -225,7 +225,7 @@ class _Trial:
         self.options = self.resolved.options_of(self.spec)
 
     def move_to(self, path: str) -> None:
-        """Use another value of the store's option ``path``."""
+        """Replace the store's option ``path``."""
         config, name = self.resolved.config, self.spec.name
         tables = {**config.options, name: {**config.options.get(name, {}), "path": path}}
         self.resolved = ResolvedConfig(attrs.evolve(config, options=tables), self.resolved.registry)
@@ -233,8 +233,8 @@ class _Trial:
     def run(self) -> Iterator[Finding]:
         self._seconds = self.deadline.within(_MOST_S).remaining() or 0.0
         if self._seconds < _LEAST_S:
-            what = f"{self.spec.name}: it was not tried: the time of the doctor was over"
-            yield note("stores", what, "stores before it, or a busy host, took it", change=LATE)
+            what = f"{self.spec.name}: it was not tried: the doctor ran out of time"
+            yield note("stores", what, "earlier stores, or a busy host, used up the time", change=LATE)
             return
         warnings = _Warnings()
         logging.getLogger().addHandler(warnings)
@@ -282,7 +282,7 @@ class _Trial:
         )
         miss = self._get(store, request)
         if miss not in (None, MissReason.ABSENT):
-            return self._failed(f"a page was asked for, and the answer was {miss.value!r}")
+            return self._failed(f"a page was requested, and the answer was {miss.value!r}")
         usage = store.usage()
         budget = "no limit of its own" if usage.budget_bytes is None else bytes_in_words(usage.budget_bytes)
         what = f"{self.spec.name}: it answers; {usage.num_pages} pages, budget {budget}"
@@ -294,9 +294,9 @@ class _Trial:
                     return self._not_kept(refused, store)
                 miss = self._get(store, attrs.evolve(request, memory=got))
                 if miss is not None:
-                    return self._failed(f"a page was put, and is {miss.value!r} when it is asked for")
+                    return self._failed(f"a page was put, but getting it answers {miss.value!r}")
                 if bytes(got.rows().row(0)) != content:
-                    return self._failed("a page that was put has other bytes when it is got")
+                    return self._failed("a page that was put came back with other bytes")
             finally:
                 store.submit_remove((key,), timeout=self._seconds).wait(self._seconds + 1)
             what += "; a page was put, got and removed"
@@ -321,4 +321,4 @@ class _Trial:
         change = "a higher limit there: raise maxmemory of a Redis server"
         if hasattr(self.options, "size"):
             change += f"; or lower options.{name}.size"
-        return problem("stores", what, "what is behind it is full, such as a server or a disk", change=change)
+        return problem("stores", what, "the server or disk behind it is full", change=change)

@@ -1,1 +1,1 @@
-"""What a listener tells a doctor: facts of its host, what is wrong there, and the rate of a pipe."""
+"""A listener's answers to a doctor: facts about its host, its problems, and the rate of a pipe."""

@@ -1,7 +1,7 @@
 """The listener's answers to a doctor: a report of its host, and a measurement.
 
-A doctor reaches neither the connector nor the store behind the listener. The messages after the handshake,
-and the answers to them::
+A doctor cannot reach the connector or the store behind the listener. These are the messages after the
+handshake, with their answers::
 
     {"doctor": "report"}                    {"report": a Report}
     {"doctor": "measure", "device": "cpu"}  {"measuring": true}, then a pipe is opened
@@ -9,8 +9,8 @@ and the answers to them::
     {"doctor": "bye"}
     {"doctor": anything else}               {"unknown": true}: a newer doctor can continue
 
-The load that doctors put on an engine is bounded: 8 examinations at one time, each for at most 30 seconds,
-with at most 16 questions and one measurement.
+The load that doctors put on an engine is bounded: 8 concurrent examinations, each with at most 30 seconds, 16
+questions and one measurement.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _MOST_AT_ONCE: Final = 8
 _MOST_S: Final = 30.0
 _MOST_QUESTIONS: Final = 16
 _BUSY_S: Final = 1.0
-"""How long a doctor that is refused, since there are too many, may take to send its question."""
+"""How long a doctor that is refused because others are served may take to send its question."""
 
 _MAX_CHARACTERS: Final = 400
-"""Of a text of a peer's report."""
+"""The longest text accepted in a peer's report."""
 _SECRET: Final = re.compile(
     r"(secret|passw(or)?d|pwd|passphrase|credential|auth|token|key)s?$", re.IGNORECASE
 )
-"""Ends of the names of options whose values may be secret."""
+"""Matches the end of an option's name if the value may be secret."""
 _HARMLESS: Final = re.compile(r"[\w .%+-]{0,40}")
-"""Values of options that are sent: numbers, sizes and words. A path, an address or a URL does not match."""
+"""Matches option values that may be sent: numbers, sizes and words, but not paths, addresses or URLs."""
 
 _places = threading.BoundedSemaphore(_MOST_AT_ONCE)
 
@@ -61,32 +61,32 @@ os.register_at_fork(after_in_child=partial(_places.__init__, _MOST_AT_ONCE))  # 
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """What a listener tells a doctor."""
+    """A listener's report to a doctor."""
 
     doctor: str
     """The config's ``doctor``, or ``"busy"``."""
     host: HostFacts | None = None
-    """``None``: the rest is not told either."""
+    """``None`` if the listener does not report; the other fields are then empty."""
     findings: tuple[Finding, ...] = ()
-    """Of that host."""
+    """The findings about that host."""
     facts: Mapping[str, str | int] = attrs.field(factory=dict)
-    """Of an engine that does not run."""
+    """The facts of an engine that is not running."""
     connector: str = ""
     options: Mapping[str, str] = attrs.field(factory=dict)
-    """Those of the connector that are given."""
+    """The options that the config gives the connector."""
 
     @classmethod
     def of(cls, settings: LinkSettings) -> Report:
-        """The report of this process."""
+        """Make the report of this process."""
         config, missing = settings.config, settings.resolved.registry.failed
         if config.doctor == "off":
             return cls(doctor=config.doctor)
         host = facts_of(config)
         findings = [*of_host(host, config)]
         if missing:
-            what = f"not all are loaded there ({len(missing)} are not), and what they offer is missing"
-            # Without the reasons: a plugin's error may hold anything, also of the environment.
-            change = "kvplug list    (there; it says why each of them is not loaded)"
+            what = f"{len(missing)} are not loaded there, so what they offer is missing"
+            # The reasons are left out: a plugin's error may contain anything, such as environment variables.
+            change = "kvplug list    (there; it shows why each of them is not loaded)"
             findings.append(note("plugins", what, *(each.label for each in missing), change=change))
         return cls(
             doctor=config.doctor,
@@ -99,17 +99,18 @@ class Report:
 
     @classmethod
     def from_peer(cls, plain: object) -> Report:
-        """A peer's report, with texts that a terminal can show.
+        """Decode a peer's report, and make its texts safe for a terminal.
 
         Raises:
-            WireError: it is something else.
+            WireError: ``plain`` is not a report.
         """
         found = from_plain(peer_texts(plain, _MAX_CHARACTERS), cls, "the report")
         return attrs.evolve(found, findings=tuple(attrs.evolve(each, at="peer") for each in found.findings))
 
 
 def connector_options(config: Config) -> dict[str, str]:
-    """What the config gives its connector, as text. A value that may be a secret or a place is "(given)"."""
+    """Return the connector's configured options as text. A value that may be a secret or a location becomes
+    "(given)"."""
     given = config.options.get(config.connector.rpartition(":")[2], {})
 
     def shown(key: str, text: str) -> str:
@@ -120,10 +121,10 @@ def connector_options(config: Config) -> dict[str, str]:
 
 
 def answer(settings: LinkSettings, channel: Channel, link: ControlLink | None) -> None:
-    """Answer a doctor until it ends the examination, at most for the config's ``timeout_s`` or 30 s,
+    """Answer a doctor until it ends the examination, for at most the config's ``timeout_s`` or 30 s,
     whichever is less.
 
-    ``link``: ``None`` where the handshake was refused.
+    ``link`` is ``None`` if the handshake was refused.
     """
     deadline = Deadline.after(min(settings.config.timeout_s, _MOST_S))
     is_served = _places.acquire(blocking=False)
@@ -132,7 +133,7 @@ def answer(settings: LinkSettings, channel: Channel, link: ControlLink | None) -
         if is_served:
             _answer_questions(settings, channel, link, deadline)
         else:
-            channel.recv(timeout=_BUSY_S)  # an answer before the question might be lost when this end closes
+            channel.recv(timeout=_BUSY_S)  # an answer sent before the question could be lost on closing
             channel.send({"report": to_plain(Report(doctor="busy"))}, timeout=_BUSY_S)
     except KvplugError as e:
         _log.info("the examination by the doctor from %s ends: %s", channel.peer, e)
@@ -165,13 +166,13 @@ def _answer_questions(
 
 
 def _why_not_measured(config: Config, link: ControlLink | None, device: object, is_measured: bool) -> str:
-    """Why this doctor gets no measurement; empty: it does."""
+    """Return why this doctor does not get a measurement; empty if it does."""
     if config.doctor != "measure":
         return f"doctor is {config.doctor!r} in its configuration"
     if link is None:
         return "the handshake was refused"
     if not isinstance(device, str) or device not in link.agreement.transports:
-        return "no pipe was agreed on"
+        return "the handshake did not agree on a pipe"
     if device != "cpu" and link.agreement.remote.engine is not None:
-        return "an engine's device memory is left alone; `kvplug bench` measures it"
+        return "a doctor does not use an engine's device memory; `kvplug bench` measures it"
     return "it was measured already" if is_measured else ""

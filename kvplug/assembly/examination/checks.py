@@ -1,4 +1,4 @@
-"""What is wrong with a host, or between two hosts."""
+"""Checks for problems of a host, and between two hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOCK_S: Final = 5.0
 
 
 def of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
-    """What a process with these limits can do, one finding for each of them."""
+    """Yield one finding for each limit of the process."""
     yield _descriptors(facts)
     yield _shm(facts)
     yield _locked(facts)
@@ -28,18 +28,18 @@ def of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
         limit = bytes_in_words(facts.file_bytes)
         yield problem(
             "files",
-            f"no file, and no segment of shared memory, can be larger than {limit}",
-            "it is the limit RLIMIT_FSIZE of this process, and cuts off segments and pages",
+            f"files and segments of shared memory cannot be larger than {limit}",
+            "the limit RLIMIT_FSIZE of this process truncates segments and pages",
             change="ulimit -f unlimited",
         )
 
 
 def _descriptors(facts: HostFacts) -> Finding:
     limit, used = facts.descriptors, facts.descriptors_used or 0
-    what = f"{'unlimited' if limit is None else limit} may be open, {used} are"
+    what = f"{'unlimited' if limit is None else limit} may be open, {used} are in use"
     if limit is None or limit >= max(_DESCRIPTORS_USUAL, used + _DESCRIPTORS_NEEDED):
         return ok("descriptors", what)
-    why = "each peer takes up to ten, each pipe up to six, and an engine itself some hundreds"
+    why = "each peer uses up to ten, each pipe up to six, and an engine itself several hundred"
     make = problem if limit - used < _DESCRIPTORS_NEEDED else note
     return make("descriptors", what, why, change=LINE_FOR_RESOURCE["descriptors"])
 
@@ -52,10 +52,10 @@ def _shm(facts: HostFacts) -> Finding:
         return note(SHARED_MEMORY, "it does not exist here", why, change=change)
     what = f"{bytes_in_words(free)} of {bytes_in_words(total)} are free"
     if free < _SHM_NEEDED:
-        why = "NCCL, UCX and the workers of an engine fail, or take a slower way, without room in it"
+        why = "without room in it, NCCL, UCX and an engine's workers fail or use a slower path"
         return problem(SHARED_MEMORY, what, why, change=change)
     if total < _SHM_USUAL:
-        why = "it is small, as containers have it by default; NCCL and UCX take a slower way when it is full"
+        why = "it is small, as is the default in containers; NCCL and UCX use a slower path when it is full"
         return note(SHARED_MEMORY, what, why, change=change)
     return ok(SHARED_MEMORY, what)
 
@@ -65,7 +65,7 @@ def _locked(facts: HostFacts) -> Finding:
     huge = "" if pages is None else f"; {pages} huge pages, {facts.huge_pages_free} free"
     what = f"{bytes_in_words(facts.locked_bytes)} may be locked{huge}"
     if facts.rdma and facts.locked_bytes is not None and facts.locked_bytes < _LOCKED_USUAL:
-        why = f"the RDMA devices of this host ({facts.rdma}) read only memory that is locked"
+        why = f"the RDMA devices of this host ({facts.rdma}) can only read locked memory"
         change = "ulimit -l unlimited    (docker run --ulimit memlock=-1)"
         return note("locked memory", what, why, change=change)
     return ok("locked memory", what)
@@ -73,7 +73,7 @@ def _locked(facts: HostFacts) -> Finding:
 
 _APART: Final = {
     "pid": (
-        "neither end can see that the other one died: it counts as dead after heartbeat_timeout_s only",
+        "neither end can see the other one die: it counts as dead only after heartbeat_timeout_s",
         "docker run --pid=container:NAME    (Kubernetes: shareProcessNamespace: true)",
     ),
     "net": (
@@ -81,14 +81,14 @@ _APART: Final = {
         "docker run --network=host    (or host = unix:/path in a shared folder; or an address and a secret)",
     ),
     "ipc": (
-        "device memory cannot be shared between them (CUDA IPC), and NCCL and UCX take a slower way",
+        "device memory cannot be shared between them (CUDA IPC), and NCCL and UCX use a slower path",
         "docker run --ipc=host    (or --ipc=container:NAME at both)",
     ),
 }
 
 
 def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
-    """What differs between the two hosts, or keeps two processes of one host apart."""
+    """Yield the differences between two hosts, or whatever separates two processes on one host."""
     if ours.boot_id and ours.boot_id == theirs.boot_id:
         yield from [*_apart(ours, theirs)] or [
             ok("hosts", "both ends are on this host and share its namespaces")
@@ -118,8 +118,8 @@ def _apart(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
     if ours.shm_id and theirs.shm_id and ours.shm_id != theirs.shm_id:
         yield note(
             SHARED_MEMORY,
-            "the two ends are on one host, and each has a /dev/shm of its own",
-            "NCCL and UCX take a slower way between them; kvplug's own shared memory is not in it",
+            "the two ends are on one host, and each has its own /dev/shm",
+            "NCCL and UCX use a slower path between them; kvplug's own shared memory is not affected",
             change="docker run --ipc=host    (or one volume at /dev/shm of both)",
         )
 
@@ -130,6 +130,6 @@ def _clocks(ours_ms: int | None, theirs_ms: int | None) -> Iterator[Finding]:
         yield problem(
             "clocks",
             f"the two hosts' clocks are {apart_s:.0f} s apart",
-            "tickets in requests expire by them, and certificates are checked by them",
-            change="chronyc makestep    (or the host's other service of time)",
+            "the expiry of tickets and the validity of certificates are checked against them",
+            change="chronyc makestep    (or the host's other time service)",
         )

@@ -1,4 +1,4 @@
-"""What ``kvplug explain`` and ``kvplug doctor`` found: what it is, why it matters, and what to change."""
+"""The findings of ``kvplug explain`` and ``kvplug doctor``: the fact, why it matters, and what to change."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Finding:
     """The result of one check."""
 
     topic: str
-    """The key of the config, or the part of kvplug or of the host, that was checked."""
+    """The config key, or the part of kvplug or the host, that was checked."""
     verdict: Verdict
     """``"problem"``: until it is fixed, an engine does not start, or loads KV too slowly or not at all."""
     what: str
     why: tuple[str, ...] = ()
     """The consequences, and what else was considered."""
     change: str = ""
-    """A line of the config, an option of an engine, or a command; empty where nothing must be changed."""
+    """A config line, an engine option or a command; empty if nothing must be changed."""
     at: Literal["here", "peer"] = "here"
 
 
@@ -49,12 +49,12 @@ def problem(topic: str, what: str, *why: str, change: str = "") -> Finding:
 
 
 def text_of(error: Exception) -> str:
-    """The text of an error, which only kvplug's own are known to make clear without their class."""
+    """Return an error's text, preceded by its class unless it is kvplug's own."""
     return str(error) if isinstance(error, KvplugError) else f"{type(error).__name__}: {error}"
 
 
 def from_error(topic: str, error: Exception, change: str, what: str = "") -> Finding:
-    """The problem that an error is. ``what`` begins its text."""
+    """Turn an error into a problem whose text begins with ``what``."""
     if isinstance(error, ResourceExhaustedError):
         topic, change = error.resource, LINE_FOR_RESOURCE.get(error.resource, change)
     return problem(topic, f"{what}{text_of(error)}", change=change)
@@ -69,7 +69,7 @@ def from_fault(text: str) -> Finding:
 def from_reasons(reasons: tuple[str, ...], peer: str) -> tuple[Finding, ...]:
     """Turn the reasons of a refused handshake into problems.
 
-    A reason about one transport is added to the problem before it, which says that no transport can be used.
+    A reason about one transport is added to the preceding problem, which reports that no transport fits.
     """
     found: list[Finding] = []
     for reason in reasons:

@@ -1,7 +1,7 @@
-"""The rate of an agreed pipe, measured in at most a second with at most 64 MiB, and judged.
+"""Measures the rate of an agreed pipe, in about a second with about 64 MiB, and compares it with the claim.
 
-The end that dialled requests one message after the other over the channel, and takes the time from the
-request until the message is whole. The sizes of the messages are fixed.
+The end that dialled requests one message at a time over the channel, and measures the time from the request
+until the whole message has arrived. The sizes of the messages are fixed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 LABEL: Final = "doctor"
 _SIZES: Final = (1 << 20, *(4 << 20,) * 16)
-"""Of the messages. Pages are touched and buffers made during the first one."""
+"""The sizes of the messages in bytes. The first one serves to touch pages and create buffers."""
 _NEXT: Final = {"send": "the next message"}
 _MOST_S: Final = 1.0
 _CLOSE_S: Final = 1.0
 _SLOW: Final = 10.0
-"""Claimed rate over measured one. Claims are for the usual case on common hardware, so half of it is fine."""
+"""Ratio of claimed to measured rate. Claims are for the usual case on common hardware, so 2 is fine."""
 _FAR_TOO_SLOW: Final = 50.0
 
 _one_at_a_time = threading.Lock()
@@ -39,29 +39,29 @@ free_locks_after_fork(sys.modules[__name__])
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """The rate of a pipe, beside what its transport claims."""
+    """The measured rate of a pipe, and the rate that its transport claims."""
 
     transport: str
     device: str
     gb_per_s: float
-    """Of the fastest message, 10^9 bytes per second."""
+    """The rate of the fastest message, in 10^9 bytes per second."""
     claimed_gb_per_s: float
     num_bytes: int
     route: str = ""
 
 
 def _bytes_on(device: str, nbytes: int) -> Tensor:
-    """Raises UnsupportedError: PyTorch is missing, or has no such device here."""
+    """Make a tensor of bytes. Raise UnsupportedError if PyTorch or the device is missing here."""
     try:
         import torch
 
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except (ImportError, RuntimeError, AssertionError) as e:
-        raise UnsupportedError(f"no {device} tensor can be made here: {str(e).splitlines()[0]}") from e
+        raise UnsupportedError(f"{device} tensors cannot be made here: {str(e).splitlines()[0]}") from e
 
 
 def lacks_tensors(device: str) -> str:
-    """Why this process cannot send tensors of that device; empty if it can."""
+    """Return why this process cannot send tensors of that device; empty if it can."""
     try:
         _bytes_on(device, 1)
     except UnsupportedError as e:
@@ -70,9 +70,10 @@ def lacks_tensors(device: str) -> str:
 
 
 def serve_measuring(link: ControlLink, device: str, deadline: Deadline) -> None:
-    """Open the pipe and send what is asked for, until the other end has enough.
+    """Open the pipe and send the requested messages until the other end stops requesting.
 
-    Raises what opening a pipe, and sending, raise.
+    Raises:
+        KvplugError: as opening a pipe, and sending, raise it.
     """
     content = _bytes_on(device, max(_SIZES))
     pipe = link.open_pipe(LABEL, device=device, timeout=deadline.remaining())
@@ -86,11 +87,11 @@ def serve_measuring(link: ControlLink, device: str, deadline: Deadline) -> None:
 
 
 def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: Deadline) -> Measured:
-    """The rate of the pipe for tensors of this device, which the peer has agreed to serve.
+    """Measure the pipe's rate for tensors of this device. The peer must have agreed to serve this.
 
     Raises:
-        TimeoutError: not even the first message came in time.
-        KvplugError: what opening a pipe, and receiving, raise.
+        TimeoutError: a message did not come in time.
+        KvplugError: as opening a pipe, and receiving, raise it.
     """
     into = _bytes_on(device, max(_SIZES))
     pipe = link.open_pipe(LABEL, device=device, timeout=deadline.remaining())
@@ -123,10 +124,10 @@ def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: D
 
 
 def try_measuring(link: ControlLink, device: str, deadline: Deadline) -> str:
-    """Serve one measurement, unless another one is under way. Returns why not; empty: it was served."""
+    """Serve one measurement unless another is in progress. Return why it was not served; empty if it was."""
     turn = _one_at_a_time
     if not turn.acquire(blocking=False):
-        return "another doctor measures there now"
+        return "another doctor is measuring there now"
     try:
         lacks = lacks_tensors(device)
         link.channel.send({"measuring": not lacks, "why": lacks}, timeout=deadline.remaining())
@@ -138,9 +139,9 @@ def try_measuring(link: ControlLink, device: str, deadline: Deadline) -> str:
 
 
 def not_measured(transport: str, error: Exception, claimed: float) -> Finding:
-    """The pipe that was agreed on did not open, or broke."""
+    """Make the finding for an agreed pipe that did not open or that broke."""
     is_late = isinstance(error, TimeoutError)
-    what = "no message came in time" if is_late else "the pipe that was agreed on cannot be opened or used"
+    what = "no message came in time" if is_late else "the agreed pipe cannot be opened or used"
     return problem(
         "rate",
         f"{transport}: {what}; {claimed:g} GB/s are claimed",
@@ -150,13 +151,13 @@ def not_measured(transport: str, error: Exception, claimed: float) -> Finding:
 
 
 def rate_finding(measured: Measured, cross_host: bool, load: float | None = None) -> Finding:
-    """Whether a pipe is as fast as claimed.
+    """Make the finding that compares a pipe's rate with the claim.
 
     Args:
-        load: processes that want to run, for each CPU; default: of this host.
+        load: runnable processes per CPU; default: those of this host.
     """
     load = host_load() if load is None else load
-    # Each hand-over between the two ends waits for a turn, and there are several in a message.
+    # Each hand-over between the two ends waits for a turn on a CPU, and each message has several.
     allowed = (1 + load) ** 2 if load > 1 else 1.0
     factor = measured.claimed_gb_per_s / measured.gb_per_s
     what = (
@@ -168,8 +169,8 @@ def rate_finding(measured: Measured, cross_host: bool, load: float | None = None
     if factor < _SLOW * allowed:
         return ok("rate", what)
     if cross_host:
-        why = "the network between the hosts, or the way that was taken through it, carries no more"
+        why = "the network between the hosts, or the route through it, is too slow"
         return note("rate", what, why, change="host: an address of the fastest network; see `interfaces`")
     make = problem if factor >= _FAR_TOO_SLOW * allowed else note
-    why = "a wrapper of the pipe, memory, or CPUs that the processes may use are slow"
+    why = "a wrapper of the pipe, the memory, or the CPUs that the processes may use are slow"
     return make("rate", what, why, change="kvplug bench    (measures every transport here for longer)")

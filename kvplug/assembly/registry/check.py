@@ -1,4 +1,4 @@
-"""Faults of names and of plugins' options, all at once: the checks that need the plugins."""
+"""Checks the names and plugin options in a config against the plugins, and reports all faults at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CHOSEN: Mapping[str, Kind] = {
     "lookup_buffer": Kind.LOOKUP_BUFFER,
     "communicator": Kind.COMMUNICATOR,
 }
-"""Keys of a config that name a plugin's offer, and its kind."""
+"""The config keys that name one plugin's offer, and the kind of that offer."""
 
 NAMED: Mapping[str, Kind] = {"stores": Kind.STORE, "sinks": Kind.SINK}
-"""Keys of a config that list such names."""
+"""The config keys that list such names."""
 
 CHECKED = ("peers", "integrity", "role", "thread_cpus")
-"""Other keys of a config that only the plugins, or this host, can judge."""
+"""The other config keys that can only be checked with the plugins or on this host."""
 
 _DEFAULT_CONNECTOR = option_fields(Config)["connector"].default
 
@@ -39,10 +39,9 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 
 def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -> tuple[str, ...]:
-    """The faults of the names in a config, and of every table of options in it.
+    """Return the faults of the names in a config, and of all its tables of options.
 
-    ``names`` holds the keys of :data:`CHOSEN`, :data:`NAMED` and :data:`CHECKED`, as far as their form is
-    right.
+    ``names`` holds those keys of :data:`CHOSEN`, :data:`NAMED` and :data:`CHECKED` whose form is valid.
     """
     faults: list[str] = []
     for key, kind in {**CHOSEN, **NAMED}.items():
@@ -59,7 +58,7 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
             if (before := seen.setdefault(id(spec), name)) != name:
                 faults.append(f"{key}: {before!r} and {name!r} are the same {kind}; name it once")
             if spec.name not in options:
-                faults += _spec_faults(registry, spec, options)  # something may have to be given
+                faults += _spec_faults(registry, spec, options)  # an option may be required
             if isinstance(spec, TransportSpec) and spec.wraps:
                 faults += _inner_faults(registry, spec, options)
     for peer in names.get("peers", ()):
@@ -86,19 +85,21 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
         if not specs:
             hint = did_you_mean(name, {spec.name for spec in able})
             faults.append(f"options.{name}: nothing of that name is installed{hint}")
-    return tuple(dict.fromkeys(faults))  # things of one name may share a class of options, and its faults
+    return tuple(dict.fromkeys(faults))  # specs of one name may share an options class and so its faults
 
 
 def _directory_faults(registry: Registry, spec: Any, url: str, options: Tables) -> tuple[str, ...]:
-    """The faults of a directory's options, else of its URL, which its factory checks without connecting.
+    """Return the faults of a directory's options, or if there are none, of its URL.
+
+    The directory's factory checks the URL without connecting.
 
     Raises:
-        PluginError: its code does not load.
+        PluginError: the directory's code does not load.
     """
     try:
         filled = options_of(registry, spec, options)
     except ConfigError as e:
-        return e.faults if spec.name not in options else ()  # else they are those of its table
+        return e.faults if spec.name not in options else ()  # its table is checked elsewhere
     if not spec.run_probe().viable:
         return ()
     try:
@@ -111,8 +112,8 @@ def _directory_faults(registry: Registry, spec: Any, url: str, options: Tables) 
 def _connector_faults(
     registry: Registry, connector: ConnectorSpec, names: Mapping[str, Any]
 ) -> Iterator[str]:
-    """The faults of a config without a store where the connector saves into one, or with a lookup buffer that
-    its connector does not use."""
+    """Yield a fault if the connector saves into a store and none is named, or if a lookup buffer is named but
+    the connector does not use one."""
     saves = connector.moves_pages and names.get("role") in (Role.PRODUCER, Role.BOTH)
     if saves and not names.get("stores", True):
         yield f"stores: nothing was given; {connector.name!r} saves into a store, such as 'host'"
@@ -128,13 +129,14 @@ def _connector_faults(
 
 
 def options_of(registry: Registry, spec: Any, options: Tables) -> Any:
-    """An instance of the spec's options class, filled from ``[options.<name>]``; ``None``: it takes none.
+    """Return an instance of the spec's options class, filled from ``[options.<name>]``, or ``None`` if the
+    spec takes no options.
 
-    A pipe and a connector may have the same name; each has its own options, in one table.
+    A pipe and a connector may have the same name. They then share one table, and each has its own options.
 
     Raises:
         ConfigError: with every fault of these options.
-        PluginError: the class of the options does not load.
+        PluginError: the options class does not load.
     """
     theirs: set[str] = set()
     for _, other in registry:
@@ -155,7 +157,7 @@ def _keys(spec: Any) -> set[str]:
     try:
         cls = None if isinstance(spec, CommandSpec) else spec.load_options()
     except PluginError:
-        return set()  # a fault of its own, which is reported there
+        return set()  # reported when the other spec is checked
     return set() if cls is None else set(option_fields(cls))
 
 
@@ -170,11 +172,11 @@ def _spec_faults(registry: Registry, spec: Any, options: Tables) -> tuple[str, .
 
 
 def _inner_faults(registry: Registry, spec: TransportSpec, options: Tables) -> tuple[str, ...]:
-    """The faults of the inner transport's name."""
+    """Return the faults of the inner transport's name."""
     try:
         name = str(getattr(options_of(registry, spec, options), "inner", "auto"))
     except (ConfigError, PluginError):
-        name = str(options.get(spec.name, {}).get("inner", "auto"))  # other options have faults of their own
+        name = str(options.get(spec.name, {}).get("inner", "auto"))  # another option of the table has a fault
     if name == "auto":
         return ()
     key = f"options.{spec.name}.inner"
@@ -183,5 +185,5 @@ def _inner_faults(registry: Registry, spec: TransportSpec, options: Tables) -> t
     except PluginError as e:
         return (f"{key}: {e}",)
     if isinstance(inner, TransportSpec) and inner.wraps:
-        return (f"{key}: {name!r} wraps another transport itself; name that one",)
+        return (f"{key}: {name!r} itself wraps another transport; name the inner one",)
     return ()

@@ -1,7 +1,6 @@
-"""Discovery: the installed entry points of the group ``kvplug``, and the plugin API that each was written
-for.
+"""Finds the installed entry points of the group ``kvplug``, and the plugin API that each was written for.
 
-No plugin is imported here, not even its package.
+This module imports neither plugins nor their packages.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ API_NAME = "KVPLUG_API"
 
 _LOOKING = "looking for plugins"
 _parsing = threading.Lock()
-"""In Python 3.11 a thread that parses raises SystemError if another one does so in the middle."""
+"""Serialises parsing: in Python 3.11, threads that parse at the same time can raise SystemError."""
 free_locks_after_fork(sys.modules[__name__])
 
 
 @attrs.frozen(kw_only=True)
 class DiscoveredPlugin:
-    """One entry point, and the distribution that it belongs to."""
+    """One entry point and the distribution that it belongs to."""
 
     name: str
     module: str
-    """What the entry point names: a module."""
+    """The module that the entry point names."""
     distribution: str
     version: str
 
 
 def discover() -> tuple[DiscoveredPlugin, ...]:
-    """Every plugin installed, sorted by name, each once.
+    """Return every installed plugin once, sorted by name.
 
-    A distribution that lies twice on the path (an editable install beside its build, say) counts as
-    Python imports it: the first one. One with unreadable metadata is left out and logged.
+    If a distribution is on the path twice (say, an editable install beside its build), the first one counts,
+    as it does for imports. A distribution with unreadable metadata is skipped and logged.
 
     Raises:
-        ResourceExhaustedError: the process has no free descriptor to look.
+        ResourceExhaustedError: the process has no free descriptor for the search.
     """
     by_distribution: dict[str, set[DiscoveredPlugin]] = {}
     for distribution in distributions():
@@ -61,7 +60,7 @@ def discover() -> tuple[DiscoveredPlugin, ...]:
             found = _plugins_of(distribution)
         except Exception as e:  # one distribution's broken metadata must not hide the others' plugins
             NamedExhaustion.check(e, _LOOKING)
-            _log.warning("unreadable metadata of a distribution, left out: %s", e)
+            _log.warning("skipped a distribution with unreadable metadata: %s", e)
             continue
         for each in found:
             by_distribution.setdefault(normalised(each.distribution), found)
@@ -70,20 +69,20 @@ def discover() -> tuple[DiscoveredPlugin, ...]:
 
 
 def distributions() -> Iterator[metadata.Distribution]:
-    """Every distribution on the path.
+    """Yield every distribution on the path.
 
-    importlib.metadata takes a folder that it cannot list for an empty one, and remembers that until the
-    folder changes: so it is made to look again, and the folders are listed here first.
+    importlib.metadata treats a folder that it cannot list as empty, and caches that until the folder changes.
+    This function therefore lists the folders itself first, and clears the cache.
 
     Raises:
-        ResourceExhaustedError: the process has no free descriptor to list them.
+        ResourceExhaustedError: the process has no free descriptor to list the folders.
     """
     for folder in sys.path:
         try:
             os.listdir(folder or os.curdir)
-        except OSError as e:  # a file, or nothing
+        except OSError as e:  # usually a file, or a missing folder
             NamedExhaustion.check(e, _LOOKING)
-    metadata.MetadataPathFinder().invalidate_caches()  # of an instance: before 3.13 it is no class method
+    metadata.MetadataPathFinder().invalidate_caches()  # before Python 3.13 this is an instance method
     yield from metadata.distributions()
 
 
@@ -105,21 +104,21 @@ def _plugins_of(distribution: metadata.Distribution) -> set[DiscoveredPlugin]:
 
 
 def normalised(distribution: str) -> str:
-    """A distribution's name as packaging compares it."""
+    """Normalise a distribution's name, as packaging tools do to compare names."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def check_api(plugin: DiscoveredPlugin) -> tuple[int, int]:
-    """The plugin API that a plugin's module states, if this kvplug serves it. Imports nothing.
+    """Return the plugin API that a plugin's module states, without importing the module.
 
     Raises:
-        PluginLoadError: the entry point names no module, or one that cannot be found or read, or that states
-            no API, or one that does not fit.
+        PluginLoadError: the entry point does not name a module, the module cannot be found or read, or it
+            does not state an API that this kvplug supports.
     """
     module, _, attribute = plugin.module.partition(":")
     if attribute:
         raise PluginLoadError(
-            f"its entry point names {attribute} in the module, and must name the module alone:"
+            f"its entry point names {attribute} in the module, but must name only the module:"
             f' {plugin.name} = "{module}"'
         )
     stated = stated_api(module)
@@ -137,10 +136,11 @@ def _dotted(api: tuple[int, int]) -> str:
 
 
 def stated_api(module: str) -> tuple[int, int]:
-    """``KVPLUG_API`` of a module, read from its source.
+    """Read ``KVPLUG_API`` from a module's source.
 
     Raises:
-        PluginLoadError: there is no such module or source, or no literal pair of whole numbers in it.
+        PluginLoadError: the module or its source cannot be found, or it does not assign a literal pair of
+            whole numbers.
     """
     example = f"{API_NAME} = ({PLUGIN_API[0]}, {PLUGIN_API[1]})"
     try:
@@ -166,7 +166,7 @@ def stated_api(module: str) -> tuple[int, int]:
 
 
 def _assigned(node: ast.stmt) -> ast.expr | None:
-    """The value that a statement of the module gives ``KVPLUG_API``."""
+    """Return the value that a statement assigns to ``KVPLUG_API``, or ``None`` if it assigns none."""
     match node:
         case ast.AnnAssign(target=target, value=value):
             targets = [target]
@@ -178,14 +178,12 @@ def _assigned(node: ast.stmt) -> ast.expr | None:
 
 
 def _source(module: str) -> str:
-    """The source of a module, found through the search paths of its packages, without importing them."""
+    """Find a module's source through the search paths of its packages, without importing them."""
     name, path, spec = "", None, None
     try:
         for part in module.split("."):
             if name and path is None:
-                raise PluginLoadError(
-                    f"there is no module {module}: {name} is not a package that is installed"
-                )
+                raise PluginLoadError(f"there is no module {module}: {name} is not an installed package")
             name = f"{name}.{part}" if name else part
             # The finders of editable installations know whole packages.
             spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)

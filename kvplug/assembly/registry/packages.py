@@ -1,4 +1,4 @@
-"""The packages of kvplug's own project that offer a name. Nothing is chosen by this table."""
+"""The first-party packages that offer each name. This table serves messages and does not affect choices."""
 
 from __future__ import annotations
 

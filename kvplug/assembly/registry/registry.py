@@ -1,6 +1,6 @@
-"""The registry: loads every plugin by itself, collects what each offers, and resolves names.
+"""The registry: loads each plugin separately, collects its offers, and resolves names.
 
-pluggy only collects; the results are kept in dicts.
+pluggy only collects the offers; the registry keeps them in dicts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PluginStatus(enum.StrEnum):
     OK = "ok"
     """Its module was imported, and its specs are valid."""
     BROKEN = "broken"
-    """It does not load, or breaks a rule of plugins."""
+    """It does not load, or breaks a rule for plugins."""
     BLOCKED = "blocked"
     """``KVPLUG_DISABLE_PLUGINS`` names it: it was not imported."""
 
@@ -74,19 +74,19 @@ class PluginInfo:
     """One plugin that was discovered, loaded or not."""
 
     name: str
-    """Of its entry point: what ``kvplug list`` prints and ``KVPLUG_DISABLE_PLUGINS`` blocks."""
+    """The entry point's name, which ``kvplug list`` prints and ``KVPLUG_DISABLE_PLUGINS`` blocks."""
     distribution: str = ""
     """The installed package that its entry point belongs to."""
     version: str = ""
-    """Of the distribution; empty where its metadata has none."""
+    """The distribution's version; empty if its metadata has none."""
     status: PluginStatus = PluginStatus.OK
     """``ok``, ``broken`` or ``blocked``."""
     reason: str = ""
     """Why it is broken or blocked; empty when it is neither."""
     api: tuple[int, int] | None = None
-    """The plugin API it states; ``None`` where that was not read."""
+    """The plugin API that it states; ``None`` if that was not read."""
     specs: tuple[Spec, ...] = ()
-    """What it offers; empty unless it is ``ok``."""
+    """The plugin's offers; empty unless it is ``ok``."""
     error: BaseException | None = attrs.field(default=None, eq=False, repr=False)
     """Why it is broken, as an exception with its traceback; ``None`` when it is not."""
 
@@ -95,7 +95,7 @@ class PluginInfo:
 
     @property
     def label(self) -> str:
-        """Its status, name and package."""
+        """The plugin's status, name and package."""
         return f"{self.status}: {self.name} ({self})"
 
 
@@ -115,14 +115,14 @@ class Registry:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Registry:
-        """Load all installed plugins. One that does not load is listed with its reason; the others still
+        """Load all installed plugins. A plugin that does not load is listed with the reason; the others still
         load.
 
-        ``KVPLUG_DISABLE_PLUGINS`` blocks by name, before anything is imported.
+        ``KVPLUG_DISABLE_PLUGINS`` blocks plugins by name before they are imported.
 
         Raises:
             PluginLoadError: a plugin does not load, and ``KVPLUG_STRICT_PLUGINS`` is set.
-            ResourceExhaustedError: the process has no free descriptor to find and load them.
+            ResourceExhaustedError: the process has no free descriptor to find and load plugins.
         """
         environ = os.environ if environ is None else environ
         blocked = _names(environ.get("KVPLUG_DISABLE_PLUGINS", ""))
@@ -132,7 +132,7 @@ class Registry:
         for each in found:
             registry._keep(registry._load(each, is_blocked=each.name in blocked))
         for name in sorted(blocked - {each.name for each in found}):
-            _log.warning("KVPLUG_DISABLE_PLUGINS names %r, and no such plugin is installed", name)
+            _log.warning("KVPLUG_DISABLE_PLUGINS names %r, but no such plugin is installed", name)
         broken = [each for each in registry.plugins if each.status is PluginStatus.BROKEN]
         if strict and broken:
             lines = "".join(f"\n  - {each.name} ({each}): {each.reason}" for each in broken)
@@ -146,31 +146,31 @@ class Registry:
 
     @property
     def plugins(self) -> tuple[PluginInfo, ...]:
-        """Every plugin found, also those that are blocked or broken, in the order of loading."""
+        """Every plugin found, including blocked and broken ones, in loading order."""
         return tuple(self._plugins)
 
     def __iter__(self) -> Iterator[tuple[PluginInfo, Spec]]:
-        """Everything offered, each with its plugin; also names with two owners."""
+        """Iterate over all offers with their plugins, including names that two plugins offer."""
         for plugin in self._plugins:
             for spec in plugin.specs:
                 yield plugin, spec
 
     def specs(self, kind: Kind) -> tuple[Any, ...]:
-        """What is offered of a kind, sorted by name, without names that have two owners."""
+        """Return the offers of a kind, sorted by name, without names that two plugins offer."""
         every = sorted(self._owned.items(), key=lambda item: item[0])
         return tuple(owners[0][1] for (of, _), owners in every if of is kind and len(owners) == 1)
 
     @property
     def failed(self) -> tuple[PluginInfo, ...]:
-        """The plugins that are broken or blocked: an unknown name may be one of theirs."""
+        """The plugins that are broken or blocked. One of them may offer an unknown name."""
         return tuple(plugin for plugin in self._plugins if plugin.status is not PluginStatus.OK)
 
     def failures(self) -> tuple[str, ...]:
-        """One line for each of them."""
+        """Return one line for each failed plugin."""
         return tuple(f"{plugin.label}: {plugin.reason}" for plugin in self.failed)
 
     def owners(self, kind: Kind, name: str) -> tuple[PluginInfo, ...]:
-        """The plugins that offer ``name``, which may be ``distribution:name``."""
+        """Return the plugins that offer ``name``, which may be ``distribution:name``."""
         return tuple(plugin for plugin, _ in self._offers(kind, name))
 
     @overload
@@ -188,13 +188,12 @@ class Registry:
     @overload
     def get(self, kind: str, name: str) -> Spec: ...
     def get(self, kind: str, name: str) -> Spec:
-        """The spec that ``name`` (or ``distribution:name``) stands for.
+        """Return the spec that ``name`` (or ``distribution:name``) identifies.
 
         Raises:
-            UnknownConnectorError, UnknownTransportError, UnknownNameError: no plugin offers it; lists the
-                known
-                names, and the plugins that did not load.
-            AmbiguousNameError: two plugins offer it, so kvplug uses neither.
+            UnknownConnectorError, UnknownTransportError, UnknownNameError: no plugin offers the name; the
+                error lists the known names, and the plugins that did not load.
+            AmbiguousNameError: two plugins offer the name, so kvplug uses neither.
         """
         kind = Kind(kind)
         offers = self._offers(kind, name)
@@ -203,17 +202,17 @@ class Registry:
         raise self._ambiguous(kind, name, offers) if offers else self._unknown(kind, name)
 
     def find(self, kind: Kind, name: str) -> Any:
-        """The same; ``None`` where :meth:`get` would raise."""
+        """Return the spec that ``name`` identifies, or ``None`` where :meth:`get` would raise."""
         offers = self._offers(kind, name)
         return offers[0][1] if len(offers) == 1 else None
 
     # -- plugins --------------------------------------------------------------------------------
 
     def register(self, plugin: object, *, name: str, distribution: str = "", version: str = "") -> PluginInfo:
-        """Add a plugin object (a module, or anything with marked functions) by hand, as tests do.
+        """Add a plugin object: a module, or anything with marked functions. Intended for tests.
 
         Raises:
-            PluginLoadError: it breaks a rule; nothing of it is registered.
+            PluginLoadError: the plugin breaks a rule; none of its offers is registered.
         """
         info = PluginInfo(name=name, distribution=distribution, version=version, api=hookspecs.PLUGIN_API)
         try:
@@ -241,7 +240,8 @@ class Registry:
                 info, specs=self._collect(plugin, f"{normalised(found.distribution)}:{found.name}")
             )
         except (Exception, SystemExit) as e:
-            # Not kept as a fault of the plugin's. Memory is: Python's parser also says so of bad source.
+            # A lack of descriptors is not the plugin's fault. A MemoryError may be: the parser raises it for
+            # bad source too.
             shortage = NamedExhaustion.of(e, f"loading the plugin {found.name}")
             if shortage is not None and shortage.resource == DESCRIPTORS:
                 NamedExhaustion.check(e, f"loading the plugin {found.name}")
@@ -249,7 +249,7 @@ class Registry:
             return attrs.evolve(info, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
 
     def _collect(self, plugin: object, key: str) -> tuple[Spec, ...]:
-        """The results of a plugin's hooks, each called alone. Unregisters the plugin if any is wrong."""
+        """Call each of a plugin's hooks separately. Return the results, or unregister it if one is wrong."""
         self._manager.register(plugin, name=key)
         try:
             specs = _offers_of(self._manager, plugin)
@@ -274,10 +274,10 @@ class Registry:
         whose = " and ".join(f"{plugin} (plugin {plugin.name})" for plugin, _ in offers)
         full = sorted({f"{plugin.distribution}:{bare}" for plugin, _ in offers})
         plugins = " or ".join(sorted({plugin.name for plugin, _ in offers}))
-        say = f"say {' or '.join(full)}, or " if len(full) > 1 else ""
+        use = f"use {' or '.join(full)}, or " if len(full) > 1 else ""
         return AmbiguousNameError(
-            f"the {word} {bare!r} is offered by {whose}, so neither is taken;"
-            f" {say}name {plugins} in KVPLUG_DISABLE_PLUGINS"
+            f"the {word} {bare!r} is offered by {whose}, so neither is used;"
+            f" {use}name {plugins} in KVPLUG_DISABLE_PLUGINS"
         )
 
     def _unknown(self, kind: Kind, name: str) -> UnknownNameError:
@@ -289,7 +289,7 @@ class Registry:
         return (UnknownTransportError if kind in TRANSPORTS else UnknownNameError)(text, change=change)
 
     def _change_for(self, kind: Kind, name: str) -> str:
-        """The command that makes this name known."""
+        """Return the command or change that makes this name known."""
         package = PACKAGES.get(kind, {}).get(name.rpartition(":")[2])
         owner = next((each for each in self._plugins if each.distribution == package), None)
         if package is None or (owner is not None and owner.status is PluginStatus.OK):
@@ -301,13 +301,15 @@ class Registry:
         return f"pip install --upgrade {package}    (`kvplug list` says why it does not load)"
 
     def about_unknown(self, what: str, name: str, known: Iterable[str], kind: Kind | None = None) -> str:
-        """The message about a name that nothing installed offers: the nearest name and all that are known,
-        packages of kvplug's own project that offer it, plugins that did not load, and how a plugin is found.
+        """Return the message about a name that no installed plugin offers.
+
+        It lists the nearest name, the known names, first-party packages that offer the name, and plugins that
+        did not load, or explains how a plugin is found.
 
         Args:
-            what: what the message begins with: "no command named".
+            what: the beginning of the message, such as "no command named".
             name: may be ``distribution:name``.
-            kind: what is meant; default: any.
+            kind: the kind of the name; default: any.
         """
         distribution, _, bare = name.rpartition(":")
         known = sorted({*known})
@@ -322,7 +324,7 @@ class Registry:
         hint = did_you_mean(bare, known)
         how = (
             f"a plugin is found by its entry point in the group {hookspecs.PROJECT!r};"
-            " after a change of its pyproject.toml it must be installed again"
+            " install it again after changing its pyproject.toml"
         )
         return "\n  ".join(
             [
@@ -336,10 +338,10 @@ class Registry:
 
 
 def _offers_of(manager: pluggy.PluginManager, plugin: object) -> list[Spec]:
-    """The results of the hooks of a plugin that is registered with ``manager``, each called alone.
+    """Call each hook of a plugin registered with ``manager`` separately, and return their results.
 
     Raises:
-        PluginLoadError: a hook is unknown, not marked, returns something else, or there is none.
+        PluginLoadError: a hook is unknown, unmarked, or returns something else, or the plugin has no hooks.
     """
     specs: list[Spec] = []
     callers = manager.get_hookcallers(plugin) or []
@@ -349,26 +351,26 @@ def _offers_of(manager: pluggy.PluginManager, plugin: object) -> list[Spec]:
                 continue
             if caller.name in hookspecs.OFFERED:
                 specs += _offered(caller.name, implementation.function())
-            elif not implementation.optionalhook:  # else it is of a later kvplug
+            elif not implementation.optionalhook:  # an unknown optional hook belongs to a later kvplug
                 raise PluginLoadError(
-                    f"no hook is called {caller.name}{_meant(caller.name)} there are {_HOOKS}"
+                    f"no hook is called {caller.name}{_meant(caller.name)} the hooks are {_HOOKS}"
                 )
     _check_marked(plugin)
     if not callers:
         raise PluginLoadError(
-            f"implements no hook; there are {_HOOKS}, marked with kvplug.transport.hookimpl"
+            f"implements no hook; the hooks are {_HOOKS}, marked with kvplug.transport.hookimpl"
         )
     return specs
 
 
 def _meant(name: str) -> str:
-    """The hook that a misspelt name is closest to, compared without the common prefix."""
+    """Return a hint with the hook closest to a misspelt name, compared without the common prefix."""
     found = nearest(name.removeprefix(_PREFIX), (hook.removeprefix(_PREFIX) for hook in hookspecs.OFFERED))
     return f"; did you mean {_PREFIX}{found}?" if found else ";"
 
 
 def _check_marked(plugin: object) -> None:
-    """Refuse an unmarked hook: pluggy would never call it, and does not report that."""
+    """Refuse an unmarked hook, which pluggy would silently never call."""
     for name, found in vars(plugin).items() if hasattr(plugin, "__dict__") else ():
         if name.startswith(_PREFIX) and isinstance(found, types.FunctionType):
             if not hasattr(found, f"{_PREFIX}impl"):
@@ -378,7 +380,7 @@ def _check_marked(plugin: object) -> None:
 
 
 def _offered(hook: str, offered: Any) -> list[Spec]:
-    """What a hook returned. Raises PluginLoadError: it is something else."""
+    """Return a hook's result as a list. Raise PluginLoadError if it is not a list of the hook's class."""
     wanted = hookspecs.OFFERED[hook]
     if not isinstance(offered, (list, tuple)):
         raise PluginLoadError(f"{hook} returned {shown(offered)}, not a list of {wanted.__name__}")
@@ -397,7 +399,7 @@ def _check_once(specs: list[Spec]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """One line that says what a plugin did wrong."""
+    """Return one line that explains what a plugin did wrong."""
     if isinstance(error, (PluginError, pluggy.PluginValidationError)):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -149,6 +149,6 @@ def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndp
             if offer.auto and offer.probe.viable and not offer.capabilities.missing(required)
         ]
         if not able:
-            raise PluginError("no inner pipe can be had")
+            raise PluginError("no inner pipe is available")
         name = min(able, key=lambda offer: (offer.capabilities.cost.seconds(1 << 24), offer.name)).name
     return resolved.pipes[name], resolved.pipe_endpoint(name, device)

@@ -102,7 +102,7 @@ def test_a_name_means_every_kind_unless_it_states_one_and_no_name_all_that_auto_
         ("flok", [], UnknownTransportError, "no pipe or queue is named 'flok'; did you mean 'flock'"),
         ("nest", [], UnknownTransportError, "'nest', which is a lookup buffer; kvplug bench"),
         ("pipe:flock", [], UnknownTransportError, "no pipe is named 'flock', which is a queue"),
-        ("owl", [], AmbiguousNameError, "say kvplug-birds:owl or kvplug-more:owl"),
+        ("owl", [], AmbiguousNameError, "use kvplug-birds:owl or kvplug-more:owl"),
         ("pigeon", ["options.pigeon.speed=3"], ConfigError, "'pigeon' takes no options"),
     ],
 )

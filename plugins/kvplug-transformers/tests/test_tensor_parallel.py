@@ -191,7 +191,7 @@ def test_workers_of_one_host_need_no_permission_for_gloo_wherever_the_engine_lis
     from kvplug_transformers.engine.rank import on_one_host
 
     config = Config.from_dict({"host": "10.0.0.4"})
-    with pytest.raises(PluginError, match="no communicator can be had"):
+    with pytest.raises(PluginError, match="no communicator is available"):
         worker_transports(config)
     assert worker_transports(on_one_host(config)) == {"queue": "shm", "communicator": "cpu"}
 

@@ -58,7 +58,7 @@ BROKEN = {
     "bad name": (pipe("Not A Name"), "cannot be a name"),
     "misspelt hook": (
         hook("return []", "kvplug_transport"),
-        "no hook is called kvplug_transport; did you mean kvplug_transports? there are kvplug_transports,",
+        "no hook is called kvplug_transport; did you mean kvplug_transports? the hooks are kvplug",
     ),
     "unmarked hook": (hook("return []", mark=""), "not marked with kvplug.transport.hookimpl"),
     "no hook": (HEADER, "implements no hook"),
@@ -92,14 +92,14 @@ def test_a_broken_plugin_is_kept_with_its_reason_and_stops_no_other(site: Any, c
     ("entry_point", "reason"),
     [
         ("kvplug_bad.nothing", "there is no module kvplug_bad.nothing"),
-        ("not_here.plugin", "not_here is not a package that is installed"),
+        ("not_here.plugin", "not_here is not an installed package"),
         (
             "kvplug_bad.plugin:missing",
-            "its entry point names missing in the module, and must name the module alone: bad = ",
+            "its entry point names missing in the module, but must name only the module: bad = ",
         ),
         (
             "kvplug_bad.plugin:kvplug_transports",
-            "names kvplug_transports in the module, and must name the module alone: bad = ",
+            "names kvplug_transports in the module, but must name only the module: bad = ",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_second_owner_of_a_name_is_refused_whole() -> None:
         registry.get(Kind.PIPE, "cpu")
     text = str(caught.value)
     assert "kvplug-a 1.0 (plugin a) and kvplug-b 1.0 (plugin b)" in text
-    assert "say kvplug-a:cpu or kvplug-b:cpu" in text
+    assert "use kvplug-a:cpu or kvplug-b:cpu" in text
     assert [spec.name for spec in registry.specs(Kind.PIPE)] == ["own"]
 
 
