@@ -57,7 +57,7 @@ def build_queue(
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named queue, or its inner queue, cannot work here, or none is installed for "auto".
-        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
         ResourceExhaustedError: the process has no free descriptor or memory.
     """
     if warning_interval_s is None:
@@ -114,7 +114,7 @@ def build_communicator(
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named communicator cannot work here, or none is installed for "auto".
-        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
         TimeoutError, PeerGoneError: a rank did not join, or is gone; the error names the rank.
         ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
@@ -168,7 +168,7 @@ def build_page_cache(
             options; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the store, or two do.
         PluginError: the store cannot work here, or its factory failed.
-        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
         ResourceExhaustedError: a descriptor, thread, memory or space ran out.
     """
     faults = [

@@ -176,7 +176,7 @@ def build_pipe_endpoint(
         ConfigError: the transport is "auto", or its options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the transport cannot work here, or its factory did not return an endpoint.
-        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
         ResourceExhaustedError: the process has no free descriptor or memory.
     """
     ensure_config(config)

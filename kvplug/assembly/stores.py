@@ -127,7 +127,7 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         ConfigError: the store's options are wrong; every fault at once.
         PluginError: the store cannot work here, or its factory did not return a store.
-        InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
     """
     resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "integrity")
     return StoreOpener(LinkSettings(resolved=resolved)).open(name or config.stores[0])

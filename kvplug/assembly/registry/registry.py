@@ -50,7 +50,7 @@ _CALLED = {
     Kind.QUEUE: "message queue",
     Kind.LOOKUP_BUFFER: "lookup buffer",
 }
-"""The word for a kind in messages, where it differs from the kind's value."""
+"""The word for a kind in messages, if it differs from the kind's value."""
 
 _PREFIX: Final = f"{hookspecs.PROJECT}_"
 _HOOKS: Final = ", ".join(hookspecs.OFFERED)
