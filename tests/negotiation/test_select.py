@@ -127,14 +127,14 @@ def test_the_size_of_the_message_decides_between_latency_and_throughput_and_name
         (LOCAL, offer("local", viable=False, domain="d1"), HERE, "cannot work at the peer: its probe gives"),
         (LOCAL, offer("local", protocol=2, domain="d1"), HERE, "protocol 1 here and 2 at the peer; install"),
         (LOCAL, offer("local", domain="d2"), HERE, "cannot reach each other"),
-        (LOCAL, LOCAL, APART, "one host only, and the peer is on another"),
+        (LOCAL, LOCAL, APART, "one host only, but the peer is on another"),
         (
             offer("net", cross_host=True, authenticated=False),
             NET,
             EXPOSED,
             "its data plane is not authenticated",
         ),
-        (offer("net", devices={"cuda"}), offer("net", devices={"cuda"}), HERE, "moves cuda tensors, and cpu"),
+        (offer("net", devices={"cuda"}), offer("net", devices={"cuda"}), HERE, "moves cuda tensors, but cpu"),
     ],
 )
 def test_a_candidate_that_cannot_be_used_says_why(

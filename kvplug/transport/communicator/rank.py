@@ -376,8 +376,8 @@ class GroupRank(abc.ABC):
         if type(rank) is not int or not 0 <= rank < self.world_size or (other and rank == self.rank_in_group):
             which = "another rank" if other else "a rank"
             raise ConfigError(
-                f"{what} must be {which} of this group, 0 to {self.world_size - 1}, not {rank!r}; this is"
-                f" rank {self.rank_in_group}"
+                f"{what}={rank!r} must be {which} of this group, 0 to {self.world_size - 1}; this is rank"
+                f" {self.rank_in_group}"
             )
 
     def _check_usable(self) -> None:
