@@ -51,7 +51,7 @@ _MAX_PAYLOAD = 8192
 
 @attrs.define(eq=False)
 class Connection:
-    """A proven connection. Whoever gets it owns and closes it. In a forked child it is closed."""
+    """A proven connection. The caller that gets it owns and closes it. A forked child closes its copy."""
 
     sock: socket.socket = attrs.field(repr=False)
     """Blocking and without a timeout when handed over. Nothing after the proof has been read from it."""
@@ -97,14 +97,15 @@ class Connection:
         address, deadline = Address.parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
         where, mode = str(address), credentials.mode_at(address)
         with NamedExhaustion(f"connecting to {where}"):
-            sock = _connect(address, deadline)
+            dialled = _connect(address, deadline)
             try:
                 with _in_words(where):
-                    sock.settimeout(_seconds(deadline))
+                    dialled.sock.settimeout(_seconds(deadline))
                     if mode is Mode.SAME_USER:
-                        _check_listener(sock, where)  # before the listener gets a single byte
+                        _check_listener(dialled.sock, where)  # before the listener gets a single byte
                     if credentials.tls is not None and not address.is_unix:
-                        sock = wrap_dialled(sock, credentials.tls, address.host)
+                        dialled.sock = wrap_dialled(dialled.sock, credentials.tls, address.host)
+                    sock = dialled.sock
                     binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
                     identity = encode_identity(PeerIdentity.of_this_process(label))
                     peer = _run_challenge(
@@ -112,11 +113,11 @@ class Connection:
                     )
                     sock.settimeout(None)
                     if isinstance(sock, ssl.SSLSocket):
-                        sock = plain_end(sock, where)
+                        dialled.sock = plain_end(sock, where)
             except BaseException:
-                sock.close()
+                dialled.sock.close()
                 raise
-        return cls(sock, peer, purpose, mode, where)
+        return cls(dialled.sock, peer, purpose, mode, where)
 
     @classmethod
     def dial_until(
@@ -356,7 +357,20 @@ def _in_words(where: str) -> Iterator[None]:
         raise PeerGoneError(f"{where} cannot be reached: {e.strerror or e}", code="no route") from e
 
 
-def _connect(address: Address, deadline: Deadline) -> socket.socket:
+@attrs.define(eq=False)
+class _Dialled:
+    """The socket of a connection that is being made. In a forked child it is closed."""
+
+    sock: socket.socket
+
+    def __attrs_post_init__(self) -> None:
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        self.sock.close()
+
+
+def _connect(address: Address, deadline: Deadline) -> _Dialled:
     ends: Any = [(socket.AF_UNIX, address.sockaddr)] if address.is_unix else address.resolve()
     error: PeerGoneError | TimeoutError | None = None
     for family, sockaddr in ends:
@@ -368,8 +382,9 @@ def _connect(address: Address, deadline: Deadline) -> socket.socket:
     raise error or PeerGoneError(f"{address} cannot be resolved to an address to dial")
 
 
-def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> _Dialled:
+    dialled = _Dialled(socket.socket(family, socket.SOCK_STREAM))
+    sock = dialled.sock
     try:
         while True:
             sock.settimeout(_seconds(deadline))
@@ -387,7 +402,7 @@ def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket
                 # too and connected the socket to itself.
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
             tune(sock)
-        return sock
+        return dialled
     except BaseException:
         sock.close()
         raise

@@ -300,19 +300,21 @@ class Listener:
                 self._proved(stranger, peer)
 
     def _proved(self, stranger: Stranger, peer: PeerIdentity) -> None:
-        self._selector.unregister(stranger.sock)
-        self._unproven.remove(stranger)
         sock = stranger.sock
-        if isinstance(sock, ssl.SSLSocket):
-            try:
+        self._selector.unregister(sock)
+        try:
+            if isinstance(sock, ssl.SSLSocket):
                 sock = plain_end(sock, str(peer))
-            except (OSError, TransportError) as e:
-                logger.warning("a connection to %s was dropped: %s", self._contact, e)
-                self._shortage = NamedExhaustion.of(e, f"taking a TLS connection at {self._contact}")
-                return
-        sock.setblocking(True)
+            sock.setblocking(True)
+            connection = Connection(sock, peer, self._purpose, self._mode, self._contact)
+        except (OSError, TransportError) as e:
+            logger.warning("a connection to %s was dropped: %s", self._contact, e)
+            self._shortage = NamedExhaustion.of(e, f"taking a TLS connection at {self._contact}")
+            return
+        finally:
+            self._unproven.remove(stranger)  # not earlier: a fork in between would leave the child the socket
         with self._lock:
-            self._proven.append(Connection(sock, peer, self._purpose, self._mode, self._contact))
+            self._proven.append(connection)
             self._changed.notify_all()
 
     def _refuse(self, stranger: Stranger, refused: RefusedError) -> None:

@@ -101,7 +101,7 @@ class Blocks:
     @property
     def awaited_bytes(self) -> int:
         """How many bytes must have arrived before :meth:`arrived` reports the next layer; the whole message
-        if nobody wants reports."""
+        without ``on_layer``."""
         layers = self._reported + 1 if self._on_layer is not None else self.shape[0]
         return min(layers * len(self._ids) * self.row_bytes, self.nbytes)
 

@@ -31,7 +31,7 @@ from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
 from kvplug_testing import peers
-from kvplug_testing.contract.forked_child import in_forked_child
+from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.waits import Call, until
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -278,6 +278,23 @@ def test_connections_nobody_accepted_are_closed_with_the_listener() -> None:
         listener.close()
         with contextlib.suppress(ConnectionResetError):  # it was closed before it had read our last message
             assert ours.sock.recv(1) == b""
+
+
+def test_a_forked_child_has_no_connection_that_is_being_made() -> None:
+    """The listener accepts it and does not answer the challenge."""
+    before = in_forked_child(held)
+    name = f"kvplug-silent-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0{name}")
+        silent.listen()
+        dial = Call(lambda: Connection.dial(f"unix:@{name}", OPEN, "test", 10))
+        accepted, _ = silent.accept()
+        with accepted:
+            assert accepted.recv(1, socket.MSG_PEEK)  # the dialling end waits for the answer
+            ours = {f"{each.fileno()} -> " for each in (silent, accepted)}
+            more = more_than(before).split(", ")
+            assert [each for each in more if not each.startswith(tuple(ours))] == []
+        dial.raised(PeerGoneError)
 
 
 def test_a_forked_child_has_no_connection_whatever_holds_it() -> None:
