@@ -98,8 +98,8 @@ def summary(runs: list[dict[str, Any]], pairs_asked: int) -> dict[str, Any]:
     pairs = [pair for run in runs for pair in run["ttft_pairs"]]
     if not pairs and pairs_asked:
         raise SystemExit(
-            f"{first['connector']}, {first['at_once']} at once, {first['prompt_tokens']} tokens: in no pair did"
-            " all requests load what they should, or the tokens differed from those of the floor"
+            f"{first['connector']}, {first['at_once']} at once, {first['prompt_tokens']} tokens: in no pair"
+            " did all requests load what they should, or the tokens differed from those of the floor"
         )
     pairs = pairs or [(run["ttft_s"], run["ttft_floor_s"] or run["ttft_s"]) for run in runs]
     return {
