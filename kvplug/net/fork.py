@@ -4,12 +4,18 @@ A forked child has the parent's descriptors but none of its threads. Two process
 each get half of it, so every kvplug object that owns descriptors registers here. A lock that another thread
 of the parent held at the fork would stay held in the child, so the locks in the attributes of all registered
 objects are freed before anything is closed.
+
+Python releases its own lock while the kernel makes or closes a descriptor, so a fork in another thread could
+come before the descriptor's owner is registered, or after a socket has forgotten the descriptor that it is
+closing. :data:`no_fork` prevents this.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -29,6 +35,14 @@ _LOCKS: Final = (
 """These types have the method with which Python frees its own locks in a forked child."""
 
 
+_FORK_WAIT_S: Final = 1.0
+"""The longest time that a fork waits for :data:`no_fork`."""
+
+no_fork: Final = threading.RLock()
+"""Held while a descriptor is made and registered, or closed: no other thread forks meanwhile. Code that holds
+it must not wait for anything, so connect, send and receive after it."""
+
+
 class Inherited(Protocol):
     """An object that owns descriptors."""
 
@@ -41,15 +55,18 @@ class Inherited(Protocol):
         """
 
 
-_registered: Final[weakref.WeakValueDictionary[int, Inherited]] = weakref.WeakValueDictionary()
+_registered: Final[weakref.WeakValueDictionary[int, Inherited | socket.socket]] = (
+    weakref.WeakValueDictionary()
+)
 """By identity."""
 _modules: Final[list[ModuleType]] = []
 
 
-def close_after_fork(thing: Inherited) -> None:
-    """Free the locks in the attributes of ``thing`` and call ``thing._after_fork_in_child()`` in every forked
-    child, as long as ``thing`` lives."""
-    _registered[id(thing)] = thing
+def close_after_fork(*things: Inherited | socket.socket) -> None:
+    """Free the locks in the attributes of each of ``things`` and call its ``_after_fork_in_child()`` in every
+    forked child, as long as it lives. A socket is closed instead."""
+    for thing in things:
+        _registered[id(thing)] = thing
 
 
 def alive(things: weakref.WeakValueDictionary[int, T]) -> list[T]:
@@ -68,11 +85,24 @@ def _free_locks(owner: object) -> None:
             each._at_fork_reinit()  # type: ignore[union-attr]
 
 
-def _close(thing: Inherited) -> None:
-    thing._after_fork_in_child()
+def _close(thing: Inherited | socket.socket) -> None:
+    if isinstance(thing, socket.socket):
+        thing.close()
+    else:
+        thing._after_fork_in_child()
+
+
+def _before() -> None:
+    no_fork.acquire(timeout=_FORK_WAIT_S)
+
+
+def _in_parent() -> None:
+    with contextlib.suppress(RuntimeError):  # it waited in vain
+        no_fork.release()
 
 
 def _in_child() -> None:
+    no_fork._at_fork_reinit()  # type: ignore[attr-defined]
     inherited = alive(_registered)
     _registered.clear()
     _call(_free_locks, (*_modules, *inherited))
@@ -88,4 +118,4 @@ def _call(step: Callable[[T], None], things: Iterable[T]) -> None:
             logger.exception("closing %r in a forked child failed", type(thing).__name__)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

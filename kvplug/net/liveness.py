@@ -31,7 +31,7 @@ import attrs
 
 from kvplug.errors import ClosedError
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork, free_locks_after_fork
+from kvplug.net.fork import close_after_fork, free_locks_after_fork, no_fork
 from kvplug.net.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -249,9 +249,10 @@ class _Loop:
         self.wake()
 
     def close(self) -> None:
-        self.poller.close()
-        self.wake_in.close()
-        self.wake_out.close()
+        with no_fork:
+            self.poller.close()
+            self.wake_in.close()
+            self.wake_out.close()
 
     def _after_fork_in_child(self) -> None:
         """Forget the thread, which the child lacks, and close the epoll set, which the parent shares, without
@@ -321,7 +322,8 @@ def _add(new: Watch) -> None:
     global _loop
     with _lock:
         started = _loop
-        loop = started or _Loop()
+        with no_fork:
+            loop = started or _Loop()
         try:
             loop.add(new)
             if started is None:
@@ -345,11 +347,12 @@ def _drop(old: Watch, reason: str | None) -> bool:
         old._closed = True
         old.reason = reason
         loop = _loop
-        if loop is not None and old in loop.watches:
-            loop.remove(old)
-            if not loop.watches:
-                _loop = None  # its thread sees that no watch is left, and ends
-            loop.wake()
-        if old._pidfd is not None:
-            os.close(old._pidfd)
+        with no_fork:
+            if loop is not None and old in loop.watches:
+                loop.remove(old)
+                if not loop.watches:
+                    _loop = None  # its thread sees that no watch is left, and ends
+                loop.wake()
+            if old._pidfd is not None:
+                os.close(old._pidfd)
     return True

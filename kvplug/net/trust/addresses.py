@@ -23,11 +23,11 @@ import attrs
 
 from kvplug.config.addresses import Address, ip_address
 from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, TransportError
+from kvplug.net.fork import close_after_fork, no_fork
 
 _BACKLOG: Final = 128
 _LOCK_S: Final = 5.0
 """How long another server in the folder may take to bind."""
-_PROBE_S: Final = 1.0
 _LISTEN: Final = "0A"  # in /proc/net/tcp
 
 
@@ -62,7 +62,9 @@ class BoundSocket:
             address = Address(name=address.name or f"kvplug-{os.geteuid()}-{secrets.token_hex(12)}")
             family, sockaddr = socket.AF_UNIX, address.sockaddr
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            with no_fork:
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                close_after_fork(sock)
             try:
                 if address.is_unix and address.is_path:
                     return cls(sock, address, _bind_path(sock, address.name))
@@ -73,7 +75,8 @@ class BoundSocket:
                 sock.listen(_BACKLOG)
                 return cls(sock, address if address.is_unix else _contact(sock))
             except BaseException:
-                sock.close()
+                with no_fork:
+                    sock.close()
                 raise
         except OSError as e:
             raise _cannot_bind(address, e) from e
@@ -84,7 +87,8 @@ class BoundSocket:
         # A child forked a moment ago may still hold the socket, so make connections to it fail.
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
+        with no_fork:
+            self.sock.close()
 
 
 def _cannot_bind(address: Address, e: OSError) -> Exception:
@@ -113,7 +117,7 @@ def _contact(sock: socket.socket) -> Address:
 def _own_address(family: int) -> str:
     """Return an address that other hosts can dial, for a listener on all interfaces: that of the default
     route."""
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with contextlib.suppress(OSError), no_fork, socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing, but makes the kernel choose a source address.
         probe.connect(("192.0.2.1", 9) if family == socket.AF_INET else ("2001:db8::1", 9))
         return str(probe.getsockname()[0])
@@ -173,13 +177,9 @@ def _is_stale(path: str) -> bool:
     """Whether the file is a socket without a server."""
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PROBE_S)
-        try:
-            probe.connect(path)
-        except OSError as e:
-            return isinstance(e, ConnectionRefusedError)
-    return False
+    with no_fork, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # if the server's backlog is full, it is alive
+        return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 # -- which process listens, for messages -----------------------------------------------------------------

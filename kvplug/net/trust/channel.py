@@ -22,7 +22,7 @@ from kvplug.errors import (
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
+from kvplug.net.fork import close_after_fork, no_fork
 from kvplug.net.trust.connection import Connection, decline, shortage_in
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
@@ -79,15 +79,16 @@ class Channel:
         self._ended = False
         self._pidfd: int | None = None
         try:
-            self._pidfd = connection.peer.open_pidfd()
+            with no_fork:
+                close_after_fork(self)
+                self._pidfd = connection.peer.open_pidfd()
         except PeerGoneError:
             self._dead = True
         except BaseException as e:
             if isinstance(e, ResourceExhaustedError):
                 self.decline(e)
-            self._sock.close()
+            connection.close()
             raise
-        close_after_fork(self)
 
     def __repr__(self) -> str:
         return f"<Channel to {self._who}{', closed' if self._closed else ''}>"
@@ -352,10 +353,11 @@ class Channel:
                     self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        self._sock.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        with no_fork:
+            self._sock.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+                self._pidfd = None
 
     def _after_fork_in_child(self) -> None:
         self._closed = True

@@ -28,7 +28,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
+from kvplug.net.fork import close_after_fork, no_fork
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
@@ -67,7 +67,7 @@ class Connection:
     """When both ends had proved themselves, by ``time.monotonic``."""
 
     def __attrs_post_init__(self) -> None:
-        close_after_fork(self)
+        close_after_fork(self.sock)
 
     @classmethod
     def dial(
@@ -97,15 +97,14 @@ class Connection:
         address, deadline = Address.parse_contact(contact), Deadline.after(timeout, DIAL_TIMEOUT_S)
         where, mode = str(address), credentials.mode_at(address)
         with NamedExhaustion(f"connecting to {where}"):
-            dialled = _connect(address, deadline)
+            sock = _connect(address, deadline)
             try:
                 with _in_words(where):
-                    dialled.sock.settimeout(_seconds(deadline))
+                    sock.settimeout(_seconds(deadline))
                     if mode is Mode.SAME_USER:
-                        _check_listener(dialled.sock, where)  # before the listener gets a single byte
+                        _check_listener(sock, where)  # before the listener gets a single byte
                     if credentials.tls is not None and not address.is_unix:
-                        dialled.sock = wrap_dialled(dialled.sock, credentials.tls, address.host)
-                    sock = dialled.sock
+                        sock = wrap_dialled(sock, credentials.tls, address.host)
                     binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
                     identity = encode_identity(PeerIdentity.of_this_process(label))
                     peer = _run_challenge(
@@ -113,11 +112,12 @@ class Connection:
                     )
                     sock.settimeout(None)
                     if isinstance(sock, ssl.SSLSocket):
-                        dialled.sock = plain_end(sock, where)
+                        sock = plain_end(sock, where)
             except BaseException:
-                dialled.sock.close()
+                with no_fork:
+                    sock.close()
                 raise
-        return cls(dialled.sock, peer, purpose, mode, where)
+        return cls(sock, peer, purpose, mode, where)
 
     @classmethod
     def dial_until(
@@ -311,10 +311,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        self.sock.close()
-
-    def _after_fork_in_child(self) -> None:
-        self.sock.close()
+        with no_fork:
+            self.sock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -357,20 +355,7 @@ def _in_words(where: str) -> Iterator[None]:
         raise PeerGoneError(f"{where} cannot be reached: {e.strerror or e}", code="no route") from e
 
 
-@attrs.define(eq=False)
-class _Dialled:
-    """The socket of a connection that is being made. In a forked child it is closed."""
-
-    sock: socket.socket
-
-    def __attrs_post_init__(self) -> None:
-        close_after_fork(self)
-
-    def _after_fork_in_child(self) -> None:
-        self.sock.close()
-
-
-def _connect(address: Address, deadline: Deadline) -> _Dialled:
+def _connect(address: Address, deadline: Deadline) -> socket.socket:
     ends: Any = [(socket.AF_UNIX, address.sockaddr)] if address.is_unix else address.resolve()
     error: PeerGoneError | TimeoutError | None = None
     for family, sockaddr in ends:
@@ -382,9 +367,10 @@ def _connect(address: Address, deadline: Deadline) -> _Dialled:
     raise error or PeerGoneError(f"{address} cannot be resolved to an address to dial")
 
 
-def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> _Dialled:
-    dialled = _Dialled(socket.socket(family, socket.SOCK_STREAM))
-    sock = dialled.sock
+def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket:
+    with no_fork:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        close_after_fork(sock)
     try:
         while True:
             sock.settimeout(_seconds(deadline))
@@ -402,9 +388,10 @@ def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> _Dialled:
                 # too and connected the socket to itself.
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
             tune(sock)
-        return dialled
+        return sock
     except BaseException:
-        sock.close()
+        with no_fork:
+            sock.close()
         raise
 
 

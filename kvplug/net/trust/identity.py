@@ -13,6 +13,7 @@ import attrs
 
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import no_fork
 from kvplug.net.peer_text import peer_text
 
 IDENTITY_SIZE = 512
@@ -176,7 +177,7 @@ def decode_identity(message: bytes) -> PeerIdentity:
 
 
 def _start_time(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", "rb") as f:
+    with no_fork, open(f"/proc/{pid}/stat", "rb") as f:
         line = f.read()
     # The second field is the command in parentheses, which may itself contain spaces and parentheses.
     return int(line.rpartition(b")")[2].split()[19])
@@ -209,7 +210,7 @@ def namespace(kind: str) -> str:
 def _read(path: str) -> str:
     """Read a file of /proc; return "" if it cannot be read. Raises ResourceExhaustedError."""
     try:
-        with open(path, encoding="utf-8") as f:
+        with no_fork, open(path, encoding="utf-8") as f:
             return f.read()
     except OSError as e:
         NamedExhaustion.check(e, f"reading {path}")

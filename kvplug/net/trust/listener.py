@@ -21,7 +21,7 @@ from kvplug.config.addresses import Address
 from kvplug.errors import ClosedError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
+from kvplug.net.fork import close_after_fork, no_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import BoundSocket
 from kvplug.net.trust.challenge import Exchange, Mode, Refusal, RefusedError, admit
@@ -81,15 +81,16 @@ class Listener:
             undo.callback(bound.close)
             tls = None if bound.address.is_unix else credentials.tls
             self._tls = None if tls is None else ListenerTls(tls)
-            self._wake_in, self._wake_out = socket.socketpair()
+            with no_fork:
+                self._wake_in, self._wake_out = socket.socketpair()
+                self._selector = selectors.DefaultSelector()
+                close_after_fork(self)
             undo.callback(self._wake_in.close)
             undo.callback(self._wake_out.close)
-            self._selector = selectors.DefaultSelector()
             undo.callback(self._selector.close)
             for s in (self._sock, self._wake_out):
                 s.setblocking(False)
                 self._selector.register(s, selectors.EVENT_READ)
-            close_after_fork(self)
             name = f"kvplug listener {self._contact}"
             self._thread = BackgroundThread(self._run, name=name, stop=self._stop)
             self._thread.start()
@@ -233,18 +234,21 @@ class Listener:
                 self._changed.notify_all()
 
     def _close_descriptors(self) -> None:
-        self._selector.close()
-        for sock in (self._sock, self._wake_in, self._wake_out):
-            sock.close()
-        for stranger in self._unproven:
-            stranger.sock.close()
+        with no_fork:
+            self._selector.close()
+            for sock in (self._sock, self._wake_in, self._wake_out):
+                sock.close()
+            for stranger in self._unproven:
+                stranger.sock.close()
         for connection in list(self._proven):
             connection.close()
         self._proven.clear()
 
     def _take(self) -> None:
         try:
-            sock, _ = self._sock.accept()
+            with no_fork:
+                sock, _ = self._sock.accept()
+                close_after_fork(sock)
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as e:
@@ -263,7 +267,8 @@ class Listener:
             if sock.family != socket.AF_UNIX:
                 tune(sock)
         except OSError:
-            sock.close()
+            with no_fork:
+                sock.close()
             return  # the client has already gone
         tls = None if self._tls is None else self._tls.context
         stranger = Stranger(sock, origin, self._challenge, now + _PROOF_TIMEOUT_S, tls)
@@ -312,7 +317,7 @@ class Listener:
             self._shortage = NamedExhaustion.of(e, f"taking a TLS connection at {self._contact}")
             return
         finally:
-            self._unproven.remove(stranger)  # not earlier: a fork in between would leave the child the socket
+            self._unproven.remove(stranger)
         with self._lock:
             self._proven.append(connection)
             self._changed.notify_all()

@@ -16,7 +16,7 @@ import threading
 import time
 
 from kvplug.errors import TransportError
-from kvplug.net.fork import close_after_fork
+from kvplug.net.fork import close_after_fork, no_fork
 from kvplug.net.threads import BackgroundThread
 
 _BUFFER_BYTES = 256 * 1024
@@ -38,7 +38,9 @@ def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
     """
     with contextlib.ExitStack() as undo:
         undo.callback(tls.close)
-        given, near = socket.socketpair()
+        with no_fork:
+            given, near = socket.socketpair()
+            close_after_fork(given, near)
         undo.callback(given.close)
         Relay(tls, near, f"the TLS connection to {where}")
         undo.pop_all()
@@ -72,7 +74,7 @@ class Relay:
         try:
             for sock in (far, near):
                 sock.setblocking(False)
-            close_after_fork(self)
+            close_after_fork(self, far, near)
             self._thread.start()
         except BaseException as e:
             self._close()
@@ -106,12 +108,12 @@ class Relay:
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def _close(self) -> None:
-        with self._closing:
+        with self._closing, no_fork:
             self._near.close()
             self._far.close()
 
     def _after_fork_in_child(self) -> None:
-        self._close()
+        """The sockets close themselves; only the lock must be free."""
 
     # -- the thread ----------------------------------------------------------------------------
 

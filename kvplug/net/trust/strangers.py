@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from kvplug.config.addresses import ip_address
 from kvplug.errors import ResourceExhaustedError
+from kvplug.net.fork import close_after_fork, no_fork
 from kvplug.net.trust.challenge import MAGIC, Exchange, Refusal, RefusedError
 from kvplug.net.trust.identity import PeerIdentity, same_user, unix_peer_uid
 from kvplug.net.trust.tls import binding_of, reason_of
@@ -97,7 +98,11 @@ class Stranger:
                     raise RefusedError(Refusal.SILENT)
                 if first == MAGIC[:1]:
                     raise RefusedError(Refusal.CREDENTIALS, "needs TLS")
-                self.sock = self._tls.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+                with no_fork:
+                    self.sock = self._tls.wrap_socket(
+                        self.sock, server_side=True, do_handshake_on_connect=False
+                    )
+                    close_after_fork(self.sock)
             if self._challenge is None:
                 binding = b""
                 if isinstance(self.sock, ssl.SSLSocket):
@@ -155,7 +160,8 @@ class Stranger:
             if refused.refusal is not Refusal.SILENT and can_read:
                 self.sock.send(refused.reply)
             socket.socket.shutdown(self.sock, socket.SHUT_WR)
-        self.sock.close()
+        with no_fork:
+            self.sock.close()
 
 
 def to_drop(unproven: Sequence[Stranger], origin: str, most: int) -> Stranger | None:

@@ -21,6 +21,7 @@ import attrs
 
 from kvplug.errors import AuthenticationError, ConfigError, PeerGoneError, ResourceExhaustedError
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import close_after_fork, no_fork
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class TlsFiles:
 def _reading(what: str, fault: str = "") -> Iterator[None]:
     """Map errors of reading ``what`` to ConfigError. ``fault``: the fault if the TLS library refuses it."""
     try:
-        yield
+        with no_fork:
+            yield
     except (OSError, ValueError) as e:
         NamedExhaustion.check(e, f"reading {what}")
         why = f"{fault} ({reason_of(e)})" if fault else getattr(e, "strerror", None) or e
@@ -150,11 +152,16 @@ def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str) -> ssl.SSLSock
         TimeoutError: the builtin exception, at the socket's timeout.
     """
     context = files.for_dialler()
-    wrapped = context.wrap_socket(sock, server_hostname=host.partition("%")[0], do_handshake_on_connect=False)
+    with no_fork:
+        wrapped = context.wrap_socket(
+            sock, server_hostname=host.partition("%")[0], do_handshake_on_connect=False
+        )
+        close_after_fork(wrapped)
     try:
         wrapped.do_handshake()
     except BaseException:
-        wrapped.close()
+        with no_fork:
+            wrapped.close()
         raise
     return wrapped
 

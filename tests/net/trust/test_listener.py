@@ -27,6 +27,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.challenge import RefusedError
+from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
@@ -295,6 +296,29 @@ def test_a_forked_child_has_no_connection_that_is_being_made() -> None:
             more = more_than(before).split(", ")
             assert [each for each in more if not each.startswith(tuple(ours))] == []
         dial.raised(PeerGoneError)
+
+
+def test_forks_at_any_moment_of_dialling_accepting_and_closing_leave_a_child_nothing() -> None:
+    """Also between a system call that makes or closes a descriptor and the object that owns it."""
+    before = in_forked_child(held)
+    over = threading.Event()
+    with Listener.open("127.0.0.1:0", SECRET, "test") as listener:
+
+        def dial() -> None:
+            while not over.is_set():
+                Channel(Connection.dial(listener.contact, SECRET, "test", 20)).close()
+
+        def accept() -> None:
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    listener.accept(0.1).close()
+
+        calls = [Call(each) for each in (dial, dial, accept)]
+        more = [more_than(before) for _ in range(100)]
+        over.set()
+        for call in calls:
+            call.result()
+    assert not any(more), f"{sum(map(bool, more))} children of 100: {max(more)}"
 
 
 def test_a_forked_child_has_no_connection_whatever_holds_it() -> None:
