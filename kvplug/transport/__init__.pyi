@@ -109,6 +109,9 @@ from kvplug.transport.pipe.pipe import (
     Lifecycle as Lifecycle,
     Pipe as Pipe,
 )
+from kvplug.transport.pipe.offers import (
+    OfferPipe as OfferPipe,
+)
 from kvplug.transport.pipe.transfer import (
     SendWindow as SendWindow,
     Transfer as Transfer,

@@ -14,10 +14,10 @@ from kvplug.negotiation.hello import EngineFacts, Hello, hello_from
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity, encode_identity
-from kvplug.net.wire import decode, decode_out_of_band, encode, to_plain
+from kvplug.net.wire import decode, decode_out_of_band, encode, from_plain, to_plain
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
-from kvplug.transport import PageEvent, PageFormat, PageSeal, QueueHandle, Series, Watch
+from kvplug.transport import PageEvent, PageFormat, PageSeal, QueueHandle, Series
 from kvplug.transport.store.format import opaque_format
 
 Targets = Mapping[str, tuple[Target, Sequence[bytes]]]
@@ -127,11 +127,11 @@ def _of_plugins() -> dict[str, tuple[Target, Sequence[bytes]]]:
         joining = remote_frames.plain(remote_frames.QueueFrameKind.JOIN, {"version": 1, "patience_s": 1.0})
         found["queue-frames"] = (lambda data: remote_frames.read([memoryview(data)]), [joining])
     with contextlib.suppress(ImportError):
-        from kvplug_cuda_ipc.pipe import frames, join
+        from kvplug_cuda_ipc.pipe.join import Hello
 
-        found["cuda-ipc-frames"] = (plain(frames.decode), [encode(frames.encode(frames.FrameKind.GOODBYE))])
-        ours = join.Hello(gpu="g", token=bytes(16), handle=bytes(64), nbytes=64, terms=Watch.Terms(True, 100))
-        found["cuda-ipc-joins"] = (plain(join.Hello.decode), [encode(ours.encode())])
+        ours = Hello(gpu="g", token=bytes(16), handle=bytes(64), nbytes=64)
+        joins = plain(lambda value: from_plain(value, Hello, "it"))
+        found["cuda-ipc-joins"] = (joins, [encode(to_plain(ours))])
     return found
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import device_pipes
 from kvplug import PeerGoneError
 from kvplug.transport import Credentials, PipeEndpoint
+from kvplug.transport.pipe import content as content
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
-from kvplug_cuda_ipc.pipe import content as content
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 from kvplug_lab.gpu import fake
 from kvplug_lab.gpu.cuda_ipc import HostDevice

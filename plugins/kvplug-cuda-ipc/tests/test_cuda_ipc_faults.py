@@ -14,8 +14,8 @@ import torch
 import cuda_ipc_ends as ends
 from device_pipes import CHILD, assert_works, noise
 from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
-from kvplug_cuda_ipc import peer_process
 from kvplug_cuda_ipc.cudart.library import Runtime
+from kvplug_cuda_ipc.pipe import pipe as pipes
 from kvplug_lab.gpu.fake import CUDART
 from kvplug_testing import peers
 from kvplug_testing.comparison import assert_same
@@ -50,7 +50,7 @@ def test_a_copy_that_comes_to_its_end_after_its_peer_is_no_message(
 def test_ends_in_one_process_whose_connection_breaks_free_everything_at_once(
     local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_process, "_END_S", 1000 * PATIENCE_S)  # the end of this process is not awaited
+    monkeypatch.setattr(pipes, "END_S", 1000 * PATIENCE_S)  # the end of this process is not awaited
     for one, other in (local_pair(), reversed(local_pair())):
         one.send_tensor(noise(MIB)).wait(PATIENCE_S)
         one.channel.socket().shutdown(socket.SHUT_RDWR)

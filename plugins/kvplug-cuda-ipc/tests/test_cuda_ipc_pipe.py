@@ -14,15 +14,11 @@ import cuda_ipc_ends as ends
 from device_pipes import PipesOverAFake, noise
 from kvplug import ClosedError, PeerGoneError, TransportError, UnsupportedError
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.transport import Channel, Connection, Credentials, Deadline, Lifecycle, Watch, WireError
+from kvplug.transport import Channel, Connection, Credentials, WireError
 from kvplug_cuda_ipc.device import CudaDevice
 from kvplug_cuda_ipc.memory import GRANULARITY, Mapping, Ring, Staging
 from kvplug_cuda_ipc.pipe import join
-from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
-from kvplug_cuda_ipc.pipe.content import Runs
-from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
-from kvplug_cuda_ipc.pipe.frames import FrameKind, Piece, decode, encode
-from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
+from kvplug_cuda_ipc.pipe.endpoint import CudaIpcContact, CudaIpcEndpoint
 from kvplug_lab.gpu.cuda_ipc import HostDevice
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import until
@@ -39,14 +35,17 @@ class TestPipeOverTheFake(PipesOverAFake):
         "no frame": ("hello",),
         "no list": (7,),
         "an unknown kind": (["push", 1],),
-        "a place below zero": (["piece", PREFIX, -1, 12],),
-        "a message within another": (["piece", PREFIX, 0, 4], ["piece", PREFIX, 512, 8]),
-        "more bytes than the message has": (["piece", PREFIX, 0, 16],),
-        "bytes of None": (["piece", NONE, 0, 4],),
-        "bytes beyond its memory": (["piece", PREFIX, 4 * MIB - 8, 12],),
-        "an invalid prefix": (["piece", b"\xff" * 40, 0, 12],),
-        "taken what was not announced": (["taken", 1],),
-        "more pieces than may be announced": [["piece", NONE, 0, 0]] * 1000,
+        "a place below zero": (["offer", PREFIX, 12, -1],),
+        "no place": (["offer", PREFIX, 12, "here"],),
+        "bytes below zero": (["offer", PREFIX, -1, 0],),
+        "a message within another": (["offer", PREFIX, 4, 0], ["offer", PREFIX, 8, 512]),
+        "more bytes than the message has": (["offer", PREFIX, 16, 0],),
+        "bytes of None": (["offer", NONE, 4, 0],),
+        "bytes beyond its memory": (["offer", PREFIX, 12, 4 * MIB - 8],),
+        "an invalid prefix": (["offer", b"\xff" * 40, 12, 0],),
+        "taken what was not offered": (["taken", 1],),
+        "taken less than nothing": (["taken", -1],),
+        "more offers than may be untaken": [["offer", NONE, 0, 0]] * 1000,
     }
     nonsense = ({}, {"failed": "no room\n\x1b[2J" * 999}, {"failed": 3}, b"x" * 1000)
 
@@ -112,21 +111,6 @@ def test_no_message_becomes_part_of_a_graph_and_no_graph_is_disturbed(
     until(lambda: controls.get("allocations") == 0)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 7), st.data())
-def test_parts_of_runs_are_the_bytes_in_order(sizes: list[int], count: int, data: Any) -> None:
-    tensors = [torch.arange(sizes[0], dtype=torch.uint8) + n for n in range(count)]
-    whole = bytes(torch.cat(tensors).tolist())
-    runs = Runs(tensors)
-    begin = {tensor.data_ptr(): bytes(tensor.tolist()) for tensor in tensors}
-    done = data.draw(st.integers(0, len(whole)))
-    nbytes = data.draw(st.integers(0, len(whole) - done))
-    got = b""
-    for address, length in runs.parts(done, nbytes):
-        at = next(start for start, held in begin.items() if start <= address < start + len(held))
-        got += begin[at][address - at : address - at + length]
-    assert got == whole[done : done + nbytes]
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8192)), max_size=60))
 def test_room_is_reserved_once_and_in_contiguous_pieces(steps: list[tuple[bool, int]]) -> None:
     ring, held = Ring(16384), deque()
@@ -166,57 +150,20 @@ def test_staging_memory_is_of_whole_pieces_that_nothing_else_is_exported_with(
 
 # -- what a peer may say -------------------------------------------------------------------------------
 
-PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63 - 1)
-    | st.text(max_size=8)
-    | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=8,
-)
-NAMED = st.tuples(st.sampled_from([each.value for each in FrameKind]), PLAIN, PLAIN, PLAIN).map(list)
-HELLO = ("gpu", "token", "handle", "nbytes", "sees_death", "heartbeat_ms")
-
-
-@given(PLAIN | NAMED | NAMED.map(lambda value: value[:2]))
-def test_any_value_is_a_frame_or_a_wire_error(value: Any) -> None:
-    try:
-        kind, content = decode(value)
-    except WireError:
-        return
-    assert isinstance(kind, FrameKind)
-    assert decode(encode(kind, content)) == (kind, content)
-
-
-@given(PLAIN | st.fixed_dictionaries(dict.fromkeys(HELLO, PLAIN)))
-def test_any_value_is_a_hello_or_a_wire_error(value: Any) -> None:
-    try:
-        join.Hello.decode(value)
-    except WireError:
-        return
-
 
 def test_a_gpus_name_is_short_and_printable() -> None:
-    hello = join.Hello(
-        gpu="x", token=bytes(16), handle=bytes(64), nbytes=1, terms=Watch.Terms(True, 1)
-    ).encode()
-    found = join.Hello.decode({**hello, "gpu": "GPU\n\x1b[2J" + "x" * 10_000})
+    found = join.Hello(gpu="GPU\n\x1b[2J" + "x" * 10_000, token=bytes(16), handle=bytes(64), nbytes=1)
     assert found.gpu.isprintable() and len(found.gpu) <= 64
 
 
-def test_after_the_goodbye_only_whole_messages_are_left() -> None:
-    lifecycle = Lifecycle("the pipe")
-    pieces = AnnouncedPieces(MIB, lifecycle)
-    for piece in (Piece(PREFIX, 0, 12), Piece(PREFIX, 512, 4), Piece(b"", 1024, 4)):
-        pieces.add(piece)
-    lifecycle.lose_peer("the peer closed it")
-    pieces.expect_no_more()
-    pieces.expect_no_more()
-    assert pieces.after(0) == [pieces.oldest(Deadline.after(0))] == [Piece(PREFIX, 0, 12)]
-    pieces.take(1)
-    with pytest.raises(PeerGoneError):
-        pieces.oldest(Deadline.after(None))
+def test_after_a_goodbye_whole_messages_are_left_and_no_part_of_one(local_pair: Any) -> None:
+    one, other = local_pair()
+    one.send_tensor(torch.arange(3)).wait(PATIENCE_S)
+    one.channel.send(["offer", PREFIX, 4, 512])
+    one.channel.send(["goodbye", False])
+    assert other.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2]
+    with pytest.raises(PeerGoneError, match="before its messages were taken"):
+        other.recv_tensor(timeout=PATIENCE_S)
 
 
 def test_contacts_of_other_transports_and_of_other_hosts_are_refused(fake_path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from kvplug import UnsupportedError
 from kvplug_cuda_ipc import probe
 from kvplug_cuda_ipc.cudart.errors import CudaLibraryError
 from kvplug_cuda_ipc.device import CudaDevice
-from kvplug_cuda_ipc.pipe.content import Target, content_of
 from kvplug_lab.gpu.cuda_ipc import HostDevice
 from kvplug_testing import check_plugin
 
@@ -45,14 +45,15 @@ def test_the_probe_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_cpu_tensor_on_a_pipe_of_gpus_and_a_library_that_is_not_there_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, fake_path: str
+    monkeypatch: pytest.MonkeyPatch, fake_path: str, local_pair: Any
 ) -> None:
     gpu = HostDevice(fake_path)
+    one, _ = local_pair(device=gpu)
     gpu.name = "cuda:0"
-    with pytest.raises(UnsupportedError, match="sends tensors on cuda:0, and this is a CPU one; move it"):
-        content_of(torch.rand(50), gpu)
-    with pytest.raises(UnsupportedError, match="receives into tensors on cuda:0, and this is a CPU one"):
-        Target(gpu, out=torch.rand(50))
+    with pytest.raises(UnsupportedError, match="sends tensors on cuda:0, and this one is on cpu: move it"):
+        one.send_tensor(torch.rand(50))
+    with pytest.raises(UnsupportedError, match="receives into tensors on cuda:0, and this one is on cpu"):
+        one.recv_tensor(torch.rand(50))
     for name, value in {"is_available": True, "current_device": 0, "device_count": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with pytest.raises(CudaLibraryError, match="/nowhere/libcudart"):

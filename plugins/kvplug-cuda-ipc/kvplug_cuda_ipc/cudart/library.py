@@ -77,7 +77,9 @@ class Runtime:
             self._functions[name] = function
         if lacks:
             raise CudaLibraryError(f"{path} is no CUDA runtime: it lacks {', '.join(lacks[:3])}")
-        self.version: int = self._number("cudaRuntimeGetVersion")
+        version = ctypes.c_int()
+        self._call("cudaRuntimeGetVersion", ctypes.byref(version))
+        self.version: int = version.value
         """1000 * major + 10 * minor."""
         if self.version < MIN_VERSION:
             raise CudaLibraryError(
@@ -89,10 +91,6 @@ class Runtime:
 
     # -- without a device ------------------------------------------------------------------------------
 
-    def driver_version(self) -> int:
-        """The newest CUDA that the driver supports, as :attr:`version`; 0: there is no driver."""
-        return self._number("cudaDriverGetVersion")
-
     def get_error_name(self, result: int) -> str:
         return _text(self._functions["cudaGetErrorName"](result))
 
@@ -100,9 +98,6 @@ class Runtime:
         return _text(self._functions["cudaGetErrorString"](result))
 
     # -- devices ---------------------------------------------------------------------------------------
-
-    def device_count(self) -> int:
-        return self._number("cudaGetDeviceCount")
 
     def set_device(self, device: int) -> None:
         """Make it this thread's current device."""
@@ -189,11 +184,6 @@ class Runtime:
         self._call("cudaStreamWaitEvent", stream, event.handle, 0)
 
     # -- calling it -----------------------------------------------------------------------------------
-
-    def _number(self, name: str) -> int:
-        value = ctypes.c_int()
-        self._call(name, ctypes.byref(value))
-        return value.value
 
     def _call(self, name: str, *args: Any) -> None:
         self._check(name, self._functions[name](*args))

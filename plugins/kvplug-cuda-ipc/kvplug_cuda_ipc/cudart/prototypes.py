@@ -12,11 +12,9 @@ _to = ctypes.POINTER
 
 PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "cudaRuntimeGetVersion": (_int, _to(_int)),
-    "cudaDriverGetVersion": (_int, _to(_int)),
     "cudaGetErrorName": (ctypes.c_char_p, _int),
     "cudaGetErrorString": (ctypes.c_char_p, _int),
     "cudaGetLastError": (_int,),
-    "cudaGetDeviceCount": (_int, _to(_int)),
     "cudaSetDevice": (_int, _int),
     "cudaGetDeviceProperties": (_int, _to(Properties), _int),
     "cudaThreadExchangeStreamCaptureMode": (_int, _to(_int)),

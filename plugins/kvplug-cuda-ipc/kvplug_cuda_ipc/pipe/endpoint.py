@@ -6,8 +6,25 @@ from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeEnd
 from kvplug_cuda_ipc.device import CudaDevice, Device
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe import join
-from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.pipe import CudaIpcPipeSettings
+from kvplug_cuda_ipc.probe import domain
+
+
+class CudaIpcContact(DuplexEndpoint.Contact):
+    """``cuda-ipc1 <domain> <address>``: an abstract Unix socket, and which processes can share device memory
+    there."""
+
+    TRANSPORT = "cuda-ipc"
+    ONLY_UNIX = True
+    UNREACHABLE = (
+        "the peer is on another host, or in other namespaces (network, IPC, PID), and shares no"
+        " device memory with this process; use a pipe for several hosts, such as 'pynccl'"
+    )
+
+    @classmethod
+    def local_domain(cls) -> str:
+        """The network's domain is not enough: device memory needs the IPC and PID namespaces as well."""
+        return domain()
 
 
 class CudaIpcEndpoint(DuplexEndpoint):
@@ -21,8 +38,8 @@ class CudaIpcEndpoint(DuplexEndpoint):
         """``device``: for tests, instead of the GPU that the context names.
 
         Raises:
-            ConfigError: the device is no GPU, or is not here.
-            CudaLibraryError: there is no CUDA runtime that can be used.
+            ConfigError: the device is not a GPU, or not one of this host.
+            CudaLibraryError: no CUDA runtime can be used.
         """
         super().__init__(context)
         options: CudaIpcPipeOptions = context.options if context.options is not None else CudaIpcPipeOptions()

@@ -1,261 +1,136 @@
 """How one proven connection becomes a pipe.
 
-Each end says which memory it has and how it watches the other, maps the other's memory, and says that it
-has. The accepting end allocates its memory only when the connecting one has spoken.
+Each end says which memory it has, maps the other's, and says that it has. The accepting end allocates its
+memory only when the connecting one has spoken.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import select
-from typing import Any, Final
+from typing import Final
 
 import attrs
+from attrs.validators import ge, max_len, min_len
 
-from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TransportError
-from kvplug.transport import (
-    BackgroundThread,
-    Channel,
-    Connection,
-    Deadline,
-    NamedExhaustion,
-    Watch,
-    WireError,
-    peer_text,
-)
+from kvplug import KvplugError, PeerGoneError, TransportError
+from kvplug.transport import BackgroundThread, Connection, Deadline, OfferPipe, peer_text
 from kvplug_cuda_ipc.cudart.abi import IPC_HANDLE_BYTES
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.memory import TOKEN_BYTES, Mapping, Staging
-from kvplug_cuda_ipc.peer_process import PeerProcess
-from kvplug_cuda_ipc.pipe.frames import FrameKind, encode
-from kvplug_cuda_ipc.pipe.pipe import CudaIpcPipe, CudaIpcPipeSettings
+from kvplug_cuda_ipc.pipe.pipe import UNMAPPED, CudaIpcPipe, CudaIpcPipeSettings, wait_until_unmapped
 
 logger = logging.getLogger(__name__)
 
 PURPOSE: Final = "pipe-cuda-ipc"
-_READY: Final = {"ready": True}
-_UNMAPPED: Final = encode(FrameKind.UNMAPPED)
 _MAX_GPU: Final = 64
 """Characters of a GPU's UUID, and more."""
-_SHORTEST_SILENCE_S: Final = 0.05
-"""The least silence that counts as death, whatever the peer asks for: each heartbeat wakes both ends."""
-_FAILURE_S: Final = 0.5
-"""Seconds that the peer may take to read why there is no pipe, or to hang up after its memory is gone."""
+_HANG_UP_S: Final = 0.5
+"""Seconds that the peer may take to hang up after its memory is gone."""
+
+
+def _gpu(text: str) -> str:
+    return peer_text(text, _MAX_GPU)
 
 
 @attrs.frozen(kw_only=True)
 class Hello:
-    """What each end says first."""
+    """The memory of one end."""
 
-    gpu: str
+    gpu: str = attrs.field(converter=_gpu)
     """The UUID of its GPU."""
-    token: bytes
-    handle: bytes
-    nbytes: int
+    token: bytes = attrs.field(validator=[min_len(TOKEN_BYTES), max_len(TOKEN_BYTES)])
+    handle: bytes = attrs.field(validator=[min_len(IPC_HANDLE_BYTES), max_len(IPC_HANDLE_BYTES)])
+    nbytes: int = attrs.field(validator=ge(1))
     """Of its staging memory."""
-    terms: Watch.Terms
-
-    def encode(self) -> dict[str, Any]:
-        """As a value of a channel."""
-        return {
-            "gpu": self.gpu,
-            "token": self.token,
-            "handle": self.handle,
-            "nbytes": self.nbytes,
-            "sees_death": self.terms.sees_death,
-            "heartbeat_ms": self.terms.heartbeat_ms,
-        }
-
-    @classmethod
-    def decode(cls, value: Any) -> Hello:
-        """Raises WireError: it is none."""
-        match value:
-            case {
-                "gpu": str(gpu),
-                "token": bytes(token),
-                "handle": bytes(handle),
-                "nbytes": int(nbytes),
-                "sees_death": bool(sees_death),
-                "heartbeat_ms": int(heartbeat_ms),
-            } if (
-                len(token) == TOKEN_BYTES
-                and len(handle) == IPC_HANDLE_BYTES
-                and min(nbytes, heartbeat_ms) > 0
-            ):
-                terms = Watch.Terms(sees_death, heartbeat_ms)
-                gpu = peer_text(gpu, _MAX_GPU)
-                return cls(gpu=gpu, token=token, handle=handle, nbytes=nbytes, terms=terms)
-        raise WireError("it does not join as this version does")
 
 
 def make_pipe(
     connection: Connection, settings: CudaIpcPipeSettings, deadline: Deadline, *, accepted: bool
 ) -> CudaIpcPipe:
-    """The pipe over a connection, which it owns from here on. ``accepted``: this is the listening end.
+    """Return the pipe over a connection, which is taken over. ``accepted``: this is the listening end.
 
     Raises:
         TimeoutError, PeerGoneError, WireError: there is no pipe, and the connection is closed.
         TransportError: memory of one end cannot be allocated, or mapped at the other, and why.
         ResourceExhaustedError: one of the two processes has no free descriptor, thread or memory for it.
     """
-    return _Join(connection, settings, deadline).run(accepted=accepted)
+    with OfferPipe.Join.over(connection, settings.heartbeat_timeout_s, deadline) as join:
+        return _Joining(join, settings).pipe(accepted=accepted)
 
 
-class _Join:
-    """A pipe in the making."""
+class _Joining:
+    """A pipe in the making, and the thread that frees this end's memory if there is no pipe. It is started
+    first: it might not be had then.
+    """
 
-    def __init__(self, connection: Connection, settings: CudaIpcPipeSettings, deadline: Deadline) -> None:
-        self._connection = connection
+    def __init__(self, join: OfferPipe.Join, settings: CudaIpcPipeSettings) -> None:
+        self._join = join
         self._settings = settings
         self._device = settings.device
-        self._deadline = deadline
-        self._peer = connection.describe
-        self._peer_process: PeerProcess | None = None
         self._staging: Staging | None = None
         self._mapping: Mapping | None = None
         self._must_end = queue.SimpleQueue[bool]()
         """Once: whether there is no pipe, so that this object has to end what it began."""
+        BackgroundThread(self._take_back, name="kvplug-cuda-ipc-end", stop=self._stop_taking_back).start()
+        join.give_up = self._give_up
 
-    def run(self, *, accepted: bool) -> CudaIpcPipe:
-        given = self._connection
-        try:
-            with NamedExhaustion(f"making a pipe with {self._peer}"):
-                self._channel = self._own_channel()
-                try:
-                    with self._device.current():
-                        pipe = self._exchange(accepted=accepted)
-                except BaseException as e:
-                    self._give_up(e)
-                    raise
-        except ResourceExhaustedError as e:
-            given.decline(e)
-            raise
-        finally:
-            given.close()
+    def pipe(self, *, accepted: bool) -> CudaIpcPipe:
+        """Exchange and map both ends' memory."""
+        with self._device.current():
+            theirs = self._join.exchange(Hello, self._hello, accepted=accepted)
+            mapping = self._map(theirs)
+            self._join.confirm()
+            assert self._staging is not None
+            made = CudaIpcPipe(self._join, self._staging, mapping, self._settings)
         self._must_end.put(False)
-        return pipe
-
-    def _own_channel(self) -> Channel:
-        """A channel with a socket of its own: when there is no pipe the given one is closed at once, while
-        this one is needed until the peer has unmapped this end's memory. And the thread that waits for that,
-        now: it might not be had then.
-        """
-        given = self._connection
-        channel = Channel(attrs.evolve(given, sock=given.sock.dup()), timeout_s=None)
-        try:
-            BackgroundThread(self._take_back, name="kvplug-cuda-ipc-end", stop=self._stop_taking_back).start()
-        except BaseException:
-            channel.close()
-            raise
-        return channel
-
-    def _exchange(self, *, accepted: bool) -> CudaIpcPipe:
-        if accepted:
-            theirs = Hello.decode(self._receive())
-            ours = self._hello()
-            self._send(ours.encode())
-        else:
-            ours = self._hello()
-            self._send(ours.encode())
-            theirs = Hello.decode(self._receive())
-        self._map(ours, theirs)
-        self._send(_READY)
-        if self._receive() != _READY:
-            raise WireError(f"{self._peer} does not join as this version does")
-        assert self._peer_process is not None and self._staging is not None and self._mapping is not None
-        return CudaIpcPipe(
-            self._channel,
-            self._staging,
-            self._mapping,
-            self._settings,
-            peer_process=self._peer_process,
-            peer=self._peer,
-            silence_s=ours.terms.agreed(theirs.terms).silence_s(at_least_s=_SHORTEST_SILENCE_S),
-        )
+        return made
 
     def _hello(self) -> Hello:
-        settings, runtime = self._settings, self._device.runtime
-        self._peer_process = PeerProcess(self._connection.peer)
-        self._staging = staging = Staging(runtime, settings.staging_bytes)
-        return Hello(
-            gpu=str(runtime.uuid_of(self._device.index)),
-            token=staging.token,
-            handle=staging.handle,
-            nbytes=staging.nbytes,
-            terms=Watch.Terms.of(settings.heartbeat_timeout_s, sees_death=self._peer_process.sees_death),
-        )
+        runtime = self._device.runtime
+        self._staging = staging = Staging(runtime, self._settings.staging_bytes)
+        self._gpu = str(runtime.uuid_of(self._device.index))
+        return Hello(gpu=self._gpu, token=staging.token, handle=staging.handle, nbytes=staging.nbytes)
 
-    def _map(self, ours: Hello, theirs: Hello) -> None:
+    def _map(self, theirs: Hello) -> Mapping:
+        peer = self._join.peer
         try:
             self._mapping = Mapping(self._device.runtime, theirs.token, theirs.handle, theirs.nbytes)
         except CudaError as e:
-            if self._has_hung_up():
-                raise PeerGoneError(f"{self._peer} has ended, and its memory with it: {e}") from e
+            poller = select.poll()
+            poller.register(self._join.channel, select.POLLRDHUP)
+            if poller.poll(_HANG_UP_S * 1000):  # its memory may be gone a moment before its connection
+                raise PeerGoneError(f"{peer} has ended, and its memory with it: {e}") from e
             raise TransportError(
-                f"memory of {self._peer} on GPU {theirs.gpu} cannot be mapped for GPU {ours.gpu}: {e}"
+                f"memory of {peer} on GPU {theirs.gpu} cannot be mapped for GPU {self._gpu}: {e}"
             ) from e
+        return self._mapping
 
-    def _has_hung_up(self) -> bool:
-        """Whether the peer is gone; its memory may be gone a moment before its connection."""
-        poller = select.poll()
-        poller.register(self._channel, select.POLLRDHUP)
-        return bool(poller.poll(_FAILURE_S * 1000))
-
-    def _send(self, value: Any) -> None:
-        self._channel.send(value, timeout=self._deadline.remaining())
-
-    def _receive(self) -> Any:
-        value = self._channel.recv(self._deadline.remaining())
-        if isinstance(value, dict) and "failed" in value:
-            why = f"{self._peer} cannot be the other end of a pipe: {peer_text(value['failed'])}"
-            if lacks := value.get("lacks"):
-                raise ResourceExhaustedError(why, resource=peer_text(lacks))
-            raise TransportError(why)
-        return value
-
-    # -- when there is no pipe ---------------------------------------------------------------------------
-
-    def _give_up(self, error: BaseException) -> None:
-        """Tell the peer why and unmap its memory; a thread frees this end's once the peer has unmapped it."""
-        with contextlib.suppress(KvplugError):
-            shortage = NamedExhaustion.of(error, "making a pipe")
-            told = shortage or error
-            if isinstance(told, KvplugError) and not isinstance(told, PeerGoneError | WireError):
-                lacks = shortage.resource if shortage is not None else ""
-                self._channel.send({"failed": str(told), "lacks": lacks}, timeout=_FAILURE_S)
+    def _give_up(self) -> None:
+        """Unmap the peer's memory; the thread frees this end's once the peer has unmapped it."""
         try:
             if self._mapping is not None:
                 with self._device.current():
                     self._mapping.close()
+            self._join.channel.send(UNMAPPED, timeout=0)
         except CudaError as e:
-            logger.warning("memory of %s was not unmapped: %s", self._peer, e)
-        with contextlib.suppress(KvplugError):
-            self._channel.send(_UNMAPPED, timeout=_FAILURE_S)
+            logger.warning("memory of %s was not unmapped: %s", self._join.peer, e)
+        except KvplugError as e:
+            logger.debug("%s was not told that its memory is unmapped: %s", self._join.peer, e)
         self._must_end.put(True)
 
     def _stop_taking_back(self) -> None:
         """The program leaves."""
         self._must_end.put(False)
-        self._channel.close()
+        self._join.channel.close()
 
     def _take_back(self) -> None:
-        """If there is no pipe: wait until the peer has unmapped this end's memory, and free it."""
         if not self._must_end.get():
             return
-        try:
-            if self._staging is not None:
-                while self._channel.recv(None) != _UNMAPPED:
-                    pass
-        except PeerGoneError:
-            if self._peer_process is not None:
-                self._peer_process.wait_for_end()
-        except KvplugError as e:
-            logger.debug("nothing more is received from %s: %s", self._peer, e)
-        self._channel.close()
-        if self._peer_process is not None:
-            self._peer_process.close()
+        if self._staging is not None:
+            wait_until_unmapped(self._join.channel, self._join.pidfd)
+        self._join.close()
         try:
             if self._staging is not None:
                 self._device.adopt()

@@ -1,319 +1,233 @@
 """The pipe "cuda-ipc": each end copies from memory of the other end's GPU, which it has mapped.
 
-A sender copies a message into its own staging memory, piece by piece, and announces each piece to the peer.
-The receiver copies the pieces from there to where they belong, and tells the sender which it has taken. So a
-message is copied twice, and only frames go over the connection.
+A sender copies a message into its own staging memory, piece by piece, and offers each piece to the peer. The
+receiver copies the pieces from there to where they belong. So a message is copied twice, and only values of
+the control channel go over the connection. Copies wait on the sender's GPU for what the caller has queued
+before; a piece is offered when this end's host has seen that its copy is done.
 
-Two threads: the reader receives frames and notices the peer's end; the worker follows the copies under way,
-and at the end unmaps and frees memory. Callers receive in their own thread. A device is only ever asked, not
-waited for, and no work on a device waits for another process, which may never go on.
+A peer that has ended the pipe leaves its staging memory for some seconds, so that what it has wholly offered
+can still be received. Memory is freed only when the peer has unmapped it, or its process has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-import time
-from collections.abc import Iterator
+import os
+import select
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
-from kvplug.transport import (
-    BackgroundThread,
-    Blocks,
-    Channel,
-    Deadline,
-    DuplexPipe,
-    NamedExhaustion,
-    Timeout,
-    Transfer,
-    Watch,
-    WireError,
-)
-from kvplug_cuda_ipc.backoff import Backoff
+from kvplug import KvplugError, PeerGoneError, TransportError
+from kvplug.transport import Deadline, OfferPipe, PeerIdentity, WireError
 from kvplug_cuda_ipc.cudart.errors import CudaError
-from kvplug_cuda_ipc.device import Device, Stream
-from kvplug_cuda_ipc.memory import Mapping, Staging
-from kvplug_cuda_ipc.peer_process import PeerProcess
-from kvplug_cuda_ipc.pipe.content import Target, content_of, content_of_blocks
-from kvplug_cuda_ipc.pipe.frames import FrameKind, Piece, decode, encode
-from kvplug_cuda_ipc.pipe.inbox import Inbox
-from kvplug_cuda_ipc.pipe.outbox import Outbox
-from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
+from kvplug_cuda_ipc.cudart.library import Event
+from kvplug_cuda_ipc.device import Device
+from kvplug_cuda_ipc.memory import Mapping, Ring, Staging
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_POLL_S: Final = 1.0
-"""Seconds between two looks of the reader at the pipe's state, while no frame arrives."""
-_SEND_S: Final = 5.0
-"""Seconds that the peer may take to read a frame. The connection holds all frames that may be unread."""
+UNMAPPED: Final = ["unmapped"]
+"""The last value that an end sends: it has unmapped the other's memory."""
 _UNTAKEN_S: Final = 10.0
-"""Seconds for which messages of a peer that has closed the pipe can be received. It keeps their memory."""
-_JOIN_WORKER_S: Final = 1.0
-"""Seconds that ``close`` waits until everything is given back; while the peer is stopped it takes longer."""
+"""Seconds for which messages of a peer that has ended the pipe can be received. It keeps their memory."""
+_COPY_S: Final = 5.0
+"""Seconds that a call waits at its end for copies under way. They wait for nothing, so they take longer only
+on a device that hangs."""
+END_S = 10.0
+"""Seconds that a process may take to end after its connection did. A process that lives on without its
+connection may unmap this end's memory whenever it likes."""
 
 
 @attrs.frozen(kw_only=True)
-class CudaIpcPipeSettings(DuplexPipe.Settings):
-    """What a pipe needs to know besides its connection and memory. Sizes are in bytes."""
+class CudaIpcPipeSettings(OfferPipe.Settings):
+    """Sizes are in bytes."""
 
     device: Device
-    max_in_flight_bytes: int
     staging_bytes: int
     piece_bytes: int
 
 
-class CudaIpcPipe(DuplexPipe):
-    """One channel, staging memory that the peer has mapped, and the peer's staging memory."""
+class CudaIpcPipe(OfferPipe):
+    """Staging memory that the peer has mapped, and the peer's staging memory."""
+
+    NAME = "cuda-ipc"
 
     def __init__(
-        self,
-        channel: Channel,
-        staging: Staging,
-        mapping: Mapping,
-        settings: CudaIpcPipeSettings,
-        *,
-        peer_process: PeerProcess,
-        peer: str,
-        silence_s: float | None,
+        self, join: OfferPipe.Join, staging: Staging, mapping: Mapping, settings: CudaIpcPipeSettings
     ) -> None:
-        """Owns all of it from here on, unless it raises.
-
-        ``silence_s``: seconds of silence that both ends take for death, with heartbeats, because one of them
-        does not see the other's process; ``None``: both see it, and send none.
+        """Take over everything, unless this raises.
 
         Raises:
             TransportError, ResourceExhaustedError: there are no more streams, or threads.
         """
-        super().__init__(peer, settings, device=settings.device.name)
-        self.channel = channel
-        """Carries the frames."""
-        self._peer_process = peer_process
+        super().__init__(join, settings)
+        self._runtime = settings.device.runtime
         self._staging = staging
-        self._device = device = settings.device
-        self._silence_s = silence_s
-        self._pieces = AnnouncedPieces(mapping.nbytes, self._lifecycle)
-        self._unmapped = threading.Event()
-        """The peer has unmapped this end's memory, or has ended."""
-        with contextlib.ExitStack() as undo:
-            self._streams: list[Stream] = []
-            for _ in range(2):
-                self._streams.append(device.new_stream())
-                undo.callback(self._streams[-1].close)
-            self._outbox = Outbox(
-                staging,
-                device,
-                self._streams[0],
-                peer=peer,
-                limit=settings.max_in_flight_bytes,
-                piece_bytes=settings.piece_bytes,
-                lifecycle=self._lifecycle,
-                announce=self._announce,
-                fail_pipe=self._fail,
-            )
-            self._inbox = Inbox(
-                self._pieces,
-                mapping,
-                device,
-                self._streams[1],
-                peer=peer,
-                message_limit=self._limit,
-                lifecycle=self._lifecycle,
-                taken=self._taken,
-                fail_pipe=self._fail,
-            )
-            both_run = queue.SimpleQueue[bool]()
-            # At exit the worker has the reader end: when the peer has unmapped this end's memory.
-            self._reader, self._worker = (
-                BackgroundThread(run, args=(both_run,), name=f"kvplug-cuda-ipc-{what}", stop=self.abort)
-                for run, what in ((self._read, "read"), (self._work, "work"))
-            )
-            with NamedExhaustion("a pipe needs two threads"):
-                try:
-                    self._reader.start()
-                    self._worker.start()
-                except BaseException:
-                    both_run.put(False)
-                    raise
-            for _ in range(2):
-                both_run.put(True)
-            undo.pop_all()
-
-    # -- moving bytes ----------------------------------------------------------------------------------
-
-    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
-        with self._on_device():
-            return self._outbox.send(content_of(tensor, self._device), self._deadline(timeout))
-
-    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
-        with self._on_device():
-            return self._inbox.receive(Target(self._device, out=out), self._deadline(timeout))
-
-    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
-        with self._on_device():
-            return self._outbox.send(content_of_blocks(blocks, self._device), self._deadline(timeout))
-
-    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
-        with self._on_device():
-            self._inbox.receive(Target(self._device, blocks=blocks), self._deadline(timeout))
-
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        if self._device.is_capturing():
-            raise UnsupportedError(
-                "a CUDA graph is being captured on this stream, and messages of a pipe cannot be part of one"
-            )
-        with self._device.current():
-            yield
-
-    # -- how it ends -----------------------------------------------------------------------------------
-
-    def _drain(self, deadline: Deadline) -> None:
-        self._pieces.stop()
-        if threading.current_thread() is not self._worker:  # in a transfer's callback it has to go on
-            self._outbox.drain(deadline)
-
-    def _release(self) -> None:
-        """The worker, which is woken, gives everything back."""
-        self._pieces.stop()
-        self._outbox.fail()
-
-    def _join_threads(self) -> None:
-        if threading.current_thread() not in (self._worker, self._reader):
-            self._worker.join(_JOIN_WORKER_S)
-
-    def _release_in_child(self) -> None:
-        # The channel closes itself.
-        self._peer_process.close()
-
-    def _peer_closed(self) -> None:
-        """What the peer has wholly announced stays where it is, and can be received."""
-        lost = self._pieces.has_incomplete
-        self._lifecycle.lose_peer("it ended within a message" if lost else self._lifecycle.CLOSED_BY_PEER)
-        self._pieces.expect_no_more()
-        self._outbox.fail()
-
-    # -- sending frames, in any thread, maybe with locks -------------------------------------------------
-
-    def _announce(self, piece: Piece) -> None:
-        self._send_frame(FrameKind.PIECE, piece)
-
-    def _taken(self, count: int) -> None:
-        self._send_frame(FrameKind.TAKEN, count)
-
-    def _send_frame(self, kind: FrameKind, content: Piece | int | None = None) -> None:
+        self._mapping = mapping
+        self._ring = Ring(staging.nbytes)
+        self._piece_bytes = min(settings.piece_bytes, staging.nbytes // 2)
+        self._has_said_goodbye = False
+        self._staging_stream = settings.device.new_stream()
         try:
-            self.channel.send(encode(kind, content), timeout=_SEND_S)
-        except (ClosedError, PeerGoneError, WireError):
-            pass  # the reader notices it, and ends the pipe
-        except TimeoutError as e:
-            self._lifecycle.fail(f"the peer does not read: {e}")  # the reader ends it
+            self._start()
+        except BaseException:
+            self._staging_stream.close()
+            raise
 
-    # -- the reader ------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------
 
-    def _read(self, both_run: queue.SimpleQueue[bool]) -> None:
-        """Until the peer has unmapped this end's memory, or is gone."""
-        if not both_run.get():
-            return
+    def _prepare(self, message: OfferPipe.SentMessage) -> None:
+        message.is_copied = True
+        message.place = self.spans_of(message.content.tensors)
+
+    def _next_offer(self, message: OfferPipe.SentMessage) -> OfferPipe.Offer | None:
+        content, runtime, stream = message.content, self._runtime, self._staging_stream.handle
+        nbytes = min(self._piece_bytes, content.nbytes - message.num_offered)
+        if not nbytes:
+            return OfferPipe.Offer(message, 0, None, 0)
+        offset = self._ring.reserve(nbytes)
+        if offset is None:
+            return None
+        if not message.num_offered:
+            assert isinstance(content.ready, Event)
+            runtime.stream_wait_event(stream, content.ready)
+        to = self._staging.address + offset
+        for _, address, length in self.cut(message.place, message.num_offered, nbytes):
+            runtime.memcpy_async(to, address, length, stream)
+            to += length
+        return OfferPipe.Offer(message, nbytes, runtime.event(stream), offset)
+
+    def _place_of(self, offer: OfferPipe.Offer) -> int:
+        if offer.is_last:
+            offer.message.content = attrs.evolve(offer.message.content, tensors=())
+        return int(offer.place)
+
+    def _taken_back(self, offer: OfferPipe.Offer) -> None:
+        if offer.nbytes:
+            self._ring.release()
+
+    # -- receiving ---------------------------------------------------------------------------------------
+
+    def _read_place(self, meta: Any, nbytes: int, place: Any) -> int:
+        match place:
+            case int(offset) if 0 <= offset <= self._mapping.nbytes - nbytes:
+                return offset
+        raise WireError("it offers bytes that lie outside of its memory")
+
+    def _move(
+        self,
+        message: OfferPipe.ComingMessage,
+        memory: list[Tensor],
+        deadline: Deadline,
+        *,
+        in_place: bool,
+    ) -> bool:
+        spans, enqueued = self.spans_of(memory), message.got
+        under_way: deque[tuple[int, Event]] = deque()
+        backoff = self.Backoff()
         try:
-            self._device.adopt()
-            self._read_frames()
-        except PeerGoneError as e:
-            with contextlib.suppress(SystemExit):  # of a callback; the peer may have this end's memory mapped
-                self._peer_gone(str(e))
-            self._peer_process.wait_for_end()
-        except ClosedError:
-            pass
-        except BaseException as e:
-            self._fail(f"its frames are not read any more: {e}")
-        finally:
-            self._peer_process.close()
-            self._unmapped.set()
-
-    def _read_frames(self) -> None:
-        silence_s = self._silence_s
-        interval_s = _POLL_S if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
-        heard = next_beat = time.monotonic()
-        kind: FrameKind | None = None
-        while kind is not FrameKind.UNMAPPED:
-            kind = None
-            try:
-                value = self.channel.recv(interval_s)
-            except TimeoutError:
-                pass
-            else:
-                heard = time.monotonic()
-                kind = self._handle(value)
-            now = time.monotonic()
-            if silence_s is not None and not self._let_go:
-                if now - heard >= silence_s:
-                    self._peer_gone(f"silent for {now - heard:.1f} s")
-                elif now >= next_beat:
-                    next_beat = now + interval_s
-                    self._send_frame(FrameKind.HEARTBEAT)
-            if self._lifecycle.broken and not self._let_go:
-                self._end()
-
-    def _handle(self, value: Any) -> FrameKind | None:
-        """A frame has come; returns its kind. After the end, only the last one has an effect."""
-        try:
-            kind, content = decode(value)
-            if kind in (FrameKind.GOODBYE, FrameKind.UNMAPPED):
-                self._peer_closed()
-            elif self._let_go or self._lifecycle.peer_lost:
-                pass
-            elif kind is FrameKind.PIECE:
-                self._pieces.add(content)
-            elif kind is FrameKind.TAKEN:
-                self._outbox.taken(content)
-            return kind
-        except WireError as e:
-            self._fail(f"the peer sent what cannot be: {e}")
-        except CudaError as e:
-            self._fail(str(e))
-        return None
-
-    # -- the worker ------------------------------------------------------------------------------------
-
-    def _work(self, both_run: queue.SimpleQueue[bool]) -> None:
-        both_run.get()
-        try:
-            self._device.adopt()
-            backoff = Backoff()
-            while self._outbox.wait_for_work():
-                if self._outbox.step():
+            while message.got < message.nbytes:
+                self._coming.check()
+                moved = self._finish_copies(message, under_way)
+                before = enqueued
+                for offer in self._coming.after(len(under_way)):
+                    if enqueued == message.nbytes:
+                        break  # it belongs to the next message
+                    self._copy_piece(spans, enqueued, offer)
+                    enqueued += offer.nbytes
+                    under_way.append((offer.nbytes, self._runtime.event(self._stream.handle)))
+                if moved or enqueued > before:
                     backoff.reset()
-                else:
+                elif deadline.expired:
+                    break
+                elif under_way:
                     backoff.pause()
-        except CudaError as e:
-            self._fail(str(e))
-        except BaseException as e:  # a callback may raise SystemExit, which would end the thread in silence
-            if not self._let_go:
-                self._fail(f"its thread failed: {e!r}")
+                else:
+                    self._coming.oldest(deadline)  # waits for one
         finally:
-            self._give_back()
+            if under_way and not self._ends(under_way[-1][1]):
+                self._hung.append(memory)
+                raise TransportError(
+                    "a copy on the device does not end: the memory that was given may still be written to"
+                )
+            self._finish_copies(message, under_way)
+        return message.got == message.nbytes
+
+    def _copy_piece(self, spans: list[tuple[int, int]], at: int, offer: OfferPipe.ComingOffer) -> None:
+        source = self._mapping.address + offer.place
+        for _, address, length in self.cut(spans, at, offer.nbytes):
+            self._runtime.memcpy_async(address, source, length, self._stream.handle)
+            source += length
+
+    def _finish_copies(self, message: OfferPipe.ComingMessage, under_way: deque[tuple[int, Event]]) -> bool:
+        """Take the pieces whose copies have ended. Return whether there were any."""
+        count = 0
+        while under_way and under_way[0][1].is_done():
+            nbytes, _ = under_way.popleft()
+            message.got += nbytes
+            count += 1
+        if count:
+            self._take(count)
+        return count > 0
+
+    def _ends(self, copied: Event) -> bool:
+        """Whether a copy ends soon. It waits for nothing, so the call's deadline does not count."""
+        try:
+            return self._poll(copied.is_done, lambda: None, Deadline.after(_COPY_S))
+        except CudaError:
+            return True  # the device has failed, and writes nothing more
+
+    # -- how it ends -------------------------------------------------------------------------------------
+
+    def _on_goodbye(self, is_closed: bool) -> None:
+        self._has_said_goodbye = True
+        super()._on_goodbye(is_closed)
+
+    def _survives(self, offer: OfferPipe.ComingOffer) -> bool:
+        return self._has_said_goodbye
 
     def _give_back(self) -> None:
         """Unmap the peer's memory before the peer frees it; free this end's once it is unused everywhere."""
-        self._send_frame(FrameKind.GOODBYE)
+        self._tell("goodbye", False)
+        if self._has_said_goodbye:
+            self._coming.wait_until_taken(Deadline.after(_UNTAKEN_S))
+        self._coming.stop()
         try:
-            self._inbox.unmap(Deadline.after(_UNTAKEN_S))
+            super()._give_back()
         except CudaError as e:
             self._logger.warning("%r: the peer's memory was not unmapped: %s", self, e)
-        self._send_frame(FrameKind.UNMAPPED)
-        backoff = Backoff()
-        with contextlib.suppress(CudaError):  # the device has failed, and does nothing more
-            while not self._outbox.is_idle():
-                backoff.pause()
-        self._unmapped.wait()
-        self.channel.close()
+        self._tell(*UNMAPPED)
+        backoff = self.Backoff()
         try:
-            self._staging.free()
-        except KvplugError as e:
-            self._logger.warning("%r: its memory was not freed: %s", self, e)
-        for stream in self._streams:
-            stream.close()
+            while not all(offer.ready is None or offer.ready.is_done() for offer in self._pending):
+                backoff.pause()
+        except CudaError as e:  # the device does nothing more
+            self._logger.debug("%r: %s", self, e)
+        wait_until_unmapped(self.channel, self._pidfd)
+        self._staging_stream.close()
+        self._staging.free()
+
+    def _free(self) -> None:
+        self._mapping.close()
+
+
+def wait_until_unmapped(channel: Any, pidfd: int | None) -> None:
+    """Wait until the peer has unmapped this end's memory, or its process has ended."""
+    try:
+        while channel.recv(None) != UNMAPPED:
+            pass
+    except PeerGoneError:
+        wait_for_end(channel.peer, pidfd)
+    except KvplugError:
+        pass
+
+
+def wait_for_end(process: PeerIdentity, pidfd: int | None) -> None:
+    """Wait until a process has ended: the connection of a process that is killed ends before the process
+    does. Return at once if it is this one, which hands back what it has borrowed."""
+    if pidfd is not None and not (process.visible and process.pid == os.getpid()):
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll(END_S * 1000)

@@ -17,5 +17,8 @@ class HostDevice(host.HostDevice, device.Device):
         super().__init__(path, caller)
         self.runtime = load(path)
 
+    def now(self, on: Any = None) -> Any:
+        return device.Device.now(self)  # an event of the runtime, which the pipe's streams can wait for
+
     def current(self) -> AbstractContextManager[Any]:
         return self.runtime.relaxed()

@@ -75,7 +75,7 @@ class HostDevice:
     def callers_stream(self) -> int:
         return 0 if self._caller is None else self._caller.handle
 
-    def now(self) -> Any:
+    def now(self, on: Any = None) -> Any:
         return None if self._caller is None else HostEvent(self._caller, self._caller.record())
 
     def follow(self, event: Any) -> None:

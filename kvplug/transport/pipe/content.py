@@ -1,0 +1,174 @@
+"""The memory of a pipe's messages: what is sent, and what is received into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvplug.errors import TensorMismatchError
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.wire.messages import NONE, tensor_prefix
+from kvplug.net.wire.tensors import TensorMeta, as_bits, dense, dtype_name, is_dense, meta_of
+from kvplug.transport.pipe.blocks import Blocks
+from kvplug.transport.pipe.device import Mark, TensorDevice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Span = tuple[int, int]
+"""Address and length of contiguous memory, in bytes."""
+
+
+@attrs.frozen(eq=False)
+class Content:
+    """A message to be sent."""
+
+    prefix: bytes
+    """Announces the message."""
+    nbytes: int = 0
+    tensors: tuple[Tensor, ...] = ()
+    """The bytes of the message, in order: contiguous tensors of equal size, which this keeps alive."""
+    is_copy: bool = False
+    """Whether the tensors are a copy. Then the caller may overwrite the original once :attr:`ready` is
+    passed."""
+    ready: Mark | None = None
+    """Passed when the device has written the bytes; ``None``: it has."""
+
+    @classmethod
+    def of_tensor(cls, tensor: Tensor | None, device: TensorDevice, copy_bytes: int = 0) -> Content:
+        """Return the content of a message. Tensors of up to ``copy_bytes``, and those that are not
+        contiguous, are copied.
+
+        Raises:
+            UnsupportedError: the tensor's device, layout or dtype is not supported.
+            ResourceExhaustedError: there is no memory for the copy.
+        """
+        if tensor is None:
+            return cls(NONE)
+        meta = meta_of(tensor)
+        prefix = tensor_prefix(tensor.dtype, tensor.shape, meta.nbytes)
+        device.check(tensor, "sends")
+        if not meta.nbytes:
+            return cls(prefix)
+        with NamedExhaustion("copying what is to be sent; nothing was queued"):
+            flat = dense(device.staged(tensor.detach()))
+            if flat.data_ptr() == tensor.data_ptr() and meta.nbytes <= copy_bytes:
+                flat = as_bits(flat).clone()
+        return cls(
+            prefix, meta.nbytes, (flat,), flat.data_ptr() != tensor.data_ptr(), device.now(tensor.device)
+        )
+
+    @classmethod
+    def of_blocks(cls, blocks: Blocks, device: TensorDevice, max_runs: int, copy_bytes: int = 0) -> Content:
+        """Return the content of a message of blocks. They are gathered first unless they are consecutive, and
+        if there are more than ``max_runs`` layers. Raises as :meth:`of_tensor`.
+        """
+        import torch
+
+        device.check(blocks, "sends")
+        prefix = tensor_prefix(blocks.dtype, torch.Size(blocks.shape), blocks.nbytes)
+        if not blocks.nbytes:
+            return cls(prefix)
+        runs = _runs(blocks, max_runs) if blocks.nbytes > copy_bytes else None
+        is_copy = runs is None
+        if runs is None:
+            with NamedExhaustion("gathering what is to be sent; nothing was queued"):
+                runs = [blocks.gathered()]
+        return cls(prefix, blocks.nbytes, tuple(runs), is_copy, device.now(blocks.device))
+
+
+class Target:
+    """What a message is received into: new memory, ``out``, or blocks of a cache."""
+
+    def __init__(
+        self, device: TensorDevice, max_runs: int, out: Tensor | None = None, blocks: Blocks | None = None
+    ) -> None:
+        """
+        Raises:
+            UnsupportedError: the device, dtype or layout of the memory is not supported.
+        """
+        self._device = device
+        self._max_runs = max_runs
+        self._out = out
+        self._blocks = blocks
+        self._wanted: TensorMeta | None = None
+        if out is not None:
+            self._wanted = meta_of(out)
+            device.check(out, "receives into")
+        elif blocks is not None:
+            self._wanted = TensorMeta(dtype_name(blocks.dtype), blocks.shape)
+            device.check(blocks, "receives into")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the pipe allocates the memory of the message and returns it."""
+        return self._wanted is None
+
+    def check(self, meta: TensorMeta | None) -> None:
+        """
+        Raises:
+            TensorMismatchError: the message does not fit, and stays.
+        """
+        if self._wanted is not None and meta != self._wanted:
+            raise self._wanted.mismatch(meta, "the blocks are" if self._out is None else "out= is")
+
+    def memory(self) -> list[Tensor] | None:
+        """Return contiguous tensors of the caller that the whole message can be moved into, or ``None``."""
+        if self._blocks is not None:
+            return _runs(self._blocks, self._max_runs)
+        if self._out is None or not self._device.holds(self._out) or not is_dense(self._out):
+            return None
+        return [self._out.detach()]
+
+    def value(self, own: Tensor | None) -> Tensor | None:
+        """Return the result of the call, once the message is complete.
+
+        ``own`` is the message in the pipe's memory; ``None``: it is in :meth:`memory`, or has no bytes. It is
+        copied in the order of the caller's current stream.
+
+        Raises:
+            TensorMismatchError: ``out`` cannot be written, and the message stays.
+        """
+        if own is None:
+            return self._out
+        self._device.hand_over(own)
+        if self._blocks is not None:
+            rows = as_bits(own).view(self._blocks.dtype)
+            self._blocks.scatter(0, rows.view(self._blocks.num_rows, *self._blocks.row_shape))
+        elif self._out is None:
+            return own
+        else:
+            try:
+                self._device.copy(self._out, own)
+            except RuntimeError as e:
+                NamedExhaustion.check(e, "copying a message into out=; it stays")
+                raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
+        return self._out
+
+
+def spans_of(tensors: Iterable[Tensor]) -> list[Span]:
+    """Return where contiguous tensors lie."""
+    return [(each.data_ptr(), each.numel() * each.element_size()) for each in tensors]
+
+
+def cut(spans: Sequence[tuple[int, ...]], start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index of the span, address, length) of the ``nbytes`` bytes that follow the first ``start``.
+
+    Spans begin with their address and length.
+    """
+    for index, (address, length, *_) in enumerate(spans):
+        if start >= length:
+            start -= length
+            continue
+        taken = min(length - start, nbytes)
+        if not taken:
+            return
+        yield index, address + start, taken
+        nbytes -= taken
+        start = 0
+
+
+def _runs(blocks: Blocks, max_runs: int) -> list[Tensor] | None:
+    return blocks.runs() if blocks.shape[0] <= max_runs else None

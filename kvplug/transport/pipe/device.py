@@ -1,0 +1,215 @@
+"""The device of a pipe's tensors: its order with the caller's stream, streams of the pipe, and new memory."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvplug.errors import ConfigError, TransportError, UnsupportedError
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.streams import DeviceMark, StreamPool, on_stream
+from kvplug.net.wire.tensors import TensorMeta, as_bits, dtype_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kvplug.transport.pipe.blocks import Blocks
+
+
+class Mark(Protocol):
+    """A point in the work that was queued on a device."""
+
+    def is_done(self) -> bool:
+        """Whether the device has passed it. Never waits.
+
+        Raises:
+            TransportError: the device failed.
+        """
+
+
+class _TorchMark(DeviceMark):
+    __slots__ = ()
+
+    def is_done(self) -> bool:
+        try:
+            return self.is_passed
+        except RuntimeError as e:
+            NamedExhaustion.check(e, "the device failed")
+            raise TransportError(f"the device failed: {e}") from e
+
+
+class PipeStream(Protocol):
+    """A stream that only one pipe uses."""
+
+    @property
+    def handle(self) -> int:
+        """A ``cudaStream_t``."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch queues work on this stream, and allocates memory for it."""
+
+    def close(self) -> None:
+        """Queue nothing more. Queued work still runs. Idempotent."""
+
+
+class _TorchStream:
+    """A stream of torch; on the CPU, nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else StreamPool.acquire(device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else on_stream(self._stream)
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream) if self._stream is not None else 0
+
+    def close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            StreamPool.release(stream)
+
+
+class TensorDevice:
+    """The device of the tensors that a pipe moves, over torch. Plugins subclass it."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` is the context's ``device``.
+
+        Raises:
+            ConfigError: torch does not know the device.
+        """
+        import torch
+
+        try:
+            device = torch.device(name)
+        except RuntimeError as e:
+            raise ConfigError(f"device: torch does not know {name!r}: {e}") from e
+        self.torch = device if device.type == "cpu" or device.index is not None else torch.device(name, 0)
+        """The device as torch's object, with an index unless it is the CPU."""
+        self.name = str(self.torch)
+
+    @staticmethod
+    def gpu(name: str, transport: str) -> torch.device:
+        """Return the GPU of that name.
+
+        Raises:
+            ConfigError: it is not a GPU, or not one of this host.
+        """
+        import torch
+
+        try:
+            device = torch.device(name)
+        except RuntimeError as e:
+            raise ConfigError(f"device: torch does not know {name!r}: {e}") from e
+        if device.type != "cuda":
+            raise ConfigError(f"{transport!r} moves CUDA tensors, and the device is {name!r}")
+        if not torch.cuda.is_available():
+            raise ConfigError(f"{transport!r} needs a GPU, and torch {torch.__version__} finds none here")
+        try:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            count = torch.cuda.device_count()
+        except RuntimeError as e:  # in a forked child of a process that has used the GPU
+            raise ConfigError(f"the GPU cannot be used in this process: {e}") from e
+        if index >= count:
+            raise ConfigError(f"device: {name!r} does not exist; there are {count} GPUs")
+        return torch.device("cuda", index)
+
+    # -- tensors -----------------------------------------------------------------------------------------
+
+    def carries(self, given: Tensor | Blocks) -> bool:
+        """Whether a pipe sends such tensors and receives into them."""
+        return str(given.device) == self.name
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory can be moved without :meth:`staged` and :meth:`copy`."""
+        return True
+
+    def check(self, given: Tensor | Blocks, verb: str) -> None:
+        """
+        Raises:
+            UnsupportedError: a pipe of this device does not carry the tensor. ``verb`` says what it was to
+                do.
+        """
+        if not self.carries(given):
+            raise UnsupportedError(
+                f"this pipe {verb} tensors on {self.name}, and this one is on {given.device}: move it, or use"
+                " a pipe for its device"
+            )
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that :meth:`holds`, copied on the caller's current stream if necessary."""
+        return tensor
+
+    def copy(self, out: Tensor, message: Tensor) -> None:
+        """Queue a copy of the whole message into ``out``, of any strides, on the caller's current stream."""
+        out = out.detach()
+        if out.is_conj() or out.is_neg():
+            out.copy_(message)  # accounts for the flag, so that out then reads as the message
+        else:
+            as_bits(out).copy_(as_bits(message))
+
+    # -- order -------------------------------------------------------------------------------------------
+
+    def now(self, on: torch.device | None = None) -> Mark | None:
+        """Mark the end of everything that the caller's current stream was given. ``None``: it is done.
+
+        ``on``: the device of the tensor in question, for pipes that carry tensors of several devices.
+        """
+        on = on or self.torch
+        return None if on.type == "cpu" else _TorchMark(on)
+
+    def hand_over(self, tensor: Tensor) -> None:
+        """Let the caller use, and free, memory of :meth:`empty` on its current stream from now on."""
+        if tensor.device.type != "cpu":
+            import torch
+
+            tensor.record_stream(torch.get_device_module(self.torch).current_stream(self.torch))
+
+    def is_capturing(self) -> bool:
+        """Whether work that this thread queues becomes part of a CUDA graph instead of running now."""
+        if self.torch.type != "cuda":
+            return False
+        import torch
+
+        with torch.cuda.device(self.torch):
+            return bool(torch.cuda.is_current_stream_capturing())
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which it is this thread's current device."""
+        return contextlib.nullcontext()
+
+    def adopt(self) -> None:
+        """Make it the current device of a thread of a pipe, for good."""
+
+    # -- of a pipe ---------------------------------------------------------------------------------------
+
+    def new_stream(self) -> PipeStream:
+        """
+        Raises:
+            TransportError: the device makes no stream.
+        """
+        try:
+            return _TorchStream(self.torch)
+        except RuntimeError as e:
+            NamedExhaustion.check(e, f"a stream of {self.name}")
+            raise TransportError(f"{self.name} makes no stream: {e}") from e
+
+    def empty(self, meta: TensorMeta, stream: PipeStream) -> Tensor:
+        """Return a new tensor that may be written on ``stream`` at once.
+
+        Raises:
+            ResourceExhaustedError: there is not enough memory.
+            UnsupportedError: the installed torch lacks the dtype.
+        """
+        import torch
+
+        dtype = dtype_of(meta.dtype)
+        what = f"a tensor of {meta.nbytes} bytes on {self.name}; the message stays"
+        with NamedExhaustion(what), stream.current():
+            # From bytes: torch may have to fill new memory, and does not have kernels for every dtype.
+            flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
+        return flat.view(dtype).view(meta.shape)
