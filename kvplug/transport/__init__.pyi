@@ -169,9 +169,6 @@ from kvplug.net.trust.identity import (
 from kvplug.net.trust.listener import (
     Listener as Listener,
 )
-from kvplug.net.trust.relay import (
-    Relay as Relay,
-)
 from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
 )

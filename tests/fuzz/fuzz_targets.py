@@ -51,6 +51,20 @@ def _hello() -> Any:
     return to_plain(hello)
 
 
+def _queue_join(read: Callable[..., Any]) -> Target:
+    """Of a queue's writer: the first frame of a reader on another host."""
+
+    def target(data: bytes) -> None:
+        connection = SimpleNamespace(
+            describe="a peer",
+            peer=PeerIdentity(pid=1, boot_id="another host"),
+            receive_fds=lambda nbytes, *_: (data[:nbytes].ljust(nbytes, b"\0"), []),
+        )
+        read(connection, 1.0, None)
+
+    return target
+
+
 def _header(data: bytes) -> object:
     return PageSeal().check_header(_SERIES, b"tokens", data)
 
@@ -117,15 +131,15 @@ def _of_plugins() -> dict[str, tuple[Target, Sequence[bytes]]]:
         found["store-hellos"] = (plain(StoreHello.from_plain), [hello])
     with contextlib.suppress(ImportError):
         from kvplug_shm.pipe.join import _STRUCT, Join
-        from kvplug_shm.queue import remote_frames
+        from kvplug_shm.queue import join as queue_join
 
         steps = (0, 1, 2, 3)
         found["shm-joins"] = (
             fixed(lambda data: Join.unpack(data, _CONNECTION, *steps), _STRUCT.size),
             [Join(step=1, slots=2, slot_bytes=4096).pack()],
         )
-        joining = remote_frames.plain(remote_frames.QueueFrameKind.JOIN, {"version": 1, "patience_s": 1.0})
-        found["queue-frames"] = (lambda data: remote_frames.read([memoryview(data)]), [joining])
+        asks = encode({"queue": "q", "rank": 0, "terms": [True, 1000]})
+        found["queue-joins"] = (_queue_join(queue_join.asked), [len(asks).to_bytes(2, "little") + asks])
     with contextlib.suppress(ImportError):
         from kvplug_cuda_ipc.pipe.join import Hello
 

@@ -33,7 +33,7 @@ def kvplug_transports() -> list[TransportSpec]:
             factory="kvplug_shm.queue.endpoint:ShmQueueEndpoint",
             options="kvplug_shm.options:ShmQueueOptions",
             probe="kvplug_shm.probe:describe",
-            summary="One writer, many readers: a ring in the shared memory of one host, ZeroMQ to others",
+            summary="One writer, many readers: a ring in the shared memory of one host, TCP to others",
             capabilities=Capabilities(
                 devices={"cpu"},
                 cross_host=True,

@@ -88,11 +88,9 @@ def memory_of() -> Iterator[Callable[[Any, int], ShmRingBuffer]]:
     with ExitStack() as stack:
 
         def make(writer: Any, rank: int) -> ShmRingBuffer:
-            connection = Connection.dial(
-                writer.export_handle().data["contact"], Credentials(), join.PURPOSE, PATIENCE_S
-            )
-            joined = join.join(connection, rank, PATIENCE_S, Deadline.after(PATIENCE_S))
-            assert joined.watch is not None
+            data = writer.export_handle().data
+            connection = Connection.dial(data["contact"], Credentials(), join.PURPOSE, PATIENCE_S)
+            joined = join.join(connection, data["queue"], rank, PATIENCE_S, Deadline.after(PATIENCE_S))
             joined.watch.close()
             join.hang_up(connection)
             until(lambda: writer.readers[rank].gone)

@@ -1,28 +1,33 @@
-"""The network half of queues "shm" for tests: what carries its bytes."""
+"""Remote readers of queues "shm" for tests: what carries their bytes, and ends that do not keep the rules."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import QueueHandle
+import shm_queue_ends as ends
+from kvplug.transport import Connection, Deadline, Listener, QueueHandle
+from kvplug_shm.queue import join
+from kvplug_shm.queue.ring_buffer import Sizes
+from kvplug_testing.waits import Call
 
 NETWORK: Final[dict[str, Any]] = {"local_reader_ranks": ()}
-"""All readers are on the network."""
+"""No reader shares the writer's memory."""
 
 
-def with_network(handle: QueueHandle, **changes: Any) -> QueueHandle:
-    """A handle that says something else of the network."""
-    return attrs.evolve(handle, data={**handle.data, "network": {**handle.data["network"], **changes}})
+def with_contact(handle: QueueHandle, contact: str, **changes: Any) -> QueueHandle:
+    """A handle that leads elsewhere."""
+    return attrs.evolve(handle, data={**handle.data, "remote_contact": contact, **changes})
 
 
 def address_of(handle: QueueHandle) -> tuple[str, int]:
     """Where the writer listens."""
-    host, _, port = str(handle.data["network"]["contact"]).rpartition(":")
+    host, _, port = str(handle.data["remote_contact"]).rpartition(":")
     return host.strip("[]"), int(port)
 
 
@@ -31,8 +36,7 @@ class Wire:
 
     def __init__(self, handle: QueueHandle) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
-        here = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self.handle = with_network(handle, contact=here)
+        self.handle = with_contact(handle, f"127.0.0.1:{self._listening.getsockname()[1]}")
         self._there = address_of(handle)
         self._ends: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -55,3 +59,54 @@ class Wire:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+
+def insider(handle: QueueHandle, rank: int = 0) -> Connection:
+    """The connection of a reader that has joined, whose bytes the test sends."""
+    deadline = Deadline.after(ends.PATIENCE_S)
+    connection = Connection.dial(handle.data["remote_contact"], ends.SECRET, join.PURPOSE, ends.PATIENCE_S)
+    writer = join.ask(connection, handle.data["queue"], rank, ends.PATIENCE_S, deadline, shares_memory=False)
+    writer.close()
+    join.confirm(connection, deadline)
+    return connection
+
+
+class LyingWriter:
+    """A writer that knows the secret, and sends what the test says."""
+
+    def __init__(self) -> None:
+        self._listener = Listener.open("127.0.0.1:0", ends.SECRET, join.PURPOSE)
+        self.handle = QueueHandle(
+            transport="shm",
+            reader_ranks=(0,),
+            local_reader_ranks=(),
+            data={
+                "queue": "q",
+                "domain": "another host",
+                "contact": "",
+                "remote_contact": self._listener.contact,
+            },
+        )
+        self._connection: Connection | None = None
+
+    def reader(self, attach: Callable[[], Any], first: bytes) -> Any:
+        """A reader that has joined, to which ``first`` was sent."""
+        deadline = Deadline.after(ends.PATIENCE_S)
+        attaches = Call(attach)
+        self._connection = connection = self._listener.accept(ends.PATIENCE_S)
+        asked = join.asked(connection, ends.PATIENCE_S, deadline)
+        asked.close()
+        sizes = Sizes(n_reader=1, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 20)
+        join.admit(connection, asked, 0, sizes, (), deadline)
+        join.welcome(connection, deadline)
+        self.say(first)
+        return attaches.result()
+
+    def say(self, data: bytes) -> None:
+        assert self._connection is not None
+        self._connection.sock.sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()

@@ -158,7 +158,8 @@ def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.Mo
 
 def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(writer: Any) -> None:
     with insider(writer), insider(writer) as connection:  # one says nothing
-        connection.send(frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), Deadline.after(5))
+        asks = {"queue": writer.export_handle().data["queue"], "rank": 0, "terms": [True, 5000]}
+        connection.send(frame(asks), Deadline.after(5))
         _, fds = connection.receive_fds(1024, 1, Deadline.after(10))
         os.close(fds[0])
         with pytest.raises(ConfigError, match="attached to this queue already"):
@@ -180,7 +181,7 @@ def answered(writer: Any, answer: bytes) -> Any:
 
 
 def welcome(index: int, *sizes: int) -> bytes:
-    return frame({"index": index, "sizes": [*sizes], "quiet": True, "patience_s": 1.0})
+    return frame({"index": index, "sizes": [*sizes], "terms": [True, 1000]})
 
 
 @pytest.mark.parametrize(

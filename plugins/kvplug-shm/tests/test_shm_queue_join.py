@@ -112,7 +112,7 @@ def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvplug_shm.queue.join.watched", refused)
+        patch.setattr(join.Peer, "watch", refused)
         with pytest.raises(ResourceExhaustedError, match="no free descriptor"):
             end.create_from_handle(handle, 1)
     with end.create_from_handle(handle, 1) as reader:

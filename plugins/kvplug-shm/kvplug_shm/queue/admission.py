@@ -1,9 +1,10 @@
-"""Admission of readers on this host: they join the writer, and the writer notices when one has ended."""
+"""Admission of readers: they join the writer, and the writer notices when one has ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from typing import Final
 
@@ -12,6 +13,7 @@ from kvplug.transport import Acceptor, Connection, Credentials, Deadline, Listen
 from kvplug_shm.queue import join
 from kvplug_shm.queue.join import PURPOSE, hang_up
 from kvplug_shm.queue.reader_table import ReaderTable
+from kvplug_shm.queue.remote_readers import RemoteReaders
 from kvplug_shm.queue.ring_buffer import Sizes
 
 _DECLINE_S: Final = 0.1
@@ -19,10 +21,12 @@ _JOIN_TIMEOUT_S: Final = 10.0
 """How long a proven reader may take to send its request."""
 _OTHER_JOIN_S: Final = 1.0
 """How long a reader waits for the end of another join of its rank before it is refused."""
+_MAX_JOINING: Final = 256
 
 
 class Admission:
-    """Serves each connection concurrently until its reader has joined, and watches it from then on."""
+    """Serves each connection concurrently until its reader has joined. From then on a reader that shares the
+    memory is watched, and a remote one is served by :class:`RemoteReaders`."""
 
     def __init__(
         self,
@@ -31,13 +35,21 @@ class Admission:
         fd: int,
         credentials: Credentials,
         heartbeat_timeout_s: float,
+        remote_address: str,
     ) -> None:
         """Takes ownership of ``fd``, the ring's memory, also if it raises.
 
+        ``remote_address``: where to listen for remote readers; empty: there are none.
+
         Raises:
-            TransportError, ResourceExhaustedError: the listener or the thread cannot be created.
+            InsecureAddressError: that is a TCP address, and there is neither a secret nor TLS.
+            ConfigError: it is no address of this host.
+            TransportError, ResourceExhaustedError: a listener or a thread cannot be created.
         """
+        self.queue = secrets.token_hex(8)
+        """Distinguishes the queue from a later one at the same address."""
         self._reader_table = reader_table
+        self.remote_readers = RemoteReaders(reader_table)
         self._sizes = sizes
         self._fd = fd
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -46,18 +58,24 @@ class Admission:
         self._joined: dict[int, tuple[Connection, Watch]] = {}
         self._handed_over: set[int] = set()
         """Descriptors that are being handed over to readers."""
+        self._listeners: list[Listener] = []
         try:
-            self._listener = Listener.open("unix:", credentials, PURPOSE)
+            for address in ("unix:", remote_address):
+                if address:
+                    self._listeners.append(Listener.open(address, credentials, PURPOSE))
         except BaseException:
+            for listener in self._listeners:
+                listener.close()
             os.close(fd)
             raise
         close_after_fork(self)
         try:
             self._acceptor: Acceptor[None] = Acceptor(
-                [self._listener],
+                self._listeners,
                 self._admit,
                 what="the join of a queue's reader",
                 name="kvplug-shm-queue",
+                max_served=_MAX_JOINING + len(reader_table.reader_ranks),
                 lost=_decline,
             )
         except BaseException:
@@ -67,7 +85,13 @@ class Admission:
 
     @property
     def contact(self) -> str:
-        return self._listener.contact
+        """For readers on this host."""
+        return self._listeners[0].contact
+
+    @property
+    def remote_contact(self) -> str:
+        """For remote readers; empty: there are none."""
+        return self._listeners[1].contact if len(self._listeners) > 1 else ""
 
     def close(self) -> None:
         """Admit no more readers, and close the connection of every one that has joined. Idempotent."""
@@ -76,6 +100,7 @@ class Admission:
             joined = list(self._joined.values())
             self._close_memory()
         self._reader_table.close()
+        self.remote_readers.abort()
         for connection, watch in joined:
             watch.close()
             hang_up(connection)
@@ -95,61 +120,77 @@ class Admission:
         if fd >= 0:
             os.close(fd)
 
+    # -- the threads of the acceptor -----------------------------------------------------------
+
     def _admit(self, connection: Connection) -> None:
         deadline = Deadline.after(_JOIN_TIMEOUT_S)
-        pidfd: int | None = None
-        rank: int | None = None
-        welcomed = False
-        try:
-            pidfd = connection.peer.open_pidfd()
-            asked = join.asked(connection, self._heartbeat_timeout_s, pidfd is not None, deadline)
-            self._reader_table.wait_join_ended(asked.rank, _OTHER_JOIN_S)
-            why = self._reader_table.admit(asked.rank, str(connection.peer), joining=True)
+        with contextlib.closing(join.asked(connection, self._heartbeat_timeout_s, deadline)) as reader:
+            if reader.queue != self.queue:
+                join.miss(connection, deadline)
+                connection.close()
+                return
+            self._reader_table.wait_join_ended(reader.rank, _OTHER_JOIN_S)
+            why = self._reader_table.admit(reader.rank, str(connection.peer))
             if why:
                 join.refuse(connection, why, deadline)
                 connection.close()
                 return
-            rank = asked.rank
-            index = self._reader_table.index_of(rank)
+            try:
+                if connection.address == self.remote_contact:
+                    self._admit_remote(connection, reader, deadline)
+                else:
+                    self._admit_local(connection, reader, deadline)
+            finally:
+                with self._lock:
+                    if self._reader_table.all_came:
+                        self._close_memory()  # no other reader needs it
+
+    def _admit_remote(self, connection: Connection, reader: join.Asked, deadline: Deadline) -> None:
+        rank = reader.rank
+        try:
+            join.admit(connection, reader, self._reader_table.index_of(rank), self._sizes, (), deadline)
+            join.welcome(connection, deadline)
+        except BaseException:
+            self._reader_table.dismiss(rank)
+            raise
+        self._reader_table.joined(rank)
+        with self._lock:
+            if self._reader_table.all_came:
+                self._close_memory()
+        self.remote_readers.serve(rank, connection, reader.take_pidfd(), reader.silence_s)
+
+    def _admit_local(self, connection: Connection, reader: join.Asked, deadline: Deadline) -> None:
+        rank, on_gone = reader.rank, join.LateCall()
+        watch: Watch | None = None
+        welcomed = False
+        try:
             with self._lock:
                 if self._closed:
                     raise ClosedError("the queue was closed")
                 fd = os.dup(self._fd)
                 self._handed_over.add(fd)
-            on_gone = join.LateCall()
-            watch: Watch | None = None
             try:
-                if asked.quiet:  # before the reader counts on it; heartbeats begin after the last message
-                    owned, pidfd = pidfd, None
-                    watch = join.watched(connection, owned, None, on_gone)
-                join.hand_over(connection, asked, index, self._sizes, fd, deadline)
+                if reader.silence_s is None:  # before the reader counts on it
+                    watch = reader.watch(connection, on_gone)
+                index = self._reader_table.index_of(rank)
+                join.admit(connection, reader, index, self._sizes, [fd], deadline)
                 join.welcome(connection, deadline)
-            except BaseException:
-                if watch is not None:
-                    watch.close()
-                raise
             finally:
                 self._handed_over.discard(fd)
                 os.close(fd)
             welcomed = True
-            if watch is None:
-                owned, pidfd = pidfd, None
-                watch = join.watched(connection, owned, asked.heartbeat_s, on_gone)
-            self._note(connection, rank, watch, on_gone)
+            if watch is None:  # heartbeats begin after the last message
+                watch = reader.watch(connection, on_gone)
         except Exception as e:
-            if rank is None:
-                raise
+            if watch is not None:
+                watch.close()
             if not welcomed:
                 self._reader_table.dismiss(rank)
                 raise
             self._reader_table.evict(rank, f"it could not be watched: {e}", died=True)
             connection.close()
-        finally:
-            if pidfd is not None:
-                os.close(pidfd)
-            with self._lock:
-                if self._reader_table.all_came:
-                    self._close_memory()  # no other reader needs it
+            return
+        self._note(connection, rank, watch, on_gone)
 
     def _note(self, connection: Connection, rank: int, watch: Watch, on_gone: join.LateCall) -> None:
         """The connection is a reader's from here on."""

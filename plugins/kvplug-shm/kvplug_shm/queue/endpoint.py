@@ -7,10 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-import attrs
-
 from kvplug import TransportError
-from kvplug.net.wire.copying import copy_bytes
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Address,
@@ -23,15 +20,17 @@ from kvplug.transport import (
     Timeout,
     WireError,
 )
-from kvplug_shm.native.ends import copy_for_one_of, writing_end
+from kvplug_shm.memory.pool import Pool
+from kvplug_shm.native.ends import writing_end
 from kvplug_shm.options import ShmQueueOptions
+from kvplug_shm.queue import join
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import limits_of
-from kvplug_shm.queue.join import PURPOSE, join
+from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.queue.local_reader import LocalSource
-from kvplug_shm.queue.network import NetworkHalf
 from kvplug_shm.queue.reader import ShmReader
 from kvplug_shm.queue.reader_table import ReaderTable
+from kvplug_shm.queue.remote_source import RemoteSource
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 from kvplug_shm.queue.writer import ShmWriter
 
@@ -40,11 +39,11 @@ _NOWHERE: Final = "-"
 
 
 class ShmQueueEndpoint(QueueEndpoint):
-    """Readers on the writer's host share its memory; the others are served over the network.
+    """Readers on the writer's host share its memory; the others get the messages over a connection each.
 
     The context's ``local_reader_ranks`` decide which readers use memory. If it is ``None``, every reader that
-    can reach the writer's socket does, and the writer also listens on the network if the context's host is
-    not a loopback address.
+    can reach the writer's Unix socket does, and the writer also listens on the context's host unless that is
+    a Unix socket or a loopback address.
     """
 
     def __init__(self, context: QueueEndpoint.Context) -> None:
@@ -76,40 +75,40 @@ class ShmQueueEndpoint(QueueEndpoint):
                 end = writing_end(ring.words, sizes.n_reader, sizes.max_chunks, native=options.native)
                 reader_table = ReaderTable(ring, end, ranks)
                 undo_memory.pop_all()
-            admission = Admission(reader_table, sizes, fd, context.credentials, context.heartbeat_timeout_s)
+            admission = Admission(
+                reader_table,
+                sizes,
+                fd,
+                context.credentials,
+                context.heartbeat_timeout_s,
+                self._remote_address(all_readers_local=len(local) == len(ranks)),
+            )
             undo.callback(admission.close)
-            network = self._network(reader_table, all_readers_local=len(local) == len(ranks))
             handle = QueueHandle(
                 transport=NAME,
                 reader_ranks=ranks,
                 local_reader_ranks=local,
                 data={
+                    "queue": admission.queue,
                     "domain": domain,
                     "contact": admission.contact,
-                    "network": None if network is None else dict(network.data),
+                    "remote_contact": admission.remote_contact,
                 },
             )
             undo.pop_all()
         return ShmWriter(
-            context,
-            options,
-            handle,
-            ring=ring,
-            end=end,
-            reader_table=reader_table,
-            admission=admission,
-            network=network,
+            context, options, handle, ring=ring, end=end, reader_table=reader_table, admission=admission
         )
 
-    def _network(self, reader_table: ReaderTable, *, all_readers_local: bool) -> NetworkHalf | None:
-        """The network half, if there can be readers on other hosts."""
+    def _remote_address(self, *, all_readers_local: bool) -> str:
+        """Where the writer listens for readers that do not share its memory; empty: there are none."""
         context = self.context
-        one_host = context.host.startswith("unix:") or Address(context.host).is_loopback
+        host = context.host
+        is_unix = host.startswith("unix:")
+        one_host = is_unix or Address(host).is_loopback
         if all_readers_local and (context.local_reader_ranks is not None or one_host):
-            return None
-        from kvplug_shm.queue.remote import serve
-
-        return serve(context, reader_table)
+            return ""
+        return Address.beside(host) if is_unix else str(Address(host))
 
     @NamedExhaustion("making a reader's end of a queue 'shm'")
     def create_from_handle(
@@ -118,43 +117,60 @@ class ShmQueueEndpoint(QueueEndpoint):
         deadline = Deadline.after(timeout, self.context.timeout_s)
         handle.check(NAME, rank)
         match handle.data:
-            case {"domain": str(domain), "contact": str(contact), "network": None | dict() as network}:
+            case {
+                "queue": str(queue),
+                "domain": str(domain),
+                "contact": str(contact),
+                "remote_contact": str(remote_contact),
+            }:
                 here = PeerIdentity.of_this_process().domain
                 same = here == domain or _NOWHERE in (here, domain)  # where it is not known, try it
                 if rank in handle.local_reader_ranks and same:
-                    return self._local_reader(handle, contact, rank, deadline)
-                if network is None:
+                    return self._local_reader(handle, queue, contact, rank, deadline)
+                if not remote_contact:
                     raise TransportError(
                         f"the memory of this queue's writer does not reach reader rank {rank}, and it listens"
                         " on no network: name the ranks on its host as its local_reader_ranks, and give it a"
                         " host that can be reached from here"
                     )
-                return self._remote_reader(handle, network, rank, deadline)
+                return self._remote_reader(handle, queue, remote_contact, rank, deadline)
         raise WireError("this is no handle of a queue 'shm'; pass on what export_handle() gave")
 
-    def _local_reader(self, handle: QueueHandle, contact: str, rank: int, deadline: Deadline) -> ShmReader:
+    def _local_reader(
+        self, handle: QueueHandle, queue: str, contact: str, rank: int, deadline: Deadline
+    ) -> ShmReader:
         context, options = self.context, self._options
         connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())
-        joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
+        joined = join.join(connection, queue, rank, context.heartbeat_timeout_s, deadline)
         source = LocalSource(joined, options.spin_us * 1e-6, native=options.native)
-        sizes = joined.ring.sizes
-        limits = limits_of(sizes.max_message_bytes)
-        copy = copy_for_one_of(sizes.n_reader, native=options.native)
-        return ShmReader(
-            context, options, handle, rank, source, limits, source.drop, source.check_evicted, copy
-        )
+        limits = limits_of(joined.ring.sizes.max_message_bytes)
+        return ShmReader(context, handle, rank, source, limits, Pool(options.pool_bytes))
 
     def _remote_reader(
-        self, handle: QueueHandle, network: dict[str, object], rank: int, deadline: Deadline
+        self, handle: QueueHandle, queue: str, contact: str, rank: int, deadline: Deadline
     ) -> ShmReader:
-        from kvplug_shm.queue.remote import attach
-
-        options = self._options
-        context = attrs.evolve(self.context, options=options)
-        source = attach(context, network, rank, deadline)
+        context, pool = self.context, Pool(self._options.pool_bytes)
+        connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())
+        try:
+            heartbeat_timeout_s = context.heartbeat_timeout_s
+            writer = join.ask(connection, queue, rank, heartbeat_timeout_s, deadline, shares_memory=False)
+            with contextlib.closing(writer):
+                join.confirm(connection, deadline)
+                source = RemoteSource(
+                    connection,
+                    writer.take_pidfd(),
+                    writer.silence_s,
+                    rank=rank,
+                    max_message_bytes=self._max_message_bytes,
+                    pool=pool,
+                )
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            source.wait_until_joined(deadline)
+        except BaseException:
+            source.leave(died=True)
+            raise
         limits = limits_of(self._max_message_bytes)
-        return ShmReader(context, options, handle, rank, source, limits, _nothing, _nothing, copy_bytes)
-
-
-def _nothing() -> None:
-    """A message from the network is in this process's own memory."""
+        return ShmReader(context, handle, rank, source, limits, pool)

@@ -1,13 +1,15 @@
-"""Join of a reader on the writer's host: it sends its identity and receives the ring's memory.
+"""Join of a reader: it proves itself, names its rank, and receives the ring's memory if it can share it.
 
     reader                                writer
-    rank, whether it sees our death  ->
-                                     <-   which of the ring's readers it is, sizes, and the memory; or why not
-    that it has mapped it            ->
+    queue, rank, terms of watching   ->
+                                     <-   which of the ring's readers it is, sizes, agreed terms, and the
+                                          memory, over the Unix socket of this host; or why not
+    that it is there                 ->
                                      <-   welcome
 
 Each is one value in a frame of 1 KiB, over a connection whose two ends have proved themselves. If the join
-fails before the last message, the rank is free again. Afterwards the connection is only watched.
+fails before the last message, the rank is free again. Afterwards the connection of a reader that shares the
+memory is only watched; otherwise it carries the messages (:mod:`kvplug_shm.queue.stream`).
 """
 
 from __future__ import annotations
@@ -23,13 +25,7 @@ import attrs
 
 from kvplug import ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.net.wire import Limits, decode, encode
-from kvplug.transport import (
-    Connection,
-    Deadline,
-    Watch,
-    WireError,
-    peer_text,
-)
+from kvplug.transport import Connection, Deadline, Watch, WireError, peer_text
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 
 PURPOSE: Final = "queue-shm"
@@ -37,8 +33,7 @@ _FRAME_NBYTES: Final = 1024
 _LENGTH_NBYTES: Final = 2
 _LIMITS: Final = Limits(max_bytes=_FRAME_NBYTES, max_depth=2, max_items=64)
 _MOST_WORDS: Final = 600
-_BEATS_PER_TIMEOUT: Final = 5
-_SHORTEST_PATIENCE_S: Final = 0.05
+_SHORTEST_SILENCE_S: Final = 0.05
 """The least silence that counts as death, whatever the other end asks for: each heartbeat wakes both ends."""
 
 
@@ -67,81 +62,134 @@ class LateCall:
             function(reason)
 
 
-@attrs.frozen(kw_only=True)
-class Joined:
-    """A reader's part of the ring, and the connection that shows whether the writer lives."""
+@attrs.define(kw_only=True)
+class Peer:
+    """The other end, and how to notice that it has died. Owns its ``pidfd``."""
 
-    ring: ShmRingBuffer
-    index: int
-    connection: Connection
-    watch: Watch | None
-    """On the writer, if there are no heartbeats; it calls ``on_gone``."""
-    on_gone: LateCall
+    terms: Watch.Terms
+    """As agreed."""
+    heartbeat_timeout_s: float
     pidfd: int | None
-    """For :func:`watched`, with heartbeats."""
-    heartbeat_s: tuple[float, float] | None
+
+    @property
+    def silence_s(self) -> float | None:
+        """The silence that counts as death; ``None``: both ends see the other's death."""
+        return self.terms.silence_s(self.heartbeat_timeout_s, at_least_s=_SHORTEST_SILENCE_S)
+
+    def take_pidfd(self) -> int | None:
+        """The ``pidfd``, which the caller owns from here on."""
+        pidfd, self.pidfd = self.pidfd, None
+        return pidfd
+
+    def watch(self, connection: Connection, on_gone: Callable[[str], None]) -> Watch:
+        """Watch it by its pidfd, and with heartbeats unless both ends see the other's death.
+
+        Raises:
+            ClosedError: the connection was closed meanwhile.
+            ResourceExhaustedError: this process can have no more descriptors, or threads.
+        """
+        silence_s, pidfd = self.silence_s, self.take_pidfd()
+        if silence_s is None:
+            return Watch(pidfd=pidfd, sock=connection.sock, on_gone=on_gone)
+        return Watch(
+            pidfd=pidfd,
+            sock=connection.sock,
+            interval_s=silence_s / Watch.Terms.BEATS_PER_TIMEOUT,
+            timeout_s=silence_s,
+            on_gone=on_gone,
+        )
+
+    def close(self) -> None:
+        pidfd = self.take_pidfd()
+        if pidfd is not None:
+            os.close(pidfd)
 
 
-def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline: Deadline) -> Joined:
-    """The reader's side. Owns the connection, and closes it if it fails.
+# -- the reader's side -------------------------------------------------------------------------
+
+
+@attrs.define(kw_only=True)
+class Admitted(Peer):
+    """The writer, which has admitted this reader."""
+
+    index: int
+    sizes: Sizes
+    ring: ShmRingBuffer | None
+    """The ring, if this reader shares its memory."""
+
+
+def ask(
+    connection: Connection,
+    queue: str,
+    rank: int,
+    heartbeat_timeout_s: float,
+    deadline: Deadline,
+    *,
+    shares_memory: bool,
+) -> Admitted:
+    """Ask the writer to admit this reader. :func:`confirm` must follow.
 
     Raises:
         ConfigError: the writer refuses this reader; says why.
-        TimeoutError, PeerGoneError, ResourceExhaustedError, WireError, TransportError: it failed.
+        PeerGoneError: the writer is gone; another queue may listen there now.
+        TimeoutError, ResourceExhaustedError, WireError: it failed.
     """
-    with contextlib.ExitStack() as undo:
-        undo.callback(connection.close)
-        pidfd = connection.peer.open_pidfd()
-        undo_pidfd = undo.enter_context(contextlib.ExitStack())
-        if pidfd is not None:
-            undo_pidfd.callback(os.close, pidfd)
-        greeting = {"rank": rank, "sees_death": pidfd is not None, "patience_s": float(heartbeat_timeout_s)}
+    pidfd = connection.peer.open_pidfd()
+    fds: list[int] = []
+    try:
+        ours = Watch.Terms.of(heartbeat_timeout_s, sees_death=pidfd is not None)
+        greeting = {"queue": queue, "rank": rank, "terms": list(attrs.astuple(ours))}
         with contextlib.suppress(PeerGoneError):  # declined already? Then the reason is waiting to be read.
             _send(connection, greeting, deadline)
-        answer, fds = _receive(connection, 1, deadline)
-        try:
-            match answer:
-                case {"refused": str(why)}:
-                    raise ConfigError(peer_text(why))
-                case {"exhausted": str(resource), "why": str(why)}:
-                    raise ResourceExhaustedError(
-                        f"{connection.describe} cannot admit this reader now: {peer_text(why)}",
-                        resource=peer_text(resource),
-                    )
-                case {
-                    "index": int(index),
-                    "sizes": [int(n_reader), int(max_chunks), int(max_chunk), int(max_message)],
-                    "quiet": bool(quiet),
-                    "patience_s": float(patience_s),
-                } if 0 <= index < n_reader and min(max_chunks, max_chunk, max_message) > 0 and len(fds) == 1:
-                    sizes = _sizes(connection, n_reader, max_chunks, max_chunk, max_message)
-                    ring = ShmRingBuffer.attach(sizes, fds[0])
-                case _:
-                    raise WireError(f"{connection.describe} does not answer as the writer of a queue")
-        finally:
-            for fd in fds:
-                os.close(fd)
-        watch: Watch | None = None
-        on_gone = LateCall()
-        if quiet:  # before the writer counts on this reader; heartbeats begin after the last message
-            undo_pidfd.pop_all()
-            watch = watched(connection, pidfd, None, on_gone)
-            undo.callback(watch.close)
-        _send(connection, "mapped", deadline)
-        welcome, _ = _receive(connection, 0, deadline)
-        if welcome != "welcome":
-            raise TransportError(f"{connection.describe} did not confirm that this reader has joined")
-        undo_pidfd.pop_all()
-        undo.pop_all()
-    return Joined(
-        ring=ring,
-        index=index,
-        connection=connection,
-        watch=watch,
-        on_gone=on_gone,
-        pidfd=pidfd,
-        heartbeat_s=None if quiet else _pace(min(patience_s, heartbeat_timeout_s)),
-    )
+        answer, fds = _receive(connection, int(shares_memory), deadline)
+        match answer:
+            case {"refused": str(why)}:
+                raise ConfigError(peer_text(why))
+            case {"gone": str(why)}:
+                raise PeerGoneError(f"the writer of this queue is gone: {peer_text(why)}")
+            case {"exhausted": str(resource), "why": str(why)}:
+                raise ResourceExhaustedError(
+                    f"{connection.describe} cannot admit this reader now: {peer_text(why)}",
+                    resource=peer_text(resource),
+                )
+            case {
+                "index": int(index),
+                "sizes": [int(n_reader), int(max_chunks), int(max_chunk), int(max_message)],
+                "terms": [bool(sees_death), int(heartbeat_ms)],
+            } if (
+                0 <= index < n_reader
+                and min(max_chunks, max_chunk, max_message, heartbeat_ms) > 0
+                and len(fds) == int(shares_memory)
+            ):
+                sizes = _sizes(connection, n_reader, max_chunks, max_chunk, max_message)
+                return Admitted(
+                    terms=ours.agreed(Watch.Terms(sees_death, heartbeat_ms)),
+                    heartbeat_timeout_s=heartbeat_timeout_s,
+                    index=index,
+                    sizes=sizes,
+                    ring=ShmRingBuffer.attach(sizes, fds[0]) if fds else None,
+                    pidfd=pidfd,
+                )
+        raise WireError(f"{connection.describe} does not answer as the writer of a queue")
+    except BaseException:
+        if pidfd is not None:
+            os.close(pidfd)
+        raise
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def confirm(connection: Connection, deadline: Deadline) -> None:
+    """Last step: this reader has what it needs.
+
+    Raises:
+        TimeoutError, PeerGoneError, WireError, TransportError: the writer did not welcome it.
+    """
+    _send(connection, "there", deadline)
+    answer, _ = _receive(connection, 0, deadline)
+    if answer != "welcome":
+        raise TransportError(f"{connection.describe} did not confirm that this reader has joined")
 
 
 def _sizes(connection: Connection, n_reader: int, max_chunks: int, max_chunk: int, max_message: int) -> Sizes:
@@ -158,37 +206,91 @@ def _sizes(connection: Connection, n_reader: int, max_chunks: int, max_chunk: in
 
 
 @attrs.frozen(kw_only=True)
-class Asked:
-    """A reader's request to join."""
+class Joined:
+    """A reader's part of the ring, and the connection that shows whether the writer lives."""
 
+    ring: ShmRingBuffer
+    index: int
+    connection: Connection
+    watch: Watch
+    on_gone: LateCall
+    """Called by the watch."""
+
+
+def join(
+    connection: Connection, queue: str, rank: int, heartbeat_timeout_s: float, deadline: Deadline
+) -> Joined:
+    """Join as a reader that shares the memory. Owns the connection, and closes it if it fails.
+
+    Raises:
+        As :func:`ask` and :func:`confirm`.
+    """
+    on_gone = LateCall()
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
+        writer = ask(connection, queue, rank, heartbeat_timeout_s, deadline, shares_memory=True)
+        undo.callback(writer.close)
+        watch: Watch | None = None
+        if writer.silence_s is None:  # before the writer counts on this reader
+            watch = writer.watch(connection, on_gone)
+            undo.callback(watch.close)
+        confirm(connection, deadline)
+        if watch is None:  # heartbeats begin after the last message
+            watch = writer.watch(connection, on_gone)
+        undo.pop_all()
+    assert writer.ring is not None
+    return Joined(ring=writer.ring, index=writer.index, connection=connection, watch=watch, on_gone=on_gone)
+
+
+# -- the writer's side -------------------------------------------------------------------------
+
+
+@attrs.define(kw_only=True)
+class Asked(Peer):
+    """A reader, which asks to be admitted."""
+
+    queue: str
     rank: int
-    quiet: bool
-    """Both ends see the other's death by a pidfd, so that there are no heartbeats."""
-    patience_s: float
-    """Silence that counts as death: the shorter timeout of the two ends."""
-
-    @property
-    def heartbeat_s(self) -> tuple[float, float] | None:
-        return None if self.quiet else _pace(self.patience_s)
 
 
-def asked(connection: Connection, heartbeat_timeout_s: float, sees_death: bool, deadline: Deadline) -> Asked:
-    """The writer's side, first step: read the request.
+def asked(connection: Connection, heartbeat_timeout_s: float, deadline: Deadline) -> Asked:
+    """First step: read the request.
 
     Raises:
         TimeoutError, PeerGoneError, WireError.
     """
-    greeting, _ = _receive(connection, 0, deadline)
-    match greeting:
-        case {"rank": int(rank), "sees_death": bool(sees), "patience_s": float(patience_s)} if patience_s > 0:
-            patience_s = min(patience_s, float(heartbeat_timeout_s))
-            return Asked(rank=rank, quiet=sees and sees_death, patience_s=patience_s)
-    raise WireError(f"{connection.describe} does not ask as the reader of a queue")
+    pidfd = connection.peer.open_pidfd()
+    try:
+        greeting, _ = _receive(connection, 0, deadline)
+        match greeting:
+            case {
+                "queue": str(queue),
+                "rank": int(rank),
+                "terms": [bool(sees_death), int(heartbeat_ms)],
+            } if heartbeat_ms > 0:
+                ours = Watch.Terms.of(heartbeat_timeout_s, sees_death=pidfd is not None)
+                return Asked(
+                    terms=ours.agreed(Watch.Terms(sees_death, heartbeat_ms)),
+                    heartbeat_timeout_s=heartbeat_timeout_s,
+                    queue=queue,
+                    rank=rank,
+                    pidfd=pidfd,
+                )
+        raise WireError(f"{connection.describe} does not ask as the reader of a queue")
+    except BaseException:
+        if pidfd is not None:
+            os.close(pidfd)
+        raise
 
 
 def refuse(connection: Connection, why: str, deadline: Deadline) -> None:
     """Second step, if the reader is refused."""
     _send(connection, {"refused": why[:_MOST_WORDS]}, deadline)
+
+
+def miss(connection: Connection, deadline: Deadline) -> None:
+    """Second step, if the reader asks for a queue that is not here."""
+    _send(connection, {"gone": "another queue listens at its address now"}, deadline)
 
 
 def decline(connection: Connection, shortage: ResourceExhaustedError, deadline: Deadline) -> None:
@@ -197,10 +299,17 @@ def decline(connection: Connection, shortage: ResourceExhaustedError, deadline: 
     _send(connection, answer, deadline)
 
 
-def hand_over(
-    connection: Connection, by: Asked, index: int, sizes: Sizes, fd: int, deadline: Deadline
+def admit(
+    connection: Connection,
+    reader: Asked,
+    index: int,
+    sizes: Sizes,
+    memory: Sequence[int],
+    deadline: Deadline,
 ) -> None:
-    """Second step, if it is accepted; returns when the reader has the memory.
+    """Second step, if the reader is admitted; returns when it has what it needs.
+
+    ``memory``: the descriptor of the ring's memory, if the reader shares it.
 
     Raises:
         TimeoutError, PeerGoneError, ResourceExhaustedError, WireError.
@@ -208,13 +317,12 @@ def hand_over(
     answer = {
         "index": index,
         "sizes": [sizes.n_reader, sizes.max_chunks, sizes.max_chunk_bytes, sizes.max_message_bytes],
-        "quiet": by.quiet,
-        "patience_s": by.patience_s,
+        "terms": list(attrs.astuple(reader.terms)),
     }
-    _send(connection, answer, deadline, [fd])
-    mapped, _ = _receive(connection, 0, deadline)
-    if mapped != "mapped":
-        raise WireError(f"{connection.describe} does not confirm that it has the memory")
+    _send(connection, answer, deadline, memory)
+    there, _ = _receive(connection, 0, deadline)
+    if there != "there":
+        raise WireError(f"{connection.describe} does not confirm that it has joined")
 
 
 def welcome(connection: Connection, deadline: Deadline) -> None:
@@ -222,30 +330,7 @@ def welcome(connection: Connection, deadline: Deadline) -> None:
     _send(connection, "welcome", deadline)
 
 
-def watched(
-    connection: Connection,
-    pidfd: int | None,
-    heartbeat_s: tuple[float, float] | None,
-    on_gone: Callable[[str], None],
-) -> Watch:
-    """Watch the other end by its pidfd, if there is one, or by heartbeats. Owns the ``pidfd``.
-
-    Raises:
-        ClosedError: the connection was closed meanwhile.
-        ResourceExhaustedError: this process can have no more descriptors, or threads.
-    """
-    if heartbeat_s is None:
-        return Watch(pidfd=pidfd, sock=connection.sock, on_gone=on_gone)
-    interval_s, timeout_s = heartbeat_s
-    return Watch(
-        pidfd=pidfd, sock=connection.sock, interval_s=interval_s, timeout_s=timeout_s, on_gone=on_gone
-    )
-
-
-def _pace(patience_s: float) -> tuple[float, float]:
-    """The heartbeat of both ends: interval, and the silence that counts as death."""
-    patience_s = max(patience_s, _SHORTEST_PATIENCE_S) if patience_s > 0 else _SHORTEST_PATIENCE_S
-    return patience_s / _BEATS_PER_TIMEOUT, patience_s
+# -- frames ------------------------------------------------------------------------------------
 
 
 def _send(connection: Connection, value: object, deadline: Deadline, fds: Sequence[int] = ()) -> None:

@@ -10,37 +10,27 @@ from collections.abc import Callable
 from kvplug import PeerGoneError, TransportError
 from kvplug.transport import MessageQueue, WireError, close_after_fork
 from kvplug_shm.memory.waiting import NAP_S
-from kvplug_shm.native.ends import reading_end
-from kvplug_shm.queue.join import Joined, hang_up, watched
-from kvplug_shm.queue.network import QueueMessage
+from kvplug_shm.native.ends import copy_for_one_of, reading_end
+from kvplug_shm.queue.join import Joined, hang_up
+from kvplug_shm.queue.ring_buffer import QueueMessage
 from kvplug_shm.ring import protocol
 
 
 class LocalSource:
-    """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.network.Source`."""
+    """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.reader.Source`."""
 
     def __init__(self, joined: Joined, spin_s: float, *, native: bool) -> None:
-        """Takes ownership of its arguments, also if it raises.
-
-        Raises:
-            PeerGoneError: the writer has hung up meanwhile.
-        """
+        """Takes ownership of ``joined``."""
         self._ring = joined.ring
         self._index = joined.index
         self._end = reading_end(joined.ring.words, joined.index, joined.ring.sizes.max_chunks, native=native)
         self._connection = joined.connection
         self._spin_s = spin_s
         self._gone = ""
+        self._watch = joined.watch
+        self.copy = copy_for_one_of(joined.ring.sizes.n_reader, native=native)
         close_after_fork(self)
-        if joined.watch is not None:
-            self._watch = joined.watch
-            joined.on_gone.be(self._writer_gone)
-            return
-        try:
-            self._watch = watched(joined.connection, joined.pidfd, joined.heartbeat_s, self._writer_gone)
-        except BaseException:
-            hang_up(joined.connection)
-            raise
+        joined.on_gone.be(self._writer_gone)
 
     @property
     def writer(self) -> str:

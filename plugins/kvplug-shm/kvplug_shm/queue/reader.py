@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvplug import UnsupportedError
 from kvplug.net.wire import Limits, decode, decode_out_of_band
@@ -15,51 +15,95 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
     MessageLimit,
+    MessageQueue,
     NamedExhaustion,
     QueueEndpoint,
     QueueHandle,
     Timeout,
 )
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.ends import ShmEnd
-from kvplug_shm.queue.network import QueueMessage, Source
+from kvplug_shm.queue.ring_buffer import QueueMessage
 
 _DEQUEUEING: Final = NamedExhaustion("dequeueing a value")
 _LARGE: Final = 16 << 20
 """Bytes of a message that may be more than this process can have."""
 
 
+class Source(Protocol):
+    """The source of one reader's messages: the ring, or a connection to the writer.
+
+    One thread at a time receives; any thread may call ``wake`` and ``leave``. ``check`` raises when the end
+    was closed: it is called before and after each wait.
+    """
+
+    @property
+    def writer(self) -> str:
+        """The writer's process, for messages: "the writer (pid 12)"."""
+
+    @property
+    def copy(self) -> CopyBytes:
+        """Copies a tensor's bytes out of a message."""
+
+    def poll(self) -> QueueMessage | None:
+        """The next message if it has arrived; it stays until :meth:`advance`. The fast path.
+
+        Raises:
+            TransportError, WireError: as :meth:`receive`.
+        """
+
+    def receive(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> QueueMessage:
+        """The next message, which stays until :meth:`advance`.
+
+        Raises:
+            PeerGoneError: the writer has ended, and everything of it was received.
+            TransportError: messages were lost; says how many.
+            WireError: the received bytes are no message.
+            TimeoutError, CancelledError: from ``wait.pause()``; and the errors of ``check``.
+        """
+
+    def check_evicted(self) -> None:
+        """Raises TransportError if the current message may have been overwritten."""
+
+    def advance(self) -> None:
+        """Release the message. Its memory must not be read any more."""
+
+    def wait_until_ready(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> None:
+        """Return when the writer and all its readers have called this. Raises as :meth:`receive`."""
+
+    def wake(self) -> None:
+        """Make a waiting thread call ``check``. Never waits itself."""
+
+    def leave(self, *, died: bool) -> None:
+        """Leave: the writer no longer waits for this reader, which "has left", unless ``died``.
+
+        Waits only briefly, until the writer has noticed. Idempotent. With ``died`` it never waits, and may
+        also be called after or during a call without, which it ends.
+        """
+
+    def drop(self) -> None:
+        """After :meth:`leave`, when no thread is inside any more: release the memory."""
+
+
 class ShmReader(ShmEnd):
-    """Copies values out of the ring's memory; chunks are read in place."""
+    """Copies values out of the source's memory; chunks are read in place."""
 
     def __init__(
         self,
         context: QueueEndpoint.Context,
-        options: ShmQueueOptions,
         handle: QueueHandle,
         rank: int,
         source: Source,
         limits: Limits,
-        drop: Callable[[], None],
-        confirm: Callable[[], None],
-        copy: CopyBytes,
+        pool: Pool,
     ) -> None:
-        """Takes ownership of ``source``. ``limits`` are the writer's.
-
-        ``drop`` is called when this end has ended and no thread is inside: it releases the source's memory.
-        ``confirm`` raises if the current message may have been overwritten. ``copy`` copies a tensor's bytes
-        out of the source's memory.
-        """
-        pool = Pool(options.pool_bytes)
+        """Takes ownership of ``source`` and ``pool``. ``limits`` are the writer's."""
 
         def let_go() -> None:
-            drop()
+            source.drop()
             pool.close()
 
         super().__init__(context, handle, rank, let_go)
-        self._confirm = confirm
-        self._copy = copy
         self._source = source
         self._limits = limits
         self._pool = pool
@@ -93,14 +137,14 @@ class ShmReader(ShmEnd):
                     )
                 if body.nbytes:
                     value = decode_out_of_band(
-                        head, body, limits=self._limits, make=self._pool.tensor, copy=self._copy
+                        head, body, limits=self._limits, make=self._pool.tensor, copy=self._source.copy
                     )
                 else:
                     value = decode(head, limits=self._limits)
             except Exception as e:
                 traceback.clear_frames(e.__traceback__)
                 self._use_guard.check()
-                self._confirm()
+                self._source.check_evicted()
                 raise
             finally:
                 # Views of the memory. The guard may release it, and an exception keeps its frames' locals.
@@ -146,7 +190,7 @@ class ShmReader(ShmEnd):
             )
             message = source.receive(wait, self._use_guard.check)
         if message.raw is not raw:
-            self._confirm()
+            self._source.check_evicted()
             del message  # an exception keeps its frames' locals alive, and this one is memory
             kinds = ("a chunk of bytes, for acquire_read", "a value, for dequeue")
             raise UnsupportedError(f"the next message is {kinds[raw]}")

@@ -10,8 +10,7 @@ import attrs
 
 from kvplug import ClosedError
 from kvplug.transport import QueueHandle
-from kvplug_shm.queue.network import QueueMessage
-from kvplug_shm.queue.ring_buffer import ShmRingBuffer
+from kvplug_shm.queue.ring_buffer import QueueMessage, ShmRingBuffer
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
 logger = logging.getLogger(__name__)
@@ -30,14 +29,11 @@ class _RegisteredReader:
     """Admitted, but the join is not complete yet."""
     gone: QueueHandle.Reader | None = None
     stand_in: ReadingEnd | None = None
-    """The ring's words of a remote reader, which the network half moves."""
+    """The ring's words of a remote reader, which the writer's process moves."""
 
 
 class ReaderTable:
-    """The readers, in the handle's order. From any thread, also when the writer has ended.
-
-    The network half gets it as its :class:`~kvplug_shm.queue.network.Feed`.
-    """
+    """The readers, in the handle's order. From any thread, also when the writer has ended."""
 
     def __init__(self, ring: ShmRingBuffer, end: WritingEnd, reader_ranks: Sequence[int]) -> None:
         self.reader_ranks = tuple(reader_ranks)
@@ -98,12 +94,12 @@ class ReaderTable:
         with self._lock:
             self._shared = None
 
-    # -- for the network half, and the writer --------------------------------------------------------------
+    # -- joining and leaving -------------------------------------------------------------------------------
 
-    def admit(self, rank: int, process: str, *, joining: bool = False) -> str:
+    def admit(self, rank: int, process: str) -> str:
         """Admit reader ``rank``. Returns an empty text, or the reason for a refusal.
 
-        With ``joining``, :meth:`joined` or :meth:`dismiss` must follow.
+        :meth:`joined` or :meth:`dismiss` must follow.
         """
         with self._lock:
             member = self._members.get(rank)
@@ -114,8 +110,7 @@ class ReaderTable:
                 return f"reader rank {rank} has attached to this queue already ({member.process})"
             if self._closed:
                 return "the writer of this queue has ended"
-            member.attached = True
-            member.joining = joining
+            member.attached = member.joining = True
             member.process = process
         return ""
 
@@ -140,14 +135,19 @@ class ReaderTable:
             member.process = _NOT_YET
             self._join_ended.notify_all()
 
+    # -- for remote readers, in the writer's process -------------------------------------------------------
+
     def published(self) -> int:
+        """The number of messages so far."""
         return self._end.sent
 
     def message(self, number: int) -> QueueMessage:
+        """A published message that the reader it is for has not released. Raises ClosedError."""
         with self._lock:
             return self._memory()[0].get(number)
 
     def release(self, rank: int, count: int) -> None:
+        """The reader has read ``count`` messages since the first; frees their room for the writer."""
         with self._lock:
             member = self._members[rank]
             if member.gone or self._shared is None:
@@ -157,9 +157,6 @@ class ReaderTable:
                 member.stand_in = ReadingEnd(ring.words, member.index, ring.sizes.max_chunks)
             if member.stand_in.read < count <= end.sent:
                 member.stand_in.release(count - member.stand_in.read)
-
-    def ready(self, rank: int) -> None:
-        self.say_ready(self.index_of(rank))
 
     def say_ready(self, index: int | None) -> None:
         """Reader ``index`` waits until all are ready; ``None``: the writer waits."""
@@ -171,6 +168,8 @@ class ReaderTable:
                 ring.words.wake(word)
 
     def all_ready(self) -> bool:
+        """Whether the writer and all its live readers are ready. Readers on this host report it in shared
+        memory, without a call."""
         with self._lock:
             if self._shared is None:
                 return False
@@ -178,7 +177,10 @@ class ReaderTable:
             writer_is = bool(ring.words.words[ring.ready_word(None)])
         return writer_is and not self.unready()
 
+    # -- the end of a reader -------------------------------------------------------------------------------
+
     def evict(self, rank: int, why: str, *, died: bool) -> None:
+        """The reader is gone: it "has left", or it died. Later calls are ignored."""
         with self._lock:
             gone = self._evict(self._members[rank], why, died=died)
         _tell(gone)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 
@@ -21,7 +21,6 @@ from kvplug.net.wire import aligned
 from kvplug.transport import Segment, WireError
 from kvplug_shm.memory.words import Words
 from kvplug_shm.queue.extents import small_nbytes
-from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.ring import protocol
 
 VALUE: Final = 1
@@ -31,6 +30,17 @@ _ENTRY_NBYTES: Final = 64
 _PAGE: Final = mmap.PAGESIZE
 _MARGIN: Final = 4096
 """Extra bytes of a chunk, so that a value whose tensors fill a chunk still fits with its head."""
+
+
+class QueueMessage(NamedTuple):
+    """One message. In the ring's memory it is valid until it was released."""
+
+    raw: bool
+    """Whether it is a chunk of bytes; otherwise it is a value."""
+    head: memoryview
+    """Of a value: the head, for :func:`kvplug.net.wire.decode_out_of_band`. Of a chunk: empty."""
+    body: memoryview
+    """Of a value: the memories of its tensors. Of a chunk: its bytes."""
 
 
 @attrs.frozen(kw_only=True)

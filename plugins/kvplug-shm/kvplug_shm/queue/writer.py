@@ -17,7 +17,6 @@ from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import ShmEnd, limits_of
 from kvplug_shm.queue.extents import Arena
-from kvplug_shm.queue.network import NetworkHalf
 from kvplug_shm.queue.reader_table import ReaderTable, listed
 from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer
 from kvplug_shm.ring import protocol
@@ -36,8 +35,8 @@ _ENQUEUEING: Final = NamedExhaustion("enqueueing a value")
 class ShmWriter(ShmEnd):
     """Copies each message once, into the ring, from which all readers read it.
 
-    Threads: one that admits readers, and a short-lived one for each that joins. The process's liveness
-    watcher watches the readers.
+    Threads: one that admits readers, a short-lived one for each that joins, and two for each remote reader.
+    The process's liveness watcher watches the others.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class ShmWriter(ShmEnd):
         end: WritingEnd,
         reader_table: ReaderTable,
         admission: Admission,
-        network: NetworkHalf | None,
     ) -> None:
         """Takes ownership of its arguments."""
         super().__init__(context, handle, None, self._drop)
@@ -59,7 +57,7 @@ class ShmWriter(ShmEnd):
         self._writing = end
         self._reader_table = reader_table
         self._admission = admission
-        self._network = network
+        self._remote_readers = admission.remote_readers
         self._places = sizes.max_chunks
         self._arena = Arena(sizes.max_chunks, sizes.chunk_nbytes, sizes.large_nbytes)
         self._most = sizes.max_message_bytes
@@ -79,8 +77,7 @@ class ShmWriter(ShmEnd):
             deadline = self._deadline(timeout)
             wait = self._wait("all to be ready", lambda: listed(reader_table.unready()), deadline)
             reader_table.say_ready(None)
-            if self._network is not None:
-                self._network.changed(deadline)
+            self._remote_readers.changed(deadline)
             while unready := reader_table.unready():
                 self._use_guard.check()
                 pause = wait.pause()
@@ -149,8 +146,7 @@ class ShmWriter(ShmEnd):
         self._ring.put(number, kind, at, head_nbytes, body_nbytes)
         self._arena.hold(number, at, nbytes)
         self._writing.publish()
-        if self._network is not None:
-            self._network.changed(deadline)
+        self._remote_readers.changed(deadline)
 
     def _place(self, nbytes: int, deadline: Deadline) -> int:
         """Wait for the place for a message of ``nbytes``. Readers do not read it before it is published."""
@@ -243,15 +239,10 @@ class ShmWriter(ShmEnd):
 
     def _take_leave(self, deadline: Deadline) -> None:
         self._writing.end()
-        if self._network is not None:
-            self._network.close(deadline)
+        self._remote_readers.close(deadline)
 
     def _end(self) -> None:
-        try:
-            if self._network is not None:
-                self._network.abort()
-        finally:
-            self._admission.close()
+        self._admission.close()
 
     def _drop(self) -> None:
         """No thread is inside any more."""

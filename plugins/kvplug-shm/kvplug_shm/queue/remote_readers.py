@@ -1,0 +1,207 @@
+"""The writer's side of readers that share no memory with it.
+
+Such a reader has words of its own in the ring, like a reader on this host; they are moved by its reports. So
+the ring is the flow control: the writer waits for a slow remote reader as for any other, names it and its lag
+in the same way, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+import attrs
+
+from kvplug import ClosedError, KvplugError, PeerGoneError
+from kvplug.transport import BackgroundThread, Connection, Deadline, WireError
+from kvplug_shm.queue.reader_table import HAS_LEFT, ReaderTable
+from kvplug_shm.queue.stream import LINGER_S, REPORT, Flag, FrameKind, Stream, header
+
+logger = logging.getLogger(__name__)
+
+ARRIVAL_S: Final = 1.0
+"""How long the writer waits for a message to arrive at a reader that does not take its bytes."""
+_READY_S: Final = 0.02
+"""How often to check whether the readers on this host are ready, which they report in shared memory only."""
+_MOST_REASON: Final = 500
+
+
+@attrs.define(eq=False)
+class _Link:
+    """A remote reader that has joined."""
+
+    rank: int
+    stream: Stream
+    changed: threading.Condition
+    """There is something to send, or the link has ended."""
+    sent: int = 0
+    """Messages whose sending has begun."""
+    arrived: int = 0
+    """Messages that it has reported as arrived."""
+    answers: bool = True
+    """False for a reader that has taken no bytes for too long, until it has caught up."""
+    waits_for_ready: bool = False
+    fault: str = ""
+
+
+class RemoteReaders:
+    """Each remote reader has two threads, one per direction, which sleep while there is nothing to do."""
+
+    def __init__(self, reader_table: ReaderTable) -> None:
+        self._reader_table = reader_table
+        self._lock = threading.RLock()  # a signal handler may close the queue
+        self._arrived = threading.Condition(self._lock)
+        self._links: list[_Link] = []
+        self._closing = False
+
+    # -- for the writer's thread ---------------------------------------------------------------
+
+    def changed(self, deadline: Deadline) -> None:
+        """A message was published, or the writer waits until all are ready.
+
+        Returns when all messages have arrived at all remote readers that have joined, so that they outlive
+        this process. A reader that takes no bytes is waited for at most :data:`ARRIVAL_S`, and not again
+        until it has caught up. Also returns at the deadline: the messages are sent in any case.
+        """
+        if not self._links:
+            return
+        number = self._reader_table.published()
+        moved, until = -1, 0.0
+        with self._lock:
+            for link in self._links:
+                link.changed.notify()
+            while late := [link for link in self._links if link.answers and link.arrived < number]:
+                if self._closing or deadline.expired:
+                    return
+                now = time.monotonic()
+                progress = sum(link.stream.num_sent_bytes + link.arrived for link in late)
+                if progress != moved:
+                    moved, until = progress, now + ARRIVAL_S
+                elif now >= until:
+                    for link in late:
+                        link.answers = False
+                left = deadline.remaining()
+                self._arrived.wait(until - now if left is None else min(until - now, left))
+
+    def close(self, deadline: Deadline) -> None:
+        """Send the remaining messages and the end, and wait until the readers have received them, at most
+        until the deadline. :meth:`abort` must follow."""
+        number = self._reader_table.published()
+        with self._lock:
+            self._closing = True
+            for link in self._links:
+                link.changed.notify()
+            while any(link.arrived < number for link in self._links) and not deadline.expired:
+                self._arrived.wait(deadline.remaining())
+            left = deadline.remaining()
+            lingering = Deadline.after(LINGER_S if left is None else min(LINGER_S, left))
+            while self._links and not lingering.expired:
+                self._arrived.wait(lingering.remaining())
+
+    def abort(self) -> None:
+        """End all connections. Never waits. Idempotent."""
+        self._closing = True
+        for link in list(self._links):
+            link.stream.hang_up()
+
+    # -- the threads ---------------------------------------------------------------------------
+
+    def serve(self, rank: int, connection: Connection, pidfd: int | None, silence_s: float | None) -> None:
+        """Serve a reader that has joined, until it is gone. Owns the connection and the ``pidfd``."""
+        table = self._reader_table
+        stream = Stream(connection, pidfd, silence_s, lambda: header(FrameKind.ALIVE, table.published()))
+        link = _Link(rank, stream, threading.Condition(self._lock))
+        sender = BackgroundThread(
+            self._send, args=(link,), name=f"kvplug-shm-reader-{rank}", stop=stream.hang_up
+        )
+        why, died = "", True
+        try:
+            with self._lock:
+                self._links.append(link)
+            sender.start()
+            self._receive(link)
+            why, died = HAS_LEFT, False
+        except WireError as e:
+            why = f"it sent nonsense: {e}"
+        except (KvplugError, RuntimeError) as e:  # RuntimeError: no thread can be started
+            why = link.fault or str(e)
+        finally:
+            if not self._closing:
+                table.evict(rank, why, died=died)
+                reason = why.encode("utf-8", "replace")[:_MOST_REASON]
+                stream.send_now(header(FrameKind.OVER, table.published(), False, len(reason)) + reason)
+            stream.hang_up()
+            with self._lock:
+                self._links.remove(link)
+                link.changed.notify()
+                self._arrived.notify_all()
+            if sender.is_alive():
+                sender.join()
+            stream.close()
+
+    def _receive(self, link: _Link) -> None:
+        """Take the reader's reports, until it leaves.
+
+        Raises:
+            PeerGoneError: it is gone.
+            WireError: what it sent is no report.
+        """
+        table, report = self._reader_table, bytearray(REPORT.size)
+        while True:
+            link.stream.receive(memoryview(report))
+            flags, arrived, read = REPORT.unpack(report)
+            if flags > Flag.READY | Flag.LEAVES or not read <= arrived <= link.sent:
+                raise WireError(
+                    f"its report has the flags {flags}, {arrived} messages as arrived and {read} as read,"
+                    f" and {link.sent} were sent"
+                )
+            with self._lock:
+                link.arrived = max(link.arrived, arrived)
+                link.answers = link.answers or link.arrived == table.published()
+                self._arrived.notify_all()
+            table.release(link.rank, read)
+            if flags & Flag.LEAVES:
+                return
+            if flags & Flag.READY:
+                table.say_ready(table.index_of(link.rank))
+                with self._lock:
+                    link.waits_for_ready = True
+                    link.changed.notify()
+
+    def _send(self, link: _Link) -> None:
+        table, stream = self._reader_table, link.stream
+        try:
+            stream.send(header(FrameKind.ALIVE, table.published()))  # what it must have to have joined
+            while self._wait_for_work(link):
+                if link.sent < table.published():
+                    message = table.message(link.sent)
+                    link.sent += 1
+                    raw, head, body = message
+                    first = header(FrameKind.MESSAGE, table.published(), raw, len(head), len(body))
+                    stream.send(first, head, body)
+                    del message, head, body  # do not keep the ring's memory
+                elif link.waits_for_ready and table.all_ready():
+                    link.waits_for_ready = False
+                    stream.send(header(FrameKind.READY, link.sent))
+                elif self._closing:
+                    stream.send(header(FrameKind.OVER, link.sent))
+                    return
+        except (PeerGoneError, ClosedError):
+            pass  # the receiving thread notices, too
+        except Exception as e:
+            logger.exception("sending to reader rank %d failed", link.rank)
+            link.fault = f"a fault at the writer's end: {e}"
+            stream.hang_up()
+
+    def _wait_for_work(self, link: _Link) -> bool:
+        """Wait until :meth:`_send` has something to do. False when the link has ended."""
+        table = self._reader_table
+        with self._lock:
+            while link in self._links:
+                is_ready = link.waits_for_ready and table.all_ready()
+                if link.sent < table.published() or is_ready or self._closing:
+                    return True
+                link.changed.wait(_READY_S if link.waits_for_ready else None)
+        return False
