@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kvplug.assembly.examination.answering import answer
+from kvplug.assembly.examination import answer
 from kvplug.assembly.links import ControlLink, LinkSettings, is_examined_by
 from kvplug.engine.context import Peers, PeerServer
 from kvplug.errors import ClosedError, HandshakeError, KvplugError

@@ -45,11 +45,6 @@ def plugins(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
     return items(sorted((each.name, str(each)) for each in Registry.from_env().plugins), incomplete)
 
 
-def kinds(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the kinds of offers."""
-    return items([(kind.value, "") for kind in Kind], incomplete)
-
-
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the keys of KEY=VALUE."""
     from kvplug.config.config import KEYS

@@ -3,63 +3,27 @@ JSON schema."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvplug.assembly.doctor.explanation import of_certificates
-from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.registry.check import CHOSEN, name_faults, options_of
-from kvplug.assembly.resolve import check_addresses
-from kvplug.cli.completion import files, overrides as complete_keys
-from kvplug.cli.table import show_table
-from kvplug.config.addresses import DEFAULT_HOST
-from kvplug.config.config import KEYS, TLS_KEYS, Config, Draft, directory_of, json_schema
+from kvplug.assembly.resolve import credentials_of, tls_of
+from kvplug.cli import options
+from kvplug.cli.completion import files
+from kvplug.cli.output import show_json, show_note, show_table
+from kvplug.config.config import KEYS, TLS_KEYS, Config, Draft, json_schema
 from kvplug.config.options import UNIT, format_value, option_fields
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
 from kvplug.net.peer_text import printable
-from kvplug.transport.spec import CommandSpec, Spec
-
-config_option = click.option(
-    "--config",
-    "path",
-    metavar="FILE",
-    shell_complete=files,
-    help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
-)
-
-
-def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the keys of KEY=VALUE, or file names if no key matches."""
-    return complete_keys(ctx, param, incomplete) or files(ctx, param, incomplete)
-
-
-def reads_config(command: Callable[..., None]) -> Callable[..., None]:
-    """Add ``[FILE] [KEY=VALUE]...`` to a command, which gets them as ``path`` and ``overrides``."""
-
-    @config_option
-    @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=_complete)
-    @functools.wraps(command)
-    def with_config(path: str | None, given: tuple[str, ...], **others: Any) -> None:
-        named = [each for each in given if "=" not in each]
-        if wrong := [each for each in named if not each.endswith((".toml", ".json"))]:
-            raise click.UsageError(f"{wrong[0]!r} was given; allowed is FILE.toml, FILE.json or KEY=VALUE")
-        if path is not None:
-            named.append(path)
-        if len(named) > 1:
-            raise click.UsageError(f"{' and '.join(named)} were given; allowed is one file")
-        overrides = tuple(each for each in given if "=" in each)
-        command(path=named[0] if named else None, overrides=overrides, **others)
-
-    return with_config
+from kvplug.transport.spec import CommandSpec
 
 
 @click.group()
@@ -68,25 +32,49 @@ def config() -> None:
 
 
 @config.command()
-@reads_config
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def show(path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+@options.reads_config
+@options.as_json
+def show(load: Callable[[], Config], as_json: bool) -> None:
     """Print every value of the configuration, and its source.
 
     Precedence, highest first: KEY=VALUE, environment, file, default.
     """
-    effective = Config.load(path, overrides=overrides)
+    effective = load()
     settings = _settings(effective, Registry.from_env())
     if as_json:
-        plain = {
-            key: {"value": value, "source": effective.source_of(key)} for key, (value, _) in settings.items()
-        }
-        click.echo(json.dumps(plain, indent=2, default=str))
-        return
-    rows = [
-        (key, format_value(value, unit), effective.source_of(key)) for key, (value, unit) in settings.items()
-    ]
-    show_table(("KEY", "VALUE", "SOURCE"), rows)
+        show_json({key: {"value": value, "source": effective.source_of(key)} for key, value, _ in settings})
+    else:
+        rows = [(key, format_value(value, unit), effective.source_of(key)) for key, value, unit in settings]
+        show_table(("KEY", "VALUE", "SOURCE"), rows)
+
+
+def _settings(effective: Config, registry: Registry) -> list[tuple[str, Any, str]]:
+    """Return the key, value and unit of every setting: of the options too, with the defaults where the
+    configuration names what takes them. A transport left to "auto" is not known before the handshake."""
+    found = _values("", effective, KEYS)
+    for key, kind in CHOSEN.items():
+        name = getattr(effective, key)
+        if name == "auto":
+            continue
+        try:
+            spec = registry.get(kind, name)
+            filled = options_of(registry, spec, effective.options)
+        except (ConfigError, PluginError) as e:  # these options are shown as given
+            show_note(f"{key}: {e}")
+            continue
+        if filled is not None:
+            found |= _values(f"options.{spec.name}.", filled, option_fields(type(filled)))
+    for name, table in effective.options.items():
+        for option, value in table.items():
+            found.setdefault(f"options.{name}.{option}", (value, ""))
+    return [(key, value, unit) for key, (value, unit) in found.items()]
+
+
+def _values(prefix: str, of: Any, keys: Any) -> dict[str, tuple[Any, str]]:
+    fields = option_fields(type(of))
+    return {
+        f"{prefix}{key}": (getattr(of, fields[key].name), fields[key].metadata.get(UNIT, "")) for key in keys
+    }
 
 
 @config.command()
@@ -101,13 +89,11 @@ def schema() -> None:
         if isinstance(spec, CommandSpec):
             continue
         try:
-            options = spec.load_options()
+            if (cls := spec.load_options()) is not None:
+                tables.setdefault(spec.name, []).append(cls)
         except PluginError as e:
-            click.echo(printable(f"note: options.{spec.name}: {e}"), err=True)
-            continue
-        if options is not None:
-            tables.setdefault(spec.name, []).append(options)
-    click.echo(json.dumps(json_schema(tables), indent=2))
+            show_note(f"options.{spec.name}: {e}")
+    show_json(json_schema(tables))
 
 
 @config.command()
@@ -121,29 +107,29 @@ def check(path: str) -> None:
     try:
         draft = Draft.load(path, environ={})
     except ConfigError as e:
-        click.echo(printable(f"kvplug: {e}"), err=True)
-        sys.exit(2)
-    faults = [*draft.faults, *name_faults(Registry.from_env(), draft.values, draft.options)]
+        _fail(str(e))
+    faults: list[str] = [*draft.faults, *name_faults(Registry.from_env(), draft.values, draft.options)]
     notes = []
     if draft.values.get("role") is None and not any(fault.startswith("role:") for fault in draft.faults):
         notes.append("role is not set here: set it, or KVPLUG_ROLE, to producer, consumer or both")
+    trust = ("host", "peers", "secret_file", "tls_check_host", *TLS_KEYS)
     try:
-        certificates = _check_trust(draft)
-    except InsecureAddressError as e:
+        trusted = Config(**{key: draft.values[key] for key in trust if key in draft.values})
+        credentials_of(trusted)
+        files_of_tls = tls_of(trusted)
+        for each in () if files_of_tls is None else of_certificates(files_of_tls):
+            if each.verdict != "ok":
+                (faults if each.verdict == "problem" else notes).append(f"{each.topic}: {each.what}")
+    except InsecureAddressError as e:  # the secret may be in the environment
         notes += e.faults
     except ConfigError as e:
-        faults += e.faults
-    else:
-        faults += (f"{each.topic}: {each.what}" for each in certificates if each.verdict == "problem")
-        notes += (f"{each.topic}: {each.what}" for each in certificates if each.verdict == "note")
-    if faults:
-        click.echo(printable(f"kvplug: {ConfigError(*faults, source=path)}"), err=True)
-    else:
+        faults += (fault for fault in e.faults if fault not in faults)
+    if not faults:
         click.echo(f"{path}: no faults")
     for note in notes:
-        click.echo(printable(f"note: {note}"), err=True)
+        show_note(note)
     if faults:
-        sys.exit(1)
+        _fail(str(ConfigError(*faults, source=path)), 1)
 
 
 @config.command()
@@ -160,54 +146,12 @@ def secret(path: str) -> None:
             os.fchmod(fd, 0o600)
             f.write(f"{secrets.token_hex(32)}\n")
     except FileExistsError:
-        click.echo(printable(f"kvplug: {path} exists and is not changed: name a new file"), err=True)
-        sys.exit(2)
+        _fail(f"{path} exists and is not changed: name a new file")
     except OSError as e:
-        click.echo(printable(f"kvplug: {path}: {e.strerror or e}"), err=True)
-        sys.exit(2)
+        _fail(f"{path}: {e.strerror or e}")
     click.echo(f"secret_file = {json.dumps(os.path.abspath(path), ensure_ascii=False)}")
 
 
-def _check_trust(draft: Draft) -> tuple[Finding, ...]:
-    """Return the findings about the certificates. Raise ConfigError if the secret or a file is unusable."""
-    from kvplug.net.trust.credentials import Credentials
-    from kvplug.net.trust.tls import TlsFiles
-
-    values = draft.values
-    cert, key, ca = (values.get(name) for name in TLS_KEYS)
-    tls = TlsFiles(cert=cert, key=key, ca=ca) if cert and key and ca else None
-    credentials = Credentials.load(secret_file=values.get("secret_file"), tls=tls)
-    peers = (each for each in values.get("peers", ()) if directory_of(each) is None)
-    check_addresses(credentials, values.get("host", DEFAULT_HOST), peers)
-    return () if tls is None else tuple(of_certificates(tls))
-
-
-def _settings(effective: Config, registry: Registry) -> dict[str, tuple[Any, str]]:
-    """Return the value and unit of every key, and of the options of all configured transports."""
-    fields = option_fields(Config)
-    found = {key: (getattr(effective, key), fields[key].metadata.get(UNIT, "")) for key in KEYS}
-    for spec in _chosen(effective, registry):  # specs of one name may share an options class
-        try:
-            filled = None if isinstance(spec, CommandSpec) else options_of(registry, spec, effective.options)
-        except (ConfigError, PluginError) as e:  # these options are shown as given
-            click.echo(printable(f"note: {e}"), err=True)
-            continue
-        for name, field in () if filled is None else option_fields(type(filled)).items():
-            unit = field.metadata.get(UNIT, "")
-            found[f"options.{spec.name}.{name}"] = getattr(filled, field.name), unit
-    for name, table in effective.options.items():
-        for option, value in table.items():
-            found.setdefault(f"options.{name}.{option}", (value, ""))
-    return found
-
-
-def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
-    """Yield what the config names. A transport left to "auto" is not known before the handshake."""
-    for key, kind in CHOSEN.items():
-        name = getattr(effective, key)
-        if name == "auto":
-            continue
-        try:
-            yield registry.get(kind, name)
-        except PluginError as e:
-            click.echo(printable(f"note: {key}: {e}"), err=True)
+def _fail(text: str, code: int = 2) -> NoReturn:
+    click.echo(printable(f"kvplug: {text}"), err=True)
+    sys.exit(code)

@@ -27,7 +27,7 @@ OWN = {
     for name, target, summary in (
         ("config", "config:config", "Show the effective configuration, check one, or make a secret for it."),
         ("doctor", "doctor:doctor", "Find out why nothing moves, here and at a peer."),
-        ("explain", "explain:explain", "Explain what a configuration would do here, and why."),
+        ("explain", "doctor:explain", "Explain what a configuration would do here, and why."),
         ("list", "list:list_plugins", "List plugins, what they offer, and what works here."),
         ("new", "new:new", "Generate the package of a plugin."),
         ("store", "store:store", "Serve a store of KV pages to other programs, or ask one what it holds."),

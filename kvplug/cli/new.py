@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import click
 
@@ -19,39 +19,17 @@ from kvplug.transport.spec import Kind, SinkSpec
 TEMPLATES: Final = Path(__file__).with_name("templates")
 """Contains ``copier.yml``, a folder named after each kind, and ``package``, which all packages share."""
 
-_COPIER = 'kvplug new needs copier: pip install "kvplug[scaffold]"'
-
-
-class Template(NamedTuple):
-    """One kind of package that can be generated."""
-
-    kind: Kind
-    offer: str
-    """The package's offer, for the help."""
-    modules: str
-    """The modules for the author to change."""
-
-    @property
-    def words(self) -> str:
-        """The kind in words."""
-        return self.kind.replace("_", " ")
-
-
-COMMANDS: Final[Mapping[str, Template]] = {
-    "transport": Template(Kind.PIPE, "a pipe: tensors from one process to another", "pipe.py"),
-    "queue": Template(
-        Kind.QUEUE, "a message queue: values from one process to many", "message.py, writer.py and reader.py"
-    ),
-    "lookup": Template(Kind.LOOKUP_BUFFER, "a lookup buffer: KV found by its tokens", "table.py"),
-    "communicator": Template(Kind.COMMUNICATOR, "a communicator: collectives of ranks", "communicator.py"),
-    "store": Template(Kind.STORE, "a store: pages of KV under keys", "store.py"),
-    "connector": Template(
-        Kind.CONNECTOR, "a connector: what an engine saves and loads", "scheduler.py and worker.py"
-    ),
-    "sink": Template(Kind.SINK, "a sink: where metrics go", "sink.py"),
-    "command": Template(Kind.COMMAND, "a command of the program kvplug", "command.py"),
+COMMANDS: Final[Mapping[str, tuple[Kind, str]]] = {
+    "transport": (Kind.PIPE, "a pipe: tensors from one process to another"),
+    "queue": (Kind.QUEUE, "a message queue: values from one process to many"),
+    "lookup": (Kind.LOOKUP_BUFFER, "a lookup buffer: KV found by its tokens"),
+    "communicator": (Kind.COMMUNICATOR, "a communicator: collectives of ranks"),
+    "store": (Kind.STORE, "a store: pages of KV under keys"),
+    "connector": (Kind.CONNECTOR, "a connector: what an engine saves and loads"),
+    "sink": (Kind.SINK, "a sink: where metrics go"),
+    "command": (Kind.COMMAND, "a command of the program kvplug"),
 }
-"""The templates, by the KIND of the command line."""
+"""The kind that each KIND of the command line generates, and what that is."""
 
 _HELP = f"""Generate kvplug-NAME, the package of a plugin that passes its own tests, to be changed into yours.
 
@@ -59,7 +37,7 @@ NAME is the name in a config or on a command line: up to 40 lower-case letters, 
 first. KIND is what the package offers:
 
 \b
-{chr(10).join(f"{word:<13} {template.offer}" for word, template in COMMANDS.items())}"""
+{chr(10).join(f"{word:<13} {offer}" for word, (_, offer) in COMMANDS.items())}"""
 
 
 @click.command("new", help=_HELP)
@@ -73,20 +51,20 @@ first. KIND is what the package offers:
 )
 def new(word: str, name: str, folder: str | None, force: bool) -> None:
     _check_name(name)
-    template = COMMANDS[word]
+    kind, _ = COMMANDS[word]
     target = Path(folder or f"kvplug-{name}")
     if not force:
-        _check_free(name, template, target)
-    _generate(name, template.kind, target)
+        _check_free(name, kind, target)
+    _generate(name, kind, target)
     click.echo(
-        f"""{target} offers the {template.words} {name!r}. Next:
+        f"""{target} offers the {kind.replace("_", " ")} {name!r}. Next:
 
     cd {target}
     pip install -e ".[test]"   # then `kvplug list` shows it
     pytest                     # kvplug's conformance kit: a failure quotes the law
     tox run                    # the same from the wheel, on each Python; see tox.ini
 
-Change {template.modules} in kvplug_{name.replace("-", "_")} to suit, and run pytest after each step."""
+README.md says what each module is. Change them to suit, and run pytest after each step."""
     )
 
 
@@ -102,16 +80,16 @@ def _check_name(name: str) -> None:
         )
 
 
-def _check_free(name: str, template: Template, target: Path) -> None:
+def _check_free(name: str, kind: Kind, target: Path) -> None:
     """Refuse a folder that exists and a name that an installed plugin offers."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise click.ClickException(f"{target} exists; --folder names another one, --force overwrites it")
-    if template.kind is Kind.COMMAND and name in OWN:
+    if kind is Kind.COMMAND and name in OWN:
         raise click.ClickException(f"kvplug {name} is one of kvplug's own commands")
-    if owners := Registry.from_env().owners(template.kind, name):
+    if owners := Registry.from_env().owners(kind, name):
         raise click.ClickException(
-            f"the installed {owners[0]} offers the {template.words} {name!r}, and kvplug refuses a name that"
-            " two packages offer: choose another name (--force generates it anyway)"
+            f"the installed {owners[0]} offers the {kind.replace('_', ' ')} {name!r}, and kvplug refuses a"
+            " name that two packages offer: choose another name (--force generates it anyway)"
         )
 
 
@@ -121,7 +99,7 @@ def _generate(name: str, kind: Kind, target: Path) -> None:
         from copier import run_copy
         from copier.errors import CopierError
     except ImportError as e:
-        raise click.ClickException(_COPIER) from e
+        raise click.ClickException('kvplug new needs copier: pip install "kvplug[scaffold]"') from e
     answers = {
         "name": name,
         "kind": kind.value,
@@ -131,14 +109,8 @@ def _generate(name: str, kind: Kind, target: Path) -> None:
     }
     for part in ("package", kind.value):
         try:
-            run_copy(
-                str(TEMPLATES),
-                target,
-                data=answers | {"part": part},
-                defaults=True,
-                overwrite=True,
-                cleanup_on_error=False,  # cleanup would remove the whole folder with all earlier files
-                quiet=True,
-            )
+            # Cleaning up after an error would remove the whole folder with all earlier files.
+            flags = {"defaults": True, "overwrite": True, "cleanup_on_error": False, "quiet": True}
+            run_copy(str(TEMPLATES), target, data=answers | {"part": part}, **flags)
         except (CopierError, OSError) as e:
             raise click.ClickException(f"{target} is incomplete: {type(e).__name__}: {e}") from e

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
-import signal
-from typing import Any
 
 import attrs
 import click
 
-from kvplug.assembly.stores import StoreStats, serve_store, store_stats
-from kvplug.cli.completion import offers, overrides as complete_keys
-from kvplug.cli.config import config_option
+from kvplug.assembly.stores import StoreServer, serve_store, store_stats
+from kvplug.cli import options
+from kvplug.cli.completion import offers
 from kvplug.cli.main import show_log
-from kvplug.cli.table import show_table
+from kvplug.cli.output import show_json, show_table
 from kvplug.config.config import Config
 from kvplug.config.options import format_value
 from kvplug.transport.spec import Kind
 
-_ENDING = (signal.SIGTERM, signal.SIGINT)
-
-_overrides = click.option(
-    "--set",
-    "overrides",
-    metavar="KEY=VALUE",
-    shell_complete=complete_keys,
-    multiple=True,
-    help="Set a key of the configuration, for example options.host.size='64 GiB'. Can be given again.",
-)
+_log = logging.getLogger(__name__)
 
 
 @click.group()
@@ -47,9 +36,8 @@ def store() -> None:
     help="Where to listen: host:port, unix:@name, or unix:/path for containers that share a folder. Default:"
     " the host and port of the configuration.",
 )
-@config_option
-@_overrides
-def serve(name: str | None, address: str | None, path: str | None, overrides: tuple[str, ...]) -> None:
+@options.sets_config
+def serve(name: str | None, address: str | None, config: Config) -> None:
     """Serve the store NAME until SIGTERM or SIGINT (Ctrl-C).
 
     NAME is a store that `kvplug list` shows and that other programs can use, such as host. Default: the first
@@ -64,48 +52,40 @@ def serve(name: str | None, address: str | None, path: str | None, overrides: tu
     """
     if name is not None and name.endswith((".toml", ".json")):
         raise click.UsageError(f"{name!r} was given; allowed is the name of a store: use --config {name}")
-    config = Config.load(path, overrides=overrides)
     show_log("INFO", "%(asctime)s %(levelname)s %(message)s")  # unless KVPLUG_LOG is set
-    # The signals are blocked in all threads and awaited below, since a handler could interrupt anything.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    with serve_store(config, name, address) as server:
-        click.echo(server.contact)
-        budget = server.stats().budget_bytes
-        logging.getLogger(__name__).info(
-            "the store %r listens%s; stop it with Ctrl-C or SIGTERM",
-            server.name,
-            "" if budget is None else f" and keeps up to {format_value(budget, 'bytes')}",
-        )
-        ended = signal.sigwait(_ENDING)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # a second signal ends it at once
-        logging.getLogger(__name__).info("%s: the store %r ends", signal.Signals(ended).name, server.name)
+    ended = options.serve_until_signalled(functools.partial(serve_store, config, name, address), _announce)
+    _log.info("%s: the store has ended", ended)
+
+
+def _announce(server: StoreServer) -> None:
+    click.echo(server.contact)
+    budget = server.stats().budget_bytes
+    keeps = "" if budget is None else f" and keeps up to {format_value(budget, 'bytes')}"
+    _log.info("the store %r listens%s; stop it with Ctrl-C or SIGTERM", server.name, keeps)
 
 
 @store.command()
 @click.argument("contact", metavar="CONTACT")
-@config_option
-@_overrides
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def stats(contact: str, path: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+@options.sets_config
+@options.as_json
+def stats(contact: str, config: Config, as_json: bool) -> None:
     """Print what the store at CONTACT holds.
 
     The output has pages, bytes, the budget, and how many programs use the store. CONTACT is the first line of
     the output of `kvplug store serve`, or its address. Exit code 1: no store answers there.
     """
-    found = store_stats(Config.load(path, overrides=overrides), contact)
+    found = store_stats(config, contact)
     if as_json:
-        click.echo(json.dumps(attrs.asdict(found), indent=2))
-    else:
-        show_table(("STORE", found.name), list(_rows(found).items()))
-
-
-def _rows(found: StoreStats) -> dict[str, Any]:
-    used = f"{found.used_bytes / found.budget_bytes:.1%}" if found.budget_bytes else ""
-    return {
-        "pages": f"{found.num_pages:,}",
-        "bytes": " ".join(filter(None, (format_value(found.used_bytes, "bytes"), used and f"({used})"))),
-        "budget": "no limit of its own"
-        if found.budget_bytes is None
-        else format_value(found.budget_bytes, "bytes"),
-        "programs that use it": str(found.num_clients),
-    }
+        show_json(attrs.asdict(found))
+        return
+    budget, share = "no limit of its own", ""
+    if found.budget_bytes:
+        budget = format_value(found.budget_bytes, "bytes")
+        share = f" ({found.used_bytes / found.budget_bytes:.1%})"
+    rows = [
+        ("pages", f"{found.num_pages:,}"),
+        ("bytes", f"{format_value(found.used_bytes, 'bytes')}{share}"),
+        ("budget", budget),
+        ("programs that use it", str(found.num_clients)),
+    ]
+    show_table(("STORE", found.name), rows)

@@ -50,7 +50,7 @@ class Agreement:
     """Whether the ends are on different hosts, or may be."""
     transports: Mapping[str, Selection]
     """By type of device: ``"cpu"``, and the type that holds both ends' KV. Empty if no KV crosses."""
-    converts: tuple[str, ...]
+    converts: tuple[Reason, ...]
     """Differences that are converted, one sentence each."""
 
 
@@ -190,14 +190,14 @@ def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: boo
                 yield _differs(field, *pair, change)
 
 
-def _converted(local: Hello, remote: Hello) -> Iterator[str]:
+def _converted(local: Hello, remote: Hello) -> Iterator[Reason]:
     if local.engine is not None and remote.engine is not None:
         for field in ("block_size", "layout"):
             ours, theirs = getattr(local.engine, field), getattr(remote.engine, field)
             if ours != theirs:
-                yield f"{field}: ours {ours}, theirs {theirs}"
+                yield Reason(field, f"ours {ours}, theirs {theirs}")
     if _device(local) != _device(remote):
-        yield f"device: ours {_device(local)}, theirs {_device(remote)}"
+        yield Reason("device", f"ours {_device(local)}, theirs {_device(remote)}")
 
 
 def _checksum(local: Hello, remote: Hello) -> str | None:

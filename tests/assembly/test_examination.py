@@ -9,10 +9,10 @@ import attrs
 import pytest
 
 from kvplug import Config, Registry
-from kvplug.assembly.examination.answering import Report, connector_options
-from kvplug.assembly.examination.checks import of_two_hosts
-from kvplug.assembly.examination.finding import from_reasons
-from kvplug.assembly.examination.measuring import Measured, rate_finding
+from kvplug.assembly.doctor.finding import from_reasons
+from kvplug.assembly.doctor.host import of_two_hosts
+from kvplug.assembly.doctor.peer import rate_finding
+from kvplug.assembly.examination import Measured, Report, connector_options
 from kvplug.assembly.host import HostFacts
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.registry import PluginInfo, PluginStatus
@@ -22,25 +22,23 @@ from kvplug.errors import Reason, WireError
 
 def test_texts_of_a_peer_are_made_fit_for_a_terminal_and_are_bounded() -> None:
     evil = "a\x1b[31m\nb" * 1000
-    finding = {"topic": evil, "verdict": "problem", "what": evil, "why": [evil] * 1000, "change": evil}
     host = {"host": evil, "interfaces": {evil: evil}}
     said = {
         "doctor": evil,
         "host": host,
-        "findings": [finding] * 1000,
+        "missing": [evil] * 1000,
         "connector": evil,
         "options": {"a": evil},
     }
     report = Report.from_peer(said)
     assert json.dumps(attrs.asdict(report), ensure_ascii=False).isprintable()
-    assert {each.at for each in report.findings} == {"peer"}
     assert report.host is not None and len(report.host.host) <= 400
-    assert len(report.findings) == len(report.findings[0].why) == 256
+    assert len(report.missing) == 256
 
 
 @pytest.mark.parametrize(
     "said",
-    [None, 5.0, [], {}, {"doctor": []}, {"doctor": "look", "host": 7}, {"findings": [{}], "doctor": ""}],
+    [None, 5.0, [], {}, {"doctor": []}, {"doctor": "look", "host": 7}, {"missing": [{}], "doctor": ""}],
 )
 def test_what_is_no_report_of_a_peer_is_refused(said: Any) -> None:
     with pytest.raises(WireError, match="the report"):
@@ -128,6 +126,5 @@ def test_of_a_plugin_that_did_not_load_its_name_is_told_and_not_its_error(
     )
     monkeypatch.setattr(Registry, "failed", (missing,))
     report = Report.of(LinkSettings(resolved=ResolvedConfig(Config(), Registry())))
-    (told,) = (each for each in report.findings if each.topic == "plugins")
-    assert told.why == ("broken: shm (kvplug-shm 0.1.0)",)
+    assert report.missing == ("broken: shm (kvplug-shm 0.1.0)",)
     assert "t0p" not in str(report)

@@ -34,15 +34,13 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
     assert not [step for topic in steps.values() for step in topic if step["verdict"] == "problem"]
     assert "listens at unix:@explained-0: only processes of this host" in steps["host"][0]["what"]
     assert [step["what"].partition(" from ")[0] for step in steps["stores"]] == ["host", "fs"]
-    assert "not_worth_it in metrics" in steps["options.lookup.load_policy"][0]["what"]
-    assert "restarts and peers can load KV where the engine finds" in steps["weights"][0]["what"]
     (transport,) = steps["transport"]
     assert "go by shm: the cheapest that can" in transport["what"]
     assert any(detail.startswith("cpu: could be used, but claims") for detail in transport["why"])
     assert any("pynccl: cannot work here" in detail for detail in transport["why"])
     assert not any("at the peer" in detail for detail in transport["why"])
-    assert "the scheduler sends steps over shm" in steps["queue"][0]["what"]
-    assert "the workers sum over cpu" in steps["communicator"][0]["what"]
+    assert steps["queue"][0]["what"].startswith("shm from kvplug-shm")
+    assert steps["communicator"][0]["what"].startswith("cpu from kvplug-cpu")
     assert not folder.exists()
 
 
@@ -51,8 +49,8 @@ def test_a_connector_that_uses_a_lookup_buffer_says_which_and_no_store(site: Any
     code, steps = explained(site, "connector=simple", f"role={role}", "host=unix:@x", "buffer_size=64 MiB")
     assert code == 0, steps
     assert "stores" not in steps
-    holds = "holds up to 64 MiB in each worker" if role == "producer" else "is the peer's"
-    assert f" {holds}: KV entries" in steps["lookup_buffer"][0]["what"]
+    assert ": KV entries" in steps["lookup_buffer"][0]["what"]
+    assert ("memory" in steps) == (role == "producer"), "a consumer holds no entries"
 
 
 def test_a_connector_that_hashes_nothing_on_a_device_is_said_not_to_notice_corruption(site: Any) -> None:
@@ -162,4 +160,3 @@ def test_between_hosts_only_what_reaches_them_is_taken(site: Any) -> None:
     here, there = (step["what"] for step in steps["transport"])
     assert "on this host go by shm" in here
     assert "on another host go by cpu" in there
-    assert steps["peers"][0]["what"].startswith("KV of the engine at 10.0.0.5:29555 is loaded")

@@ -11,9 +11,7 @@ from typing import Any
 import click
 import pytest
 
-from kvplug.assembly.doctor.diagnosis import Diagnosis
-from kvplug.assembly.doctor.facts import Field
-from kvplug.assembly.examination.finding import Finding
+from kvplug.assembly.doctor.finding import Diagnosis, Finding
 from kvplug.assembly.stores import StoreStats
 from kvplug.cli.main import program
 
@@ -91,7 +89,7 @@ def kvplug_commands():
     return [CommandSpec(name="shout", target=HERE + ":shout", summary=EVIL)]
 """
 COMMANDS = (
-    *(["--help"], ["shout"], ["list"], ["list", "--long"], ["list", "wire", "plug"]),
+    *(["--help"], ["shout"], ["list"], ["list", "stranger"], ["list", "wire", "plug"]),
     ["explain", "role=both", "connector=plug", "transport=wire"],
     ["config", "check", "evil.toml"],
 )
@@ -115,10 +113,7 @@ def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch
     found = StoreStats(name=EVIL, num_pages=1, used_bytes=2, budget_bytes=3, num_clients=4)
     monkeypatch.setattr("kvplug.cli.store.store_stats", lambda *_: found)
     finding = Finding(topic=EVIL, verdict="problem", what=EVIL, why=(EVIL,), change=EVIL, at="peer")
-    field = Field(name=EVIL, ours=EVIL, theirs=EVIL, outcome="agreed")
-    monkeypatch.setattr(
-        "kvplug.cli.doctor.diagnose", lambda *_, **__: Diagnosis(findings=[finding], fields=(field,))
-    )
+    monkeypatch.setattr("kvplug.cli.doctor.diagnose", lambda *_, **__: Diagnosis(findings=[finding]))
     for arguments in (("store", "stats", "unix:@kv"), ("doctor", "role=both")):
         lines = printed(program, *arguments)
         assert "[31m" in "".join(lines) and not controls("".join(lines))

@@ -24,7 +24,7 @@ def new(site: Any, *arguments: str) -> Any:
     return site.kvplug("new", *arguments)
 
 
-RULE = "use up to 40 lower-case letters, digits and hyphens, a letter first"
+RULE = "use up to 40 lower-case letters, digits and hyphens, starting with a letter"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ RULE = "use up to 40 lower-case letters, digits and hyphens, a letter first"
     [
         *(("transport", name, 2, RULE) for name in ("Blue", "1a", "a_b", "", "a" * 41, "../a", "a.b")),
         *(("transport", name, 2, "a hyphen must be between letters or digits") for name in ("a-", "a--b")),
-        ("transport", "auto", 2, "'auto' has a meaning"),
+        ("transport", "auto", 2, "'auto', which has a special meaning"),
         ("qeue", "blue", 2, "'qeue' is not one of 'transport', 'queue', "),
         ("transport", "memory", 1, "offers the pipe 'memory', and kvplug refuses"),
         ("command", "list", 1, "Error: kvplug list is one of kvplug's own commands\n"),

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
-import attrs
-
-from kvplug.assembly.doctor.diagnosis import Diagnosis
 from kvplug.assembly.doctor.explanation import explain
-from kvplug.assembly.doctor.facts import FACTS, token_bytes
-from kvplug.assembly.doctor.peer import PeerExamination, of_pages
+from kvplug.assembly.doctor.facts import FACTS, Facts, token_bytes
+from kvplug.assembly.doctor.finding import Diagnosis, Finding, from_error, note, ok, problem
+from kvplug.assembly.doctor.host import of_device, of_limits
+from kvplug.assembly.doctor.peer import of_pages, of_peer, of_rate
 from kvplug.assembly.doctor.stores import LATE, of_directory, of_stores
-from kvplug.assembly.examination.checks import of_host
-from kvplug.assembly.examination.finding import Finding, from_error, note, ok, problem
-from kvplug.assembly.examination.measuring import lacks_tensors
-from kvplug.assembly.host import SHARED_MEMORY, HostFacts, facts_of
+from kvplug.assembly.host import HostFacts, facts_of
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL, ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig, credentials_of
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config.config import Config, Role
 from kvplug.errors import (
     AddressInUseError,
     ClosedError,
     ConfigError,
     KvplugError,
+    TimeoutError,
     TransportError,
 )
+from kvplug.negotiation.hello import DOCTOR
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 
 TIMEOUT_S: Final = 30.0
@@ -41,7 +37,6 @@ TIMEOUT_S: Final = 30.0
 _PEER_S: Final = 5.0
 """The longest time for one of the config's peers."""
 _LISTENER_S: Final = 2.0
-_Examine = Callable[..., PeerExamination]
 
 
 def diagnose(
@@ -49,7 +44,7 @@ def diagnose(
     registry: Registry,
     *,
     peer: str | None = None,
-    facts: Mapping[str, Any] | None = None,
+    facts: Facts | None = None,
     write: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Diagnosis:
@@ -68,100 +63,85 @@ def diagnose(
     if unknown := sorted(facts.keys() - set(FACTS)):
         raise ConfigError(*(f"{key}: not a fact of an engine" for key in unknown), source="the facts")
     resolved = ResolvedConfig(config, registry)
-    found = Diagnosis()
-    found.collect("config", lambda: explain(config, registry))
-    found.collect("host", lambda: _of_host(found, config))
-    found.collect("device", lambda: _of_device(config))
-    if peer is None and "block_size" in facts:
-        found.findings += of_pages(config, facts["block_size"], facts.get("block_format", ""))
-    is_usable = all(each.topic in _HARMLESS for each in found.findings if each.verdict == "problem")
-    if not is_usable and peer is None:
-        return found
-    lacks_tensors("cpu")  # imports PyTorch now: that can take seconds, which the deadline must not include
+    host = facts_of(config)
+    found = Diagnosis(host=host)
+    found.collect("config", explain(config, registry))
+    if "block_size" in facts and peer is None:
+        found.collect("config", of_pages(config, facts["block_size"], facts.get("block_format", "")))
+    is_usable = not found.problems
+    found.collect("host", _of_host(host, config))
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401  (this can take seconds, which the deadline must not include)
     deadline = Deadline.after(timeout_s)
-    examine = functools.partial(
-        PeerExamination, resolved=resolved, device=resolved.device_of_links, facts=facts, deadline=deadline
-    )
-    if peer is None:
-        found.collect("host", lambda: _of_address(config, found.host or HostFacts()))
     if is_usable:
         budget = token_bytes(facts)
-        found.collect("stores", lambda: of_stores(resolved, deadline, write=write, token_bytes=budget))
-        found.collect("peers", lambda: of_directory(resolved, deadline))
+        found.collect("stores", of_stores(resolved, deadline, write=write, token_bytes=budget))
+        found.collect("peers", of_directory(resolved, deadline))
     if peer is not None:
         with contextlib.suppress(ConfigError):  # a finding of the config
-            credentials_of(config)
-            examine(contact=peer, found=found).run()
-        return found
-    found.collect("peers", lambda: _of_peers(config, examine, deadline))
-    if not any(each.topic == "host" and each.verdict == "problem" for each in found.findings):
-        found.collect("pipe", lambda: _of_own_pipe(found, resolved, examine, deadline))
+            resolved.credentials  # noqa: B018
+            found.collect("peer", of_peer(found, resolved, peer, facts, deadline))
+    elif is_usable:
+        found.collect("peers", _of_peers(resolved, facts, deadline))
+        found.collect("host", _of_address(found, resolved, deadline))
     return found
 
 
-_HARMLESS: Final = frozenset(
-    {SHARED_MEMORY, "device", "descriptors", "buffer_size", "files", "locked memory", "stores"}
-)
-"""Topics whose problems do not prevent the other checks."""
-
-
-def _of_host(found: Diagnosis, config: Config) -> Iterator[Finding]:
-    """Yield findings about this host's limits, interfaces and versions."""
-    facts = found.host = facts_of(config)
-    yield from of_host(facts, config)
+def _of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
+    """Check this host's limits and device, and name its interfaces and versions."""
+    yield from of_limits(facts, config.buffer_size)
+    yield from of_device(config.device)
     shown = "; ".join(f"{name} {addresses}" for name, addresses in facts.interfaces.items() if addresses)
     yield ok("interfaces", shown or "no interface has an address")
     yield ok("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
 
 
-def _of_device(config: Config) -> Iterator[Finding]:
-    """Check that PyTorch finds the config's device. Makes no tensor, which would take GPU memory."""
-    kind, _, index = config.device.partition(":")
-    if kind != "cuda":
-        return
-    try:
-        import torch
-    except ImportError:
-        yield note("device", "not checked: PyTorch is not installed here", change="pip install torch")
-        return
-    count = torch.cuda.device_count()
-    if int(index or 0) < count:
-        yield ok("device", f"PyTorch finds {count} GPUs")
-    else:
-        yield problem(
-            "device",
-            f"there is no {config.device} here: PyTorch {torch.__version__} finds {count} GPUs",
-            "this container does not have the GPU, or PyTorch was built without CUDA",
-            change='docker run --gpus=all    (or device = "cpu")',
-        )
+def _of_peers(resolved: ResolvedConfig, facts: Facts, deadline: Deadline) -> Iterator[Finding]:
+    """Check that each engine from which the config would load answers and agrees."""
+    config = resolved.config
+    peers = () if config.role is Role.PRODUCER else config.peer_addresses
+    if not config.peers and config.role is Role.CONSUMER:
+        peers = (config.control_address(),)
+    for peer in peers:
+        examined = of_peer(Diagnosis(), resolved, peer, facts, deadline.within(_PEER_S), measures=False)
+        wrong = [each for each in examined if each.verdict == "problem"]
+        more = f"`kvplug doctor --peer {peer}` examines it"
+        yield from wrong or [ok("peers", f"{peer} answers and agrees; {more}")]
 
 
-def _of_address(config: Config, facts: HostFacts) -> Iterator[Finding]:
-    """Check that worker 0 can listen at the configured address, by listening there for a moment."""
+# -- this host's own listener ----------------------------------------------------------------------------
+
+
+def _of_address(found: Diagnosis, resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Finding]:
+    """Check that worker 0 can listen at the configured address, by listening there for a moment, and try the
+    pipe that peers like this one would use."""
+    config = resolved.config
     if config.role is Role.CONSUMER:
         return  # it dials
+    address = config.control_address()
     try:
-        credentials, address = credentials_of(config), config.control_address()
-    except ConfigError:
-        return  # a finding of the config
-    try:
-        Listener.open(address, credentials, CONTROL).close()
-    except AddressInUseError as e:
-        yield _of_listener(str(e), address, credentials)
-    except (ConfigError, TransportError) as e:
-        has = ", ".join(filter(None, facts.interfaces.values())) or "no addresses"
-        what = "; ".join(e.faults) if isinstance(e, ConfigError) else str(e)
-        why = f"the interfaces of this network namespace have {has}"
-        yield problem("host", what, why, change=f"host = {_suggested(facts)!r}")
-    else:
+        Listener.open(address, resolved.credentials, CONTROL).close()
         yield ok("host", f"worker 0 can listen at {address}")
+    except AddressInUseError as e:
+        in_use = _in_use(str(e), address, resolved)
+        yield in_use
+        if in_use.verdict == "problem":
+            return
+    except (ConfigError, TransportError) as e:
+        has = ", ".join(filter(None, found.host.interfaces.values())) if found.host else ""
+        what = "; ".join(e.faults) if isinstance(e, ConfigError) else str(e)
+        why = f"the interfaces of this network namespace have {has or 'no addresses'}"
+        yield problem("host", what, why, change=f"host = {_suggested(has)!r}")
+        return
+    if resolved.device_of_links == "cpu":  # a pipe of a GPU may need two processes
+        yield from _of_own_pipe(found, resolved, deadline)
 
 
-def _of_listener(what: str, address: str, credentials: Credentials) -> Finding:
+def _in_use(what: str, address: str, resolved: ResolvedConfig) -> Finding:
     """Check whether an engine with these credentials, perhaps that of this config, uses the address."""
     change = "port_offset = 100    (for a second engine on this host)"
     try:
-        Connection.dial(address, credentials, CONTROL, _LISTENER_S).close()
+        Connection.dial(address, resolved.credentials, CONTROL, _LISTENER_S).close()
     except KvplugError as e:
         why = "an engine with this config cannot start while another program listens there"
         return problem("host", what, why, str(e), change=f"port: a free one; or {change}")
@@ -169,56 +149,36 @@ def _of_listener(what: str, address: str, credentials: Credentials) -> Finding:
     return note("host", what, why, change=change)
 
 
-def _suggested(facts: HostFacts) -> str:
+def _suggested(addresses: str) -> str:
     """Return an address of this host that others may reach; loopback if it has no other."""
-    every = [each for addresses in facts.interfaces.values() for each in addresses.split(", ") if each]
-    for each in every:
+    for each in filter(None, addresses.split(", ")):
         number = ipaddress.ip_address(each.partition("%")[0])
         if not (number.is_loopback or number.is_link_local):
             return each
     return "127.0.0.1"
 
 
-def _of_peers(config: Config, examine: _Examine, deadline: Deadline) -> Iterator[Finding]:
-    """Check that each engine from which the config would load answers and agrees."""
-    peers = () if config.role is Role.PRODUCER else config.peer_addresses
-    if not config.peers and config.role is Role.CONSUMER:
-        peers = (config.control_address(),)
-    for peer in peers:
-        examined = examine(contact=peer, deadline=deadline.within(_PEER_S), measures=False).run()
-        wrong = [each for each in examined.findings if each.verdict == "problem"]
-        more = f"`kvplug doctor --peer {peer}` examines it"
-        yield from wrong or [ok("peers", f"{peer} answers and agrees; {more}")]
-
-
-def _of_own_pipe(
-    found: Diagnosis, resolved: ResolvedConfig, examine: _Examine, deadline: Deadline
-) -> Iterator[Finding]:
-    """Try a handshake with a listener in this process, and the pipe that peers like this one would use."""
+def _of_own_pipe(found: Diagnosis, resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Finding]:
+    """Measure the pipe to a listener in this process."""
     host = resolved.config.host
     address = "unix:" if host.startswith("unix:") else f"[{host}]:0" if ":" in host else f"{host}:0"
+    settings = LinkSettings(resolved=resolved)
     try:
-        with ControlPeers(LinkSettings(resolved=resolved), listen=address).serve(_refuse) as server:
-            examined = examine(contact=server.contact, facts={}, is_own=True).run()
+        with ControlPeers(settings, listen=address).serve(_refuse) as server:
+            peers = ControlPeers(settings, connect=server.contact)
+            link = peers.connect(0, DOCTOR, deadline.remaining(), retry=False)
+            with contextlib.closing(link):
+                yield from of_rate(found, resolved, link, deadline)
+    except TimeoutError as e:
+        yield note(
+            "pipe", "no pipe was tried within this host: the doctor ran out of time", str(e), change=LATE
+        )
     except KvplugError as e:
         yield from_error("pipe", e, 'transport = "auto"', "no pipe within this host: ")
-        return
-    found.measured += examined.measured
-    for each in examined.findings:
-        if each.topic == "peer" and deadline.expired:
-            what = "no pipe was tried within this host: the doctor ran out of time"
-            yield note("pipe", what, "unresponsive stores, or a busy host, used up the time", change=LATE)
-        elif each.verdict == "problem":
-            yield attrs.evolve(each, what=f"within this host: {each.what}")
-        elif each.topic not in ("handshake", "transport"):  # `kvplug explain` reports these
-            yield each
 
 
 def serve_doctors(
-    config: Config,
-    registry: Registry,
-    address: str | None = None,
-    facts: Mapping[str, str | int] | None = None,
+    config: Config, registry: Registry, address: str | None = None, facts: Facts | None = None
 ) -> LinkServer[ControlLink]:
     """Answer doctors at an address where no engine is running, until the server is closed. The other doctor
     takes the server's ``contact`` as ``--peer``.

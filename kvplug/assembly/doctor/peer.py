@@ -1,27 +1,18 @@
-"""Shakes hands with a peer as an engine would, and asks it about its host."""
+"""Shakes hands with a peer as an engine would, asks it about its host, and measures the agreed pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
-from kvplug.assembly.doctor.diagnosis import Diagnosis
-from kvplug.assembly.doctor.facts import FACTS, MODEL_FACTS, engine_with, fields_of, read_facts, values_of
-from kvplug.assembly.examination.answering import Report, connector_options
-from kvplug.assembly.examination.checks import of_two_hosts
-from kvplug.assembly.examination.finding import (
-    Finding,
-    from_error,
-    from_reasons,
-    note,
-    ok,
-    problem,
-)
-from kvplug.assembly.examination.measuring import lacks_tensors, measure, not_measured, rate_finding
+from kvplug.assembly.doctor.facts import FACTS, MODEL_FACTS, Facts, engine_with, read_facts
+from kvplug.assembly.doctor.finding import Diagnosis, Finding, from_error, from_reasons, note, ok, problem
+from kvplug.assembly.doctor.host import of_limits, of_two_hosts
+from kvplug.assembly.examination import Measured, Report, connector_options, measure
 from kvplug.assembly.host import facts_of, secret_source
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
@@ -39,16 +30,15 @@ from kvplug.errors import (
     TimeoutError,
     WireError,
 )
+from kvplug.metrics.rate import host_load
 from kvplug.negotiation.agreement import Agreement, agree
 from kvplug.negotiation.exchange import exchange, hello_in
 from kvplug.negotiation.hello import DOCTOR, EngineFacts, Hello
 from kvplug.negotiation.model import UNKNOWN_WEIGHTS
 from kvplug.net.deadline import Deadline
-from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 
-_ANSWER_S: Final = 5.0
 _NO_REPORT: Final = {
     "off": ("doctor is 'off' in its configuration", 'doctor = "measure"    (at the peer)'),
     "busy": ("it already serves too many doctors", "kvplug doctor    (again, when the others are done)"),
@@ -57,172 +47,107 @@ _NO_REPORT: Final = {
 """For each word that a peer sends instead of its report: its meaning, and what to change."""
 _PAGE_TOKENS: Final = "page_tokens"
 """The option for the size of a connector's pages. It must be equal at both ends."""
-_CONVERTED: Final = {
-    "block_size": "--block-size of the engine: the same at both ends",
-    "layout": "the engine's attention backend: the same at both ends",
-    "device": "device: the same kind at both ends",
-}
-"""What to change so that a field is not converted."""
+_DEFAULT: Final = "its default"
+_SLOW: Final = 10.0
+"""Ratio of claimed to measured rate. Claims are for the usual case on common hardware, so 2 is fine."""
+_FAR_TOO_SLOW: Final = 50.0
 
 
-@attrs.frozen(kw_only=True)
-class PeerExamination:
-    """One conversation with a peer: dial, shake hands, ask, measure, and hang up. Errors become findings."""
+def of_peer(
+    found: Diagnosis,
+    resolved: ResolvedConfig,
+    contact: str,
+    facts: Facts,
+    deadline: Deadline,
+    *,
+    measures: bool = True,
+) -> Iterator[Finding]:
+    """Examine the peer at this contact: dial, shake hands, ask, measure, and hang up.
 
-    resolved: ResolvedConfig
-    contact: str
-    """The peer's address."""
-    device: str
-    """The device type of the tensors that an engine with this config moves."""
-    facts: Mapping[str, Any] = attrs.field(factory=dict)
-    """Facts about this side's engine; missing ones are assumed to equal the peer's."""
-    deadline: Deadline
-    is_own: bool = False
-    """Whether the peer is a listener in this process, whose host and options need no examination."""
-    measures: bool = True
-    """Whether the pipe is opened and measured."""
-    found: Diagnosis = attrs.field(factory=Diagnosis)
+    Args:
+        found: gets the peer's host and the measured rate.
+        facts: facts about this side's engine; missing ones are assumed to equal the peer's.
+        measures: whether the pipe is opened and measured.
+    """
+    try:
+        connection = Connection.dial(contact, resolved.credentials, CONTROL, deadline.remaining())
+        with contextlib.closing(Channel(connection)) as channel:
+            yield from _examined(found, resolved, channel, facts, deadline, measures)
+            with contextlib.suppress(KvplugError):
+                channel.send({"doctor": "bye"}, timeout=0.1)
+    except KvplugError as e:
+        yield _unreachable(e, contact, resolved.config)
 
-    def run(self) -> Diagnosis:
-        """Examine the peer. A KvplugError becomes a finding."""
-        try:
-            connection = Connection.dial(
-                self.contact, self.resolved.credentials, CONTROL, self.deadline.remaining()
-            )
-            with contextlib.closing(Channel(connection)) as channel:
-                self._examine(channel)
-        except KvplugError as e:
-            self.found.findings.append(unreachable(e, self.contact, self.resolved.config))
-        return self.found
 
-    def _examine(self, channel: Channel) -> None:
-        findings, config = self.found.findings, self.resolved.config
-        received = channel.recv(timeout=self.deadline.remaining())
-        remote = hello_in(received)
-        engine = None
-        facts = {"weights": config.weights, **self.facts} if config.weights else self.facts
-        if remote.engine is not None:
-            engine = engine_with(facts, config.role or Role.BOTH, remote.engine)
-            findings += of_pages(config, engine.block_size, engine.block_format)
-        local = make_hello(self.resolved, engine, True, self.device, DOCTOR)
-        agreement: Agreement | None = None
-        reasons: tuple[str, ...] = ()
-        try:
-            agreement = exchange(channel, local, self.deadline.remaining(), received=received)
-        except HandshakeError as e:
-            reasons = e.reasons
-        report = self._report(channel)
-        is_running = remote.engine is not None or not report.facts
-        stated = read_facts(f"{key}={value}" for key, value in report.facts.items() if key in FACTS)
-        if not is_running:
-            reasons = (*reasons, *_differing(local, remote, facts, stated))
-            local = attrs.evolve(local, engine=engine_with(facts, Role.BOTH))
-            remote = attrs.evolve(remote, engine=engine_with(stated, Role.BOTH))
-        if not self.is_own:
-            ours = values_of(local, {*facts, "role"} if is_running else facts)
-            theirs = values_of(remote, None if is_running else stated)
-            self.found.fields = tuple(fields_of(ours, theirs, reasons))
-        if reasons:
-            who = (
-                f"{remote.identity}, engine {remote.engine_id[:12]}"
-                if remote.engine
-                else str(remote.identity)
-            )
-            findings += _refusals(self.resolved, reasons, who)
-        elif agreement is not None:
-            findings += self._of_agreement(
-                agreement, remote, facts.keys() & (facts if is_running else stated).keys()
-            )
-        if not self.is_own:
-            findings += self._of_host(report, remote.engine if is_running else None)
-        if self.measures and agreement is not None and report.host is not None:
-            findings += self._measured(channel, agreement, local)
-        with contextlib.suppress(KvplugError):
-            channel.send({"doctor": "bye"}, timeout=0.1)
+def _examined(
+    found: Diagnosis,
+    resolved: ResolvedConfig,
+    channel: Channel,
+    facts: Facts,
+    deadline: Deadline,
+    measures: bool,
+) -> Iterator[Finding]:
+    config = resolved.config
+    received = channel.recv(timeout=deadline.remaining())
+    remote = hello_in(received)
+    theirs = remote.engine
+    if config.weights:
+        facts = {"weights": config.weights, **facts}
+    ours = None if theirs is None else engine_with(facts, config.role or Role.BOTH, theirs)
+    if ours is not None:
+        yield from of_pages(config, ours.block_size, ours.block_format)
+    local = make_hello(resolved, ours, True, resolved.device_of_links, DOCTOR)
+    agreement: Agreement | None = None
+    reasons: tuple[str, ...] = ()
+    try:
+        agreement = exchange(channel, local, deadline.remaining(), received=received)
+    except HandshakeError as e:
+        reasons = e.reasons
+    report = Report.request(channel, deadline)
+    stated: Collection[str] = FACTS
+    if theirs is None:
+        their_facts = read_facts(f"{key}={value}" for key, value in report.facts.items() if key in FACTS)
+        stated = their_facts.keys()
+        reasons = tuple(dict.fromkeys((*reasons, *_differing((local, remote), (facts, their_facts)))))
+    if reasons:
+        engine = "" if theirs is None else f", engine {remote.engine_id[:12]}"
+        yield from _refusals(resolved, reasons, f"{remote.identity}{engine}")
+    elif agreement is not None:
+        yield from _agreed(agreement, theirs)
+        if theirs is not None or stated:
+            yield _compared(facts.keys() & stated)
+    if report.host is None:
+        reason, change = _NO_REPORT.get(report.doctor, _NO_REPORT[""])
+        what = f"the peer does not report its host: {reason}"
+        yield note("peer", what, "its limits are unknown, and no pipe is measured", change=change)
+        return
+    found.peer_host = report.host
+    for each in of_limits(report.host, report.buffer_size):
+        yield attrs.evolve(each, at="peer")
+    if report.missing:
+        what = f"{len(report.missing)} are not loaded, so what they offer is missing"
+        missing = note("plugins", what, *report.missing, change="kvplug list    (there; it shows why)")
+        yield attrs.evolve(missing, at="peer")
+    yield from of_two_hosts(facts_of(config), report.host)
+    yield from _connectors(config, report, theirs)
+    if measures and agreement is not None:
+        link = ControlLink(LinkSettings(resolved=resolved), channel, agreement, accepted=False)
+        yield from of_rate(found, resolved, link, deadline)
 
-    def _of_agreement(
-        self, agreement: Agreement, remote: Hello, stated: Collection[str]
-    ) -> Iterator[Finding]:
-        yield ok("handshake", f"agreed with {remote.identity}")
-        if remote.engine is not None and remote.engine.model.weights.startswith(UNKNOWN_WEIGHTS):
-            yield problem(
-                "weights",
-                "the peer does not know its model's weights: no other engine can load its KV, and neither can"
-                " the peer itself after a restart",
-                change='weights = "NAME at REVISION"    (at both ends, if their weights are the same)',
-            )
-        if remote.engine is not None and not MODEL_FACTS & {*stated} - {"weights"}:
-            yield note(
-                "model",
-                "the model of this side's engine was not stated, and was assumed to be the peer's",
-                "whether the two engines have the same model is therefore unknown",
-                change="--fact num_layers=N --fact num_kv_heads=N --fact head_size=N --fact dtype=NAME",
-            )
-        for field in self.found.fields:
-            if field.outcome == "converted":
-                yield note(
-                    field.name,
-                    f"ours {field.ours}, theirs {field.theirs}: it is converted",
-                    "each page is rearranged when it is copied, which takes longer",
-                    change=_CONVERTED[field.name],
-                )
-        for device, selection in agreement.transports.items():
-            chosen, *others = selection.candidates
-            yield ok("transport", f"{device} tensors go by {chosen}", *map(str, others))
 
-    # -- the peer's answers --------------------------------------------------------------------
-
-    def _report(self, channel: Channel) -> Report:
-        deadline = self.deadline.within(_ANSWER_S)
-        try:
-            channel.send({"doctor": "report"}, timeout=deadline.remaining())
-            answered = channel.recv(timeout=deadline.remaining())
-            return Report.from_peer(answered.get("report") if isinstance(answered, dict) else None)
-        except KvplugError:
-            return Report(doctor="")
-
-    def _of_host(self, report: Report, engine: EngineFacts | None) -> Iterator[Finding]:
-        if report.host is None:
-            reason, change = _NO_REPORT.get(report.doctor, _NO_REPORT[""])
-            what = f"the peer does not report its host: {reason}"
-            yield note("peer", what, "its limits are unknown, and no pipe is measured", change=change)
-            return
-        self.found.peer_host = report.host
-        yield from report.findings
-        yield from of_two_hosts(facts_of(self.resolved.config), report.host)
-        yield from _of_connectors(self.resolved.config, report, engine)
-
-    def _measured(self, channel: Channel, agreement: Agreement, local: Hello) -> Iterator[Finding]:
-        device = self.device if self.device in agreement.transports else "cpu"
-        selection = agreement.transports.get(device)
-        if selection is None:
-            return
-        offers = (*local.transports, *agreement.remote.transports)
-        claimed = min(offer.capabilities.cost.gb_per_s for offer in offers if offer.name == selection.chosen)
-        try:
-            if why := lacks_tensors(device) or self._ask_to_measure(channel, device):
-                yield ok("rate", f"{selection.chosen}: not measured, since {why}")
-                return
-            settings = LinkSettings(resolved=self.resolved)
-            link = ControlLink(settings, channel, agreement, accepted=False)
-            measured = measure(link, device, claimed, self.deadline)
-        except Exception as e:
-            yield not_measured(selection.chosen, e, claimed)
-        else:
-            self.found.measured.append(measured)
-            yield rate_finding(measured, agreement.cross_host)
-
-    def _ask_to_measure(self, channel: Channel, device: str) -> str:
-        """Ask the peer to measure. Return why it refuses; empty if it agrees."""
-        channel.send(
-            {"doctor": "measure", "device": device}, timeout=self.deadline.within(_ANSWER_S).remaining()
-        )
-        match channel.recv(timeout=self.deadline.remaining()):
-            case {"measuring": True}:
-                return ""
-            case {"why": why}:
-                return peer_text(why)
-        return "the peer sent an unexpected answer"
+def _differing(hellos: tuple[Hello, Hello], facts: tuple[Facts, Facts]) -> tuple[str, ...]:
+    """Return why two engines with these facts, neither running, would refuse each other. Facts that only one
+    end states are not compared."""
+    both = facts[0].keys() & facts[1].keys()
+    engines = (engine_with({key: each[key] for key in both}, Role.BOTH) for each in facts)
+    local, remote = (
+        attrs.evolve(hello, engine=engine) for hello, engine in zip(hellos, engines, strict=True)
+    )
+    try:
+        agree(local, remote)
+    except HandshakeError as e:
+        return e.reasons
+    return ()
 
 
 def _refusals(resolved: ResolvedConfig, reasons: tuple[str, ...], who: str) -> Iterator[Finding]:
@@ -238,18 +163,44 @@ def _refusals(resolved: ResolvedConfig, reasons: tuple[str, ...], who: str) -> I
         yield from (note("plugins", f"{plugin.label}: {plugin.reason}", change=more) for plugin in failed)
 
 
-def _differing(
-    local: Hello, remote: Hello, ours: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Return why two engines with these facts, neither running, would refuse each other. Facts that only one
-    end states are not compared."""
-    both = ours.keys() & theirs.keys()
-    mine, yours = (engine_with({key: facts[key] for key in both}, Role.BOTH) for facts in (ours, theirs))
-    try:
-        agree(attrs.evolve(local, engine=mine), attrs.evolve(remote, engine=yours))
-    except HandshakeError as e:
-        return e.reasons
-    return ()
+def _compared(facts: Collection[str]) -> Finding:
+    """Name the facts that both ends state; the others count as equal."""
+    others = [each for each in FACTS if each not in facts]
+    if any(each in facts for each in MODEL_FACTS if each != "weights"):
+        return ok(
+            "model", f"equal at both ends: {', '.join(sorted(facts))}; not compared: {', '.join(others)}"
+        )
+    return note(
+        "model",
+        "the model of this side's engine was not stated, and was assumed to be the peer's",
+        "whether the two engines have the same model is therefore unknown",
+        change="--fact num_layers=N --fact num_kv_heads=N --fact head_size=N --fact dtype=NAME",
+    )
+
+
+def _agreed(agreement: Agreement, theirs: EngineFacts | None) -> Iterator[Finding]:
+    """Yield what was agreed on, and what must be converted."""
+    yield ok("handshake", f"agreed with {agreement.remote.identity}")
+    if theirs is not None and theirs.model.weights.startswith(UNKNOWN_WEIGHTS):
+        yield problem(
+            "weights",
+            "the peer does not know its model's weights: no other engine can load its KV, and neither can the"
+            " peer itself after a restart",
+            change='weights = "NAME at REVISION"    (at both ends, if their weights are the same)',
+        )
+    for each in agreement.converts:
+        yield note(
+            each.field,
+            f"{each.what}: it is converted",
+            "each page is rearranged when it is copied, which takes longer",
+            change=f"{each.field}: the same at both ends",
+        )
+    for device, selection in agreement.transports.items():
+        chosen, *others = selection.candidates
+        yield ok("transport", f"{device} tensors go by {chosen}", *map(str, others))
+
+
+# -- connectors ------------------------------------------------------------------------------------------
 
 
 def of_pages(config: Config, block_size: int, block_format: str) -> Iterator[Finding]:
@@ -265,8 +216,8 @@ def of_pages(config: Config, block_size: int, block_format: str) -> Iterator[Fin
         )
 
 
-def _of_connectors(config: Config, report: Report, engine: EngineFacts | None) -> Iterator[Finding]:
-    """Compare the two engines' connectors and their given options. ``engine`` is the peer's, if it runs."""
+def _connectors(config: Config, report: Report, theirs: EngineFacts | None) -> Iterator[Finding]:
+    """Compare the two engines' connectors and their given options."""
     name = report.connector
     if name != config.connector:
         yield problem(
@@ -276,27 +227,85 @@ def _of_connectors(config: Config, report: Report, engine: EngineFacts | None) -
             change=f"connector = {config.connector!r}    (at both ends)",
         )
         return
-    ours, theirs = connector_options(config), report.options
-    for key in sorted(ours.keys() | theirs.keys()):
-        default = "its default"
-        if key == _PAGE_TOKENS and engine is not None:
-            granule = engine.block_size if engine.block_format else 1
-            default = f"{math.ceil(PAGE_TOKENS / granule) * granule} (the default)"
-        mine, yours = (side.get(key, default) for side in (ours, theirs))
-        if mine.partition(" (")[0] == yours.partition(" (")[0]:
-            continue
-        known = yours if mine == "its default" else mine
-        # Engines with different known values refuse each other. Only the engine knows a default.
-        make = problem if key == _PAGE_TOKENS and "its default" not in (mine, yours) else note
-        yield make(
-            f"options.{name}.{key}",
-            f"{mine} here, {yours} at the peer",
-            "both ends find pages only if the options that make them are equal; see the option's help",
-            change=f"options.{name}.{key} = {known.partition(' (')[0]}    (at both ends, if it makes pages)",
+    sides = connector_options(config), report.options
+    for option in sorted({*sides[0], *sides[1]}):
+        values = [side.get(option, _DEFAULT) for side in sides]
+        if option == _PAGE_TOKENS and theirs is not None:
+            block = theirs.block_size if theirs.block_format else 1
+            values = [side.get(option, str(math.ceil(PAGE_TOKENS / block) * block)) for side in sides]
+        mine, yours = values
+        if mine != yours:
+            # Engines with different known pages refuse each other. Only the engine knows its defaults.
+            make = problem if option == _PAGE_TOKENS and _DEFAULT not in values else note
+            value = yours if mine == _DEFAULT else mine
+            yield make(
+                f"options.{name}.{option}",
+                f"{mine} here, {yours} at the peer",
+                "both ends find pages only if the options that make them are equal; see the option's help",
+                change=f"options.{name}.{option} = {value}    (at both ends, if it makes pages)",
+            )
+
+
+# -- the rate of the pipe --------------------------------------------------------------------------------
+
+
+def of_rate(
+    found: Diagnosis, resolved: ResolvedConfig, link: ControlLink, deadline: Deadline
+) -> Iterator[Finding]:
+    """Measure the agreed pipe, and compare its rate with the claim of its transport."""
+    agreement = link.agreement
+    device = resolved.device_of_links if resolved.device_of_links in agreement.transports else "cpu"
+    if device not in agreement.transports:
+        return
+    chosen = agreement.transports[device].chosen
+    offers = (*resolved.offers(load=False), *agreement.remote.transports)
+    claimed = min(offer.capabilities.cost.gb_per_s for offer in offers if offer.name == chosen)
+    try:
+        measured = measure(link, device, claimed, deadline)
+    except Exception as e:
+        is_late = isinstance(e, TimeoutError)
+        what = "no message came in time" if is_late else "the agreed pipe cannot be opened or used"
+        yield problem(
+            "rate",
+            f"{chosen}: {what}; {claimed:g} GB/s are claimed",
+            f"{type(e).__name__}: {e}",
+            change='transport = "cpu"    (at both ends, to find out whether another one works)',
         )
+        return
+    if isinstance(measured, str):
+        yield ok("rate", f"{chosen}: not measured, since {measured}")
+    else:
+        found.measured.append(measured)
+        yield rate_finding(measured, agreement.cross_host)
 
 
-# -- errors --------------------------------------------------------------------------------------------
+def rate_finding(measured: Measured, cross_host: bool, load: float | None = None) -> Finding:
+    """Compare a pipe's rate with the claim.
+
+    Args:
+        load: runnable processes per CPU; default: those of this host.
+    """
+    load = host_load() if load is None else load
+    # Each hand-over between the two ends waits for a turn on a CPU, and each message has several.
+    allowed = (1 + load) ** 2 if load > 1 else 1.0
+    factor = measured.claimed_gb_per_s / measured.gb_per_s
+    what = (
+        f"{measured.transport}: {measured.gb_per_s:.3g} GB/s measured with {measured.num_bytes >> 20} MiB of"
+        f" {measured.device} tensors, {measured.claimed_gb_per_s:g} GB/s claimed"
+    )
+    if load > 1:
+        what += f"; this host is busy, with {load:.1f} processes for each CPU"
+    if factor < _SLOW * allowed:
+        return ok("rate", what)
+    if cross_host:
+        why = "the network between the hosts, or the route through it, is too slow"
+        return note("rate", what, why, change="host: an address of the fastest network; see `interfaces`")
+    make = problem if factor >= _FAR_TOO_SLOW * allowed else note
+    why = "a wrapper of the pipe, the memory, or the CPUs that the processes may use are slow"
+    return make("rate", what, why, change="kvplug bench    (measures every transport here for longer)")
+
+
+# -- errors ----------------------------------------------------------------------------------------------
 
 _ADDRESS: Final = '--peer, peers: the address in the engine\'s log ("serving pages at")'
 _BY_CODE: Final = {
@@ -332,7 +341,7 @@ _BY_CLASS: Final[Mapping[type[KvplugError], tuple[str, str]]] = {
 """The same for errors without a code. The first matching class counts."""
 
 
-def unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
+def _unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
     """Explain an error of dialling, or of the conversation that followed, to an operator."""
     if isinstance(error, HandshakeError):
         return from_reasons(error.reasons, "the peer")[0]

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import attrs
 
-from kvplug.assembly.examination.checks import MIB
-from kvplug.assembly.examination.finding import Finding, from_fault, note, ok, problem, text_of
+from kvplug.assembly.doctor.finding import Finding, from_fault, note, ok, problem, text_of
+from kvplug.assembly.doctor.host import MIB
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener
 from kvplug.config.config import Role, directory_of
-from kvplug.config.options import option_fields
 from kvplug.config.units import bytes_in_words
-from kvplug.errors import AuthenticationError, ConfigError, KvplugError, TimeoutError
+from kvplug.errors import AuthenticationError, ConfigError, KvplugError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline
-from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.format import opaque_format
@@ -43,7 +40,6 @@ _PAGE_BYTES: Final = 4096
 _NAMESPACE: Final = b"kvplug doctor"
 _MOST_S: Final = 5.0
 _LEAST_S: Final = 0.2
-_MAX_LOGGED: Final = 8
 _FREE_NEEDED: Final = 64 * MIB
 _PROMPT_TOKENS: Final = 8192
 _PROMPTS: Final = 2
@@ -122,23 +118,12 @@ def of_stores(
         spec = resolved.registry.find(Kind.STORE, name)
         if spec is None or not spec.run_probe().viable:
             continue  # a finding of the config
-        trial = _Trial(resolved=resolved, spec=spec, deadline=deadline, write=write)
-        path = getattr(trial.options, "path", None)
-        if not isinstance(path, str) or not path or os.path.isfile(os.path.expanduser(path)):
-            yield from trial.run()
+        path = os.path.expanduser(getattr(resolved.options_of(spec), "path", None) or "")
+        trial = _Trial(resolved=resolved, spec=spec, deadline=deadline, write=write, token_bytes=token_bytes)
+        if path and not os.path.isfile(path):
+            yield from _in_its_folder(trial, Path(path).absolute())
         else:
-            yield from _in_its_folder(trial, Path(os.path.expanduser(path)).absolute())
-        if trial.budget_bytes is not None and token_bytes is not None:
-            yield _beside_a_prompt(spec.name, trial.budget_bytes, _PROMPT_TOKENS * token_bytes)
-
-
-def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
-    what = f"{name}: a prompt of {_PROMPT_TOKENS:,} tokens takes {bytes_in_words(prompt)} of"
-    what += f" {bytes_in_words(budget)}"
-    if budget >= _PROMPTS * prompt:
-        return ok("stores", what)
-    change = f'options.{name}.size = "{-(-_PROMPTS * prompt // MIB)} MiB"    (or more)'
-    return note("stores", what, "longer prompts, or several at once, are not loaded whole", change=change)
+            yield from trial.run()
 
 
 # -- a folder ------------------------------------------------------------------------------------------
@@ -159,13 +144,12 @@ def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
     except (ConfigError, OSError) as e:
         yield problem("stores", f"{name}: the store cannot start", str(e), change=f"{option} = ...")
         return
-    room = _of_room(trial, os.statvfs(at), at)
+    room = _of_room(trial, at)
     try:
         with tempfile.TemporaryDirectory(prefix=".kvplug-doctor-", dir=at, ignore_cleanup_errors=True) as own:
             yield room
             if room.verdict != "problem":
-                trial.move_to(f"{own}/pages")
-                yield from trial.run()
+                yield from trial.at(f"{own}/pages").run()
     except OSError as e:
         status, user = os.stat(at), os.geteuid()
         yield problem(
@@ -177,9 +161,10 @@ def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
         )
 
 
-def _of_room(trial: _Trial, room: os.statvfs_result, at: Path) -> Finding:
+def _of_room(trial: _Trial, at: Path) -> Finding:
     """Compare the free space at a folder with the store's budget."""
-    name, budget = trial.spec.name, getattr(trial.options, "size", None)
+    name, room = trial.spec.name, os.statvfs(at)
+    budget = getattr(trial.resolved.options_of(trial.spec), "size", None)
     free = room.f_bavail * room.f_frsize
     what = f"{name}: {bytes_in_words(free)} are free at {at}"
     if free < _FREE_NEEDED:
@@ -195,18 +180,6 @@ def _of_room(trial: _Trial, room: os.statvfs_result, at: Path) -> Finding:
 # -- a store -------------------------------------------------------------------------------------------
 
 
-class _Warnings(logging.Handler):
-    """Collects the warnings logged while a store is tried, which may explain why it does not work."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if len(self.lines) < _MAX_LOGGED:
-            self.lines.append(peer_text(record.getMessage()))
-
-
 @attrs.define(kw_only=True)
 class _Trial:
     """The trial of one store, which is opened and used."""
@@ -215,110 +188,111 @@ class _Trial:
     spec: StoreSpec
     deadline: Deadline
     write: bool
-    options: Any = attrs.field(init=False)
-    budget_bytes: int | None = None
-    """Known when the store has answered."""
-    _store: Store | None = None
-    _seconds: float = 0.0
+    token_bytes: int | None
+    _store: Store | None = attrs.field(default=None, init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.options = self.resolved.options_of(self.spec)
-
-    def move_to(self, path: str) -> None:
-        """Replace the store's option ``path``."""
+    def at(self, path: str) -> _Trial:
+        """Return the same trial with another value of the store's option ``path``."""
         config, name = self.resolved.config, self.spec.name
         tables = {**config.options, name: {**config.options.get(name, {}), "path": path}}
-        self.resolved = ResolvedConfig(attrs.evolve(config, options=tables), self.resolved.registry)
+        resolved = ResolvedConfig(attrs.evolve(config, options=tables), self.resolved.registry)
+        return attrs.evolve(self, resolved=resolved)
 
     def run(self) -> Iterator[Finding]:
-        self._seconds = self.deadline.within(_MOST_S).remaining() or 0.0
-        if self._seconds < _LEAST_S:
-            what = f"{self.spec.name}: it was not tried: the doctor ran out of time"
+        name, seconds = self.spec.name, self.deadline.within(_MOST_S).remaining() or 0.0
+        if seconds < _LEAST_S:
+            what = f"{name}: it was not tried: the doctor ran out of time"
             yield note("stores", what, "earlier stores, or a busy host, used up the time", change=LATE)
             return
-        warnings = _Warnings()
-        logging.getLogger().addHandler(warnings)
         try:
-            found = _attempt(self._open_and_use, self._seconds + 1.0, self._stop)
-        except ConfigError as e:
-            found = self._failed(*e.faults, change=from_fault(e.faults[0]).change)
-        except AuthenticationError as e:
-            found = self._failed(str(e), change="KVPLUG_SECRET or secret_file: the same at both ends")
+            yield from _attempt(lambda: self._open_and_use(seconds), seconds + 1.0, self._stop)
         except Exception as e:
-            found = self._failed(text_of(e), change=e.change if isinstance(e, KvplugError) else "")
-        finally:
-            logging.getLogger().removeHandler(warnings)
-        if found.verdict != "ok":
-            found = attrs.evolve(found, why=tuple(dict.fromkeys((*found.why, *warnings.lines))))
-        yield found
+            why = e.faults if isinstance(e, ConfigError) else (text_of(e),)
+            consequence = "every load from it is a miss, and nothing is kept in it"
+            what = f"{name}: the store does not work"
+            yield problem("stores", what, *why, consequence, change=self._change_for(e))
+
+    def _change_for(self, error: Exception) -> str:
+        name, options = self.spec.name, self.resolved.options_of(self.spec)
+        change = error.change if isinstance(error, KvplugError) else ""
+        if isinstance(error, ConfigError):
+            change = from_fault(error.faults[0]).change
+        if isinstance(error, AuthenticationError):
+            change = "KVPLUG_SECRET or secret_file: the same at both ends"
+        place = next((f"options.{name}.{key}" for key in _PLACES if hasattr(options, key)), "")
+        where = f"{place}, or what listens there" if place else f"[options.{name}]"
+        return change or f"{where}    (`kvplug list --options {name}` shows all options)"
 
     def _stop(self) -> None:
         if self._store is not None:
             self._store.abort()
 
-    def _open_and_use(self) -> Finding:
+    def _open_and_use(self, seconds: float) -> list[Finding]:
         store = self._store = StoreOpener(LinkSettings(resolved=self.resolved)).open(self.spec.name)
         try:
-            return self._use(store)
+            return self._use(store, seconds)
         finally:
             store.abort()
 
-    def _failed(self, *why: str, change: str = "") -> Finding:
-        name = self.spec.name
-        known = () if self.options is None else option_fields(type(self.options))
-        place = next((f"options.{name}.{key}, or what listens there" for key in _PLACES if key in known), "")
-        change = (
-            change or f"{place or f'[options.{name}]'}    (`kvplug list --options {name}` shows all options)"
-        )
-        consequence = "every load from it is a miss, and nothing is kept in it"
-        return problem("stores", f"{name}: the store does not work", *why, consequence, change=change)
+    def _use(self, store: Store, seconds: float) -> list[Finding]:
+        """Request an absent page, and with ``write`` put, get and remove one.
 
-    def _use(self, store: Store) -> Finding:
+        Raises:
+            KvplugError: the store does not work.
+        """
+        name = self.spec.name
         series = Series(opaque_format(_PAGE_BYTES), _NAMESPACE, store.seal.id)
         key = series.key_of(secrets.token_bytes(32))
         pages, got = (PageBuffers.empty(series.format, 1) for _ in range(2))
-        request = PageRequest(
-            series=series, keys=(key,), identities=(_NAMESPACE,), memory=pages, is_use=False
-        )
-        miss = self._get(store, request)
+        request = PageRequest(series=series, keys=(key,), identities=(_NAMESPACE,), memory=got, is_use=False)
+        miss = _get(store, request, seconds)
         if miss not in (None, MissReason.ABSENT):
-            return self._failed(f"a page was requested, and the answer was {miss.value!r}")
+            raise TransportError(f"a page was requested, and the answer was {miss.value!r}")
         usage = store.usage()
         budget = "no limit of its own" if usage.budget_bytes is None else bytes_in_words(usage.budget_bytes)
-        what = f"{self.spec.name}: it answers; {usage.num_pages} pages, budget {budget}"
+        what = f"{name}: it answers; {usage.num_pages} pages, budget {budget}"
         if self.write:
             content = pages.rows().row(0)[:] = secrets.token_bytes(_PAGE_BYTES)
-            (refused,) = store.submit_put(request, timeout=self._seconds).wait(self._seconds + 1)
+            (refused,) = store.submit_put(attrs.evolve(request, memory=pages), timeout=seconds).wait(
+                seconds + 1
+            )
             try:
                 if refused is not None:
-                    return self._not_kept(refused, store)
-                miss = self._get(store, attrs.evolve(request, memory=got))
-                if miss is not None:
-                    return self._failed(f"a page was put, but getting it answers {miss.value!r}")
+                    raise self._not_kept(refused)
+                if (miss := _get(store, request, seconds)) is not None:
+                    raise TransportError(f"a page was put, but getting it answers {miss.value!r}")
                 if bytes(got.rows().row(0)) != content:
-                    return self._failed("a page that was put came back with other bytes")
+                    raise TransportError("a page that was put came back with other bytes")
             finally:
-                store.submit_remove((key,), timeout=self._seconds).wait(self._seconds + 1)
+                store.submit_remove((key,), timeout=seconds).wait(seconds + 1)
             what += "; a page was put, got and removed"
-        self.budget_bytes = usage.budget_bytes
+        found = [ok("stores", what)]
+        if usage.budget_bytes is not None and self.token_bytes is not None:
+            found.append(_beside_a_prompt(name, usage.budget_bytes, _PROMPT_TOKENS * self.token_bytes))
+        return found
+
+    def _not_kept(self, reason: PutReason) -> KvplugError:
+        name = self.spec.name
+        change = f"options.{name}: who may write there"
+        if reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
+            change = (
+                f"options.{name}.size, or the limit of the server behind it (maxmemory of a Redis server)"
+            )
+        return TransportError(f"a page was not kept: {reason.value}", change=change)
+
+
+def _get(store: Store, request: PageRequest, seconds: float) -> MissReason | None:
+    job = store.submit_get(request, timeout=seconds)
+    (miss,) = job.wait(seconds + 1)
+    if not job.wait_settled(1.0):
+        raise TimeoutError("a page is still being copied")
+    return miss
+
+
+def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
+    what = f"{name}: a prompt of {_PROMPT_TOKENS:,} tokens takes {bytes_in_words(prompt)} of"
+    what += f" {bytes_in_words(budget)}"
+    if budget >= _PROMPTS * prompt:
         return ok("stores", what)
-
-    def _get(self, store: Store, request: PageRequest) -> MissReason | None:
-        job = store.submit_get(request, timeout=self._seconds)
-        (miss,) = job.wait(self._seconds + 1)
-        if not job.wait_settled(1.0):
-            raise TimeoutError("a page is still being copied")
-        return miss
-
-    def _not_kept(self, reason: PutReason, store: Store) -> Finding:
-        name, usage = self.spec.name, store.usage()
-        what = f"{name}: a page was not kept: {reason.value}"
-        if reason not in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
-            return problem("stores", what, change=f"options.{name}: who may write there")
-        if usage.budget_bytes is not None and usage.used_bytes + _PAGE_BYTES > usage.budget_bytes:
-            why = "its budget is used by pages that may not be evicted"
-            return problem("stores", what, why, change=f"options.{name}.size = ...    (or delete some)")
-        change = "a higher limit there: raise maxmemory of a Redis server"
-        if hasattr(self.options, "size"):
-            change += f"; or lower options.{name}.size"
-        return problem("stores", what, "the server or disk behind it is full", change=change)
+    change = f'options.{name}.size = "{-(-_PROMPTS * prompt // MIB)} MiB"    (or more)'
+    return note("stores", what, "longer prompts, or several at once, are not loaded whole", change=change)

@@ -17,7 +17,7 @@ import click
 
 from kvplug.assembly.registry import Registry
 from kvplug.cli.duration import Duration
-from kvplug.cli.table import show_table
+from kvplug.cli.output import show_table
 from kvplug.config.config import DEVICE, Config
 from kvplug.config.messages import did_you_mean
 from kvplug.config.units import format_bytes, parse_bytes

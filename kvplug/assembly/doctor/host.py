@@ -1,13 +1,12 @@
-"""Checks for problems of a host, and between two hosts."""
+"""Checks of one process's host, and of what separates two."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from kvplug.assembly.examination.finding import LINE_FOR_RESOURCE, Finding, note, ok, problem
+from kvplug.assembly.doctor.finding import LINE_FOR_RESOURCE, Finding, note, ok, problem
 from kvplug.assembly.host import SHARED_MEMORY, HostFacts
-from kvplug.config.config import Config
 from kvplug.config.units import bytes_in_words
 
 MIB: Final = 1 << 20
@@ -19,12 +18,12 @@ _LOCKED_USUAL: Final = 64 * MIB
 _CLOCK_S: Final = 5.0
 
 
-def of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
-    """Yield one finding for each limit of the process."""
+def of_limits(facts: HostFacts, buffer_size: int) -> Iterator[Finding]:
+    """Check the limits of a process. ``buffer_size``: that of its config."""
     yield _descriptors(facts)
     yield _shm(facts)
     yield _locked(facts)
-    if facts.file_bytes is not None and facts.file_bytes < config.buffer_size:
+    if facts.file_bytes is not None and facts.file_bytes < buffer_size:
         limit = bytes_in_words(facts.file_bytes)
         yield problem(
             "files",
@@ -71,6 +70,28 @@ def _locked(facts: HostFacts) -> Finding:
     return ok("locked memory", what)
 
 
+def of_device(device: str) -> Iterator[Finding]:
+    """Check that PyTorch finds the config's device. Makes no tensor, which would take GPU memory."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return
+    try:
+        import torch
+    except ImportError:
+        yield note("device", "not checked: PyTorch is not installed here", change="pip install torch")
+        return
+    count = torch.cuda.device_count()
+    if int(index or 0) < count:
+        yield ok("device", f"PyTorch finds {count} GPUs")
+    else:
+        yield problem(
+            "device",
+            f"there is no {device} here: PyTorch {torch.__version__} finds {count} GPUs",
+            "this container does not have the GPU, or PyTorch was built without CUDA",
+            change='docker run --gpus=all    (or device = "cpu")',
+        )
+
+
 _APART: Final = {
     "pid": (
         "neither end can see the other one die: it counts as dead only after heartbeat_timeout_s",
@@ -88,14 +109,21 @@ _APART: Final = {
 
 
 def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
-    """Yield the differences between two hosts, or whatever separates two processes on one host."""
+    """Check what separates two hosts, or two processes on one host."""
     if ours.boot_id and ours.boot_id == theirs.boot_id:
         yield from [*_apart(ours, theirs)] or [
             ok("hosts", "both ends are on this host and share its namespaces")
         ]
     else:
         yield ok("hosts", f"the peer is on another host: {theirs.host or 'unknown'}")
-        yield from _clocks(ours.time_ms, theirs.time_ms)
+        apart_s = abs((ours.time_ms or 0) - (theirs.time_ms or 0)) / 1000
+        if ours.time_ms and theirs.time_ms and apart_s > _CLOCK_S:
+            yield problem(
+                "clocks",
+                f"the two hosts' clocks are {apart_s:.0f} s apart",
+                "the expiry of tickets and the validity of certificates are checked against them",
+                change="chronyc makestep    (or the host's other time service)",
+            )
     mine, yours = ours.versions, theirs.versions
     both = sorted(name for name in mine.keys() & yours.keys() if name.startswith("kvplug"))
     if differing := [name for name in both if mine[name] != yours[name]]:
@@ -121,15 +149,4 @@ def _apart(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
             "the two ends are on one host, and each has its own /dev/shm",
             "NCCL and UCX use a slower path between them; kvplug's own shared memory is not affected",
             change="docker run --ipc=host    (or one volume at /dev/shm of both)",
-        )
-
-
-def _clocks(ours_ms: int | None, theirs_ms: int | None) -> Iterator[Finding]:
-    apart_s = abs((ours_ms or 0) - (theirs_ms or 0)) / 1000
-    if ours_ms and theirs_ms and apart_s > _CLOCK_S:
-        yield problem(
-            "clocks",
-            f"the two hosts' clocks are {apart_s:.0f} s apart",
-            "the expiry of tickets and the validity of certificates are checked against them",
-            change="chronyc makestep    (or the host's other time service)",
         )

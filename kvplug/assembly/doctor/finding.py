@@ -1,15 +1,16 @@
-"""The findings of ``kvplug explain`` and ``kvplug doctor``: the fact, why it matters, and what to change."""
+"""Findings of ``kvplug explain`` and ``kvplug doctor``: the fact, why it matters, and what to change."""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Iterable
+from typing import Any, Final, Literal
 
 import attrs
 
+from kvplug.assembly.examination import Measured
+from kvplug.assembly.host import HostFacts
 from kvplug.config.messages import Fault
-from kvplug.errors import KvplugError, Reason, ResourceExhaustedError
-
-Verdict = Literal["ok", "note", "problem"]
+from kvplug.errors import ConfigError, KvplugError, Reason, ResourceExhaustedError
 
 LINE_FOR_RESOURCE: Final = {
     "descriptors": "ulimit -n 65536",
@@ -26,7 +27,7 @@ class Finding:
 
     topic: str
     """The config key, or the part of kvplug or the host, that was checked."""
-    verdict: Verdict
+    verdict: Literal["ok", "note", "problem"]
     """``"problem"``: until it is fixed, an engine does not start, or loads KV too slowly or not at all."""
     what: str
     why: tuple[str, ...] = ()
@@ -83,3 +84,33 @@ def from_reasons(reasons: tuple[str, ...], peer: str) -> tuple[Finding, ...]:
             what = f"refused with {peer}: {reason.what}"
             found.append(problem(reason.field, what, change=reason.change))
     return tuple(found)
+
+
+@attrs.define(kw_only=True)
+class Diagnosis:
+    """Everything that the doctor found."""
+
+    findings: list[Finding] = attrs.field(factory=list)
+    measured: list[Measured] = attrs.field(factory=list)
+    host: HostFacts | None = None
+    peer_host: HostFacts | None = None
+
+    @property
+    def problems(self) -> int:
+        return sum(finding.verdict == "problem" for finding in self.findings)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Convert to plain values, for JSON."""
+        return {"problems": self.problems, **attrs.asdict(self)}
+
+    def collect(self, topic: str, findings: Iterable[Finding]) -> None:
+        """Add findings. An error that interrupts them becomes a problem, unless it is already listed."""
+        try:
+            for each in findings:
+                self.findings.append(each)
+        except ConfigError as e:
+            known = {(each.topic, each.what) for each in self.findings}
+            faults = map(from_fault, e.faults)
+            self.findings += (each for each in faults if (each.topic, each.what) not in known)
+        except (KvplugError, OSError) as e:
+            self.findings.append(from_error(topic, e, change=topic))

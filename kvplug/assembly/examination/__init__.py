@@ -1,1 +1,0 @@
-"""A listener's answers to a doctor: facts about its host, its problems, and the rate of a pipe."""
