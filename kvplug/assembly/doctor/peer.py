@@ -21,14 +21,11 @@ from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.config.config import Config, Role
 from kvplug.engine.layout import PAGE_TOKENS
 from kvplug.errors import (
-    AuthenticationError,
-    ConfigError,
     HandshakeError,
     InsecureAddressError,
     KvplugError,
     PeerGoneError,
     TimeoutError,
-    WireError,
 )
 from kvplug.metrics.rate import host_load
 from kvplug.negotiation.agreement import Agreement, agree
@@ -308,7 +305,7 @@ def rate_finding(measured: Measured, cross_host: bool, load: float | None = None
 # -- errors ----------------------------------------------------------------------------------------------
 
 _ADDRESS: Final = '--peer, peers: the address in the engine\'s log ("serving pages at")'
-_BY_CODE: Final = {
+_EXPLAINED: Final[Mapping[str, tuple[str, str]]] = {
     "certificate name": (
         "tls",
         "tls_cert: one with HOST as subjectAltName (there); or tls_check_host = false",
@@ -318,35 +315,32 @@ _BY_CODE: Final = {
     "foreign": ("peer", _ADDRESS),
     "hung up": ("peer", f"{_ADDRESS}; tls_cert, tls_key and tls_ca at both ends"),
     "no route": ("peer", "docker run --network=host    (or a route to HOST)"),
-}
-"""For each error code: the topic, and what to change."""
-_BY_CLASS: Final[Mapping[type[KvplugError], tuple[str, str]]] = {
-    InsecureAddressError: (
+    "InsecureAddressError": (
         "secret",
         "secret_file: what `kvplug config secret FILE` prints    (the same file at both ends)",
     ),
-    AuthenticationError: (
+    "AuthenticationError": (
         "secret",
         "KVPLUG_SECRET or secret_file: the same at both ends; or one user at both ends, on one host",
     ),
-    TimeoutError: (
+    "TimeoutError": (
         "peer",
         "kill -CONT PID at the peer if it is stopped, or a firewall rule that drops packets",
     ),
-    PeerGoneError: ("peer", _ADDRESS),
-    ConfigError: ("tls", "tls_cert, tls_key, tls_ca"),
-    WireError: ("peer", "--peer HOST:PORT, unix:@NAME or unix:/PATH"),
-    KvplugError: ("peer", ""),
+    "PeerGoneError": ("peer", _ADDRESS),
+    "ConfigError": ("tls", "tls_cert, tls_key, tls_ca"),
+    "WireError": ("peer", "--peer HOST:PORT, unix:@NAME or unix:/PATH"),
+    "KvplugError": ("peer", ""),
 }
-"""The same for errors without a code. The first matching class counts."""
+"""For each code of an error, or its class: the topic, and what to change."""
 
 
 def _unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
     """Explain an error of dialling, or of the conversation that followed, to an operator."""
     if isinstance(error, HandshakeError):
         return from_reasons(error.reasons, "the peer")[0]
-    by_class = next(found for kind, found in _BY_CLASS.items() if isinstance(error, kind))
-    topic, change = _BY_CODE.get(error.code, by_class)
+    names = (error.code, *(cls.__name__ for cls in type(error).__mro__))
+    topic, change = next(_EXPLAINED[name] for name in names if name in _EXPLAINED)
     why = []
     if topic == "secret" and not isinstance(error, InsecureAddressError):
         source = secret_source(config)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import attrs
 
@@ -19,16 +19,14 @@ from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener
 from kvplug.config.config import Role, directory_of
 from kvplug.config.units import bytes_in_words
+from kvplug.engine.page_cache import FlatPage, PageCache
 from kvplug.errors import AuthenticationError, ConfigError, KvplugError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline
 from kvplug.net.threads import BackgroundThread
 from kvplug.transport.spec import Kind, StoreSpec
-from kvplug.transport.store.format import opaque_format
-from kvplug.transport.store.keys import Series
-from kvplug.transport.store.memory import PageBuffers
 from kvplug.transport.store.page_folder import check_private
-from kvplug.transport.store.results import MissReason, PutReason
-from kvplug.transport.store.store import PageRequest, Store
+from kvplug.transport.store.results import MissReason, PutReason, Usage
+from kvplug.transport.store.store import Store
 
 T = TypeVar("T")
 
@@ -37,7 +35,6 @@ THREAD: Final = "kvplug-doctor"
 LATE: Final = "--timeout 60"
 """The remedy if the time ran out before everything was tried."""
 _PAGE_BYTES: Final = 4096
-_NAMESPACE: Final = b"kvplug doctor"
 _MOST_S: Final = 5.0
 _LEAST_S: Final = 0.2
 _FREE_NEEDED: Final = 64 * MIB
@@ -118,15 +115,12 @@ def of_stores(
         spec = resolved.registry.find(Kind.STORE, name)
         if spec is None or not spec.run_probe().viable:
             continue  # a finding of the config
-        path = os.path.expanduser(getattr(resolved.options_of(spec), "path", None) or "")
         trial = _Trial(resolved=resolved, spec=spec, deadline=deadline, write=write, token_bytes=token_bytes)
+        path = os.path.expanduser(getattr(trial.options, "path", None) or "")
         if path and not os.path.isfile(path):
             yield from _in_its_folder(trial, Path(path).absolute())
         else:
             yield from trial.run()
-
-
-# -- a folder ------------------------------------------------------------------------------------------
 
 
 def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
@@ -163,8 +157,7 @@ def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
 
 def _of_room(trial: _Trial, at: Path) -> Finding:
     """Compare the free space at a folder with the store's budget."""
-    name, room = trial.spec.name, os.statvfs(at)
-    budget = getattr(trial.resolved.options_of(trial.spec), "size", None)
+    name, room, budget = trial.spec.name, os.statvfs(at), getattr(trial.options, "size", None)
     free = room.f_bavail * room.f_frsize
     what = f"{name}: {bytes_in_words(free)} are free at {at}"
     if free < _FREE_NEEDED:
@@ -177,10 +170,7 @@ def _of_room(trial: _Trial, at: Path) -> Finding:
     return ok("stores", what)
 
 
-# -- a store -------------------------------------------------------------------------------------------
-
-
-@attrs.define(kw_only=True)
+@attrs.frozen(kw_only=True)
 class _Trial:
     """The trial of one store, which is opened and used."""
 
@@ -189,7 +179,10 @@ class _Trial:
     deadline: Deadline
     write: bool
     token_bytes: int | None
-    _store: Store | None = attrs.field(default=None, init=False)
+
+    @property
+    def options(self) -> Any:
+        return self.resolved.options_of(self.spec)
 
     def at(self, path: str) -> _Trial:
         """Return the same trial with another value of the store's option ``path``."""
@@ -204,89 +197,74 @@ class _Trial:
             what = f"{name}: it was not tried: the doctor ran out of time"
             yield note("stores", what, "earlier stores, or a busy host, used up the time", change=LATE)
             return
+        opened: list[Store] = []
+
+        def use() -> Usage:
+            opened.append(StoreOpener(LinkSettings(resolved=self.resolved)).open(name))
+            try:
+                self._use(PageCache(opened[0], engine=THREAD, timeout_s=seconds), seconds + 1.0)
+                return opened[0].usage()
+            finally:
+                opened[0].abort()
+
+        def stop() -> None:
+            for store in opened:
+                store.abort()
+
         try:
-            yield from _attempt(lambda: self._open_and_use(seconds), seconds + 1.0, self._stop)
+            usage = _attempt(use, seconds + 1.0, stop)
         except Exception as e:
             why = e.faults if isinstance(e, ConfigError) else (text_of(e),)
             consequence = "every load from it is a miss, and nothing is kept in it"
             what = f"{name}: the store does not work"
             yield problem("stores", what, *why, consequence, change=self._change_for(e))
+            return
+        budget, tried = usage.budget_bytes, "; a page was put, got and removed" if self.write else ""
+        limit = "no limit of its own" if budget is None else bytes_in_words(budget)
+        yield ok("stores", f"{name}: it answers; {usage.num_pages} pages, budget {limit}{tried}")
+        if budget is not None and self.token_bytes is not None:
+            yield _beside_a_prompt(name, budget, _PROMPT_TOKENS * self.token_bytes)
 
-    def _change_for(self, error: Exception) -> str:
-        name, options = self.spec.name, self.resolved.options_of(self.spec)
-        change = error.change if isinstance(error, KvplugError) else ""
-        if isinstance(error, ConfigError):
-            change = from_fault(error.faults[0]).change
-        if isinstance(error, AuthenticationError):
-            change = "KVPLUG_SECRET or secret_file: the same at both ends"
-        place = next((f"options.{name}.{key}" for key in _PLACES if hasattr(options, key)), "")
-        where = f"{place}, or what listens there" if place else f"[options.{name}]"
-        return change or f"{where}    (`kvplug list --options {name}` shows all options)"
-
-    def _stop(self) -> None:
-        if self._store is not None:
-            self._store.abort()
-
-    def _open_and_use(self, seconds: float) -> list[Finding]:
-        store = self._store = StoreOpener(LinkSettings(resolved=self.resolved)).open(self.spec.name)
-        try:
-            return self._use(store, seconds)
-        finally:
-            store.abort()
-
-    def _use(self, store: Store, seconds: float) -> list[Finding]:
+    def _use(self, cache: PageCache, seconds: float) -> None:
         """Request an absent page, and with ``write`` put, get and remove one.
 
         Raises:
             KvplugError: the store does not work.
         """
-        name = self.spec.name
-        series = Series(opaque_format(_PAGE_BYTES), _NAMESPACE, store.seal.id)
-        key = series.key_of(secrets.token_bytes(32))
-        pages, got = (PageBuffers.empty(series.format, 1) for _ in range(2))
-        request = PageRequest(series=series, keys=(key,), identities=(_NAMESPACE,), memory=got, is_use=False)
-        miss = _get(store, request, seconds)
+        name, key = self.spec.name, secrets.token_bytes(32)
+        put, got = bytearray(secrets.token_bytes(_PAGE_BYTES)), bytearray(_PAGE_BYTES)
+        request = [FlatPage(key=key, view=memoryview(got))]
+        (miss,) = cache.get(request).wait(seconds)
         if miss not in (None, MissReason.ABSENT):
             raise TransportError(f"a page was requested, and the answer was {miss.value!r}")
-        usage = store.usage()
-        budget = "no limit of its own" if usage.budget_bytes is None else bytes_in_words(usage.budget_bytes)
-        what = f"{name}: it answers; {usage.num_pages} pages, budget {budget}"
-        if self.write:
-            content = pages.rows().row(0)[:] = secrets.token_bytes(_PAGE_BYTES)
-            (refused,) = store.submit_put(attrs.evolve(request, memory=pages), timeout=seconds).wait(
-                seconds + 1
-            )
-            try:
-                if refused is not None:
-                    raise self._not_kept(refused)
-                if (miss := _get(store, request, seconds)) is not None:
-                    raise TransportError(f"a page was put, but getting it answers {miss.value!r}")
-                if bytes(got.rows().row(0)) != content:
-                    raise TransportError("a page that was put came back with other bytes")
-            finally:
-                store.submit_remove((key,), timeout=seconds).wait(seconds + 1)
-            what += "; a page was put, got and removed"
-        found = [ok("stores", what)]
-        if usage.budget_bytes is not None and self.token_bytes is not None:
-            found.append(_beside_a_prompt(name, usage.budget_bytes, _PROMPT_TOKENS * self.token_bytes))
-        return found
+        if not self.write:
+            return
+        (refused,) = cache.put([FlatPage(key=key, view=memoryview(put))]).wait(seconds)
+        try:
+            if refused is not None:
+                change = f"options.{name}: who may write there"
+                if refused in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
+                    change = f"options.{name}.size, or the limit of the server behind it (maxmemory of Redis)"
+                raise TransportError(f"a page was not kept: {refused.value}", change=change)
+            (miss,) = cache.get(request).wait(seconds)
+            if miss is not None:
+                raise TransportError(f"a page was put, but getting it answers {miss.value!r}")
+            if got != put:
+                raise TransportError("a page that was put came back with other bytes")
+        finally:
+            cache.remove([key]).wait(seconds)
 
-    def _not_kept(self, reason: PutReason) -> KvplugError:
+    def _change_for(self, error: Exception) -> str:
         name = self.spec.name
-        change = f"options.{name}: who may write there"
-        if reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
-            change = (
-                f"options.{name}.size, or the limit of the server behind it (maxmemory of a Redis server)"
-            )
-        return TransportError(f"a page was not kept: {reason.value}", change=change)
-
-
-def _get(store: Store, request: PageRequest, seconds: float) -> MissReason | None:
-    job = store.submit_get(request, timeout=seconds)
-    (miss,) = job.wait(seconds + 1)
-    if not job.wait_settled(1.0):
-        raise TimeoutError("a page is still being copied")
-    return miss
+        if isinstance(error, ConfigError):
+            return from_fault(error.faults[0]).change
+        if isinstance(error, AuthenticationError):
+            return "KVPLUG_SECRET or secret_file: the same at both ends"
+        if isinstance(error, KvplugError) and error.change:
+            return error.change
+        place = next((f"options.{name}.{key}" for key in _PLACES if hasattr(self.options, key)), "")
+        where = f"{place}, or what listens there" if place else f"[options.{name}]"
+        return f"{where}    (`kvplug list --options {name}` shows all options)"
 
 
 def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
