@@ -126,10 +126,6 @@ class EntryGoneError(KvplugError, LookupError):
     """A lookup entry that was promised no longer exists."""
 
 
-class LentError(KvplugError, RuntimeError):
-    """The entry has a lease that excludes the requested one."""
-
-
 class TransportError(KvplugError, OSError):
     """A transport failed in a way that no other error describes. The cause is chained."""
 

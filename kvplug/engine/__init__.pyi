@@ -40,7 +40,6 @@ from kvplug.engine.page_cache import (
 from kvplug.errors import (
     EntryGoneError as EntryGoneError,
     LayoutError as LayoutError,
-    LentError as LentError,
     StalledError as StalledError,
 )
 from kvplug.metrics.reasons import (

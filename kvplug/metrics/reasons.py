@@ -116,7 +116,6 @@ _BY_ERROR: Final[Mapping[type, Reason]] = {
     errors.UnsupportedError: Reason.REFUSED,
     errors.TensorMismatchError: Reason.REFUSED,
     errors.LayoutError: Reason.REFUSED,
-    errors.LentError: Reason.REFUSED,
     errors.BusyError: Reason.REFUSED,
     TimeoutError: Reason.TIMEOUT,
     ConnectionError: Reason.PEER_GONE,

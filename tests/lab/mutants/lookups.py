@@ -11,11 +11,10 @@ from kvplug.errors import CapacityError, KvplugError
 from kvplug.net.deadline import Deadline
 from kvplug_lab.mutants import breaks
 from kvplug_lookup.buffer import store as simple
+from kvplug_lookup.buffer.entries import Entries, HeldEntry, Lease
 from kvplug_lookup.buffer.index import TokenIndex
-from kvplug_lookup.buffer.lending import Lending
 from kvplug_lookup.buffer.reach import ReachingEnd
 from kvplug_lookup.buffer.server import Session
-from kvplug_lookup.buffer.shelf import Held, Loan, Shelf
 from kvplug_lookup.buffer.store import SimpleStore
 from kvplug_testing import LookupBufferContract
 
@@ -26,12 +25,11 @@ class Made(LookupBufferContract):
     transport = "simple"
     across_processes = False
     index: type[TokenIndex] = TokenIndex
-    shelf: type[Shelf] = Shelf
-    lending: type[Lending] = Lending
+    entries: type[Entries] = Entries
     session: type[Session] = Session
     store: type[SimpleStore] = SimpleStore
     reaching: type[ReachingEnd] = ReachingEnd
-    parts = ("index", "shelf", "lending", "session", "store", "reaching")
+    parts = ("index", "entries", "session", "store", "reaching")
     evict: ClassVar[str] = "never"
     breaks: tuple[str, ...] = ()
 
@@ -58,10 +56,8 @@ class Endpoint:
 
         context, evict = self.context, self.suite.evict
         store = Store(buffer_size=context.buffer_size, timeout_s=context.timeout_s, evict=evict)
-        lending = store._lending
-        lending.__class__ = self.suite.lending
-        lending._shelf.__class__ = self.suite.shelf
-        lending._shelf._index.__class__ = self.suite.index
+        store._entries.__class__ = self.suite.entries
+        store._entries._index.__class__ = self.suite.index
         return store
 
     def reach(self, signal: Any, data: Any) -> ReachingEnd:
@@ -125,27 +121,27 @@ class TestIgnoresTheRoiOfAQuery(SimpleStore):
 
 
 @breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
-class TestNewestWins(Shelf):
+class TestNewestWins(Entries):
     """Of several that match the newest is handed out."""
 
-    def find_oldest(self, key: Any, extra: bytes) -> Any:
-        found = super().find_oldest(key, extra)
-        for held in self._entries.values() if found is not None else ():
+    def _find_oldest(self, key: Any, extra: bytes) -> Any:
+        found = super()._find_oldest(key, extra)
+        for entry in self._entries.values() if found is not None else ():
             if (
-                not held.users
-                and held.extra == extra
-                and held.key_tokens.tolist() == found.key_tokens.tolist()
+                not entry.users
+                and entry.extra == extra
+                and entry.key_tokens.tolist() == found.key_tokens.tolist()
             ):
-                found = held
+                found = entry
         return found
 
 
 @breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
-class TestPrefixOnlyOneWay(Shelf):
+class TestPrefixOnlyOneWay(Entries):
     """An entry that is longer than the query is not found."""
 
-    def find_oldest(self, key: Any, extra: bytes) -> Any:
-        found = super().find_oldest(key, extra)
+    def _find_oldest(self, key: Any, extra: bytes) -> Any:
+        found = super()._find_oldest(key, extra)
         return None if found and key is not None and len(found.key_tokens) > len(key) else found
 
 
@@ -155,14 +151,14 @@ class TestStoresTheCallersTensor(SimpleStore):
 
     def insert(self, input_tokens: Any, roi: Any, key: Any, *rest: Any, **given: Any) -> int:
         entry_id = super().insert(input_tokens, roi, key, *rest, **given)
-        held = self._lending._shelf._entries.get(entry_id)
-        if held is not None:
-            held.key = key
+        entry = self._entries._entries.get(entry_id)
+        if entry is not None:
+            entry.key = key
         return entry_id
 
 
 @breaks(Mutant, "LOOKUP-3")
-class TestMatchWaits(Lending):
+class TestMatchWaits(Entries):
     """A match waits for an entry, as long as a call may."""
 
     def match(self, key: Any, extra: bytes) -> int:
@@ -197,24 +193,24 @@ class TestMatchWaitsForWhatIsSent(ReachingEnd):
     "LOOKUP-4",
     caught_by="test_each_entry_goes_to_one_caller_where_many_wait_for_entries_and_for_room",
 )
-class TestHandsOneEntryToTwo(Lending):
+class TestHandsOneEntryToTwo(Entries):
     """An entry for which two wait is handed to both."""
 
-    def _hand(self, held: Held, waiter: Any) -> None:
-        super()._hand(held, waiter)
-        others = [other for other in self._waiters if other is not waiter and other.wants(held)]
+    def _hand(self, entry: HeldEntry, waiter: Any) -> None:
+        super()._hand(entry, waiter)
+        others = [other for other in self._waiters if other is not waiter and other.wants(entry)]
         for other in others[:1]:
             del self._waiters[other]
-            other.loan = waiter.loan
+            other.lease = waiter.lease
             other.wake(other)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
-class TestLosesTheEntryOfWhoGivesUp(Shelf):
+class TestLosesTheEntryOfWhoGivesUp(Entries):
     """What was lent to be taken is gone, whether it was received or not."""
 
-    def end(self, loan: Loan, *, taken: bool) -> bool | None:
-        return super().end(loan, taken=loan.is_exclusive)
+    def end(self, lease: Lease, *, taken: bool = False) -> bool:
+        return super().end(lease, taken=lease.is_exclusive)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
@@ -222,19 +218,19 @@ class TestBelievesTheDead(Session):
     """A caller that is gone without a word has got its entry."""
 
     def _cancel(self, call: Any) -> None:
-        if self._signal.closed and call.loan is not None:
-            self._lending.end(call.loan, taken=call.loan.is_exclusive)
+        if self._signal.closed and call.lease is not None:
+            self._entries.end(call.lease, taken=call.lease.is_exclusive)
         super()._cancel(call)
 
 
 @breaks(Mutant, "LOOKUP-4")
-class TestWakesOneOfThoseWhoWait(Lending):
+class TestWakesOneOfThoseWhoWait(Entries):
     """An entry is offered to one of those who wait, who may wait for another one."""
 
-    def _offer(self, held: Held) -> None:
+    def _offer_to_waiters(self, entry: HeldEntry) -> None:
         waiters = self._waiters
         self._waiters = dict(list(waiters.items())[:1])
-        super()._offer(held)
+        super()._offer_to_waiters(entry)
         self._waiters |= dict(list(waiters.items())[1:])
 
 
@@ -255,11 +251,10 @@ class TestWaitsWhereWaitingCannotHelp(SimpleStore):
 
 
 @breaks(Mutant, "LOOKUP-5")
-class TestForgetsTheBudget(Shelf):
+class TestForgetsTheBudget(Entries):
     """There is always room."""
 
-    def reserve(self, nbytes: int, now: float) -> bool:
-        self.bytes_used += nbytes
+    def _make_room(self, nbytes: int, now: float) -> bool:
         return True
 
 
@@ -277,7 +272,7 @@ class TestEvicts(EvictingMutant):
 
 
 @breaks(EvictingMutant, "LOOKUP-5")
-class TestEvictsWhatIsReceived(Shelf):
+class TestEvictsWhatIsReceived(Entries):
     """The oldest entry goes, also while a caller receives it."""
 
     def _unused(self) -> Any:
@@ -295,30 +290,30 @@ class TestSaysThatItEvicts(EvictingMutant):
 class TestSendsUnderItsLock(Session):
     """While an entry is in transfer to a slow end, no other call is served."""
 
-    def __init__(self, lending: Lending, signal: Any, data: Any, **given: Any) -> None:
+    def __init__(self, entries: Entries, signal: Any, data: Any, **given: Any) -> None:
         send = data.send_tensor
 
         def send_tensor(*args: Any, **given: Any) -> Any:
-            with lending._lock:
+            with entries._lock:
                 return send(*args, **given)
 
         data.send_tensor = send_tensor
-        super().__init__(lending, signal, data, **given)
+        super().__init__(entries, signal, data, **given)
 
 
 # -- cost ------------------------------------------------------------------------------------------
 
 
 @breaks(Mutant, "LOOKUP-6")
-class TestLooksAtEveryEntry(Shelf):
+class TestLooksAtEveryEntry(Entries):
     """Finding is a walk through all that is stored."""
 
-    def find_oldest(self, key: Any, extra: bytes) -> Any:
-        for held in self._entries.values():
-            size = len(held.key_tokens) if key is None else min(len(held.key_tokens), len(key))
-            matches = key is None or (size and held.key_tokens[:size].tolist() == key[:size].tolist())
-            if matches and held.extra == extra and not held.users:
-                return held
+    def _find_oldest(self, key: Any, extra: bytes) -> Any:
+        for entry in self._entries.values():
+            size = len(entry.key_tokens) if key is None else min(len(entry.key_tokens), len(key))
+            matches = key is None or (size and entry.key_tokens[:size].tolist() == key[:size].tolist())
+            if matches and entry.extra == extra and not entry.users:
+                return entry
         return None
 
 
@@ -326,25 +321,25 @@ class TestLooksAtEveryEntry(Shelf):
 
 
 @breaks(Mutant, "LOOKUP-7")
-class TestSelectWaits(Lending):
+class TestSelectWaits(Entries):
     """Where nothing shares enough, select waits for an entry that does."""
 
-    def borrow(self, *args: Any) -> Loan | None:
+    def read(self, *args: Any) -> Lease | None:
         deadline = Deadline.after(8.0)
-        while (loan := super().borrow(*args)) is None and not deadline.expired:
+        while (lease := super().read(*args)) is None and not deadline.expired:
             time.sleep(0.01)
-        return loan
+        return lease
 
 
 @breaks(Mutant, "LOOKUP-7")
-class TestTakesUnderAReader(Shelf):
+class TestTakesUnderAReader(Entries):
     """An entry that is being read can be taken out."""
 
-    def lend(self, held: Held, holder: str, *, exclusive: bool) -> Loan:
-        if exclusive:
-            return super().lend(held, holder, exclusive=True)
-        self.use(held)
-        return Loan(held, self._leases.take(-held.entry_id, holder, exclusive=False))
+    def _lease(self, entry: HeldEntry, *, exclusive: bool) -> Lease:
+        lease = super()._lease(entry, exclusive=exclusive)
+        if not exclusive:
+            self._index.resume(entry.entry_id)
+        return lease
 
 
 @breaks(Mutant, "LOOKUP-7", caught_by="test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays")
@@ -367,29 +362,29 @@ class TestReadersGetTheEntryItself(SimpleStore):
 
     def select(self, *args: Any, **given: Any) -> Any:
         got = super().select(*args, **given)
-        held = self._lending._shelf._entries.get(got.header.entry_id)
-        if held is None or given.get("sink") is not None:
+        entry = self._entries._entries.get(got.header.entry_id)
+        if entry is None or given.get("sink") is not None:
             return got
-        return simple._entry(held.header, held.key, held.value, held.hidden)
+        return simple._entry(entry.header, entry.key, entry.value, entry.hidden)
 
 
 # -- everything with an end ------------------------------------------------------------------------
 
 
 @breaks(Mutant, "ALL-1")
-class TestCloseLeavesThoseWhoWait(Lending):
+class TestCloseLeavesThoseWhoWait(Entries):
     """Who waits when the store is closed goes on waiting."""
 
-    def shut(self) -> None:
-        self._closed = True
+    def close(self) -> None:
+        self.closed = True
 
 
 @breaks(Mutant, "ALL-1")
-class TestAnswersAfterItsEnd(Lending):
+class TestAnswersAfterItsEnd(Entries):
     """A store that is closed still says what it holds: nothing."""
 
     def match(self, key: Any, extra: bytes) -> int:
-        return 0 if self._closed else super().match(key, extra)
+        return 0 if self.closed else super().match(key, extra)
 
 
 @breaks(Mutant, "ALL-1")
@@ -397,7 +392,7 @@ class TestCannotBeClosedTwice(SimpleStore):
     """The second close fails."""
 
     def close(self, *args: Any, **given: Any) -> None:
-        self._lending._check_open()
+        self._entries._check_open()
         super().close(*args, **given)
 
 
@@ -423,7 +418,7 @@ class TestIgnoresTimeouts(SimpleStore):
 
 
 @breaks(Mutant, "ALL-4")
-class TestGivesUpEarly(Lending):
+class TestGivesUpEarly(Entries):
     """Who waits for room waits half as long as it may."""
 
     def reserve(self, nbytes: int, deadline: Deadline) -> None:
@@ -444,7 +439,7 @@ class TestWorksInAForkedChild(SimpleStore):
     """A forked child goes on with a store of its own."""
 
     def _after_fork_in_child(self) -> None:
-        self._lending = Lending(self._buffer_size, evict="never", ttl_s=None)
+        self._entries = Entries(self._buffer_size, evict="never", ttl_s=None)
 
 
 @breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
@@ -475,12 +470,12 @@ _kept: list[Any] = []
 
 
 @breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
-class TestKeepsWhatWasTaken(Shelf):
+class TestKeepsWhatWasTaken(Entries):
     """Entries that were taken stay in memory."""
 
-    def _forget(self, held: Held) -> None:
-        _kept.append(held.hidden)
-        super()._forget(held)
+    def _forget(self, entry: HeldEntry) -> None:
+        _kept.append(entry.hidden)
+        super()._forget(entry)
 
 
 # -- the control -----------------------------------------------------------------------------------

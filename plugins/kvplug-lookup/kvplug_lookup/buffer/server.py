@@ -19,7 +19,7 @@ import attrs
 from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError, UnsupportedError
 from kvplug.engine import EntryGoneError
 from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, Pipe, Transfer, WireError
-from kvplug_lookup.buffer.lending import Lending, Waiter
+from kvplug_lookup.buffer.entries import Entries, HeldEntry, Lease, Waiter
 from kvplug_lookup.buffer.messages import (
     MAX_SIGNAL_BYTES,
     Cancel,
@@ -41,12 +41,11 @@ from kvplug_lookup.buffer.messages import (
     stream_of,
     unpack,
 )
-from kvplug_lookup.buffer.shelf import Held, Loan
 
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
-"""How much longer than its caller a loan lives: the caller's clock started a little earlier."""
+"""How much longer than its caller a lease lives: the caller's clock started a little earlier."""
 
 MAX_CALLS = 1024
 """Requests of one reaching end that have not ended."""
@@ -61,30 +60,29 @@ class _Call:
     number: int
     expires: Deadline
     waiter: Waiter | None = None
-    borrowed: Loan | None = None
+    to_read: Lease | None = None
     cancelled: bool = False
 
     @property
-    def loan(self) -> Loan | None:
+    def lease(self) -> Lease | None:
         """What was lent for it, if anything was yet."""
-        return self.waiter.loan if self.waiter is not None else self.borrowed
+        return self.waiter.lease if self.waiter is not None else self.to_read
 
 
 class Session:
     """One reaching end, as long as it is served."""
 
     def __init__(
-        self, lending: Lending, signal: Pipe, data: Pipe, *, on_end: Callable[[Session], None]
+        self, entries: Entries, signal: Pipe, data: Pipe, *, on_end: Callable[[Session], None]
     ) -> None:
-        self._lending = lending
+        self._entries = entries
         self._signal = signal
         self._data = data
         self._on_end = on_end
         signal.limit_messages(MAX_SIGNAL_BYTES)
         data.limit_messages(0)  # nothing is received there
         self._number = next(_numbers)
-        self.holder = f"{self._number}: {signal.peer}"
-        """Who holds its loans."""
+        self._name = f"{self._number}: {signal.peer}"
         self._sending = threading.Lock()
         self._calls: dict[int, _Call] = {}  # touched by the requests thread only
         self._outbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -108,7 +106,7 @@ class Session:
         try:
             self._send_message(End(), deadline)
         except KvplugError as e:
-            _log.debug("%s was not told that the store closes: %s", self.holder, e)
+            _log.debug("%s was not told that the store closes: %s", self._name, e)
         self._signal.close(deadline.remaining())
         self._data.close(deadline.remaining())
 
@@ -135,18 +133,18 @@ class Session:
                 except TimeoutError:
                     message = None
                 for call in [call for call in self._calls.values() if call.expires.expired]:
-                    _log.warning("%s did not end call %d in time", self.holder, call.number)
+                    _log.warning("%s did not end call %d in time", self._name, call.number)
                     self._cancel(call)
                 if isinstance(message, End):
                     break
                 if message is not None:
                     self._serve(message)
         except (WireError, ResourceExhaustedError) as e:
-            _log.warning("%s is served no more: %s", self.holder, e)
+            _log.warning("%s is served no more: %s", self._name, e)
         except KvplugError as e:
-            _log.debug("%s is gone: %s", self.holder, e)
+            _log.debug("%s is gone: %s", self._name, e)
         except Exception:
-            _log.exception("%s is served no more", self.holder)
+            _log.exception("%s is served no more", self._name)
         finally:
             self.abort()
             for call in list(self._calls.values()):
@@ -158,7 +156,7 @@ class Session:
         match message:
             case Match(number, key, extra):
                 try:
-                    num_tokens = self._lending.match(key_from_bytes(key), extra)
+                    num_tokens = self._entries.match(key_from_bytes(key), extra)
                 except ClosedError as e:
                     self._fail(number, e)
                 else:
@@ -168,21 +166,20 @@ class Session:
                 call.waiter = Waiter(
                     key=None if key_or_any is None else key_from_bytes(key_or_any),
                     extra=extra,
-                    holder=self.holder,
                     wake=lambda waiter: self._outbox.put(call),
                 )
                 try:
-                    self._lending.want(call.waiter)
+                    self._entries.take(call.waiter)
                 except ClosedError as e:
                     self._fail(number, e)
             case Read(number, key, extra, min_tokens, timeout):
                 call = self._begin(number, timeout)
                 try:
-                    call.borrowed = self._lending.borrow(key_from_bytes(key), extra, min_tokens, self.holder)
+                    call.to_read = self._entries.read(key_from_bytes(key), extra, min_tokens)
                 except ClosedError as e:
                     self._fail(number, e)
                     return
-                if call.borrowed is None:
+                if call.to_read is None:
                     del self._calls[number]
                     self._fail(number, EntryGoneError("nothing held shares enough tokens"))
                 else:
@@ -207,77 +204,77 @@ class Session:
     def _end(self, number: int) -> None:
         """The caller has it all."""
         call = self._calls.pop(number, None)
-        loan = None if call is None else call.loan
-        if loan is None:
+        lease = None if call is None else call.lease
+        if lease is None:
             self._send_message(Granted(number, False))
             return
-        ended = self._lending.end(loan, taken=loan.is_exclusive)
-        if loan.is_exclusive:
+        ended = self._entries.end(lease, taken=lease.is_exclusive)
+        if lease.is_exclusive:
             self._send_message(Granted(number, ended))
 
     def _cancel(self, call: _Call) -> None:
         self._calls.pop(call.number, None)
         call.cancelled = True
-        loan = call.borrowed if call.waiter is None else self._lending.withdraw(call.waiter)
-        if loan is not None:
-            self._lending.end(loan)
+        lease = call.to_read if call.waiter is None else self._entries.withdraw(call.waiter)
+        if lease is not None:
+            self._entries.end(lease)
 
     # -- the thread that sends entries ---------------------------------------------------------
 
     def _deliver(self) -> None:
         try:
             while (call := self._outbox.get()) is not None:
-                loan = call.loan
-                if loan is not None:
-                    self._send(call, loan)
+                lease = call.lease
+                if lease is not None:
+                    self._send(call, lease)
                 elif call.waiter is not None and call.waiter.error is not None:
                     self._fail(call.number, call.waiter.error)
         except ResourceExhaustedError as e:
-            _log.warning("%s is served no more: %s", self.holder, e)
+            _log.warning("%s is served no more: %s", self._name, e)
         except KvplugError as e:
-            _log.debug("entries for %s stop: %s", self.holder, e)
+            _log.debug("entries for %s stop: %s", self._name, e)
         except Exception:
-            _log.exception("entries for %s stop", self.holder)
+            _log.exception("entries for %s stop", self._name)
         else:
             return  # the other thread has ended, or could not be started
-        self.abort()  # the other thread ends too, and takes the loans back
+        self.abort()  # the other thread ends too, and takes the leases back
 
-    def _send(self, call: _Call, loan: Loan) -> None:
-        if not self._lending.begin_use(loan):
+    def _send(self, call: _Call, lease: Lease) -> None:
+        if not self._entries.begin_use(lease):
             return  # cancelled by now
-        held = loan.held
+        entry = lease.entry
         try:
             try:
-                coming = pack(_announce(call.number, held))
+                coming = pack(_announce(call.number, entry))
             except KvplugError as e:
-                self._lending.end(loan)
+                self._entries.end(lease)
                 self._fail(call.number, e)
                 return
             try:
                 with self._sending:
                     self._signal.send_tensor(coming, timeout=None)
             except ResourceExhaustedError as e:
-                self._lending.end(loan)
+                self._entries.end(lease)
                 self._fail(call.number, e)
                 return
-            for part in stream_of(held.key, held.value, held.hidden):
+            for part in stream_of(entry.key, entry.value, entry.hidden):
                 if call.cancelled:
                     self._data.send_tensor(None, timeout=None)
                     return
                 try:
                     transfer = self._data.send_tensor(part, timeout=None)
                 except (UnsupportedError, ResourceExhaustedError) as e:
-                    self._lending.end(loan)
+                    self._entries.end(lease)
                     self._data.send_tensor(None, timeout=None)
                     self._fail(call.number, e)
                     return
-                self._lending.use(held)
-                transfer.add_done_callback(lambda ended: self._sent(held, ended))
+                self._entries.add_user(entry)
+                transfer.add_done_callback(lambda ended: self._sent(entry, ended))
         finally:
-            self._lending.disuse(held)
+            self._entries.remove_user(entry)
 
-    def _sent(self, held: Held, transfer: Transfer) -> None:
-        self._lending.disuse(held)
+    def _sent(self, entry: HeldEntry, transfer: Transfer) -> None:
+        self._entries.remove_user(entry)
         if transfer.error() is not None:
             self.abort()
 
@@ -294,16 +291,16 @@ class Session:
             self._signal.send_tensor(tensor, timeout=deadline.remaining())
 
 
-def _announce(number: int, held: Held) -> Coming:
-    header = held.header
+def _announce(number: int, entry: HeldEntry) -> Coming:
+    header = entry.header
     return Coming(
         number,
-        held.entry_id,
-        held.extra,
+        entry.entry_id,
+        entry.extra,
         key_to_bytes(header.tokens.numpy()),
         header.roi.numpy().tobytes(),
         header.metadata,
-        part_of(held.key),
-        part_of(held.value),
-        part_of(held.hidden),
+        part_of(entry.key),
+        part_of(entry.value),
+        part_of(entry.hidden),
     )

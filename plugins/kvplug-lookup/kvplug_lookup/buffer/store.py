@@ -24,7 +24,7 @@ from kvplug.transport import (
     Timeout,
     close_after_fork,
 )
-from kvplug_lookup.buffer.lending import Lending, Waiter
+from kvplug_lookup.buffer.entries import Entries, HeldEntry, Waiter
 from kvplug_lookup.buffer.messages import layers_of
 from kvplug_lookup.buffer.parts import (
     copy_of,
@@ -37,7 +37,6 @@ from kvplug_lookup.buffer.parts import (
     owned_tokens,
 )
 from kvplug_lookup.buffer.server import Session
-from kvplug_lookup.buffer.shelf import Held
 
 
 class SimpleStore(LookupEndpoint.Store):
@@ -63,23 +62,23 @@ class SimpleStore(LookupEndpoint.Store):
         self._buffer_size = buffer_size
         self._device = torch.device(device)
         self._timeout_s = timeout_s
-        self._lending = Lending(buffer_size, evict=evict, ttl_s=ttl_s)
+        self._entries = Entries(buffer_size, evict=evict, ttl_s=ttl_s)
         self._sessions: set[Session] = set()
         self._sessions_lock = threading.Lock()
         close_after_fork(self)
 
     def __len__(self) -> int:
         """Entries held, those lent included."""
-        return self._lending.num_entries
+        return len(self._entries)
 
     @property
     def is_lost(self) -> bool:
-        return self._lending.closed
+        return self._entries.closed
 
     @property
     def bytes_used(self) -> int:
         """Bytes of the budget that are taken: by entries, inserts under way, transfers of what is gone."""
-        return self._lending.bytes_used
+        return self._entries.bytes_used
 
     # -- putting in ----------------------------------------------------------------------------
 
@@ -113,15 +112,15 @@ class SimpleStore(LookupEndpoint.Store):
                 f"an entry of {nbytes} bytes is larger than the whole buffer of {self._buffer_size} bytes"
                 " (buffer_size): it is not stored"
             )
-        self._lending.reserve(nbytes, deadline)
+        self._entries.reserve(nbytes, deadline)
         try:
             copies = [copy_of(part, self._device) for part in (key, value, hidden)]
 
-            def make(entry_id: int) -> Held:
+            def make(entry_id: int) -> HeldEntry:
                 header = Entry.Header(
                     entry_id=entry_id, tokens=tokens, roi=kept_roi, num_layers=num_layers, metadata=plain
                 )
-                return Held(
+                return HeldEntry(
                     header=header,
                     extra=extra_as_bytes,
                     key_tokens=key_tokens,
@@ -132,15 +131,15 @@ class SimpleStore(LookupEndpoint.Store):
                     born=time.monotonic(),
                 )
 
-            return self._lending.put(make)
+            return self._entries.add(make)
         except BaseException:
-            self._lending.return_bytes(nbytes)
+            self._entries.return_bytes(nbytes)
             raise
 
     # -- finding -------------------------------------------------------------------------------
 
     def match(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
-        return self._lending.match(key_under(input_tokens, roi), extra_bytes(extra))
+        return self._entries.match(key_under(input_tokens, roi), extra_bytes(extra))
 
     def drop_select(
         self,
@@ -153,21 +152,21 @@ class SimpleStore(LookupEndpoint.Store):
         deadline = Deadline.after(timeout, self._timeout_s)
         key = None if input_tokens is None else key_under(input_tokens, roi)
         came = threading.Event()
-        waiter = Waiter(key=key, extra=extra_bytes(extra), holder=_here(), wake=lambda _: came.set())
-        self._lending.want(waiter)
+        waiter = Waiter(key=key, extra=extra_bytes(extra), wake=lambda _: came.set())
+        self._entries.take(waiter)
         try:
             came.wait(deadline.remaining())
         except BaseException:
-            loan = self._lending.withdraw(waiter)
-            if loan is not None:
-                self._lending.end(loan)
+            lease = self._entries.withdraw(waiter)
+            if lease is not None:
+                self._entries.end(lease)
             raise
-        loan = self._lending.withdraw(waiter)
-        if loan is None:
+        lease = self._entries.withdraw(waiter)
+        if lease is None:
             raise waiter.error or TimeoutError(f"nothing that matches {describe_query(key)} came in time")
-        self._lending.end(loan, taken=True)
-        held = loan.held
-        return _entry(held.header, held.key, held.value, held.hidden)
+        self._entries.end(lease, taken=True)
+        entry = lease.entry
+        return _entry(entry.header, entry.key, entry.value, entry.hidden)
 
     def select(
         self,
@@ -181,39 +180,39 @@ class SimpleStore(LookupEndpoint.Store):
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
         key = key_under(input_tokens, roi)
-        loan = self._lending.borrow(key, extra_bytes(extra), min_tokens, _here())
-        if loan is None:
+        lease = self._entries.read(key, extra_bytes(extra), min_tokens)
+        if lease is None:
             raise EntryGoneError(f"{describe_query(key)}: nothing held shares enough tokens")
         try:
-            held = loan.held
+            entry = lease.entry
             with NamedExhaustion("copying an entry"):
                 header = Entry.Header(
-                    entry_id=held.entry_id,
-                    tokens=held.header.tokens.clone(),
-                    roi=held.header.roi.clone(),
-                    num_layers=held.header.num_layers,
-                    metadata=decode(encode(held.header.metadata)),
+                    entry_id=entry.entry_id,
+                    tokens=entry.header.tokens.clone(),
+                    roi=entry.header.roi.clone(),
+                    num_layers=entry.header.num_layers,
+                    metadata=decode(encode(entry.header.metadata)),
                 )
-            hidden = copy_of(held.hidden, self._device)
+            hidden = copy_of(entry.hidden, self._device)
             if sink is None:
                 return _entry(
-                    header, copy_of(held.key, self._device), copy_of(held.value, self._device), hidden
+                    header, copy_of(entry.key, self._device), copy_of(entry.value, self._device), hidden
                 )
             sink.begin(header)
-            for index, (layer_key, layer_value) in enumerate(layers_of(held.key, held.value)):
+            for index, (layer_key, layer_value) in enumerate(layers_of(entry.key, entry.value)):
                 if deadline.expired:
-                    raise TimeoutError(f"entry {held.entry_id}: only {index} layers were taken in time")
+                    raise TimeoutError(f"entry {entry.entry_id}: only {index} layers were taken in time")
                 sink.layer(index, layer_key, layer_value)
             return _entry(header, None, None, hidden)
         finally:
-            self._lending.end(loan)
+            self._entries.end(lease)
 
     # -- others --------------------------------------------------------------------------------
 
     def attach(self, signal: Pipe, data: Pipe) -> None:
-        session = Session(self._lending, signal, data, on_end=self._forget)
+        session = Session(self._entries, signal, data, on_end=self._forget)
         with self._sessions_lock:
-            if self._lending.closed:
+            if self._entries.closed:
                 raise ClosedError("this lookup store is closed")
             session.start()
             self._sessions.add(session)  # it cannot end before, as that needs the lock
@@ -227,31 +226,27 @@ class SimpleStore(LookupEndpoint.Store):
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)
         sessions = self._shut()
-        self._lending.wait_until_idle(deadline)
+        self._entries.wait_until_idle(deadline)
         for session in sessions:
             session.close(deadline)
-        self._lending.let_go()
+        self._entries.clear()
         for session in sessions:
             session.join(deadline)
 
     def abort(self) -> None:
         for session in self._shut():
             session.abort()
-        self._lending.let_go()
+        self._entries.clear()
 
     def _shut(self) -> list[Session]:
         with self._sessions_lock:
-            self._lending.shut()
+            self._entries.close()
             return list(self._sessions)
 
     def _after_fork_in_child(self) -> None:
-        self._lending = Lending(0, evict="never", ttl_s=None)
-        self._lending.shut()
+        self._entries = Entries(0, evict="never", ttl_s=None)
+        self._entries.close()
         self._sessions = set()
-
-
-def _here() -> str:
-    return f"thread {threading.current_thread().name} of this process"
 
 
 def _entry(header: Entry.Header, key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> Entry:
