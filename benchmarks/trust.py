@@ -78,16 +78,17 @@ def strangers(port: int, per_second: int) -> Iterator[None]:
 def measure_strangers() -> list[dict[str, Any]] | str:
     from kvplug.net.trust.connection import Connection
     from kvplug.net.trust.credentials import Credentials, Secret
-    from kvplug.net.trust.listener import Listener
+    from kvplug.transport import Acceptor
+    from kvplug_testing.pairs import accepting
 
     if os.geteuid() != 0:
         return "not run: it needs root"
     ours = Credentials(Secret(SECRET))
     rows = []
     for per_second in (0, STRANGERS_PER_S):
-        with Listener.open("127.0.0.1:0", ours, "benchmark") as listener:
+        with accepting("127.0.0.1:0", ours, "benchmark") as listener:
 
-            def once(listener: Listener = listener) -> None:
+            def once(listener: Acceptor[Connection] = listener) -> None:
                 Connection.dial(listener.contact, ours, "benchmark", 10).close()
                 listener.accept(10).close()
 

@@ -1,8 +1,8 @@
-"""The server of proven connections: it listens, limits how many it admits, and serves each in a thread.
+"""The server of proven connections: it listens, lets each connection prove itself, and serves it in a thread.
 
-Before a connection becomes a pipe or a link, the two ends exchange messages. A peer that stops in the middle
-of this exchange must not delay others. So each listener has a thread that accepts connections, and each
-connection is served in its own thread.
+Before a connection becomes a pipe or a link, the two ends prove themselves and exchange messages. A peer that
+stops in the middle must not delay others. So each listener has a thread that accepts connections, and each
+connection has its own thread, from the proof on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Generic, Self, TypeVar
 
 from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
@@ -23,7 +22,7 @@ from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.listener import Listener
+from kvplug.net.trust.listener import Listener, Stranger
 
 T = TypeVar("T")
 
@@ -32,6 +31,9 @@ logger = logging.getLogger(__name__)
 MAX_SERVED = 256
 """The most connections that are being served or whose results the program has not accepted yet. Further
 connections wait."""
+_MAX_WAITING = 128
+"""The most further connections that prove themselves or wait at once, each in a thread."""
+_PAUSE_S = 0.1  # when a connection cannot be accepted, since it makes the listening socket readable
 _CLOSE_S = 2.0
 """How many seconds ``close`` waits for threads that it has just ended."""
 
@@ -92,10 +94,12 @@ class Acceptor(Generic[T]):
         self._max_served = max_served or MAX_SERVED
         self._lost = lost
         self._end = end
+        # Code takes the lock, not the condition: Ctrl-C inside the condition's ``__enter__`` would leave it
+        # locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._serving: dict[Connection, threading.Thread] = {}
+        self._serving: set[Connection] = set()
         self._ready: deque[T] = deque()
         self._shortage: ResourceExhaustedError | None = None
         """The resource that ran out for the latest connection; ``None`` if that connection was served."""
@@ -103,13 +107,13 @@ class Acceptor(Generic[T]):
         """When that connection arrived."""
         self._logged = ""
         """The latest failure, so that a peer that retries is logged once."""
-        self._threads = [
-            BackgroundThread(self._run, args=(each,), name=f"{name}-listen", stop=each.close)
+        self._threads: set[threading.Thread] = {
+            BackgroundThread(self._listen, args=(each,), name=f"{name}-listen", stop=self._stop)
             for each in listeners
-        ]
+        }
         close_after_fork(self)
         try:
-            for thread in self._threads:
+            for thread in list(self._threads):
                 thread.start()
         except BaseException as e:
             self.close()
@@ -126,11 +130,17 @@ class Acceptor(Generic[T]):
         """Whether ``close`` was called here, or this is a forked child."""
         return self._closed
 
+    @property
+    def refusals(self) -> dict[str, int]:
+        """How many connections were refused, by reason: see :attr:`Listener.refusals`."""
+        return dict(sum((Counter(each.refusals) for each in self._listeners), Counter[str]()))
+
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
         """Return the next object that was made.
 
         Raises:
-            TimeoutError: no object was made in time. Peers that are connecting are not disturbed.
+            TimeoutError: no object was made in time. Peers that are connecting are not disturbed. Counts the
+                refused connections and chains the last refusal.
             ResourceExhaustedError: a resource ran out for a peer that connected during this call, or for the
                 latest peer.
             ClosedError: the acceptor is closed, or was closed during the wait.
@@ -143,10 +153,7 @@ class Acceptor(Generic[T]):
                     self._check_shortage()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     self._check_shortage()
-                    for listener in self._listeners:
-                        listener.check_shortage()
-                    where = ", ".join(listener.contact for listener in self._listeners)
-                    raise TimeoutError(f"no peer connected to {where} for {self._what} in time")
+                    raise self._nobody_came()
             if self._closed:
                 raise ClosedError(f"the listener of {self._what} is closed")
             self._changed.notify_all()  # another connection may be served
@@ -158,30 +165,47 @@ class Acceptor(Generic[T]):
         if shortage is not None:
             raise shortage
 
+    def _nobody_came(self) -> TimeoutError:
+        where = ", ".join(listener.contact for listener in self._listeners)
+        counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.refusals.items()))
+        error = TimeoutError(
+            f"no peer connected to {where} for {self._what} in time"
+            + (f"; turned away: {counts}" if counts else "")
+        )
+        for listener in self._listeners:
+            error.__cause__ = listener.last_refusal or error.__cause__
+        return error
+
     def close(self) -> None:
         """Stop listening, end connections being served and objects not accepted, and wait briefly.
         Idempotent."""
+        self._stop()
         with self._lock:
-            self._closed = True
-            serving = list(self._serving.items())
             unclaimed = list(self._ready)
             self._ready.clear()
-            self._changed.notify_all()
-        for listener in self._listeners:
-            listener.close()
-        for connection, _ in serving:
-            self._end(connection)
+            threads = list(self._threads)
         for made in unclaimed:
             self._discard(made)
         deadline = Deadline.after(_CLOSE_S)
-        for thread in (*self._threads, *(thread for _, thread in serving)):
+        for thread in threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(deadline.remaining())
+
+    def _stop(self) -> None:
+        """End all threads, and do not wait for them."""
+        with self._lock:
+            self._closed = True
+            serving = list(self._serving)
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener.close()
+        for connection in serving:
+            self._end(connection)
 
     def release(self, connection: Connection) -> None:
         """Hand a connection over to another object: :meth:`close` no longer ends it."""
         with self._lock:
-            self._serving.pop(connection, None)
+            self._serving.discard(connection)
             self._changed.notify_all()
 
     def __enter__(self) -> Self:
@@ -196,35 +220,57 @@ class Acceptor(Generic[T]):
 
     # -- the threads ---------------------------------------------------------------------------
 
-    def _run(self, listener: Listener) -> None:
+    def _listen(self, listener: Listener) -> None:
+        most = self._max_served + _MAX_WAITING + len(self._listeners)
         while True:
-            try:
-                connection = listener.accept(None)
-            except ClosedError:
-                return
-            thread = BackgroundThread(
-                self._serve,
-                args=(connection,),
-                name=f"{self._name}-serve",
-                stop=partial(self._end, connection),
-            )
             with self._lock:
-                while not self._closed and len(self._serving) + len(self._ready) >= self._max_served:
+                while not self._closed and len(self._threads) >= most:
                     self._changed.wait()
-                if self._closed:
-                    connection.close()
-                    return
-                self._serving[connection] = thread
             try:
-                thread.start()
-            except RuntimeError as e:  # no thread is free; later connections may get one
-                self._fail(connection, e)
+                stranger = listener.take()
+                if stranger is None:
+                    return
+                self._start(listener, stranger)
+            except Exception as e:  # such as being out of descriptors or memory: the listener survives it
+                self._failed(f"accepting a connection at {listener.contact}", e)
+                time.sleep(_PAUSE_S)
+
+    def _start(self, listener: Listener, stranger: Stranger) -> None:
+        """Start the thread of a connection."""
+        thread = BackgroundThread(  # ended by the ``stop`` of the listening thread
+            self._run, args=(listener, stranger), name=f"{self._name}-serve", stop=lambda: None
+        )
+        with self._lock:
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except Exception as e:  # no thread is free; later connections may get one
+            with self._lock:
+                self._threads.discard(thread)
+            listener.refuse(stranger, e)
+            raise
+
+    def _run(self, listener: Listener, stranger: Stranger) -> None:
+        try:
+            connection = listener.prove(stranger)
+            if connection is not None:
+                self._serve(connection)
+        except ResourceExhaustedError as e:
+            self._failed(f"a connection to {listener.contact}", e)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+                self._changed.notify_all()
 
     def _serve(self, connection: Connection) -> None:
+        if not self._has_place(connection):
+            connection.close()
+            return
+        made: T | None = None
         try:
             made = self._make(connection)
         except Exception as e:
-            self._fail(connection, e)
+            self._failed(f"{self._what} for {connection.describe}", e, connection)
             return
         with self._lock:
             self.release(connection)
@@ -235,19 +281,32 @@ class Acceptor(Generic[T]):
         if made is not None:
             self._discard(made)
 
-    def _fail(self, connection: Connection, error: Exception) -> None:
-        """Report that ``connection`` could not be served, and close it."""
-        shortage = NamedExhaustion.of(error, f"{self._what} for {connection.describe}")
+    def _has_place(self, connection: Connection) -> bool:
+        """Wait until the connection may be served. Returns false if the acceptor is closed."""
+        with self._lock:
+            while not self._closed and len(self._serving) + len(self._ready) >= self._max_served:
+                self._changed.wait()
+            if not self._closed:
+                self._serving.add(connection)
+            return not self._closed
+
+    def _failed(self, what: str, error: Exception, connection: Connection | None = None) -> None:
+        """Report that a connection could not be served, and close it."""
+        shortage = NamedExhaustion.of(error, what)
         is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a bug, not the peer
-        text = f"{self._what} for {connection.describe} failed: {shortage or error}"
+        text = f"{what} failed: {shortage or error}"
         if is_foreign or not self._closed:
             level = logging.DEBUG if text == self._logged else logging.WARNING
             logger.log(level, "%s", text, exc_info=error if is_foreign else None)
             self._logged = text
-        if shortage is not None:
-            self._lost(connection, shortage)
-        connection.close()
-        with self._lock:
-            self.release(connection)
+        if connection is not None:
             if shortage is not None:
-                self._shortage, self._lost_since = shortage, connection.since
+                self._lost(connection, shortage)
+            connection.close()
+        with self._lock:
+            if shortage is not None:
+                self._shortage = shortage
+            if connection is not None:
+                self.release(connection)
+                if shortage is not None:
+                    self._lost_since = connection.since

@@ -19,8 +19,9 @@ from kvplug.assembly.resolve import EPOCH
 from kvplug.engine import PeerLink
 from kvplug.negotiation.exchange import identity_of
 from kvplug.net.trust.channel import Channel
-from kvplug.transport import Connection, Credentials, Deadline, Listener
+from kvplug.transport import Connection, Credentials, Deadline
 from kvplug_testing import waits
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(30)
@@ -67,7 +68,7 @@ def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
 @pytest.mark.parametrize("is_silent", [False, True], ids=["nobody listens", "a silent one listens"])
 def test_closing_wakes_who_connects(is_silent: bool) -> None:
     """While it dials somebody that never comes, and in the handshake with somebody silent."""
-    with Listener.open("unix:", Credentials(), CONTROL) as listener:
+    with accepting("unix:", Credentials(), CONTROL) as listener:
         contact = listener.contact if is_silent else "unix:@kvplug-test-links-no-listener"
         peers = ControlPeers(settings(), connect=contact)
         waiting = Call(lambda: peers.connect(0, "x"))

@@ -45,12 +45,13 @@ from kvplug.negotiation.hello import DOCTOR, Hello
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import to_plain
+from kvplug.transport import Acceptor
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts import ADDRESSES, HostPair, NoHostsError
+from kvplug_testing.pairs import accepting
 from kvplug_testing.peers import Parent, Peer
 
 SECRET, OTHER_SECRET = "s" * 32, "t" * 32
@@ -734,7 +735,7 @@ _BAD_ANSWERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _answers(listener: Listener, hello: Hello, answers: tuple[Any, ...]) -> None:
+def _answers(listener: Acceptor[Connection], hello: Hello, answers: tuple[Any, ...]) -> None:
     with contextlib.closing(Channel(listener.accept(20))) as channel, contextlib.suppress(KvplugError):
         channel.send({"hello": to_plain(hello)}, 5)
         channel.recv(5)
@@ -753,7 +754,7 @@ def test_whatever_a_peer_answers_is_a_finding(case: str, capsys: pytest.CaptureF
     hello = make_hello(
         ResolvedConfig(attrs.evolve(config, engine_id="x"), _registry()), None, True, "cpu", ""
     )
-    with Listener.open("unix:", Credentials(), CONTROL) as listener:
+    with accepting("unix:", Credentials(), CONTROL) as listener:
         answers = (listener, hello, _BAD_ANSWERS[case])
         peer = threading.Thread(target=_answers, args=answers, daemon=True)
         peer.start()

@@ -47,11 +47,6 @@ def end():
     channel.close()
     assert channel.fileno() == -1, "the descriptor is still open"
 """
-LISTENER = """
-listener = Listener.open("unix:", Credentials(), "test")
-call = lambda: listener.accept(0)
-end = listener.close
-"""
 ACCEPTOR = """
 acceptor = Acceptor(
     [Listener.open("unix:", Credentials(), "test")],
@@ -70,8 +65,6 @@ end = lambda: group.set("key", 2)
 """
 
 
-@pytest.mark.parametrize(
-    "program", [CHANNEL, LISTENER, ACCEPTOR, GROUP], ids=["channel", "listener", "acceptor", "group"]
-)
+@pytest.mark.parametrize("program", [CHANNEL, ACCEPTOR, GROUP], ids=["channel", "acceptor", "group"])
 def test_ctrl_c_leaves_nothing_taken(program: str, output_of: Callable[..., str]) -> None:
     output_of(PROGRAM + program + ROUNDS)

@@ -81,14 +81,13 @@ class BoundSocket:
         except OSError as e:
             raise _cannot_bind(address, e) from e
 
-    def close(self) -> None:
-        """Remove the socket's file if it still belongs to this socket, and close the socket."""
-        self._remove_file()
-        # A child forked a moment ago may still hold the socket, so make connections to it fail.
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        with no_fork:
-            self.sock.close()
+    def shut_down(self) -> None:
+        """Remove the socket's file if it still belongs to this socket, and make connections to it fail, which
+        a child forked a moment ago may still hold. Wakes a thread that polls it. Idempotent."""
+        if self.sock.fileno() >= 0:
+            self._remove_file()
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _cannot_bind(address: Address, e: OSError) -> Exception:

@@ -107,7 +107,7 @@ class Connection:
                         sock = wrap_dialled(sock, credentials.tls, address.host)
                     binding = binding_of(sock) if isinstance(sock, ssl.SSLSocket) else b""
                     identity = encode_identity(PeerIdentity.of_this_process(label))
-                    peer = _run_challenge(
+                    peer = run_challenge(
                         sock, introduce(purpose, mode, credentials.key, identity, where, binding), deadline
                     )
                     sock.settimeout(None)
@@ -404,8 +404,13 @@ def _check_listener(sock: socket.socket, where: str) -> None:
         )
 
 
-def _run_challenge(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerIdentity:
-    """Run the dialling end of a challenge over the socket."""
+def run_challenge(sock: socket.socket, challenge: Exchange, deadline: Deadline) -> PeerIdentity:
+    """Run one end of a challenge over the socket.
+
+    Raises:
+        EOFError: the other end hung up.
+        OSError, AuthenticationError, ResourceExhaustedError: the connection or the challenge failed.
+    """
     message: bytes | None = None
     while True:
         try:
@@ -414,7 +419,7 @@ def _run_challenge(sock: socket.socket, challenge: Exchange, deadline: Deadline)
             return proven.value  # type: ignore[no-any-return]
         sock.settimeout(_seconds(deadline))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLError):
-            sock.sendall(outgoing)  # if already refused, the reason is waiting to be read
+            sock.sendall(outgoing)  # if a listener has refused us, its reason is waiting to be read
         received = bytearray()
         while len(received) < size:
             sock.settimeout(_seconds(deadline))

@@ -1,8 +1,8 @@
-"""A listener accepts connections, makes each one prove itself, and hands out the proven ones.
+"""A listener: an address of this host where connections prove themselves for one purpose.
 
-One thread per listener serves at most 64 unproven connections concurrently, and one origin cannot take all
-places: see :mod:`kvplug.net.trust.strangers`. A connection that is silent, slow or sends garbage does not
-delay others.
+Nothing is decoded before the proof. At most 64 connections of a listener are unproven at once, and one origin
+cannot take all places: see :mod:`kvplug.net.trust.admission`. Each has 5 seconds, and is served by a thread
+of its own, so one that is silent, slow or sends garbage does not delay others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import selectors
+import select
 import socket
 import ssl
 import threading
@@ -18,83 +18,87 @@ import time
 from typing import Self
 
 from kvplug.config.addresses import Address
-from kvplug.errors import ClosedError, ResourceExhaustedError, TimeoutError, TransportError
-from kvplug.net.deadline import Deadline, Timeout
+from kvplug.errors import KvplugError, ResourceExhaustedError
+from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork, no_fork
-from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import BoundSocket
-from kvplug.net.trust.challenge import Exchange, Mode, Refusal, RefusedError, admit
-from kvplug.net.trust.connection import Connection, tune
+from kvplug.net.trust.admission import FailureRate, origin_of, place_to_free
+from kvplug.net.trust.challenge import MAGIC, Mode, Refusal, RefusedError, admit
+from kvplug.net.trust.connection import Connection, run_challenge, tune
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.identity import PeerIdentity, encode_identity
+from kvplug.net.trust.identity import PeerIdentity, encode_identity, same_user, unix_peer_uid
 from kvplug.net.trust.relay import plain_end
-from kvplug.net.trust.strangers import (
-    THIS_HOST,
-    THIS_USER,
-    FailureRate,
-    Stranger,
-    check_same_user,
-    origin_of,
-    to_drop,
-)
-from kvplug.net.trust.tls import ListenerTls
+from kvplug.net.trust.tls import ListenerTls, binding_of, reason_of
 
 logger = logging.getLogger(__name__)
 
 _PROOF_TIMEOUT_S = 5.0
 """How long a connection may take to prove itself."""
 _MAX_UNPROVEN = 64
-_MAX_WAITING = 1024  # proven, but not yet taken by accept()
-_PAUSE_S = 0.1  # pause when the process is out of descriptors
+_TLS_RECORD = b"\x16"
+"""The first byte from a client that speaks TLS."""
+
+
+class Stranger:
+    """A connection that has not proved itself."""
+
+    def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self.sock = sock
+        self.origin = ""
+        self.tls = tls
+        self.deadline = Deadline.after(_PROOF_TIMEOUT_S)
+        self.can_read = tls is None
+        """Whether the client understands a refusal now."""
+
+    def end(self, refused: RefusedError | None = None) -> None:
+        """Send the reason without waiting, if the client can read it, and end the connection. The thread that
+        serves it, if any, closes it."""
+        with contextlib.suppress(OSError):
+            if refused is not None and refused.refusal is not Refusal.SILENT and self.can_read:
+                self.sock.setblocking(False)
+                self.sock.send(refused.reply)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # without TLS's closing messages
+
+    def close(self) -> None:
+        with no_fork:
+            self.sock.close()
 
 
 class Listener:
     """Listens at one address for one purpose. Any thread may call any method.
 
-    Made by :meth:`open`. :meth:`close` ends its thread. In a forked child the listener is closed.
+    Made by :meth:`open`. Connections wait until an :class:`Acceptor` serves the listener. In a forked child
+    the listener is closed.
     """
 
     def __init__(self, bound: BoundSocket, credentials: Credentials, purpose: str, label: str) -> None:
         """Owns ``bound`` from here on, even if this raises. For the other arguments see :meth:`open`."""
         self._bound = bound
-        self._sock = bound.sock
         self._contact = str(bound.address)
-        self._credentials = credentials
+        self._key = credentials.key
+        self._mode = credentials.mode_at(bound.address)
         self._purpose = purpose
         self._label = label
-        self._mode = credentials.mode_at(bound.address)
+        self._lock = threading.RLock()
+        self._taking = threading.RLock()
+        """Held while a thread waits for connections: the number of the closed socket may be reused."""
+        self._closed = False
         self._unproven: list[Stranger] = []
         """Oldest first."""
         self._failures = FailureRate()
-        self._proven: collections.deque[Connection] = collections.deque()
-        # Code takes the lock, not the condition: Ctrl-C inside the condition's ``__enter__`` would leave it
-        # locked.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._closed = False
         self._refusals: collections.Counter[str] = collections.Counter()
-        self._last_refusal: RefusedError | None = None
-        self._shortage: ResourceExhaustedError | None = None
-        """Why the latest connection could not be accepted, or ``None`` if it was."""
-        with contextlib.ExitStack() as undo:
-            undo.callback(bound.close)
+        self.last_refusal: RefusedError | None = None
+        """Why the latest refused connection was refused."""
+        close_after_fork(self)
+        try:
             tls = None if bound.address.is_unix else credentials.tls
             self._tls = None if tls is None else ListenerTls(tls)
-            with no_fork:
-                self._wake_in, self._wake_out = socket.socketpair()
-                self._selector = selectors.DefaultSelector()
-                close_after_fork(self)
-            undo.callback(self._wake_in.close)
-            undo.callback(self._wake_out.close)
-            undo.callback(self._selector.close)
-            for s in (self._sock, self._wake_out):
-                s.setblocking(False)
-                self._selector.register(s, selectors.EVENT_READ)
-            name = f"kvplug listener {self._contact}"
-            self._thread = BackgroundThread(self._run, name=name, stop=self._stop)
-            self._thread.start()
-            undo.pop_all()
+            bound.sock.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def open(
@@ -112,7 +116,7 @@ class Listener:
             InsecureAddressError: it is a TCP address, and neither a secret nor TLS is set; nothing is bound.
             AddressInUseError: another process listens there. Names the address, and the process if known.
             TransportError: it cannot be bound for another reason.
-            ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
+            ResourceExhaustedError: the process has no free descriptor.
             ConfigError: it is not an address, or not an address of this host, or a TLS file cannot be used.
         """
         with NamedExhaustion(f"listening at {address}"):
@@ -145,49 +149,16 @@ class Listener:
         """Whether ``close`` was called here, or this is a forked child."""
         return self._closed
 
-    def accept(self, timeout: Timeout = None) -> Connection:
-        """Return the next proven connection.
-
-        Raises:
-            TimeoutError: no connection proved itself in time. Counts the refused ones and chains the last
-                refusal.
-            ResourceExhaustedError: no connection proved itself in time, and the latest could not be accepted
-                for lack of a resource. It may still be waiting.
-            ClosedError: the listener is closed, or is closed during the wait.
-        """
-        deadline = Deadline.after(timeout, None)
-        with self._lock:
-            while not self._closed and not self._proven:
-                if deadline.expired:
-                    self.check_shortage()
-                    raise TimeoutError(
-                        f"no process connected to {self._contact} for {self._purpose!r} in"
-                        f" time{self._turned_away()}"
-                    ) from self._last_refusal
-                self._changed.wait(deadline.remaining())
-            if self._closed:
-                raise ClosedError(f"the listener at {self._contact} is closed")
-            return self._proven.popleft()
-
-    def check_shortage(self) -> None:
-        """Raise if the latest connection could not be accepted for lack of a resource. For callers that have
-        waited for a connection in vain.
-
-        Raises:
-            ResourceExhaustedError: it could not be accepted.
-        """
-        shortage, self._shortage = self._shortage, None
-        if shortage is not None:
-            raise shortage
-
     def close(self) -> None:
-        """Stop listening, and drop connections that are unproven or not yet accepted. Idempotent.
-
-        On return the thread has ended and the descriptors are closed. Accepted connections stay open.
-        """
-        self._stop()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        """Stop listening, and end the unproven connections. Idempotent. Proven connections stay open."""
+        self._closed = True
+        self._bound.shut_down()
+        with self._lock:
+            for stranger in self._unproven:
+                stranger.end()
+            self._unproven.clear()
+        with self._taking, no_fork:
+            self._bound.sock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -195,152 +166,162 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stop(self) -> None:
-        """Make the thread end, and wake every thread that waits in ``accept``."""
-        with self._lock:
-            self._closed = True
-            self._changed.notify_all()
-        with contextlib.suppress(OSError):
-            self._wake_in.send(b"x")
-
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._close_descriptors()
 
-    # -- the thread ----------------------------------------------------------------------------
+    # -- for an acceptor -----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
+    def take(self) -> Stranger | None:
+        """Wait for a connection, and give it a place among the unproven. ``None``: the listener is closed.
+
+        Raises:
+            ResourceExhaustedError: the next connection cannot be accepted, and waits.
+        """
+        with self._taking:
+            poller = select.poll()
             while not self._closed:
-                pause = None
-                if self._unproven:
-                    pause = max(0.0, self._unproven[0].deadline - time.monotonic())
-                for key, _ in self._selector.select(pause):
-                    if key.fileobj is self._sock:
-                        try:
-                            self._take()
-                        except Exception:  # such as being out of memory: the listener survives it
-                            logger.exception("accepting a connection at %s failed", self._contact)
-                    elif key.data in self._unproven:
-                        self._proceed(key.data)
-                self._drop_overdue()
-        except Exception:
-            logger.exception("the listener at %s stops because of a fault in kvplug", self._contact)
-        finally:
-            self._bound.close()
-            with self._lock:
-                self._closed = True
-                self._close_descriptors()
-                self._changed.notify_all()
+                poller.register(self._bound.sock, select.POLLIN)
+                poller.poll()
+                sock = self._accept()
+                if sock is not None:
+                    stranger = Stranger(sock, None if self._tls is None else self._tls.context)
+                    if self._admits(stranger):
+                        return stranger
+        return None
 
-    def _close_descriptors(self) -> None:
-        with no_fork:
-            self._selector.close()
-            for sock in (self._sock, self._wake_in, self._wake_out):
-                sock.close()
-            for stranger in self._unproven:
-                stranger.sock.close()
-        for connection in list(self._proven):
-            connection.close()
-        self._proven.clear()
-
-    def _take(self) -> None:
+    def _accept(self) -> socket.socket | None:
+        """Accept the waiting connection. ``None``: it has gone, or the listener is closed."""
         try:
             with no_fork:
-                sock, _ = self._sock.accept()
+                sock, _ = self._bound.sock.accept()
                 close_after_fork(sock)
+            return sock
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
+            return None
         except OSError as e:
-            self._shortage = NamedExhaustion.of(e, f"accepting a connection at {self._contact}")
-            logger.warning("%s", self._shortage or f"accept failed at {self._contact}: {e}")
-            if self._shortage is not None:
-                if self._unproven:
-                    self._refuse(self._unproven[0], RefusedError.for_lack(self._shortage))
-                time.sleep(_PAUSE_S)  # connections in the backlog keep the socket readable
-            return
-        self._shortage = None
-        now = time.monotonic()
+            if self._closed:
+                return None
+            shortage = NamedExhaustion.of(e, f"accepting a connection at {self._contact}")
+            if shortage is None:
+                raise
+            self._drop(0, RefusedError.for_lack(shortage))  # which frees a descriptor
+            raise shortage from e
+
+    def _admits(self, stranger: Stranger) -> bool:
+        """Give the connection a place among the unproven, or refuse and close it. Raises
+        ResourceExhaustedError."""
         try:
-            sock.setblocking(False)
-            origin = origin_of(sock)
-            if sock.family != socket.AF_UNIX:
-                tune(sock)
-        except OSError:
-            with no_fork:
-                sock.close()
-            return  # the client has already gone
-        tls = None if self._tls is None else self._tls.context
-        stranger = Stranger(sock, origin, self._challenge, now + _PROOF_TIMEOUT_S, tls)
-        try:
+            stranger.origin = origin_of(stranger.sock)
+            if stranger.sock.family != socket.AF_UNIX:
+                tune(stranger.sock)
             if self._mode is Mode.SAME_USER:
-                check_same_user(sock)  # another user does not even get a place among the unproven
-            if origin not in (THIS_USER, THIS_HOST) and not self._failures.may_come(origin, now):
-                raise RefusedError(Refusal.BUSY, text=f"too many connections from {origin} failed")
+                uid = unix_peer_uid(stranger.sock)
+                if not same_user(uid):
+                    text = f"it belongs to another user of this host (uid {uid})"
+                    raise RefusedError(Refusal.OTHER_USER, text=text)
+            with self._lock:
+                if not self._failures.may_come(stranger.origin, time.monotonic()):
+                    text = f"too many connections from {stranger.origin} failed"
+                    raise RefusedError(Refusal.BUSY, text=text)
+                origins = [each.origin for each in self._unproven]
+                if (at := place_to_free(origins, stranger.origin, _MAX_UNPROVEN)) is not None:
+                    self._drop(at, RefusedError(Refusal.BUSY))
+                if not self._closed:
+                    self._unproven.append(stranger)
+                    return True
         except RefusedError as refused:
             self._refuse(stranger, refused)
-            return
-        while (crowding := to_drop(self._unproven, origin, _MAX_UNPROVEN)) is not None:
-            self._refuse(crowding, RefusedError(Refusal.BUSY))
-        self._unproven.append(stranger)
-        self._selector.register(sock, selectors.EVENT_READ, stranger)
+        except ResourceExhaustedError as shortage:
+            self.refuse(stranger, shortage)
+            raise
+        except OSError:  # the client has already gone
+            pass
+        stranger.close()
+        return False
 
-    def _challenge(self, binding: bytes) -> Exchange:
-        """Start this end of the challenge. ``binding`` identifies the TLS session."""
-        identity = encode_identity(PeerIdentity.of_this_process(self._label))
-        return admit(self._purpose, self._mode, self._credentials.key, identity, binding)
-
-    def _proceed(self, stranger: Stranger) -> None:
-        try:
-            peer = stranger.proceed()
-        except RefusedError as refused:
-            self._refuse(stranger, refused)
-        except Exception:
-            logger.exception("a challenge at %s failed because of a fault in kvplug", self._contact)
-            self._refuse(stranger, RefusedError(Refusal.SILENT))
-        else:
-            if peer is not None and len(self._proven) >= _MAX_WAITING:
-                self._refuse(stranger, RefusedError(Refusal.BUSY))
-            elif peer is not None:
-                self._proved(stranger, peer)
-
-    def _proved(self, stranger: Stranger, peer: PeerIdentity) -> None:
-        sock = stranger.sock
-        self._selector.unregister(sock)
-        try:
-            if isinstance(sock, ssl.SSLSocket):
-                sock = plain_end(sock, str(peer))
-            sock.setblocking(True)
-            connection = Connection(sock, peer, self._purpose, self._mode, self._contact)
-        except (OSError, TransportError) as e:
-            logger.warning("a connection to %s was dropped: %s", self._contact, e)
-            self._shortage = NamedExhaustion.of(e, f"taking a TLS connection at {self._contact}")
-            return
-        finally:
-            self._unproven.remove(stranger)
+    def _drop(self, at: int, refused: RefusedError) -> None:
+        """Refuse an unproven connection. Its own thread, which may be using TLS, closes it."""
         with self._lock:
-            self._proven.append(connection)
-            self._changed.notify_all()
+            for stranger in self._unproven[at : at + 1]:
+                stranger.can_read = stranger.tls is None
+                self._refuse(stranger, refused)
+
+    def prove(self, stranger: Stranger) -> Connection | None:
+        """Let a connection that was taken prove itself. Owns it from here on. ``None``: it was refused.
+
+        Raises:
+            ResourceExhaustedError: it was refused, because this process lacks a resource.
+        """
+        try:
+            peer = self._challenge(stranger)
+            with self._lock:
+                if stranger not in self._unproven:
+                    raise RefusedError(Refusal.BUSY)
+                self._unproven.remove(stranger)
+                sock = stranger.sock
+            with NamedExhaustion(f"taking a TLS connection at {self._contact}"):
+                if isinstance(sock, ssl.SSLSocket):
+                    stranger.sock = sock = plain_end(sock, str(peer))
+            sock.settimeout(None)
+            return Connection(sock, peer, self._purpose, self._mode, self._contact)
+        except Exception as e:
+            shortage = NamedExhaustion.of(e, f"the proof of a connection at {self._contact}")
+            with self._lock:
+                if stranger in self._unproven:  # otherwise it was refused already, or the listener is closed
+                    self._refuse(stranger, _refusal_for(e))
+            stranger.close()
+            if shortage is not None:
+                raise shortage from e
+            if not isinstance(e, KvplugError | OSError | EOFError):
+                logger.exception("a challenge at %s failed because of a fault in kvplug", self._contact)
+            return None
+
+    def _challenge(self, stranger: Stranger) -> PeerIdentity:
+        """Run this end of the challenge."""
+        sock, deadline, binding = stranger.sock, stranger.deadline, b""
+        sock.settimeout(deadline.remaining())
+        first = sock.recv(1, socket.MSG_PEEK)
+        if stranger.tls is None and first == _TLS_RECORD:
+            raise RefusedError(Refusal.CREDENTIALS, "has no TLS")
+        if stranger.tls is not None:
+            if first == MAGIC[:1]:
+                stranger.can_read = True
+                raise RefusedError(Refusal.CREDENTIALS, "needs TLS")
+            with self._lock, no_fork:
+                stranger.sock = sock = stranger.tls.wrap_socket(
+                    sock, server_side=True, do_handshake_on_connect=False
+                )
+                close_after_fork(sock)
+            sock.do_handshake()
+            binding = binding_of(sock)
+            stranger.can_read = True
+        identity = encode_identity(PeerIdentity.of_this_process(self._label))
+        return run_challenge(sock, admit(self._purpose, self._mode, self._key, identity, binding), deadline)
+
+    def refuse(self, stranger: Stranger, error: Exception) -> None:
+        """Refuse and close a connection that was taken, but cannot be served because of ``error``."""
+        self._refuse(stranger, _refusal_for(error))
+        stranger.close()
 
     def _refuse(self, stranger: Stranger, refused: RefusedError) -> None:
         reason = refused.refusal.reason
-        self._refusals[reason] += 1
-        self._last_refusal = refused
-        if refused.refusal is Refusal.BUSY and self._shortage is None:
-            self._shortage = NamedExhaustion.of(refused)
+        with self._lock:
+            self._refusals[reason] += 1  # before the client knows
+            self.last_refusal = refused
+            if stranger in self._unproven:
+                self._unproven.remove(stranger)
+                self._failures.failed(stranger.origin, time.monotonic())
+            stranger.end(refused)
         level = logging.WARNING if self._refusals[reason] == 1 else logging.DEBUG
         logger.log(level, "a connection to %s was refused: %s", self._contact, refused)
-        if stranger in self._unproven:
-            self._unproven.remove(stranger)
-            self._failures.failed(stranger.origin, time.monotonic())
-            self._selector.unregister(stranger.sock)
-        stranger.refuse(refused)
 
-    def _drop_overdue(self) -> None:
-        now = time.monotonic()
-        while self._unproven and self._unproven[0].deadline <= now:
-            self._refuse(self._unproven[0], RefusedError(Refusal.SILENT))
 
-    def _turned_away(self) -> str:
-        counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(self._refusals.items()))
-        return f"; turned away: {counts}" if counts else ""
+def _refusal_for(error: Exception) -> RefusedError:
+    """Return the refusal of a client whose proof failed with ``error``."""
+    if isinstance(error, RefusedError):
+        return error
+    if (shortage := NamedExhaustion.of(error)) is not None:
+        return RefusedError.for_lack(shortage)
+    if isinstance(error, ssl.SSLError):
+        return RefusedError(Refusal.CREDENTIALS, text=f"the TLS handshake failed: {reason_of(error)}")
+    return RefusedError(Refusal.SILENT)

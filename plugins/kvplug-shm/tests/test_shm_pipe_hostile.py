@@ -25,6 +25,7 @@ from kvplug_shm.pipe.native import NativeIncoming
 from kvplug_shm.pipe.rings import Incoming
 from kvplug_shm.ring.protocol import HEAD
 from kvplug_testing import peers
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call
 
 by_hand = ends.by_hand
@@ -155,10 +156,8 @@ def test_a_header_that_changes_between_two_looks_is_read_once(
 
 def host(answer: Any, fds: Any) -> Any:
     """What a connecting end makes of a listener that answers so."""
-    from kvplug.transport import Listener
-
     end = ends.endpoint()
-    with Listener.open("unix:", Credentials(), join.PURPOSE) as listener:
+    with accepting("unix:", Credentials(), join.PURPOSE) as listener:
         connecting = Call(lambda: end.connect(str(ShmContact.here(listener.contact)), timeout=5))
         guest = listener.accept(5)
         try:

@@ -19,12 +19,12 @@ from kvplug.transport import (
     Connection,
     Credentials,
     Deadline,
-    Listener,
     QueueHandle,
     WireError,
 )
 from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.ring import protocol
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call, until
 
 queue, memory_of = ends.queue, ends.memory_of
@@ -171,7 +171,7 @@ def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(wr
 def answered(writer: Any, answer: bytes) -> Any:
     """What a reader makes of that answer of a writer."""
     handle = writer.export_handle()
-    with Listener.open("unix:", Credentials(), PURPOSE) as listener:
+    with accepting("unix:", Credentials(), PURPOSE) as listener:
         false = {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
         joining = Call(lambda: ends.endpoint().create_from_handle(QueueHandle.from_plain(false), 0, 10))
         with listener.accept(10) as connection:

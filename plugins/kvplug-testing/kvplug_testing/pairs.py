@@ -16,8 +16,30 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvplug import PeerGoneError
-from kvplug.transport import Pipe, PipeEndpoint, Timeout, Transfer
+from kvplug.transport import (
+    Acceptor,
+    Connection,
+    Credentials,
+    Listener,
+    Pipe,
+    PipeEndpoint,
+    Timeout,
+    Transfer,
+)
 from kvplug_testing.peers import Parent, Peer
+
+
+def accepting(
+    address: str, credentials: Credentials, purpose: str, *, label: str = ""
+) -> Acceptor[Connection]:
+    """Listen at an address. ``accept`` returns the next connection that has proved itself."""
+    return Acceptor(
+        [Listener.open(address, credentials, purpose, label=label)],
+        lambda connection: connection,
+        what=f"a connection for {purpose!r}",
+        name="kvplug-test",
+        discard=Connection.close,
+    )
 
 
 class PipePairs(ExitStack):

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
-from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError
+from kvplug.transport import Connection, Credentials, Deadline, WireError
 from kvplug_testing import peers
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call
 
 PURPOSE = "pipe-shm"
@@ -28,7 +29,7 @@ def soon() -> Deadline:
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, Connection]]:
     """Both ends of a proven connection of this process."""
-    with Listener.open("unix:", Credentials(), PURPOSE) as listener:
+    with accepting("unix:", Credentials(), PURPOSE) as listener:
         ours = Connection.dial(listener.contact, Credentials(), PURPOSE, 10)
         with ours, listener.accept(10) as theirs:
             yield ours, theirs
@@ -154,7 +155,7 @@ def taking(parent: peers.Parent, contact: str) -> Any:
 
 def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int]) -> None:
     with (
-        Listener.open("unix:", Credentials(), PURPOSE) as listener,
+        accepting("unix:", Credentials(), PURPOSE) as listener,
         peers.start(taking, listener.contact) as child,
     ):
         for _ in range(3):

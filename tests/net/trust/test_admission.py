@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import tracemalloc
-from types import SimpleNamespace
-from typing import Any
 
-from kvplug.net.trust.strangers import BURST, PER_SECOND, FailureRate, to_drop
+from kvplug.net.trust.admission import BURST, PER_SECOND, FailureRate, place_to_free
 
 
 def test_a_flood_drops_its_own_connections_and_leaves_places_for_others() -> None:
-    unproven: list[Any] = []
+    unproven: list[str] = []
 
-    def come(origin: str) -> Any:
-        dropped = to_drop(unproven, origin, 8)
+    def come(origin: str) -> int | None:
+        dropped = place_to_free(unproven, origin, 8)
         if dropped is None:
-            unproven.append(SimpleNamespace(origin=origin))
+            unproven.append(origin)
         return dropped
 
+    assert come("other") is None
     assert all(come("flood") is None for _ in range(6))
-    assert come("flood") is unproven[0]
-    assert all(come("other") is None for _ in range(2))
-    assert come("third") is unproven[0]  # full: the origin that has most makes room
+    assert come("flood") == 1
+    assert come("other") is None
+    assert come("third") == 1  # full: the origin that has most makes room
 
 
 def test_an_origin_whose_connections_fail_waits_and_another_one_does_not() -> None:

@@ -17,10 +17,10 @@ from kvplug.net.trust.channel import MAX_FRAME_BYTES, Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.identity import PeerIdentity
-from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug_testing import peers
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call
 
 SECRET = Credentials(Secret("the secret of these tests"))
@@ -41,7 +41,7 @@ def raw() -> Iterator[tuple[Channel, socket.socket]]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
-    with Listener.open("unix:", Credentials(), "test") as listener:
+    with accepting("unix:", Credentials(), "test") as listener:
         a = Channel(Connection.dial(listener.contact, Credentials(), "test", 5), timeout_s=5)
         b = Channel(listener.accept(5), timeout_s=5)
     yield a, b
@@ -176,7 +176,7 @@ def lives(parent: peers.Parent, contact: str) -> None:
 
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
 def test_a_killed_peer_wakes_who_waits_for_it(address: str) -> None:
-    with Listener.open(address, SECRET, "test") as listener:
+    with accepting(address, SECRET, "test") as listener:
         child = peers.start(lives, listener.contact)
         channel = Channel(listener.accept(20), timeout_s=10)
     with child, channel:

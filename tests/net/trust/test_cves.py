@@ -35,6 +35,7 @@ from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.remote import PURPOSE
 from kvplug_testing import peers
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
@@ -98,7 +99,7 @@ def test_cve_2025_47277_the_store_listens_on_the_interface_it_was_given_and_on_n
 
 def test_cve_2025_47277_pickles_at_the_door_are_refused_unread(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    with Listener.open("127.0.0.1:0", SECRET, PURPOSE) as listener:
+    with accepting("127.0.0.1:0", SECRET, PURPOSE) as listener:
         host, port = listener.contact.rsplit(":", 1)
         with socket.create_connection((host, int(port))) as s:
             s.sendall(evil(marker).ljust(200, b" "))
@@ -117,7 +118,7 @@ def test_cve_2024_11041_and_2025_29783_a_pickle_from_a_proven_peer_is_not_a_valu
         encode_header(FrameKind.TENSOR, len(evil(marker))) + evil(marker),
     ]
     for payload in payloads:
-        with Listener.open("unix:", Credentials(), "test") as listener:
+        with accepting("unix:", Credentials(), "test") as listener:
             attacker = Connection.dial(listener.contact, Credentials(), "test", 5)
             channel = Channel(listener.accept(5))
         attacker.sock.sendall(payload)

@@ -16,8 +16,9 @@ import pytest
 from kvplug.errors import AddressInUseError, PeerGoneError
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Listener
+from kvplug.transport import Acceptor
 from kvplug_testing import peers
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +39,7 @@ def address_of(path: Path) -> str:
     return f"unix:{path}"
 
 
-def meet(listener: Listener, address: str) -> None:
+def meet(listener: Acceptor[Connection], address: str) -> None:
     with Connection.dial(address, OPEN, "test", 5) as ours, listener.accept(5) as theirs:
         ours.sock.sendall(b"ping")
         assert theirs.sock.recv(10) == b"ping"
@@ -46,7 +47,7 @@ def meet(listener: Listener, address: str) -> None:
 
 
 def test_two_ends_meet_at_a_path_that_only_this_user_can_open(path: Path) -> None:
-    with Listener.open(address_of(path), OPEN, "test") as listener:
+    with accepting(address_of(path), OPEN, "test") as listener:
         assert listener.contact == address_of(path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         meet(listener, listener.contact)
@@ -56,7 +57,7 @@ def test_two_ends_meet_at_a_path_that_only_this_user_can_open(path: Path) -> Non
 
 
 def listening(parent: peers.Parent, address: str) -> None:
-    Listener.open(address, OPEN, "test")
+    accepting(address, OPEN, "test")
     parent.send("listening")
     parent.recv()
 
@@ -65,28 +66,28 @@ def test_the_file_of_a_dead_server_is_taken_over_and_that_of_a_live_one_is_not(p
     with peers.start(listening, address_of(path)) as child:
         assert child.recv() == "listening"
         with pytest.raises(AddressInUseError, match=rf"{path} is in use by pid {child.pid} "):
-            Listener.open(address_of(path), OPEN, "test")
+            accepting(address_of(path), OPEN, "test")
         child.stop()  # a server that is stopped is alive
         with pytest.raises(AddressInUseError):
-            Listener.open(address_of(path), OPEN, "test")
+            accepting(address_of(path), OPEN, "test")
         child.kill()
     assert path.exists()
-    with Listener.open(address_of(path), OPEN, "test") as listener:
+    with accepting(address_of(path), OPEN, "test") as listener:
         meet(listener, listener.contact)
 
 
 def test_what_is_no_socket_is_not_removed(path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(AddressInUseError):
-        Listener.open(address_of(path), OPEN, "test")
+        accepting(address_of(path), OPEN, "test")
     assert path.read_text() == "precious"
     path.unlink()
 
 
 def test_a_listener_removes_only_its_own_file(path: Path) -> None:
-    with Listener.open(address_of(path), OPEN, "test") as first:
+    with accepting(address_of(path), OPEN, "test") as first:
         path.unlink()
-        with Listener.open(address_of(path), OPEN, "test") as second:
+        with accepting(address_of(path), OPEN, "test") as second:
             first.close()
             meet(second, second.contact)
 
@@ -95,9 +96,9 @@ def test_of_many_servers_that_find_a_dead_ones_file_one_takes_it_over(path: Path
     for _ in range(10):
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(path))
-        calls = [Call(lambda: Listener.open(address_of(path), OPEN, "test")) for _ in range(8)]
+        calls = [Call(lambda: accepting(address_of(path), OPEN, "test")) for _ in range(8)]
         outcomes = [call.outcome() for call in calls]
-        (taken,) = [each for each in outcomes if isinstance(each, Listener)]
+        (taken,) = [each for each in outcomes if isinstance(each, Acceptor)]
         assert sum(isinstance(each, AddressInUseError) for each in outcomes) == 7, outcomes
         meet(taken, taken.contact)
         taken.close()
@@ -115,7 +116,7 @@ with Connection.dial(sys.argv[1], Credentials(), "test", 10) as connection:
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs unshare, and root")
 def test_a_process_in_other_namespaces_of_network_and_pids_reaches_a_path(path: Path) -> None:
-    with Listener.open(address_of(path), OPEN, "test") as listener:
+    with accepting(address_of(path), OPEN, "test") as listener:
         accepted = Call(lambda: listener.accept(20))
         there = subprocess.run(
             [

@@ -18,8 +18,8 @@ from kvplug import AuthenticationError, Config, ConfigError, PeerGoneError  # no
 from kvplug.assembly.resolve import credentials_of  # noqa: E402
 from kvplug.net.trust.connection import Connection  # noqa: E402
 from kvplug.net.trust.credentials import Credentials, Secret  # noqa: E402
-from kvplug.net.trust.listener import Listener  # noqa: E402
 from kvplug.net.trust.tls import ListenerTls, TlsFiles  # noqa: E402
+from kvplug_testing.pairs import accepting  # noqa: E402
 from kvplug_testing.waits import until  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -55,7 +55,7 @@ def both(files: TlsFiles) -> Credentials:
 
 
 def pair(credentials: Credentials, address: str = "127.0.0.1:0") -> tuple[socket.socket, socket.socket]:
-    with Listener.open(address, credentials, "test") as listener:
+    with accepting(address, credentials, "test") as listener:
         ours = Connection.dial(listener.contact, credentials, "test", 10)
         return ours.sock, listener.accept(10).sock
 
@@ -83,7 +83,7 @@ def test_two_ends_meet_over_tls(address: str, secret: Secret | None, files: TlsF
 
 
 def test_no_byte_of_the_data_is_on_the_wire_in_clear(both: Credentials) -> None:
-    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.contact) as wire:
+    with accepting("127.0.0.1:0", both, "test") as listener, Wire(listener.contact) as wire:
         ours = Connection.dial(wire.address, both, "test", 10).sock
         theirs = listener.accept(10).sock
         ours.sendall(b"the prompt of a user " * 100)
@@ -100,7 +100,7 @@ def test_a_relay_that_ends_tls_with_a_certificate_of_its_own_cannot_pass_on_the_
 ) -> None:
     """The secret's proof is bound to the TLS session: an insider without the secret gets nothing."""
     insider = write(tmp_path, ca)
-    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.contact, insider) as wire:
+    with accepting("127.0.0.1:0", both, "test") as listener, Wire(listener.contact, insider) as wire:
         with pytest.raises((AuthenticationError, PeerGoneError)):
             Connection.dial(wire.address, both, "test", 10)
         until(lambda: listener.refusals, what="the refusal of a proof that was passed on")
@@ -113,7 +113,7 @@ def test_a_certificate_need_not_name_the_host_if_the_config_says_so(
 ) -> None:
     elsewhere = Credentials(SECRET, write(tmp_path, ca, "gpu7.example.org"))
     lenient = TlsFiles(cert=files.cert, key=files.key, ca=files.ca, check_host=False)
-    with Listener.open("127.0.0.1:0", elsewhere, "test") as listener:
+    with accepting("127.0.0.1:0", elsewhere, "test") as listener:
         Connection.dial(listener.contact, Credentials(SECRET, lenient), "test", 10).close()
 
 
@@ -123,7 +123,7 @@ def test_another_tls_client_is_refused(what: str, both: Credentials, files: TlsF
     if what == "TLS 1.2":
         context.load_cert_chain(files.cert, files.key)
         context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with Listener.open("127.0.0.1:0", both, "test") as listener:
+    with accepting("127.0.0.1:0", both, "test") as listener:
         host, port = listener.contact.split(":")
         raw = socket.create_connection((host, int(port)), 10)
         with (
@@ -141,7 +141,7 @@ def test_another_tls_client_is_refused(what: str, both: Credentials, files: TlsF
 
 def refusal_of(listening: Credentials, dialling: Credentials) -> tuple[str, dict[str, int]]:
     """What the dialler is told, and what the listener counts."""
-    with Listener.open("127.0.0.1:0", listening, "test") as listener:
+    with accepting("127.0.0.1:0", listening, "test") as listener:
         with pytest.raises(AuthenticationError) as failed:
             Connection.dial(listener.contact, dialling, "test", 10)
         until(lambda: listener.refusals, what="the refusal")
@@ -189,7 +189,7 @@ def test_strangers_at_a_tls_listener_delay_no_honest_client(
     both: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvplug.net.trust.listener._PROOF_TIMEOUT_S", 1.0)
-    with Listener.open("127.0.0.1:0", both, "test") as listener:
+    with accepting("127.0.0.1:0", both, "test") as listener:
         host, port = listener.contact.split(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(12)]
         for number, sock in enumerate(strangers):
@@ -211,7 +211,7 @@ def test_renewed_files_are_used_by_the_next_connection(
     files: TlsFiles, ca: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     renewed = write(tmp_path, trustme.CA(), trusts=ca)  # not accepted by the other end
-    with Listener.open("127.0.0.1:0", Credentials(SECRET, renewed), "test") as listener:
+    with accepting("127.0.0.1:0", Credentials(SECRET, renewed), "test") as listener:
         with pytest.raises(AuthenticationError):
             Connection.dial(listener.contact, Credentials(SECRET, files), "test", 10)
         write(tmp_path, ca)

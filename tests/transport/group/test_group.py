@@ -187,14 +187,14 @@ def test_addresses_and_secrets_are_checked_as_everywhere() -> None:
     with StatelessGroup.listen("127.0.0.1:0", SECRET) as listener:
         with pytest.raises(AddressInUseError):
             StatelessGroup.create(listener.contact, rank=0, world_size=2, credentials=SECRET)
+        ends: Any = {"world_size": 2, "timeout": 20}
+        zero = Call(lambda: StatelessGroup.create(listener, rank=0, credentials=SECRET, **ends))
         with pytest.raises(AuthenticationError, match="KVPLUG_SECRET"):
             StatelessGroup.create(
-                listener.contact,
-                rank=1,
-                world_size=2,
-                credentials=Credentials(Secret("not the secret at all")),
-                timeout=5,
+                listener.contact, rank=1, credentials=Credentials(Secret("not the secret at all")), **ends
             )
+        StatelessGroup.create(listener.contact, rank=1, credentials=SECRET, **ends).close()
+        zero.result().close()
 
 
 def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,15 +209,15 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
             s = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(OSError):
                 s.sendall(data)
-        # Proven, but not of this group: says nothing, or nonsense.
-        mute, odd, liar = (
-            Channel(Connection.dial(listener.contact, SECRET, PURPOSE, wait_s)) for _ in range(3)
-        )
-        odd.send({"no": "greeting"})
-        liar.send(("ask", 1))
         with ThreadPoolExecutor(1) as pool:
             ends: Any = {"world_size": 2, "credentials": SECRET, "timeout": wait_s}
             zero = pool.submit(StatelessGroup.create, listener, rank=0, **ends)
+            # Proven, but not of this group: says nothing, or nonsense.
+            mute, odd, liar = (
+                Channel(Connection.dial(listener.contact, SECRET, PURPOSE, wait_s)) for _ in range(3)
+            )
+            odd.send({"no": "greeting"})
+            liar.send(("ask", 1))
             # Before rank 1 is there: it will be of this very process, and then it would be no lie.
             assert liar.recv(wait_s)[0] == "refused"
             one = StatelessGroup.create(listener.contact, rank=1, **ends)

@@ -11,6 +11,7 @@ import kvplug.transport
 from kvplug.net.wire.messages import message_parts
 from kvplug_sample.light import SampleOptions, describe
 from kvplug_sample.pipe import SampleContact, SampleEndpoint
+from kvplug_testing.pairs import accepting
 
 
 def endpoint():
@@ -33,7 +34,7 @@ def test_a_receive_that_times_out_within_a_header_is_resumed():
 
 
 def test_a_listener_of_another_purpose_is_no_way_in():
-    other = kvplug.transport.Listener.open("unix:", kvplug.transport.Credentials(), "something else")
+    other = accepting("unix:", kvplug.transport.Credentials(), "something else")
     with other, pytest.raises(kvplug.AuthenticationError):
         endpoint().connect(str(SampleContact.here(other.contact)), timeout=5)
 
