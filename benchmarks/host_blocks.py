@@ -12,8 +12,8 @@ default. Figures are medians, shares medians of the shares within a round.
 
 `--saving` measures what saving costs the engine's thread instead: the connector "lookup" gathers all layers
 of the sequence into pages of the store in this process, one layer after the other, and hands the pages over.
-The rest happens in the store's threads. `--python` adds gets and puts of a store with `native = false`,
-`--files` those of the store "fs", whose files are in the page cache.
+The rest happens in the store's threads. `--files` adds gets and puts of the store
+"fs", whose files are in the page cache.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def cache_as_engines_have_it(tensor: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def measure(
-    model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int, in_python: bool, files: bool
+    model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int, files: bool
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round."""
     taken: dict[str, list[float]] = {}
@@ -178,8 +178,6 @@ def measure(
         assert "mapped" in mapped.route, mapped.route
         kept = {}
         others: dict[str, Store] = {}
-        if in_python:
-            others["in Python"] = opened(stack, {"size": budget, "native": False}, **common)
         if files:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-"))
             others["fs"] = opened(stack, {"path": folder, "size": 4 * budget}, name="fs", **common)
@@ -319,7 +317,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, help="default 15")
     parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
     parser.add_argument("--saving", action="store_true", help="measure saving on the engine's thread")
-    parser.add_argument("--python", action="store_true", help="gets and puts without compiled copies, too")
     parser.add_argument("--files", action="store_true", help='gets and puts of the store "fs", too')
     given = parser.parse_args()
     text = saving_table(given) if given.saving else copies_table(given)
@@ -362,7 +359,6 @@ def copies_table(given: argparse.Namespace) -> str:
                     verified=verified,
                     num_tokens=given.tokens,
                     rounds=given.rounds,
-                    in_python=given.python,
                     files=given.files,
                 )
                 (nbytes,) = taken.pop("nbytes")

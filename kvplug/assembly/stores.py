@@ -23,6 +23,7 @@ from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.copy import library
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.staging.memory import PinnedMemory
@@ -66,12 +67,14 @@ class StoreOpener:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
             ConfigError: the store's options are wrong.
             PluginError: the store cannot work here, or its factory failed or did not return a store.
+            UnsupportedError: the compiled part of kvplug is missing.
             ResourceExhaustedError: a descriptor, thread, memory or space ran out.
         """
         spec = self._resolved.usable(Kind.STORE, name)
         context = self._context(spec)
         factory = spec.load_factory()
         with _opening(spec):
+            library()  # no store works without it
             made = factory(context)
             if isinstance(made, BlockingStore):
                 made = ExecutedStore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -257,34 +258,64 @@ class PageCache:
 
         ``refusals``: the result if the store is closed, and the result if it fails in another way.
         """
-        parts: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
+        groups: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
         for index, page in enumerate(pages):
-            parts.setdefault((page.sizes, page.layout), []).append(index)
+            groups.setdefault((page.sizes, page.layout), []).append(index)
         deadline = Deadline.after(timeout, self._timeout_s)
-        whole = _Whole(Job[Any](len(pages), deadline), len(parts), lambda found: self._ended(op, found))
         with self._lock:
             self._num_live += 1
-        for (sizes, layout), indices in parts.items():
-            own = [pages[index] for index in indices]
-            try:
-                series = self._series_of(sizes, layout)
-                request = PageRequest(
-                    series=series,
-                    keys=self._keys([page.key for page in own]),
-                    identities=[self._namespace + page.key for page in own],
-                    memory=PagePieces([page.pieces for page in own]),
-                )
-                part = submit(request, timeout=deadline.remaining())
-            except Exception as e:
-                self._failed(op, e, len(own))
-                whole.failed(indices, refusals[0 if isinstance(e, ClosedError) else 1])
-            else:
-                whole.follow(part, indices)
+        parts = [
+            (self._submitted_part(op, [pages[at] for at in group], submit, refusals, deadline), group)
+            for group in groups.values()
+        ]
+        whole = Job[_R | None](len(pages), deadline)
+        results: list[_R | None] = [None] * len(pages)
+        left = [part for part, _ in parts]
+
+        def cancel() -> None:
+            for part, _ in parts:
+                part.cancel()
+
+        def note(group: Sequence[int], part: Job[_R | None]) -> None:
+            for index, result in zip(group, part.results() or (), strict=True):
+                results[index] = result
+            with self._lock:
+                left.remove(part)
+                is_last = not left
+            if is_last:
+                end()
+
+        def end() -> None:
+            whole.set(results)
+            self._ended(op, results)
+
+        whole.on_cancel(cancel)
+        for part, group in parts:
+            part.add_settled_callback(functools.partial(note, group))
         if not parts:
-            whole.end()
-        whole.job.on_cancel(whole.cancel)
-        job: Job[_R | None] = whole.job
-        return job
+            end()
+        return whole
+
+    def _submitted_part(
+        self,
+        op: str,
+        pages: Sequence[FlatPage],
+        submit: Callable[..., Job[_R | None]],
+        refusals: tuple[_R, _R],
+        deadline: Deadline,
+    ) -> Job[_R | None]:
+        """Submit pages of one length and layout."""
+        try:
+            request = PageRequest(
+                series=self._series_of(pages[0].sizes, pages[0].layout),
+                keys=self._keys([page.key for page in pages]),
+                identities=[self._namespace + page.key for page in pages],
+                memory=PagePieces([page.pieces for page in pages]),
+            )
+            return submit(request, timeout=deadline.remaining())
+        except Exception as e:
+            self._failed(op, e, len(pages))
+            return ended(Job(len(pages), deadline), refusals[0 if isinstance(e, ClosedError) else 1])
 
     def _ended(self, op: str, results: Sequence[Any]) -> None:
         for reason, count in Counter(results).items():
@@ -316,60 +347,6 @@ class PageCache:
             reason,
             what,
         )
-
-
-class _Whole:
-    """A job that is done when several other jobs are done and settled."""
-
-    def __init__(self, job: Job[Any], num_parts: int, on_end: Callable[[Sequence[Any]], None]) -> None:
-        self.job = job
-        self._results: list[Any] = [None] * job.count
-        self._lock = threading.Lock()
-        self._num_left = num_parts
-        self._parts: list[Job[Any]] = []
-        self._on_end = on_end
-
-    def follow(self, part: Job[Any], indices: Sequence[int]) -> None:
-        """Take the results of these pages from ``part`` when it has settled."""
-        self._parts.append(part)
-        has_ended = False
-
-        def look() -> None:
-            nonlocal has_ended
-            if not part.settled:
-                return
-            found = part.results()
-            if found is None:
-                return
-            with self._lock:
-                if has_ended:
-                    return
-                has_ended = True
-            self._add(indices, found)
-
-        part.watch(look)
-
-    def failed(self, indices: Sequence[int], reason: Any) -> None:
-        """Set the result of pages that have no job of the store."""
-        self._add(indices, [reason] * len(indices))
-
-    def _add(self, indices: Sequence[int], found: Sequence[Any]) -> None:
-        for index, result in zip(indices, found, strict=True):
-            self._results[index] = result
-        with self._lock:
-            self._num_left -= 1
-            if self._num_left:
-                return
-        self.end()
-
-    def end(self) -> None:
-        """End the job, since every part has ended."""
-        self.job.set(self._results)
-        self._on_end(self._results)
-
-    def cancel(self) -> None:
-        for part in tuple(self._parts):
-            part.cancel()
 
 
 class LeaseCounts:

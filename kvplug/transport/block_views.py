@@ -2,7 +2,7 @@
 
 The bytes of a page are in the order of its format, and the bytes of a block in the order of the views' axes.
 In a paged cache these bytes are scattered: each layer and part has its own address, and there may be gaps
-between heads. :class:`PartPlace` and :class:`RowMemory` describe their places for compiled code.
+between heads. :func:`struct_part` and :class:`RowMemory` describe their places for compiled code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -21,21 +21,6 @@ from kvplug.net.wire.tensors import as_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@attrs.frozen
-class PartPlace:
-    """How one part of a layer lies in a cache. All numbers except the sizes of axes are bytes."""
-
-    block_stride: int
-    """The distance from one block to the next."""
-    token_stride: int
-    """The distance from one token of a block to the next."""
-    run_bytes: int
-    """The length of each contiguous run of a token's bytes."""
-    axes: tuple[tuple[int, int], ...]
-    """(size, stride in the cache) of each axis of a token outside the runs, the slowest axis of a row first.
-    In a row these axes are contiguous."""
 
 
 @attrs.frozen(eq=False)
@@ -77,10 +62,15 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
         return super().__new__(cls, map(tuple, views))
 
     @cached_property
-    def places(self) -> tuple[array[int], tuple[PartPlace, ...]] | None:
-        """The addresses of block 0 of each part of each layer, and how the parts lie. ``None`` if the views
-        are not in this processor's memory, or the layers are not alike."""
-        return _places_of(self)
+    def parts(self) -> tuple[array[int], tuple[int, ...]]:
+        """Each part of each layer as :func:`struct_part`, and the bytes of a token of each part, which are
+        the same in all layers.
+
+        Raises:
+            LayoutError: a view is not in this processor's memory, or is lazily conjugated or negated; views
+                differ in their blocks, or layers in the bytes of a token.
+        """
+        return _parts_of(self)
 
     @cached_property
     def rows(self) -> RowViews:
@@ -210,28 +200,75 @@ def check_distinct(table: array[int]) -> None:
         raise LayoutError(f"block {twice} comes twice, but a block can be written only once")
 
 
-def _places_of(views: BlockViews) -> tuple[array[int], tuple[PartPlace, ...]] | None:
-    parts: tuple[PartPlace, ...] | None = None
-    bases = array("q")
+MAX_AXES: Final = 4
+"""``MAX_AXES`` of pages.c."""
+
+
+def struct_part(
+    base: int,
+    block_stride: int,
+    run_bytes: int,
+    token_stride: int = 0,
+    axes: Sequence[tuple[int, int]] = (),
+) -> list[int]:
+    """Return the fields of ``struct part`` of pages.c: where one part of one layer lies. All but the sizes of
+    axes are bytes.
+
+    Args:
+        base: the address of block 0.
+        block_stride: the distance from one block to the next.
+        run_bytes: the length of each contiguous run of a token's bytes.
+        token_stride: the distance from one token of a block to the next.
+        axes: (size, stride in the cache) of each axis of a token outside the runs, the slowest axis of a row
+            first. In a row these axes are contiguous.
+
+    Raises:
+        LayoutError: there are more than four such axes.
+    """
+    if len(axes) > MAX_AXES:
+        raise LayoutError(
+            f"a token of a view has {len(axes)} axes with gaps; at most {MAX_AXES} are supported"
+        )
+    token_bytes, found = run_bytes, []
+    for count, stride in reversed(axes):
+        found.append((stride, count, token_bytes))
+        token_bytes *= count
+    found.sort(reverse=True)
+    found += [(0, 0, 0)] * (MAX_AXES - len(axes))
+    in_cache, counts, in_row = zip(*found, strict=True)
+    return [
+        base,
+        block_stride,
+        token_stride,
+        token_bytes,
+        run_bytes,
+        len(axes),
+        *counts,
+        *in_cache,
+        *in_row,
+    ]
+
+
+def _parts_of(views: BlockViews) -> tuple[array[int], tuple[int, ...]]:
+    fields, sizes = array("q"), set[tuple[int, ...]]()
     blocks = views[0][0].shape[:2]
     for layer in views:
-        if any(view.device.type != "cpu" or view.is_conj() or view.is_neg() for view in layer):
-            return None
-        if any(view.shape[:2] != blocks for view in layer):
-            return None
-        found = tuple(map(_place_of, layer))
-        if parts is not None and found != parts:
-            return None
-        parts = found
-        bases.extend(view.data_ptr() for view in layer)
-    return None if parts is None else (bases, parts)
-
-
-def _place_of(view: Tensor) -> PartPlace:
-    itemsize = view.element_size()
-    block, token, *rest = (stride * itemsize for stride in view.stride())
-    run_bytes, axes = _runs_of(list(zip(view.shape[2:], rest, strict=True)), itemsize)
-    return PartPlace(block, token, run_bytes, tuple(axes))
+        of_layer = []
+        for view in layer:
+            if view.device.type != "cpu" or view.is_conj() or view.is_neg() or view.shape[:2] != blocks:
+                raise LayoutError(
+                    f"pages are copied between views of {list(blocks)} in CPU memory that are not lazily"
+                    f" conjugated or negated, not with {list(view.shape)} on {view.device}"
+                )
+            itemsize = view.element_size()
+            block, token, *rest = (stride * itemsize for stride in view.stride())
+            run_bytes, axes = _runs_of(list(zip(view.shape[2:], rest, strict=True)), itemsize)
+            fields.extend(struct_part(view.data_ptr(), block, run_bytes, token, axes))
+            of_layer.append(math.prod(view.shape[2:]) * itemsize)
+        sizes.add(tuple(of_layer))
+    if len(sizes) != 1:
+        raise LayoutError(f"layers must have the same bytes per token in each part; got {sorted(sizes)}")
+    return fields, sizes.pop()
 
 
 def _is_plain(view: Tensor) -> bool:

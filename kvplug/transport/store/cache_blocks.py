@@ -13,7 +13,7 @@ from kvplug.net.streams import DeviceMark
 from kvplug.net.wire.tensors import as_bits
 from kvplug.transport.block_views import BlockViews, as_elements, block_table, check_distinct
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.memory import PageMemory, PagePlaces, PageRows
+from kvplug.transport.store.memory import PageMemory, PagePlaces
 
 if TYPE_CHECKING:
     import torch
@@ -117,53 +117,30 @@ class PageBlocks(PageMemory):
     def __len__(self) -> int:
         return self._count
 
-    def places(self) -> PagePlaces | None:
-        known = self._views.places
-        if known is None:
-            return None
-        bases, parts = known
+    def places(self) -> PagePlaces:
+        form = self.format
+        parts, token_bytes = self._views.parts
+        if [nbytes for _, nbytes in form.spans] != [nbytes * form.page_tokens for nbytes in token_bytes]:
+            raise LayoutError(
+                f"views whose parts have {list(token_bytes)} bytes per token do not fit pages of {form.parts}"
+            )
         ids, ids_step = self._tables[0], 0
         if self._is_grouped:
             ids, ids_step = array("q"), len(ids)
             for table in self._tables:
-                ids.extend(table * len(parts))
+                ids.extend(table * len(form.parts))
         origin = self._first_block * self._block_size
         return PagePlaces(
-            bases,
             parts,
             ids,
             ids_step,
-            block_tokens=self._block_size,
-            page_tokens=self.format.page_tokens,
-            first_token=self._first_token - origin,
             begins=array("q", [begin - origin for begin in self._begins]),
             end=self._end - origin,
+            block_tokens=self._block_size,
+            page_tokens=form.page_tokens,
+            first_token=self._first_token - origin,
             is_whole=self._is_whole,
         )
-
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, self._check(first, rows, layers), into_cache=False)
-
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, self._check(first, rows, layers), into_cache=True)
-
-    def _move(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> None:
-        import torch
-
-        if not len(rows) or not layers:
-            return
-        form, dense, device = self.format, rows.as_tensor(), self._views[0][0].device
-        move = self.mover(first, len(rows), into_cache=into_cache)
-        for layer in layers:
-            base = (layer - layers.start) * form.layer_nbytes
-            for part, (at, nbytes) in enumerate(form.spans):
-                tokens = torch.empty(len(rows), nbytes, dtype=torch.uint8, device=device)
-                columns = slice(base + at, base + at + nbytes)
-                if into_cache:
-                    _copy_rows(rows, dense, columns, tokens, into_rows=False)
-                move(layer, part, tokens)
-                if not into_cache:
-                    _copy_rows(rows, dense, columns, tokens, into_rows=True)
 
     def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
         """Return a function that copies one part of one layer of these pages into the cache, or out of it.
@@ -192,21 +169,6 @@ class PageBlocks(PageMemory):
             copy_tokens(view, *found, start, tokens, into_cache=into_cache)
 
         return move
-
-
-def _copy_rows(
-    rows: PageRows, dense: Tensor | None, columns: slice, tokens: Tensor, *, into_rows: bool
-) -> None:
-    """Copy between columns of the rows and ``tokens``, [pages, bytes]."""
-    import torch
-
-    if dense is not None:
-        part = dense[:, columns]
-        part.copy_(tokens) if into_rows else tokens.copy_(part)
-        return
-    for index in range(len(rows)):
-        part = torch.frombuffer(rows.row(index)[columns], dtype=torch.uint8)
-        part.copy_(tokens[index]) if into_rows else tokens[index].copy_(part)
 
 
 def ids_on(block_ids: array[int], device: torch.device) -> Tensor:

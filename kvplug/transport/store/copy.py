@@ -1,37 +1,31 @@
 """Copies between pages of a caller's memory and rows of bytes, with the checksums.
 
-pages.c copies and hashes at once where it was compiled and can reach the memory; elsewhere Python does both.
-What all steps of a request share is prepared once. pages.c checks nothing: caches have the addresses and
-strides of tensors, block ids were checked with their table, and rows have the length of their layers."""
+pages.c copies and hashes at once. What all steps of a request share is prepared once. pages.c checks nothing:
+caches have the addresses and strides of tensors, block ids were checked with their table, and rows have the
+length of their layers."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import importlib
-import logging
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import attrs
 
-from kvplug.errors import LayoutError
+from kvplug.errors import LayoutError, UnsupportedError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.copying import address_of
-from kvplug.transport.block_views import PartPlace
-from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.header import PageSeal
-from kvplug.transport.store.memory import PageMemory, PagePlaces, PageRows
+from kvplug.transport.store.memory import PageMemory, PageRows
 from kvplug.transport.store.results import MissReason
-
-logger = logging.getLogger(__name__)
 
 _FILE: Final = Path(__file__).with_name("_pages.so")
 _SOURCE: Final = Path(__file__).with_name("pages.c")
-_MAX_AXES: Final = 4
 _LOCK_FREE_BYTES: Final = 256 << 10
 """Single pages of this size or larger are copied without the interpreter's lock."""
 _SAVE, _LOAD, _HASH, _VERIFY = range(4)
@@ -39,14 +33,6 @@ _SAVE, _LOAD, _HASH, _VERIFY = range(4)
 _IS_GONE: Final = 2
 """A value of ``enum fault``."""
 _NO_SEAL: Final = PageSeal(checksums=False)
-
-
-class _Used(NamedTuple):
-    """The arguments of :meth:`PageCopy.use`."""
-
-    first: int
-    rows: PageRows
-    layers: range
 
 
 class PageCopy:
@@ -88,65 +74,54 @@ class PageCopy:
         seal: PageSeal = _NO_SEAL,
         *,
         generations: PageCopy.Generations | None = None,
-        native: bool = True,
     ) -> None:
         """
         Args:
             seal: whether pages have checksums; by default they have none.
             generations: those of the slots that the pages' rows lie in, checked by :meth:`load`; ``None`` if
                 the slots cannot be reused.
-            native: whether compiled code may be used.
+
+        Raises:
+            LayoutError: the memory cannot be copied from or into.
+            UnsupportedError: kvplug's compiled part is missing.
         """
         form, count = memory.format, len(memory)
         self._memory, self._seal, self._generations = memory, seal, generations
         self._all_layers = range(form.num_layers)
         self._count = count
-        self._rows: list[_Used | None] = []
-        self._headers: list[bytes | memoryview] = []
+        self._library = library()
+        self._places = places = memory.places()
         self._each = form.num_layers * len(form.parts) if seal.checksums else 0
         """Checksums of a page."""
-        self._library: _Library | None = None
-        self._saves = False
-        """Whether compiled code may read the memory."""
-        compiled = library() if native and count else None
-        places = None if compiled is None else memory.places()
-        parts = None if places is None else _parts_of(form, places.parts, places.page_tokens)
-        if compiled is not None and places is not None and parts is not None:
-            self._library, self._saves = compiled, places.is_whole
-            self._prepare(compiled, parts, places)
-        if not self._saves:  # Python reads these
-            self._rows, self._headers = [None] * count, [b""] * count
-
-    def _prepare(self, compiled: _Library, parts: Any, places: PagePlaces) -> None:
-        form, count = self._memory.format, self._count
         self._addresses = array("q", bytes(8 * count))
         self._checksums = array("Q", bytes(8 * count * self._each))
         self._locked_layers = -(-_LOCK_FREE_BYTES // form.layer_nbytes)
-        self._kept = [parts, places]
-        """Kept alive, since the task points to them."""
-        task = _Task(
-            rows=self._addresses.buffer_info()[0],
-            num_layers=form.num_layers,
-            num_parts=len(form.parts),
-            layer_nbytes=form.layer_nbytes,
-            parts=ctypes.addressof(parts),
-            bases=places.bases.buffer_info()[0],
-            ids=places.ids.buffer_info()[0],
-            ids_step=places.ids_step,
-            block_tokens=places.block_tokens,
-            page_tokens=places.page_tokens,
-            first_token=places.first_token,
-            begins=places.begins.buffer_info()[0],
-            end=places.end,
-        )
-        if self._each:
-            task.hash, task.checksums = compiled.hash, self._checksums.buffer_info()[0]
-        if (generations := self._generations) is not None:
+        self._words = array("q")
+        if generations is not None:
             begin, step = address_of(generations.words), generations.words.itemsize
-            words = array("q", [begin + at * step for at in generations.at])
-            self._kept.append(words)
-            task.words, task.generations = words.buffer_info()[0], generations.expected.buffer_info()[0]
-        self._task, self._task_at = task, ctypes.addressof(task)
+            self._words = array("q", [begin + at * step for at in generations.at])
+        # struct task
+        self._task = array(
+            "q",
+            [
+                _at(self._addresses),
+                form.num_layers,
+                len(form.parts),
+                form.layer_nbytes,
+                _at(places.parts),
+                _at(places.ids),
+                places.ids_step,
+                places.block_tokens,
+                places.page_tokens,
+                places.first_token,
+                _at(places.begins),
+                places.end,
+                self._library.hash if self._each else 0,
+                _at(self._checksums),
+                0 if generations is None else _at(self._words),
+                0 if generations is None else _at(generations.expected),
+            ],
+        )
 
     def use(
         self,
@@ -175,12 +150,6 @@ class PageCopy:
                 f"rows of {rows.nbytes} bytes do not fit {len(layers)} layers of {form.layer_nbytes} bytes"
             )
         pages = slice(first, first + count)
-        if not self._saves:
-            self._rows[pages] = [_Used(first, rows, layers)] * count
-            if headers:
-                self._headers[pages] = headers
-        if self._library is None or not count:
-            return
         origin = rows.address - layers.start * form.layer_nbytes
         self._addresses[pages] = array("q", [origin + offset for offset in rows.offsets])
         if self._each and headers:
@@ -198,39 +167,20 @@ class PageCopy:
             tell. A page that must not be used has zeros in these layers.
         """
         layers = self._all_layers if layers is None else layers
-        if self._library is None:
-            found = self._load_in_python(pages, layers)
-        else:
-            faults = self._move(self._library, _LOAD, pages, layers)
+        if not self._places.is_writable:
+            raise LayoutError("the memory of these pages is read-only")
+        with self._memory.hold(pages):
+            faults = self._move(_LOAD, pages, layers)
             if faults is None:
                 return None
-            found = [
-                None if not each else MissReason.EVICTED if each & _IS_GONE else MissReason.CORRUPT
-                for each in faults
-            ]
-        for page, reason in zip(pages, found, strict=True):
-            if reason is not None:
-                self._write_zeros(page, layers)
+            found: list[MissReason | None] = []
+            for page, fault in zip(pages, faults, strict=True):
+                if fault:
+                    self._write_zeros(page, layers)
+                found.append(
+                    MissReason.EVICTED if fault & _IS_GONE else MissReason.CORRUPT if fault else None
+                )
         return found
-
-    def _load_in_python(self, pages: range, layers: range) -> list[MissReason | None]:
-        rows = self._rows_of(pages, layers)
-        found = self._checked(pages, layers, rows)
-        self._memory.scatter(pages.start, rows, layers)
-        if self._generations is not None:
-            there = self._generations.are_there(pages)
-            found = [
-                check if is_there else MissReason.EVICTED
-                for check, is_there in zip(found, there, strict=True)
-            ]
-        return found
-
-    def _checked(self, pages: range, layers: range, rows: PageRows) -> list[MissReason | None]:
-        form = self._memory.format
-        return [
-            self._seal.check_layers(form, self._headers[page], layers.start, rows.row(index))
-            for index, page in enumerate(pages)
-        ]
 
     def _write_zeros(self, page: int, layers: range) -> None:
         """Overwrite bytes that were found to be wrong after they were copied.
@@ -239,36 +189,33 @@ class PageCopy:
         first chunk, and an attention kernel that multiplies masked places by 0 carries NaN into its output.
         """
         nbytes = len(layers) * self._memory.format.layer_nbytes
-        self._memory.scatter(page, PageRows.dense(memoryview(bytearray(nbytes)), 1, nbytes), layers)
+        zeros, copy = memoryview(bytearray(nbytes)), PageCopy(self._memory)
+        copy.use(page, PageRows.dense(zeros, 1, nbytes), layers=layers)
+        copy._move(_LOAD, range(page, page + 1), layers)
 
     def verify(self, pages: range) -> list[MissReason | None]:
         """Return for each page why its row does not match its header, or ``None`` if it does. Does not touch
         the memory."""
-        if self._library is None:
-            return self._checked(pages, self._all_layers, self._rows_of(pages, self._all_layers))
         if not self._each:
             return [None] * len(pages)
-        faults = self._move(self._library, _VERIFY, pages, self._all_layers) or bytes(len(pages))
+        faults = self._move(_VERIFY, pages, self._all_layers) or bytes(len(pages))
         return [MissReason.CORRUPT if each else None for each in faults]
 
     def save(self, pages: range, layers: range | None = None) -> list[bytes | None]:
         """Copy these layers of consecutive pages from one call of :meth:`use` out of the memory.
 
         Returns: for each page the checksums of all its layers, as :meth:`PageSeal.header` takes them, or
-            ``None`` if they were not made.
+            ``None`` if the seal has none.
         """
-        layers = self._all_layers if layers is None else layers
-        if self._library is None or not self._saves:
-            self._memory.gather(pages.start, self._rows_of(pages, layers), layers)
-            return [None] * len(pages)
-        self._move(self._library, _SAVE, pages, layers)
+        if not self._places.is_whole:
+            raise LayoutError("some tokens of these pages have no blocks, so that the pages cannot be read")
+        with self._memory.hold(pages):
+            self._move(_SAVE, pages, self._all_layers if layers is None else layers)
         return self._made(pages)
 
     def hash(self, pages: range) -> list[bytes | None]:
         """Return the checksums, as :meth:`save` does, of pages that their rows already have."""
-        if self._library is None:
-            return [None] * len(pages)
-        self._move(self._library, _HASH, pages, self._all_layers)
+        self._move(_HASH, pages, self._all_layers)
         return self._made(pages)
 
     def _made(self, pages: range) -> list[bytes | None]:
@@ -277,21 +224,13 @@ class PageCopy:
             return [None] * len(pages)
         return [self._checksums[page * each : (page + 1) * each].tobytes() for page in pages]
 
-    def _rows_of(self, pages: range, layers: range) -> PageRows:
-        """Return these layers of the rows of these pages."""
-        used = self._rows[pages.start]
-        assert used is not None, "the rows of these pages were not named"
-        index, step = pages.start - used.first, self._memory.format.layer_nbytes
-        begin, end = layers.start - used.layers.start, layers.stop - used.layers.start
-        return used.rows[index : index + len(pages)].columns(begin * step, end * step)
-
     def _check(self, pages: range, layers: range) -> None:
         if not 0 <= pages.start <= pages.stop <= self._count or pages.step != 1:
             raise LayoutError(f"{pages} are not consecutive pages out of {self._count}")
         if not 0 <= layers.start <= layers.stop <= self._all_layers.stop or layers.step != 1:
             raise LayoutError(f"{layers} are not consecutive layers out of {self._all_layers.stop}")
 
-    def _move(self, compiled: _Library, what: int, pages: range, layers: range) -> bytes | None:
+    def _move(self, what: int, pages: range, layers: range) -> bytes | None:
         """Run operation ``what`` on these layers of these pages.
 
         Holds the interpreter's lock for one small page: a thread that releases the lock for some microseconds
@@ -302,58 +241,27 @@ class PageCopy:
         self._check(pages, layers)
         faults = ctypes.create_string_buffer(len(pages))
         is_small = len(pages) == 1 and len(layers) < self._locked_layers
-        is_faulty = (compiled.move_locked if is_small else compiled.move)(
-            self._task_at, what, pages.start, len(pages), layers.start, len(layers), ctypes.addressof(faults)
+        move = self._library.move_locked if is_small else self._library.move
+        is_faulty = move(
+            _at(self._task),
+            what,
+            pages.start,
+            len(pages),
+            layers.start,
+            len(layers),
+            ctypes.addressof(faults),
         )
         return faults.raw if is_faulty else None
+
+
+def _at(numbers: array[int]) -> int:
+    """Return the address of an array, which must stay alive and keep its length."""
+    return numbers.buffer_info()[0]
 
 
 # -- pages.c --------------------------------------------------------------------------------------
 
 _POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
-_Axes = _I64 * _MAX_AXES
-
-
-class _Part(ctypes.Structure):
-    """``struct part`` of pages.c."""
-
-    _fields_ = (
-        ("offset", _I64),
-        ("nbytes", _I64),
-        ("block_stride", _I64),
-        ("token_stride", _I64),
-        ("token_bytes", _I64),
-        ("run", _I64),
-        ("is_dense", _I64),
-        ("num_axes", _I64),
-        ("counts", _Axes),
-        ("in_cache", _Axes),
-        ("in_row", _Axes),
-    )
-
-
-class _Task(ctypes.Structure):
-    """``struct task`` of pages.c."""
-
-    _fields_ = (
-        ("rows", _POINTER),
-        ("num_layers", _I64),
-        ("num_parts", _I64),
-        ("layer_nbytes", _I64),
-        ("parts", _POINTER),
-        ("bases", _POINTER),
-        ("ids", _POINTER),
-        ("ids_step", _I64),
-        ("block_tokens", _I64),
-        ("page_tokens", _I64),
-        ("first_token", _I64),
-        ("begins", _POINTER),
-        ("end", _I64),
-        ("hash", _POINTER),
-        ("checksums", _POINTER),
-        ("words", _POINTER),
-        ("generations", _POINTER),
-    )
 
 
 class _Library(NamedTuple):
@@ -367,26 +275,25 @@ class _Library(NamedTuple):
     """Address of xxhash's XXH3_64bits."""
 
 
-def library() -> _Library | None:
-    """Return the compiled functions, or ``None`` if they were not built or cannot be used, which is logged.
-    If only a descriptor or memory is missing to load them, the next call tries again."""
+@functools.cache  # does not cache exceptions
+def library() -> _Library:
+    """Return the compiled functions.
+
+    Raises:
+        UnsupportedError: they were not compiled, or cannot be used.
+        ResourceExhaustedError: there is no descriptor or memory to load them.
+    """
     try:
         return _loaded()
     except (OSError, AttributeError, ImportError) as e:
-        if NamedExhaustion.of(e, f"loading {_FILE}") is None:
-            _warn_once(str(e))
-        return None
+        NamedExhaustion.check(e, f"loading {_FILE}")
+        raise UnsupportedError(
+            f"stores need the compiled part of kvplug, {_FILE}, which cannot be used ({e}): install kvplug"
+            " again, from a wheel for this platform or with a C compiler"
+        ) from e
 
 
-@functools.cache  # logs each text once
-def _warn_once(why: str) -> None:
-    logger.warning("%s cannot be used (%s); using Python instead", _FILE, why)
-
-
-@functools.cache  # does not cache exceptions
-def _loaded() -> _Library | None:
-    if not _FILE.exists():
-        return None
+def _loaded() -> _Library:
     import xxhash
 
     functions = ctypes.CDLL(str(_FILE))
@@ -407,26 +314,3 @@ def _loaded() -> _Library | None:
     address = ctypes.cast(hash_of, _POINTER).value
     assert address
     return _Library(move, move_locked, address)
-
-
-@functools.lru_cache(maxsize=64)
-def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int) -> Any:
-    """Return an array of ``struct part``, or ``None`` if a part has too many axes or another size."""
-    found = (_Part * len(places))()
-    for index, ((offset, nbytes), place) in enumerate(zip(form.spans, places, strict=True)):
-        token_bytes, axes = place.run_bytes, list[tuple[int, int, int]]()
-        for count, stride in reversed(place.axes):
-            axes.append((stride, count, token_bytes))
-            token_bytes *= count
-        if len(axes) > _MAX_AXES or token_bytes * page_tokens != nbytes:
-            return None
-        part = found[index]
-        part.offset, part.nbytes = offset, nbytes
-        part.block_stride, part.token_stride = place.block_stride, place.token_stride
-        part.token_bytes, part.run = token_bytes, place.run_bytes
-        part.is_dense = not axes and place.token_stride == token_bytes
-        part.num_axes = len(axes)
-        for at, (stride, count, step) in enumerate(sorted(axes, reverse=True)):
-            # the axis with the largest stride in the cache is outermost
-            part.in_cache[at], part.counts[at], part.in_row[at] = stride, count, step
-    return found

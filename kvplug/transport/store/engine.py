@@ -158,10 +158,9 @@ class JobEngine:
         return not task.is_over
 
     def note_end(self, task: JobTask) -> None:
-        """Note that the task's job is done. Forget the task, unless it is still under way."""
+        """Forget a task, since its job is done."""
         with self._lock:
-            if not task.is_under_way:
-                self._tasks.pop(task, None)
+            self._tasks.pop(task, None)
             if self.is_closing:
                 self._has_ended.notify_all()
                 self._has_alarm.notify_all()
@@ -454,7 +453,7 @@ class JobTask(JobEngine.Steps):
                 return False
             self.is_over = True
             results = self.final(reason)
-            is_settled = not self.is_copying
+            is_settled = not self._copies
         if self._alarm is not None:
             self._alarm.cancel()
         if is_settled:
@@ -462,11 +461,6 @@ class JobTask(JobEngine.Steps):
         self.job.set(results, settled=is_settled)
         self.ended()
         return True
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether a copy is under way; the job settles when it ends."""
-        return self._copies > 0
 
     def final(self, reason: MissReason | None) -> list[Any]:
         """With the lock: return the results of a job that ends for this reason."""
@@ -480,13 +474,8 @@ class JobTask(JobEngine.Steps):
     def settled(self) -> None:
         """Called once, before the job settles: the job is over, and no copy is under way."""
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the engine must keep the task. True at least until the job is over."""
-        return not self.is_over
-
     def ended(self) -> None:
-        """Notify the engine that the job is done, or that work which outlived the job has ended."""
+        """Called once, when the job is done. Notifies the engine."""
         if self._engine is not None:
             self._engine.note_end(self)
 

@@ -150,20 +150,6 @@ class PageSeal:
             for known, header in zip(self.beginnings(series, identities), headers, strict=True)
         ]
 
-    def check_layers(
-        self, form: PageFormat, header: Buffer, first_layer: int, layers: memoryview
-    ) -> MissReason | None:
-        """Return why these bytes are not the layers from ``first_layer`` on, or ``None`` if they are.
-
-        ``header`` has passed :meth:`check_header`. Without checksums every byte passes.
-        """
-        if not self.checksums:
-            return None
-        found = b"".join(checksums_of(form, layers))
-        num_layers = len(layers) // form.layer_nbytes
-        wanted = header[self.checksums_at(form, range(first_layer, first_layer + num_layers))]
-        return None if wanted == found else MissReason.CORRUPT
-
     def checksums_at(self, form: PageFormat, layers: range) -> slice:
         """Return where a header that has passed :meth:`check_header` has the checksums of these layers; an
         empty slice if there are no checksums or layers."""

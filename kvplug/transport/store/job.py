@@ -41,7 +41,7 @@ class Job(Generic[T]):
         "_results",
         "_reusable",
         "_settled",
-        "_watcher",
+        "_settled_callbacks",
         "count",
         "deadline",
     )
@@ -56,8 +56,8 @@ class Job(Generic[T]):
         self._results: list[T] | None = None
         self._settled = self._reusable = False
         self._callbacks: list[Callable[[Job[T]], None]] = []
+        self._settled_callbacks: list[Callable[[Job[T]], None]] = []
         self._on_cancel: Callable[[], object] | None = None
-        self._watcher: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         state = "under way" if self._results is None else "done" if self._settled else "done, not settled"
@@ -115,21 +115,30 @@ class Job(Generic[T]):
 
         The callback must not block.
         """
+        self._add(callback, self._callbacks)
+
+    def add_settled_callback(self, callback: Callable[[Job[T]], None]) -> None:
+        """The same, when the job is done and settled."""
+        self._add(callback, self._settled_callbacks)
+
+    def _add(self, callback: Callable[[Job[T]], None], callbacks: list[Callable[[Job[T]], None]]) -> None:
         with self._lock:
-            if self._results is None:
-                self._callbacks.append(callback)
-                return
-        callback(self)
+            callbacks.append(callback)
+        self._call_back()
 
-    def watch(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher()`` now, and whenever something arrives and when the job is done or settled. A job
-        has one watcher, which must not block."""
-        self._watcher = watcher
-        watcher()
-
-    def _call_watcher(self) -> None:
-        if self._watcher is not None:
-            self._watcher()
+    def _call_back(self) -> None:
+        """Make the calls that are due."""
+        due: list[Callable[[Job[T]], None]] = []
+        with self._lock:
+            if self._results is not None:
+                for callbacks in (self._callbacks, *([self._settled_callbacks] if self._settled else [])):
+                    due += callbacks
+                    callbacks.clear()
+        for callback in due:
+            try:
+                callback(self)
+            except Exception:  # the store's thread must live on
+                _log.exception("a callback of %r failed", self)
 
     # -- for stores ----------------------------------------------------------------------------
 
@@ -146,15 +155,9 @@ class Job(Generic[T]):
                 return False
             self._results = list(results)
             self._settled = self._settled or settled
-            callbacks, self._callbacks = self._callbacks, []
             self._on_cancel = None
             self._notify()
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:  # the store's thread must live on
-                _log.exception("a callback of %r failed", self)
-        self._call_watcher()
+        self._call_back()
         return True
 
     def _notify(self) -> None:
@@ -171,7 +174,7 @@ class Job(Generic[T]):
         with self._lock:
             self._settled = True
             self._changed.notify_all()
-        self._call_watcher()
+        self._call_back()
 
     def after_fork(self, results: Sequence[T]) -> None:
         """For stores, in a forked child: end the request, which belongs to the parent, with these results.
@@ -180,8 +183,8 @@ class Job(Generic[T]):
         """
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._callbacks = []
-        self._on_cancel = self._watcher = None
+        self._callbacks, self._settled_callbacks = [], []
+        self._on_cancel = None
         if self._results is None:
             self._results = list(results)
         self._settled = True
@@ -233,7 +236,6 @@ class GetJob(Job[MissReason | None]):
             self._ready = max(self._ready, num_layers)
             self._progressed_at = time.monotonic()
             self._advanced.notify_all()
-        self._call_watcher()
 
     def _notify(self) -> None:
         super()._notify()

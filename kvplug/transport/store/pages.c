@@ -18,16 +18,14 @@
 
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
-/* One part of each layer. All but `counts` and the numbers of axes are bytes. */
+/* Where one part of one layer lies. All but `counts` and `num_axes` are bytes. */
 struct part {
-    int64_t offset; /* in a layer of a row */
-    int64_t nbytes; /* of a page */
+    int64_t base; /* the address of block 0 */
     int64_t block_stride;
     int64_t token_stride;
     int64_t token_bytes; /* in a row */
     int64_t run;         /* bytes that are contiguous on both sides */
-    int64_t is_dense;    /* whether the tokens of a block are one run */
-    int64_t num_axes;    /* of a token, before its runs */
+    int64_t num_axes;    /* of a token, outside its runs; the one with the largest stride in the cache first */
     int64_t counts[MAX_AXES];
     int64_t in_cache[MAX_AXES];
     int64_t in_row[MAX_AXES];
@@ -39,8 +37,7 @@ struct task {
     int64_t num_layers;
     int64_t num_parts;
     int64_t layer_nbytes;
-    const struct part *parts;
-    const int64_t *bases; /* of layer after layer, part after part */
+    const struct part *parts; /* layer after layer */
     const int64_t *ids;   /* of the blocks */
     int64_t ids_step;     /* from the ids of one part of a layer to those of the next; 0: they share them */
     int64_t block_tokens;
@@ -98,14 +95,15 @@ static void move_axes(const struct part *part, char *cache, char *row, int64_t c
 static void move_tokens(const struct task *task, const struct part *part, int64_t at_part, char *row,
                         int64_t first, int64_t begin, int64_t end, int into_cache) {
     const int64_t *ids = task->ids + at_part * task->ids_step;
+    int is_dense = !part->num_axes && part->token_stride == part->token_bytes;
     for (int64_t token = begin; token < end;) {
         int64_t in_block = token % task->block_tokens;
         int64_t count = task->block_tokens - in_block;
         if (count > end - token) count = end - token;
-        char *cache = (char *)(intptr_t)task->bases[at_part] + ids[token / task->block_tokens] * part->block_stride +
+        char *cache = (char *)(intptr_t)part->base + ids[token / task->block_tokens] * part->block_stride +
                       in_block * part->token_stride;
         char *from = row + (token - first) * part->token_bytes;
-        if (part->is_dense)
+        if (is_dense)
             move_run(cache, from, count * part->token_bytes, into_cache);
         else
             move_axes(part, cache, from, count, 0, into_cache);
@@ -125,26 +123,25 @@ static inline uint64_t big_endian(uint64_t number) {
 static int move_row(const struct task *task, int what, int64_t number, int64_t first_layer, int64_t num_layers) {
     int64_t first = task->first_token + number * task->page_tokens;
     int64_t end = first + task->page_tokens < task->end ? first + task->page_tokens : task->end;
-    char *row = (char *)(intptr_t)(task->rows[number] + first_layer * task->layer_nbytes);
+    char *bytes = (char *)(intptr_t)(task->rows[number] + first_layer * task->layer_nbytes);
     int64_t at_part = first_layer * task->num_parts;
     int is_wrong = 0;
-    for (int64_t layer = 0; layer < num_layers; layer++, row += task->layer_nbytes) {
-        int64_t begin = 0;
-        if (what == SAVE || what == LOAD) begin = task->begins[first_layer + layer];
-        if (begin < first) begin = first;
+    for (int64_t layer = first_layer; layer < first_layer + num_layers; layer++) {
+        int64_t begin = task->begins[layer] > first ? task->begins[layer] : first;
         for (int64_t at = 0; at < task->num_parts; at++, at_part++) {
-            const struct part *part = &task->parts[at];
-            char *bytes = row + part->offset;
+            const struct part *part = &task->parts[at_part];
+            int64_t nbytes = task->page_tokens * part->token_bytes;
             if (what == SAVE) move_tokens(task, part, at_part, bytes, first, begin, end, 0);
             if (task->hash != NULL) {
                 uint64_t *checksum = &task->checksums[number * task->num_layers * task->num_parts + at_part];
-                uint64_t found = big_endian(task->hash(bytes, (size_t)part->nbytes));
+                uint64_t found = big_endian(task->hash(bytes, (size_t)nbytes));
                 if (what == LOAD || what == VERIFY)
                     is_wrong |= found != *checksum;
                 else
                     *checksum = found;
             }
             if (what == LOAD) move_tokens(task, part, at_part, bytes, first, begin, end, 1);
+            bytes += nbytes;
         }
     }
     return is_wrong;

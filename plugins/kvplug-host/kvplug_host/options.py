@@ -72,7 +72,3 @@ class HostOptions:
         help="Address or contact of a store that `kvplug store serve` serves. This process then keeps no"
         " pages itself and uses that one. Empty: a store in this process.",
     )
-    native: bool = option(
-        True,
-        help="Use the compiled helper where it was built. Without it Python does the same, slower.",
-    )

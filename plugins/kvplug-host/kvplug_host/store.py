@@ -58,7 +58,7 @@ class HostStore(Store):
         self._timeout_s = context.timeout_s
         self._jobs = JobEngine(NAME, options.threads, stop=self._give_up)
         shape = _shape(options.size or context.buffer_size, options.segment_bytes)
-        self.pages = Pages(*shape, self._jobs, native=options.native)
+        self.pages = Pages(*shape, self._jobs)
         self._server = Server(self.pages, context, options)
         self._lock = threading.Lock()
         self._links: set[Store.Link] = set()
@@ -99,7 +99,6 @@ class HostStore(Store):
             discard=lambda index, reason: self.pages.discard(entries[index], reason),
             settled=lambda: self.pages.unpin(entries, HERE, were_used=pages.is_use),
             again=self._jobs.add,
-            native=self.pages.native,
         )
         get.found(
             self.pages.segments.view,

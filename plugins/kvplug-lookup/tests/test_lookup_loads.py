@@ -11,7 +11,7 @@ import torch
 
 from kvplug import ClosedError
 from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats
-from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers
+from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, PageCopy
 from kvplug.transport.store.store import Store
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.load import Load
@@ -139,7 +139,9 @@ def test_blocks_are_computed_again_once_no_late_copy_can_land_in_them(late: Any)
         time.sleep(0.3)
         assert not computing.ended, "a copy may still land in the blocks"
         ((job, memory),) = late
-        memory.scatter(0, PageBuffers.empty(memory.format, len(memory)).rows())
+        copy = PageCopy(memory)
+        copy.use(0, PageBuffers.empty(memory.format, len(memory)).rows())
+        copy.load(range(len(memory)))
         job.settle()
         assert not computing.result().invalid_block_ids
         assert engine.is_right(prompt.token_ids, blocks, 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -32,7 +33,8 @@ class Mutant(StoreContract):
 class _Passed(DeviceMark):
     """A mark that counts as passed at once."""
 
-    is_passed = True  # type: ignore[assignment]
+    def wait(self) -> None:
+        return None
 
 
 class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
@@ -65,7 +67,7 @@ class TestLendsHostMemoryThatIsStillCopied(Mutant):
     caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
-        def pages(self, form: Any, count: int, waiter: object = None) -> StagedPages | None:
+        def pages(self, form: Any, count: int, waiter: Any = None) -> StagedPages | None:
             whole = self.memory._whole
             assert whole is not None
             return StagedPages(form, count, whole[: StagedPages.nbytes_of(form, count)])
@@ -79,15 +81,15 @@ class TestForgetsTheDeadline(Mutant):
 
     @pytest.fixture(autouse=True)
     def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        step = transfers.Put.step
+        end = transfers.Put.end
 
-        def wait(put: transfers.Put) -> bool:
-            for piece in put._pieces:
-                if piece.marks:
-                    piece.marks[0][0].wait()
-            return step(put)
+        def wait(put: transfers.Put, reason: Any) -> bool:
+            for piece in put.pieces:
+                if piece.mark:
+                    piece.mark.wait()
+            return end(put, reason)
 
-        monkeypatch.setattr(transfers.Put, "step", wait)
+        monkeypatch.setattr(transfers.Put, "end", wait)
 
 
 class ConnectorMutant(ConnectorContract):
@@ -113,8 +115,14 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
 
     @pytest.fixture(autouse=True)
     def _late(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """The device runs the copies only when it is asked for them, and it is seldom asked."""
-        monkeypatch.setattr(transfers, "_LOOK_S", (0.05, 0.05))
+        """The device runs the copies only when it is asked for them, and it is asked late."""
+        do = transfers.Put.do
+
+        def late(put: transfers.Put, step: int) -> None:
+            time.sleep(0.05)
+            do(put, step)
+
+        monkeypatch.setattr(transfers.Put, "do", late)
         before = list(streams._streams)
         yield
         streams._streams[:] = [*before, *(each for each in streams._streams if each not in before)]
@@ -137,8 +145,9 @@ class TestGivesUpWhatFindsNoStagingMemory(ConnectorMutant):
 
         def queue_and_drop(put: transfers.Put) -> None:
             queue(put)
-            del put._pieces[put._num_read :]
-            put.job.count = sum(len(piece.pages) for piece in put._pieces)
+            del put.pieces[put._num_staged :]
+            put._num_steps = len(put.pieces)
+            put.job.count = sum(len(piece.pages) for piece in put.pieces)
 
         monkeypatch.setattr(transfers.Put, "queue", queue_and_drop)
 

@@ -1,4 +1,4 @@
-"""Pages are copied bit by bit. The compiled copies (pages.c) do what Python does, and find what it finds."""
+"""Pages are copied bit by bit, and wrong ones are found: pages.c beside copies token by token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
+from kvplug.errors import LayoutError, UnsupportedError
 from kvplug.transport import (
     BlockViews,
     MissReason,
@@ -23,17 +24,16 @@ from kvplug.transport import (
     PageSeal,
     Series,
 )
-from kvplug.transport.store.copy import library
-from kvplug.transport.store.format import Part, pieces_format
+from kvplug.transport.store import copy as copies
+from kvplug.transport.store.format import Part, opaque_format, pieces_format
 from kvplug.transport.store.memory import PagePieces
 
 LAYERS, BLOCKS, HEADS, SIZE = 3, 8, 2, 4
 SEAL = PageSeal()
+Caches = list[list[torch.Tensor]]
 
-compiled = pytest.mark.skipif(library() is None, reason="there are no compiled copies here")
 
-
-def caches(block_size: int, order: str, dtype: torch.dtype, heads: int = HEADS) -> list[list[torch.Tensor]]:
+def caches(block_size: int, order: str, dtype: torch.dtype, heads: int = HEADS) -> Caches:
     """For each layer keys and values as views [block, token, head, element] of one tensor in that order."""
     sizes = {"K": 2, "B": BLOCKS, "T": block_size, "H": heads, "D": SIZE}
     found = []
@@ -72,18 +72,20 @@ def form_of(page_tokens: int, dtype: torch.dtype, heads: int = HEADS) -> PageFor
     return PageFormat(page_tokens=page_tokens, num_layers=LAYERS, parts=tuple(parts))
 
 
-def saved(memory: PageMemory, count: int, gap: int, *, native: bool) -> tuple[PageRows, list[bytes]]:
+def saved(memory: PageMemory, count: int, gap: int) -> tuple[PageRows, list[bytes]]:
     """Rows with the pages of that memory, and their headers."""
     form = memory.format
     step = form.nbytes + gap
     buffer = memoryview(bytearray(count * step))
     rows = PageRows(buffer, [(index + 1) % count * step for index in range(count)], form.nbytes)
-    copy, pages = PageCopy(memory, SEAL, native=native), range(count)
+    copy, pages = PageCopy(memory, SEAL), range(count)
     copy.use(0, rows)
     made = copy.save(pages)
     assert copy.hash(pages) == made
     series = Series(form)
-    return rows, [SEAL.header(series, b"", rows.row(at), each) for at, each in enumerate(made)]
+    headers = [SEAL.header(series, b"", rows.row(at), each) for at, each in enumerate(made)]
+    assert headers == [SEAL.header(series, b"", rows.row(at)) for at in pages], "checksums by Python"
+    return rows, headers
 
 
 def loading(rows: PageRows, headers: list[bytes], memory: PageMemory, **given: Any) -> PageCopy:
@@ -92,54 +94,65 @@ def loading(rows: PageRows, headers: list[bytes], memory: PageMemory, **given: A
     return copy
 
 
-def checks(
-    rows: PageRows, headers: list[bytes], memory: PageMemory, layers: range, *, native: bool = True
-) -> list[Any]:
+def checks(rows: PageRows, headers: list[bytes], memory: PageMemory, layers: range) -> list[Any]:
     count = len(rows)
-    return loading(rows, headers, memory, native=native).load(range(count), layers) or [None] * count
+    return loading(rows, headers, memory).load(range(count), layers) or [None] * count
 
 
-@compiled
+def tokens_of(views: Caches, blocks: list[int], layer: int, part: int) -> torch.Tensor:
+    """The bytes of all tokens of these blocks, in order."""
+    bits = views[layer][part].view(torch.uint8)
+    return torch.cat([bits[block] for block in blocks]).flatten(1)
+
+
+def rows_of(views: Caches, blocks: list[int], form: PageFormat, first: int, count: int) -> list[bytes]:
+    """The bytes of the pages: layer after layer, part after part, token after token."""
+    every = [tokens_of(views, blocks, *each) for each in itertools.product(range(LAYERS), range(2))]
+    begins = range(first, first + count * form.page_tokens, form.page_tokens)
+    return [
+        b"".join(bytes(tokens[begin : begin + form.page_tokens].numpy()) for tokens in every)
+        for begin in begins
+    ]
+
+
 @pytest.mark.parametrize("order", ["KBTHD", "BHTKD", "KBHTD", "BKTHD", "HBTKD"])
-@some_pages(heads=st.sampled_from([1, HEADS]), flipped=st.none() | st.integers(0, 10**6))
-def test_they_copy_and_check_as_python_does(
-    order, block_size, page_tokens, dtype, heads, start, count, clip, flipped, seed
+@some_pages(heads=st.sampled_from([1, HEADS]), flipped=st.none() | st.integers(0, 10**6), alike=st.booleans())
+def test_pages_leave_a_cache_and_come_back_bit_by_bit(
+    order, block_size, page_tokens, dtype, heads, start, count, clip, flipped, alike, seed
 ) -> None:
     first = start * page_tokens
     end = first + count * page_tokens
     blocks = shuffled_blocks(block_size, end, seed)
     form, source = form_of(page_tokens, dtype, heads), caches(block_size, order, dtype, heads)
-    from_cache = PageBlocks(form, source, blocks, first, count)
-    assert from_cache.places() is not None
-    rows, headers = saved(from_cache, count, gap=8, native=True)
-    expected_rows, expected_headers = saved(from_cache, count, gap=8, native=False)
-    assert rows.buffer == expected_rows.buffer
-    assert headers == expected_headers
+    if not alike:  # a layer that lies in another way
+        source[1] = caches(block_size, "BKHTD", dtype, heads)[0]
+    rows, headers = saved(PageBlocks(form, source, blocks, first, count), count, gap=8)
+    assert [bytes(rows.row(at)) for at in range(count)] == rows_of(source, blocks, form, first, count)
+    wrong = None if flipped is None else flipped % count
     if flipped is not None:
         rows.row(flipped % count)[flipped % form.nbytes] ^= 1
-    ours = caches(block_size, order, dtype, heads)
-    theirs = [[part.clone() for part in layer] for layer in ours]
-    writable = range(first + 1, end - 1) if clip else None
-    for views, is_native in ((ours, True), (theirs, False)):
-        into = PageBlocks(form, views, blocks[::-1], first, count, writable=writable)
-        found = [
-            checks(rows, headers, into, layers, native=is_native) for layers in (range(1), range(1, LAYERS))
+    target, other = caches(block_size, order, dtype, heads), blocks[::-1]
+    before = [[part.clone() for part in layer] for layer in target]
+    writable = range(first + 1, end - 1) if clip else range(first, end)
+    into = PageBlocks(form, target, other, first, count, writable=writable)
+    found = [checks(rows, headers, into, layers) for layers in (range(1), range(1, LAYERS))]
+    verified = loading(rows, headers, PageBuffers(form, rows)).verify(range(count))
+    assert verified == [MissReason.CORRUPT if MissReason.CORRUPT in part else None for part in zip(*found)]
+    wrongs = [[part[at] for part in found].count(MissReason.CORRUPT) for at in range(count)]
+    assert wrongs == [int(at == wrong) for at in range(count)]
+    for layer, part in itertools.product(range(LAYERS), range(2)):
+        wanted = tokens_of(before, other, layer, part)
+        wanted[writable.start : writable.stop] = tokens_of(source, blocks, layer, part)[
+            writable.start : writable.stop
         ]
-        alone = loading(rows, headers, PageBuffers(form, rows), native=is_native)
-        verified = alone.verify(range(count))
-        assert verified == [
-            MissReason.CORRUPT if MissReason.CORRUPT in part else None for part in zip(*found)
-        ]
-        wrong = [[part[at] for part in found].count(MissReason.CORRUPT) for at in range(count)]
-        assert wrong == [int(flipped is not None and flipped % count == at) for at in range(count)]
-    for our_layer, their_layer in zip(ours, theirs, strict=True):
-        for one, other in zip(our_layer, their_layer, strict=True):
-            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        if wrong is not None and found[layer > 0][wrong]:
+            begin = first + wrong * page_tokens
+            wanted[max(begin, writable.start) : min(begin + page_tokens, writable.stop)] = 0
+        assert torch.equal(tokens_of(target, other, layer, part), wanted)
 
 
-@compiled
 @some_pages()
-def test_layers_with_block_tables_of_their_own_are_copied_as_python_does(
+def test_layers_have_block_tables_of_their_own(
     block_size, page_tokens, dtype, start, count, clip, seed
 ) -> None:
     first = start * page_tokens
@@ -147,7 +160,7 @@ def test_layers_with_block_tables_of_their_own_are_copied_as_python_does(
     blocks = shuffled_blocks(block_size, end, seed)
     form, source = form_of(page_tokens, dtype), caches(block_size, "KBTHD", dtype)
 
-    def memory(views: list[list[torch.Tensor]], window: int) -> PageBlocks:
+    def memory(views: Caches, window: int) -> PageBlocks:
         """Layer 1 has blocks of its own, and none before the window."""
         missing = window // block_size
         own = [-1] * missing + blocks[::-1][missing:]
@@ -158,46 +171,36 @@ def test_layers_with_block_tables_of_their_own_are_copied_as_python_does(
         writable = range(first + 1, end - 1) if clip else None
         return PageBlocks(form, views, tables, first, count, writable=writable if window else None)
 
-    rows, headers = saved(memory(source, 0), count, gap=8, native=True)
-    expected_rows, expected_headers = saved(memory(source, 0), count, gap=8, native=False)
-    assert rows.buffer == expected_rows.buffer
-    assert headers == expected_headers
-    ours = caches(block_size, "KBTHD", dtype)
-    theirs = [[part.clone() for part in layer] for layer in ours]
-    for views, is_native in ((ours, True), (theirs, False)):
-        into = memory(views, first + (end - first) // 2)
-        assert into.places() is not None
-        assert checks(rows, headers, into, range(LAYERS), native=is_native) == [None] * count
-    for our_layer, their_layer in zip(ours, theirs, strict=True):
-        for one, other in zip(our_layer, their_layer, strict=True):
-            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    rows, headers = saved(memory(source, 0), count, gap=8)
+    window = first + (end - first) // 2
+    target = caches(block_size, "KBTHD", dtype)
+    before = [[part.clone() for part in layer] for layer in target]
+    into = memory(target, window)
+    assert checks(rows, headers, into, range(LAYERS)) == [None] * count
+    writable = range(first + 1, end - 1) if clip and window else range(first, end)
+    for layer, part in itertools.product(range(LAYERS), range(2)):
+        own = blocks[::-1] if layer == 1 else blocks
+        begin = max(writable.start, window) if layer == 1 else writable.start
+        wanted = tokens_of(before, own, layer, part)
+        wanted[begin : max(begin, writable.stop)] = tokens_of(source, own, layer, part)[
+            begin : max(begin, writable.stop)
+        ]
+        assert torch.equal(tokens_of(target, own, layer, part), wanted)
+    if window > first:
+        with pytest.raises(LayoutError, match="have no blocks"):
+            saved(into, count, gap=0)
 
 
-@compiled
-def test_caches_that_are_not_alike_in_all_layers_are_left_to_python() -> None:
-    views = caches(4, "KBTHD", torch.float16)
-    views[1] = caches(4, "BHTKD", torch.float16)[1]
-    assert BlockViews(views).places is None
-    pages = PageBlocks(form_of(4, torch.float16), views, [0, 1], 0, 2)
-    rows, headers = saved(pages, 2, gap=0, native=True)
-    assert checks(rows, headers, pages, range(LAYERS)) == [None, None]
-
-
-@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
 @pytest.mark.parametrize("changed", [0, 2])
-def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
-    changed: int, is_native: bool
-) -> None:
+def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(changed: int) -> None:
     form = form_of(4, torch.float16)
     pages = PageBlocks(form, caches(4, "KBTHD", torch.float16), [0, 1, 2], 0, 3)
-    rows, headers = saved(pages, 3, gap=8, native=True)
+    rows, headers = saved(pages, 3, gap=8)
     words = memoryview(bytearray(8 * 6)).cast("Q")
     at, expected = array("Q", [1, 3, 5]), array("Q", [7, 2**63 + 1, 9])
     for word, generation in zip(at, expected, strict=True):
         words[word] = generation
-    copy = loading(
-        rows, headers, pages, generations=PageCopy.Generations(words, at, expected), native=is_native
-    )
+    copy = loading(rows, headers, pages, generations=PageCopy.Generations(words, at, expected))
     some, layers = range(1, 3), range(1, LAYERS)
     assert not any(copy.load(some, layers) or ())
     rows.row(2)[form.layer_nbytes] ^= 1
@@ -206,44 +209,9 @@ def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
     assert found == [None, MissReason.EVICTED if changed == 2 else MissReason.CORRUPT]
 
 
-# -- of Python alone, against copies token by token ------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["KBTHD", "BHTKD", "KBHTD", "BKTHD"])
-@some_pages(gap=st.sampled_from([0, 5]))
-def test_pages_leave_a_cache_and_come_back_bit_by_bit(
-    order, block_size, page_tokens, dtype, start, count, gap, clip, seed
-) -> None:
-    first = start * page_tokens
-    end = first + count * page_tokens
-    blocks = shuffled_blocks(block_size, end, seed)
-    form, source = form_of(page_tokens, dtype), caches(block_size, order, dtype)
-    target = caches(block_size, order, dtype)
-    step = form.nbytes + gap
-    offsets = [index * step for index in range(count)]
-    if gap and count == 3:  # not evenly spaced
-        offsets = [offsets[2], offsets[0], offsets[1]]
-    rows = PageRows(memoryview(bytearray(count * step)), offsets, form.nbytes)
-    PageBlocks(form, source, blocks, first, count).gather(0, rows)
-    other = blocks[::-1]
-    before = [[part.clone() for part in layer] for layer in target]
-    writable = range(first + 1, end - 1) if clip else range(first, end)
-    into = PageBlocks(form, target, other, first, count, writable=writable)
-    into.scatter(0, rows.columns(0, form.layer_nbytes), range(1))  # layer by layer
-    into.scatter(0, rows.columns(form.layer_nbytes, form.nbytes), range(1, LAYERS))
-    for layer, part, token in itertools.product(range(LAYERS), range(2), range(len(blocks) * block_size)):
-        here, there = ((at[token // block_size], token % block_size) for at in (blocks, other))
-        wanted = source[layer][part][here] if token in writable else before[layer][part][there]
-        found = target[layer][part][there]
-        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), (layer, part, token)
-    layout = source[0][0][blocks[first // block_size], first % block_size].contiguous()
-    assert bytes(rows.row(0)[: layout.nbytes]) == layout.view(torch.uint8).numpy().tobytes()
-
-
 # -- pages that lie anywhere in memory, whole or in pieces -----------------------------------------------
 
 
-@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
 @pytest.mark.parametrize("lie", ["evenly spaced", "anywhere", "whole"])
 @given(
     sizes=st.lists(st.sampled_from([1, 7, 64, 4097]), min_size=1, max_size=4),
@@ -252,7 +220,7 @@ def test_pages_leave_a_cache_and_come_back_bit_by_bit(
     seed=st.integers(0, 99),
 )
 def test_pages_leave_their_pieces_and_come_back_with_checksums(
-    is_native: bool, lie: str, sizes: list[int], repeats: int, count: int, seed: int
+    lie: str, sizes: list[int], repeats: int, count: int, seed: int
 ) -> None:
     chance = random.Random(seed)
     sizes = sizes[:1] if lie == "whole" else sizes * repeats
@@ -274,13 +242,52 @@ def test_pages_leave_their_pieces_and_come_back_with_checksums(
         for piece in page:
             piece[:] = chance.randbytes(len(piece))
     rows = PageRows.dense(memoryview(bytearray(count * form.nbytes)), count, form.nbytes)
-    copy = PageCopy(from_memory, SEAL, native=is_native)
+    copy = PageCopy(from_memory, SEAL)
     copy.use(0, rows)
     checksums = copy.save(range(count))
     assert [bytes(rows.row(index)) for index in range(count)] == [b"".join(page) for page in source]
-    copy = PageCopy(into_memory, SEAL, native=is_native)
+    copy = PageCopy(into_memory, SEAL)
     for index in range(count):  # one row at a time
         header = SEAL.header(series, b"", rows.row(index), checksums[index])
         copy.use(index, PageRows.dense(rows.row(index), 1, form.nbytes), [header])
         assert not any(copy.load(range(index, index + 1)) or ())
     assert target == source
+
+
+# -- what cannot be copied ------------------------------------------------------------------------------
+
+
+def test_memory_that_pages_c_cannot_copy_is_refused() -> None:
+    form, views = form_of(4, torch.float16), caches(4, "KBTHD", torch.float16)
+    views[1][0] = views[1][0].to("meta")
+    with pytest.raises(LayoutError, match="on meta"):
+        PageCopy(PageBlocks(form, views, [0, 1], 0, 2))
+    views[1][0] = torch.zeros(BLOCKS, 4, HEADS, SIZE, dtype=torch.float32)
+    with pytest.raises(LayoutError, match="bytes per token"):
+        PageCopy(PageBlocks(form, BlockViews(views), [0, 1], 0, 2))
+    with pytest.raises(LayoutError, match="do not fit pages"):
+        PageCopy(PageBlocks(form, caches(4, "KBTHD", torch.float32), [0, 1], 0, 2))
+    many = torch.zeros(BLOCKS, 4, *[2] * 5, 3)[..., :2]
+    with pytest.raises(LayoutError, match="5 axes with gaps"):
+        BlockViews([[many.permute(0, 1, 6, 5, 4, 3, 2, 7)]]).parts  # noqa: B018
+
+
+def test_read_only_memory_is_read_and_not_written() -> None:
+    pages = PagePieces([(memoryview(b"abcd"),)])
+    rows, headers = saved(pages, 1, gap=0)
+    assert bytes(rows.row(0)) == b"abcd"
+    with pytest.raises(LayoutError, match="read-only"):
+        checks(rows, headers, pages, range(1))
+
+
+def test_without_the_compiled_part_a_store_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(copies, "_FILE", tmp_path / "_pages.so")
+    copies.library.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match="install kvplug again"):
+            PageCopy(PageBuffers.empty(opaque_format(4), 1))
+    finally:
+        monkeypatch.undo()
+        copies.library.cache_clear()

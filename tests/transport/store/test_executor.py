@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -23,7 +24,7 @@ from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.keys import Series, foreign_key
-from kvplug.transport.store.memory import PageBuffers, PageRows
+from kvplug.transport.store.memory import PageBuffers
 from kvplug.transport.store.results import MissReason, Presence, PutReason
 from kvplug.transport.store.store import PageRequest
 from kvplug_testing.contract.store.pages import HeldMemory
@@ -139,8 +140,8 @@ def test_a_job_that_was_given_up_settles_with_the_last_of_its_copies(store: Exec
     pages = [HeldMemory(wanted.memory, at) for at in range(2)]
 
     class EachOfItsOwn(HeldMemory):
-        def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-            pages[first].scatter(first, rows, layers)
+        def hold(self, page: range) -> Any:
+            return pages[page.start].hold(page)
 
     with pages[0], pages[1]:
         job = store.submit_get(attrs.evolve(wanted, memory=EachOfItsOwn(wanted.memory)))
@@ -176,7 +177,7 @@ def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStor
     pages = request("a", fill="x")
 
     class Refusing(HeldMemory):
-        def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        def hold(self, pages: range) -> Any:
             raise ValueError("the engine took its cache away")
 
     refused = attrs.evolve(pages, memory=Refusing(pages.memory))

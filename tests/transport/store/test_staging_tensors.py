@@ -10,8 +10,9 @@ import torch
 
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.store.engine import JobTask
 from kvplug.transport.store.header import PageSeal
-from kvplug.transport.store.job import GetJob
+from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import MissReason
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
@@ -25,24 +26,6 @@ from kvplug_testing.memory.store import MemoryStore
 pytestmark = pytest.mark.timeout(60)
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
-def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
-    memory = PinnedMemory(4096)
-    memory.prepare(torch.device("cpu"))
-    first = memory.take(4096, "first")
-    assert first is not None
-    assert memory.take(4096, "second") is None
-    assert memory.take(256, "third") is None
-    memory.give_back(first)
-    assert memory.take(256) is None and memory.take(256, "third") is None
-    assert memory.take(4096, "second") is not None
-
-
-# -- requests --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def staged() -> Iterator[tuple[Store, Batch, Cache]]:
     """A store that has six pages, and a cache for them."""
@@ -51,6 +34,60 @@ def staged() -> Iterator[tuple[Store, Batch, Cache]]:
         pages = batch(6, kv_format(3), seal=PageSeal())
         assert not any(store.submit_put(pages.filled()).wait(waits.patience_s))
         yield store, pages, Cache(pages)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class Waiting(JobTask):
+    """A task that waits for memory."""
+
+    def __init__(self, memory: PinnedMemory, nbytes: int) -> None:
+        super().__init__(Job(0, Deadline.after(None)), None)
+        self.call = waits.Call(lambda: memory.take(nbytes, self))
+
+
+def is_free(memory: PinnedMemory) -> bool:
+    """Whether all of it can be had by a caller that does not wait."""
+    part = memory.take(memory.nbytes)
+    if part is not None:
+        memory.give_back(part)
+    return part is not None
+
+
+def test_memory_goes_to_those_that_wait_in_the_order_of_coming(staged: Any) -> None:
+    memory = PinnedMemory(4096)
+    memory.prepare(torch.device("cpu"), staged[0].staging)
+    first = memory.take(4096)
+    assert first is not None
+    second = Waiting(memory, 4096)
+    assert second.call.is_blocked(0.1)
+    third = Waiting(memory, 256)
+    assert third.call.is_blocked(0.1)
+    memory.give_back(first)
+    taken = second.call.result()
+    assert taken is not None
+    assert memory.take(256) is None and third.call.is_blocked(0.05)
+    memory.give_back(taken)
+    assert third.call.result() is not None
+
+
+def test_a_waiter_whose_job_has_ended_lets_the_next_one_have_its_turn(staged: Any) -> None:
+    memory = PinnedMemory(4096)
+    memory.prepare(torch.device("cpu"), staged[0].staging)
+    most = memory.take(2048)
+    assert most is not None
+    first = Waiting(memory, 4096)
+    assert first.call.is_blocked(0.1)
+    second = Waiting(memory, 256)
+    assert second.call.is_blocked(0.1)
+    first.end(MissReason.CANCELLED)
+    memory.wake()
+    assert first.call.result() is None
+    assert second.call.result() is not None
+
+
+# -- requests --------------------------------------------------------------------------------------
 
 
 def test_a_copy_that_cannot_be_queued_fails_the_load_and_those_before_it_settle_it(
@@ -161,33 +198,18 @@ def test_pages_leave_a_gpu_and_come_back_in_the_order_of_its_streams(kernels: in
         child.result(60.0)
 
 
-class Listened(PinnedMemory):
-    """Memory that knows who listens to it."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.listeners: list[Any] = []
-
-    def listen(self, listener: Any) -> None:
-        super().listen(listener)
-        self.listeners.append(listener)
-
-    def ignore(self, listener: Any) -> None:
-        super().ignore(listener)
-        self.listeners.remove(listener)
-
-
 def test_a_load_that_is_given_up_does_not_keep_its_turn(staged: Any) -> None:
     store, pages, cache = staged
-    memory = Listened(StagedPages.nbytes_of(pages.form, 2) * 4)
-    store.staging = Staging(store, memory=memory)
-    with simulated.stalled():  # so that memory is not given back
-        first = [store.submit_get(pages.request(cache.blocks())) for _ in range(2)]
-        waits.until(lambda: memory.largest() == 0, what="a load that waits for memory")
-        for job in first:
-            job.cancel()
-    assert all(job.wait_settled(waits.patience_s) for job in first)
-    waits.until(lambda: memory.largest() == memory.nbytes, what="that nobody waits for memory any more")
-    assert memory.listeners
-    store.abort()
-    assert not memory.listeners
+    memory = PinnedMemory(StagedPages.nbytes_of(pages.form, 2) * 4)
+    with MemoryStore(Store.Context(options=None, credentials=Credentials())) as other:
+        assert not any(other.submit_put(pages.filled()).wait(waits.patience_s))
+        for each in (store, other):
+            each.staging = Staging(each, memory=memory)
+        with simulated.stalled():  # so that memory is not given back
+            jobs = [store.submit_get(pages.request(cache.blocks())) for _ in range(2)]
+            waits.until(lambda: not is_free(memory), what="that the memory is in use")
+            jobs.append(other.submit_get(pages.request(Cache(pages).blocks())))
+            for job in jobs:
+                job.cancel()
+        assert all(job.wait_settled(waits.patience_s) for job in jobs)
+        waits.until(lambda: is_free(memory), what="that all memory was given back")

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvplug.net.fork import close_after_fork
 from kvplug.net.streams import on_stream, pinned_bytes
-from kvplug.net.wire.tensors import memory_of_writable
 from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.memory import FlatPages, PagePlaces
+from kvplug.transport.store.memory import PageMemory, PagePlaces, begins_of, flat_parts
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kvplug.transport.store.engine import JobTask
 
 _LENT_ALIGN: Final = 256
 _ALIGN: Final = 16
@@ -34,71 +35,64 @@ class PinnedMemory:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._whole: Tensor | None = None
         self._free: list[tuple[int, int]] = []
         """The beginning and end of each free block, in order."""
-        self._waiting: deque[object] = deque()
-        self._listeners: list[Callable[[], None]] = []
-        close_after_fork(self)
+        self._waiting: deque[JobTask] = deque()
+        self._users: weakref.WeakSet[PinnedMemory.User] = weakref.WeakSet()
 
-    def _after_fork_in_child(self) -> None:
-        self._waiting, self._listeners = deque(), []
+    class User(Protocol):
+        """An object that takes memory without waiting for it."""
 
-    def prepare(self, device: torch.device) -> None:
-        """Allocate the memory, unless this was done before.
+        def note_free_memory(self) -> None:
+            """Called when there may be memory. Must not block."""
+
+    def prepare(self, device: torch.device, user: PinnedMemory.User) -> None:
+        """Allocate the memory, unless this was done before, and call the user when some becomes free.
 
         Raises:
             RuntimeError: the device's driver cannot allocate it.
         """
-        with self._lock:
+        with self._changed:
+            self._users.add(user)
             if self._whole is None:
                 self._whole = pinned_bytes(self.nbytes, device)
                 self._free = [(0, self.nbytes)]
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` when a block was given back, or the next waiter has its turn. It must not
-        block."""
-        with self._lock:
-            self._listeners.append(listener)
+    def take(self, nbytes: int, waiter: JobTask | None = None) -> Tensor | None:
+        """Return an uninitialised block, or ``None`` if none is free.
 
-    def ignore(self, listener: Callable[[], None]) -> None:
-        with self._lock:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+        With ``waiter`` wait for it, first come first served. ``None`` then means that its job has ended.
+        """
+        with self._changed:
+            if waiter is None:
+                return None if self._waiting else self._lend(nbytes)
+            self._waiting.append(waiter)
+            try:
+                while not waiter.is_over:
+                    if self._waiting[0] is waiter and (found := self._lend(nbytes)) is not None:
+                        return found
+                    self._changed.wait()
+            finally:
+                self._waiting.remove(waiter)
+                self._changed.notify_all()
+        self._call_users()
+        return None
 
-    def largest(self) -> int:
-        """Return the bytes of the largest block that a caller without a waiter could take."""
-        with self._lock:
-            return 0 if self._waiting else max((end - begin for begin, end in self._free), default=0)
-
-    def take(self, nbytes: int, waiter: object = None) -> Tensor | None:
-        """Return an uninitialised block, or ``None`` if none is free. Passing ``waiter`` queues the caller,
-        first come first served."""
-        with self._lock:
-            is_next = not self._waiting or self._waiting[0] is waiter
-            at = next((at for at, (begin, end) in enumerate(self._free) if end - begin >= nbytes), None)
-            if not is_next or at is None:
-                if waiter is not None and waiter not in self._waiting:
-                    self._waiting.append(waiter)
-                return None
-            has_waited = bool(self._waiting)
-            if has_waited:
-                self._waiting.popleft()
-            begin, end = self._free[at]
-            taken = min(end, begin + -(-nbytes // _LENT_ALIGN) * _LENT_ALIGN)
-            self._free[at : at + 1] = [(taken, end)] if taken < end else []
-            assert self._whole is not None
-            part = self._whole[begin : begin + nbytes]
-        if has_waited:
-            self._call_listeners()  # the next waiter has its turn
-        return part
+    def _lend(self, nbytes: int) -> Tensor | None:
+        for at, (begin, end) in enumerate(self._free):
+            if end - begin >= nbytes:
+                taken = min(end, begin + -(-nbytes // _LENT_ALIGN) * _LENT_ALIGN)
+                self._free[at : at + 1] = [(taken, end)] if taken < end else []
+                assert self._whole is not None
+                return self._whole[begin : begin + nbytes]
+        return None
 
     def give_back(self, part: Tensor) -> None:
-        assert self._whole is not None
         begin = part.storage_offset()
         end = min(self.nbytes, begin + -(-part.numel() // _LENT_ALIGN) * _LENT_ALIGN)
-        with self._lock:
+        with self._changed:
             merged: list[tuple[int, int]] = []
             for one in sorted([*self._free, (begin, end)]):
                 if merged and merged[-1][1] == one[0]:
@@ -106,24 +100,22 @@ class PinnedMemory:
                 else:
                     merged.append(one)
             self._free = merged
-        self._call_listeners()
+        self.wake()
 
-    def forget(self, waiter: object) -> None:
-        """Remove a waiter from the queue."""
-        with self._lock:
-            if waiter not in self._waiting:
-                return
-            self._waiting.remove(waiter)
-        self._call_listeners()
+    def wake(self) -> None:
+        """Wake the waiters, since memory was given back or the job of one has ended."""
+        with self._changed:
+            self._changed.notify_all()
+        self._call_users()
 
-    def _call_listeners(self) -> None:
-        with self._lock:
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener()
+    def _call_users(self) -> None:
+        with self._changed:
+            users = [] if self._waiting else list(self._users)
+        for user in users:
+            user.note_free_memory()
 
 
-class StagedPages(FlatPages):
+class StagedPages(PageMemory):
     """Pages in one piece of host memory: layer after layer, part after part, page after page.
 
     So one copy moves a layer of all pages to or from a device, where each part is one tensor. In a store a
@@ -162,23 +154,14 @@ class StagedPages(FlatPages):
         begin, nbytes = self._starts[part], self.format.spans[part][1]
         return layer[begin + pages.start * nbytes : begin + pages.stop * nbytes]
 
-    def places(self) -> PagePlaces | None:
-        form, base, count = self.format, self.memory.data_ptr(), self._count
-        bases, ids = array("q"), array("q")
-        for layer in range(form.num_layers):
-            bases.extend(base + layer * self._step + start for start in self._starts)
-        for _ in range(form.num_layers):
-            for _, nbytes in form.spans:
-                ids.extend(range(0, count * nbytes, nbytes))
-        return self._places(bases, ids, count)
-
-    def _pieces(self, page: int) -> Sequence[memoryview]:
-        memory = memory_of_writable(self.memory)
-        return [
-            memory[layer * self._step + start + page * nbytes :][:nbytes]
-            for layer in range(self.format.num_layers)
-            for start, (_, nbytes) in zip(self._starts, self.format.spans, strict=True)
-        ]
+    def places(self) -> PagePlaces:
+        form, base = self.format, self.memory.data_ptr()
+        parts = flat_parts(
+            (base + layer * self._step + start, nbytes, nbytes)
+            for layer in range(form.num_layers)
+            for start, (_, nbytes) in zip(self._starts, form.spans, strict=True)
+        )
+        return PagePlaces(parts, array("q", range(self._count)), 0, begins_of(form), self._count)
 
 
 def _starts(form: PageFormat, count: int) -> list[int]:

@@ -17,19 +17,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvplug.errors import ClosedError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
 from kvplug.net.streams import StreamPool
 from kvplug.transport.store.engine import JobEngine
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import MissReason, PutReason
 from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
-from kvplug.transport.store.staging.transfers import Get, Lane, Put, Transfer
+from kvplug.transport.store.staging.transfers import Get, Lane, Put, StagedGetJob, Transfer
 from kvplug.transport.store.store import J, PageRequest, Store, ended
 
 _log = logging.getLogger(__name__)
@@ -39,6 +38,8 @@ MAX_BYTES: Final = 256 << 20
 _PIECE: Final = 4
 """Large requests are staged in pieces of at most a quarter of the pinned memory, so that one piece is copied
 to the device while the next ones are read from the store, or the reverse."""
+_THREADS: Final = 4
+"""Pieces of each direction that move at the same time."""
 _CLOSE_S: Final = 1.0
 """How long ``release`` waits for the device."""
 
@@ -66,12 +67,11 @@ class Staging:
         self._memory = PinnedMemory(MAX_BYTES) if memory is None else memory
         self.direct = devices
         """Types of devices that need no staging."""
-        self._jobs = JobEngine("staging", 0)
+        self._gets, self._puts = (JobEngine(f"staging-{op}", _THREADS) for op in ("get", "put"))
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, type[Transfer]], Lane] = {}
         self.devices: tuple[str, ...] = ()
         """The devices that pages were staged to."""
-        close_after_fork(self)
 
     def prepare(self, device: str) -> None:
         """Allocate the pinned memory, which takes long, and the streams.
@@ -88,43 +88,48 @@ class Staging:
     def put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         """:meth:`Store.submit_put` from memory on a device."""
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(timeout, self._timeout_s))
-        return self._staged(Put, pages, job, PutReason.NO_MEMORY, PutReason.OTHER)
+        return self._staged(Put, self._puts, pages, job)
 
     def get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         """:meth:`Store.submit_get` into memory on a device."""
-        job = GetJob(
+        job = StagedGetJob(
             len(pages.keys), pages.series.format.num_layers, Deadline.after(timeout, self._timeout_s)
         )
-        return self._staged(Get, pages, job, MissReason.NO_MEMORY, MissReason.OTHER)
+        return self._staged(Get, self._gets, pages, job)
 
-    def _staged(self, kind: type[Transfer], pages: PageRequest, job: J, no_memory: Any, other: Any) -> J:
-        """Start a transfer. ``no_memory``, ``other``: the results if memory runs out or the device fails."""
-        transfer = None
+    def _staged(self, kind: type[Transfer], engine: JobEngine, pages: PageRequest, job: J) -> J:
+        """Start a transfer."""
+        reasons = PutReason if kind is Put else MissReason
+        task = None
         try:
             lane = self._lane(pages.memory.device, kind)
             if not (most := self._most(pages.series.format)):
                 if kind is Put:
                     self._store.withdraw(pages.keys)
-                return ended(job, no_memory)
-            transfer = kind(self._store, job, pages, lane, most)
-            transfer.queue()
+                return ended(job, reasons.NO_MEMORY)
+            task = kind(self._store, job, pages, lane, most)
+            task.queue()
         except ClosedError:
             raise
         except Exception as e:  # an error of the device
-            if transfer is not None:
-                transfer.lane.stream.synchronize()  # some copies may have been queued
-                transfer.abandon()
+            if task is not None:
+                task.abandon()
             way = "out of" if kind is Put else "into"
             _log.warning("cannot copy pages %s a cache on %s: %s", way, pages.memory.device, e)
-            return ended(job, no_memory if NamedExhaustion.of(e) else other)
-        self._jobs.begin(transfer)
-        transfer.wake()
+            return ended(job, reasons.NO_MEMORY if NamedExhaustion.of(e) else reasons.OTHER)
+        engine.begin(task)
+        self._add(engine, task)
         return job
+
+    def _add(self, engine: JobEngine, task: Transfer) -> None:
+        if not engine.add(task):
+            task.end(MissReason.NO_MEMORY)  # no thread can start
+            task.abandon()
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
         """Cancel puts of removed pages that have not reached the store. ``None``: all pages are removed."""
         removed = None if keys is None else frozenset(keys)
-        for task in self._jobs.tasks():
+        for task in self._puts.tasks():
             if isinstance(task, Put):
                 task.forget(removed)
 
@@ -134,16 +139,14 @@ class Staging:
         return most or int(StagedPages.nbytes_of(form, 1) <= self._memory.nbytes)
 
     def _lane(self, name: str, kind: type[Transfer]) -> Lane:
-        self._jobs.check_open()
+        self._gets.check_open()
         with self._lock:
             lane = self._lanes.get((name, kind))
             if lane is None:
                 import torch
 
                 device = torch.device(name)
-                self._memory.prepare(device)
-                if not self._lanes:
-                    self._memory.listen(self._wake)
+                self._memory.prepare(device, self)
                 if device.type == "cuda" and not self._lanes:
                     _log.warning("staging KV to %s is experimental: do not serve users with it yet", name)
                 lane = Lane(device, StreamPool.acquire(device), self._memory)
@@ -151,32 +154,38 @@ class Staging:
                 self.devices = tuple(sorted({name for name, _ in self._lanes}))
             return lane
 
-    def _wake(self) -> None:
-        """Wake the transfers, since some pinned memory was given back."""
-        for task in self._jobs.tasks():
-            if isinstance(task, Transfer):
-                task.wake()
+    def note_free_memory(self) -> None:
+        """Let puts that wait for pinned memory go on."""
+        for task in self._puts.tasks():
+            if isinstance(task, Put):
+                try:
+                    with task.lane.on_device():
+                        has_steps = task.stage()
+                except Exception as e:  # an error of the device
+                    has_steps = task.end(task.fault(e))
+                if has_steps:
+                    self._add(self._puts, task)
 
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, timeout: Timeout) -> Timeout:
         """End gets, and wait until puts have ended. Idempotent. Returns the remaining time."""
         deadline = Deadline.after(timeout, self._timeout_s)
-        self._jobs.close(deadline)
+        for engine in (self._gets, self._puts):
+            engine.close(deadline)
         return deadline.remaining()
 
     def give_up(self) -> None:
         """End every job. Idempotent; does not wait."""
-        self._jobs.give_up()
+        for engine in (self._gets, self._puts):
+            engine.give_up()
 
     def release(self) -> None:
         """After :meth:`give_up`: give back the streams, and wait a moment for the device's work."""
-        self._memory.ignore(self._wake)
         with self._lock:
             lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
             StreamPool.release(lane.stream)
-        self._jobs.join(Deadline.after(_CLOSE_S))
-
-    def _after_fork_in_child(self) -> None:
-        """Do nothing: the job engine ends the jobs, and a child must not free memory that a device uses."""
+        deadline = Deadline.after(_CLOSE_S)
+        for engine in (self._gets, self._puts):
+            engine.join(deadline)

@@ -1,8 +1,7 @@
-"""Requests for pages in memory on a device: what each waits for, and its next steps.
+"""Requests for pages in memory on a device, in pieces that pass through pinned host memory.
 
-The clock of the job engine looks at each request when something has changed for it, and polls it while the
-device has copies of it to do. Nothing waits for the device, since one cannot wait for several device marks
-together, nor with a deadline.
+Each step of a request is one piece, in a thread that waits for the store and for the device. The job is done
+at its deadline whatever its steps wait for, and settles when the last copy on the device has ended.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import abc
 import contextlib
 import logging
 import threading
-import time
-from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -21,7 +19,7 @@ from kvplug.errors import ClosedError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.streams import DeviceMark, on_stream
 from kvplug.transport.store.cache_blocks import PageBlocks
-from kvplug.transport.store.engine import JobEngine, JobTask
+from kvplug.transport.store.engine import JobTask
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import MissReason, PutReason
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
-
-_LOOK_S: Final = (50e-6, 1e-3)
-"""The pause between two looks at the device: the first one, and the maximum; it doubles each time."""
 
 
 @attrs.define(eq=False)
@@ -67,9 +62,9 @@ class Lane:
 
         mark.hold(torch.get_device_module(self.device).current_stream(self.device))
 
-    def pages(self, form: PageFormat, count: int, waiter: object = None) -> StagedPages | None:
-        """Return host memory for ``count`` pages, or ``None`` if none is free. Passing ``waiter`` queues the
-        caller, ahead of callers without a waiter."""
+    def pages(self, form: PageFormat, count: int, waiter: JobTask | None = None) -> StagedPages | None:
+        """Return host memory for ``count`` pages, or ``None`` if none is free. With ``waiter`` wait for it,
+        ahead of callers without one; ``None`` if its job ends first."""
         part = self.memory.take(StagedPages.nbytes_of(form, count), waiter)
         return None if part is None else StagedPages(form, count, part)
 
@@ -82,126 +77,66 @@ class _Piece:
     staged: StagedPages | None = None
     job: Any = None
     """The store's job, or ``None`` if it was not submitted yet."""
-    marks: deque[tuple[DeviceMark, int]] = attrs.field(factory=deque)
-    """A mark after each group of queued copies; for a get with the number of layers in the cache by then."""
-    is_over: bool = False
-    num_queued: int = 0
-    """For a get: layers whose copies to the device were queued."""
+    mark: DeviceMark | None = None
+    """For a put: the end of its copies on the device."""
     num_landed: int = 0
     """For a get: layers that are in the cache."""
-    has_failed: bool = False
-    """For a get: whether some copies could not be queued, so that no more are."""
+
+
+class StagedGetJob(GetJob):
+    """A get whose pages come by other jobs."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.pieces: Sequence[_Piece] = ()
+
+    @property
+    def progressed_at(self) -> float:
+        times: list[float] = [piece.job.progressed_at for piece in self.pieces if piece.job]
+        return max(times, default=0.0)
 
 
 class Transfer(JobTask):
-    """One request in pieces, each staged when there is memory for it."""
+    """One request. Each step moves one of its pieces."""
 
     def __init__(self, store: Store, job: Job[Any], request: PageRequest, lane: Lane, max_pages: int) -> None:
         """``max_pages``: how many pages are staged together."""
         assert isinstance(request.memory, PageBlocks)
-        super().__init__(job, None)
+        self.pieces = [
+            _Piece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
+        ]
+        super().__init__(job, len(self.pieces))
         self.lane = lane
-        self.is_on_device = False
-        """Whether the device has copies of the request to do, so that it must be polled often."""
         self._store = store
         self._request = request
         self._blocks = request.memory
-        self._pieces = [
-            _Piece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
-        ]
-        self._is_finished = False
-        self._look: JobEngine.Alarm | None = None
-        """The alarm for the next look."""
-        self._pause = _LOOK_S[0]
 
-    # -- looks ---------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def queue(self) -> None:
+        """Queue the first device work. Called in the thread that submits the request.
 
-    @property
-    def is_under_way(self) -> bool:
-        return not self._is_finished
-
-    @property
-    def is_copying(self) -> bool:
-        """Always true, since the job settles after its end, when the device has finished with the blocks."""
-        return True
-
-    def ended(self) -> None:
-        super().ended()
-        self.wake()
-
-    def wake(self) -> None:
-        """Schedule a look now, since something has changed. From any thread."""
-        self._pause = _LOOK_S[0]
-        self._look_at(0.0)
-
-    def _look_at(self, when: float) -> None:
-        with self.lock:
-            if self._engine is None or self._is_finished:
-                return
-            if self._look is not None:
-                self._look.cancel()
-            try:
-                self._look = self._engine.at(when, self.look)
-                return
-            except RuntimeError:  # no thread can start, so the job ends
-                self._is_finished = True
-        self.end(MissReason.NO_MEMORY)
-        self.lane.stream.synchronize()  # some copies may have been queued
-        self.abandon()
-        super().ended()
-
-    def look(self) -> None:
-        """Take the steps that are possible now, and schedule the next look."""
-        if self._is_finished:
-            return
-        was_over = self.is_over
-        try:
-            with self.lane.on_device():
-                self._is_finished = self.step()
-        except Exception as e:  # an error of the device or the store
-            if was_over:
-                self.abandon()
-                self._is_finished = True
-            elif isinstance(e, ClosedError):
-                self.end(MissReason.CLOSED)
-            else:
-                _log.warning("staging pages failed: %s", e)
-                self.end(MissReason.NO_MEMORY if NamedExhaustion.of(e) else MissReason.OTHER)
-        if self._is_finished:
-            super().ended()
-        elif self.is_on_device:
-            self._look_at(time.monotonic() + self._pause)
-            self._pause = min(2 * self._pause, _LOOK_S[1])
-
-    def step(self) -> bool:
-        """Take the steps that are possible now. Returns whether nothing of the request is under way."""
-        for piece in self._pieces:
-            if not piece.is_over and not self._step(piece):
-                break  # the next piece is staged when this one has its memory
-        self.is_on_device = any(piece.marks for piece in self._pieces)
-        is_finished = self._note_progress()
-        if is_finished:
-            self.end(None)
-            self.abandon()
-        return is_finished
+        Raises:
+            RuntimeError: the device failed, or has no memory.
+        """
 
     def abandon(self) -> None:
-        """Give the memory back, and settle the job, when the device has finished or failed."""
-        for piece in self._pieces:
-            self._give_back(piece)
-        self.job.settle()
+        """Give the memory of all pieces back, in the calling thread, since no step can run."""
 
-    def _end(self, piece: _Piece) -> None:
-        """Record the results of a finished piece, and give its memory back."""
-        for at, result in zip(piece.pages, piece.job.results() if piece.job else (), strict=False):
-            self.note(at, result)
-        piece.is_over = True
-        self._give_back(piece)
+    def attempt(self, step: int) -> MissReason | None:
+        try:
+            with self.lane.on_device():
+                return super().attempt(step)
+        except Exception as e:
+            return self.fault(e)
 
-    def _give_back(self, piece: _Piece) -> None:
-        staged, piece.staged = piece.staged, None
-        if staged is not None:
-            self.lane.memory.give_back(staged.memory)
+    def fault(self, error: BaseException) -> MissReason:
+        """Return the reason of a job that fails with this error of the device or the store."""
+        if isinstance(error, ClosedError):
+            return MissReason.CLOSED
+        _log.warning("staging pages failed: %s", error)
+        return MissReason.NO_MEMORY if NamedExhaustion.of(error) else MissReason.OTHER
 
     def _part(self, piece: _Piece) -> PageRequest:
         """Return the store's request for a piece, in its staged memory."""
@@ -214,93 +149,81 @@ class Transfer(JobTask):
             memory=piece.staged,
         )
 
-    @abc.abstractmethod
-    def queue(self) -> None:
-        """Queue the first device work. Called in the thread that submits the request.
+    def _follow(self, piece: _Piece, job: Job[Any]) -> None:
+        """Let the store's job end with this one."""
+        piece.job = job
+        if self.is_over:
+            job.cancel()
 
-        Raises:
-            RuntimeError: the device failed, or has no memory.
-        """
+    def _note_results(self, piece: _Piece) -> None:
+        for at, result in zip(piece.pages, piece.job.wait(), strict=True):
+            self.note(at, result)
 
-    @abc.abstractmethod
-    def _step(self, piece: _Piece) -> bool:
-        """Take the steps that are possible for one piece. Returns whether the piece has its memory."""
+    def _give_back(self, piece: _Piece) -> None:
+        """Give a piece's memory back, once the store has stopped using it."""
+        if piece.job is not None:
+            piece.job.cancel()
+            piece.job.wait_settled()
+        staged, piece.staged = piece.staged, None
+        if staged is not None:
+            self.lane.memory.give_back(staged.memory)
 
-    @abc.abstractmethod
-    def _note_progress(self) -> bool:
-        """Note progress after the steps of all pieces. Returns whether the request is over."""
+    def ended(self) -> None:
+        for piece in self.pieces:
+            if piece.job is not None:
+                piece.job.cancel()
+        super().ended()
 
 
 class Get(Transfer):
     """A transfer of pages into a cache on a device."""
 
-    job: GetJob
+    job: StagedGetJob
 
     def queue(self) -> None:
+        self.job.pieces = self.pieces
         self._after = self._blocks.after or DeviceMark(self.lane.device)
 
-    def result_for(self, reason: MissReason | None) -> MissReason:
-        return reason or MissReason.OTHER
-
-    def _step(self, piece: _Piece) -> bool:
-        if piece.job is None:
-            if self.is_over:
-                return False
-            piece.staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
-            if piece.staged is None:
-                return False
-            piece.job = self._store._get(self._part(piece), self.job.deadline.remaining())
-            piece.job.watch(self.wake)
-        inner, staged = piece.job, piece.staged
-        assert staged is not None
-        has_ended = inner.done and inner.settled  # read first: later arrivals are queued next time
-        if self.is_over:
-            inner.cancel()
-        else:
-            self._queue(piece, inner, staged)
-        while piece.marks and piece.marks[0][0].is_passed:
-            piece.num_landed = piece.marks.popleft()[1]
-        if has_ended and not piece.marks:
-            self._end(piece)
-        return True
-
-    def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages) -> None:
-        """Queue copies of the layers that have arrived."""
-        ready = inner.num_layers_ready  # read before the results: if all are ready, misses are known
-        results = inner.results()
-        layers = range(piece.num_queued, ready)
-        if not layers or piece.has_failed:
+    def do(self, step: int) -> None:
+        piece = self.pieces[step]
+        piece.staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
+        if piece.staged is None:
             return
-        runs = [range(len(piece.pages))] if results is None else _found(results)
-        if not piece.num_queued:
-            self.lane.wait_for(self._after)
-        piece.has_failed = True
         try:
-            if runs:
-                queue_scatter(staged, self._blocks, piece.pages.start, layers, runs, self.lane.stream)
-            piece.has_failed = False
-            piece.num_queued = ready
-        finally:  # some copies may be queued even if others could not be
-            piece.marks.append((self.lane.mark(), piece.num_queued))
+            self._follow(piece, self._store._get(self._part(piece), self.job.deadline.remaining()))
+            while piece.num_landed < self._request.series.format.num_layers:
+                piece.job.wait_for_layer(piece.num_landed)
+                self._land(piece, piece.staged)
+            self._note_results(piece)
+        finally:
+            self._give_back(piece)
 
-    def _note_progress(self) -> bool:
+    def _land(self, piece: _Piece, staged: StagedPages) -> None:
+        """Copy the layers that have arrived into the cache."""
+        ready = piece.job.num_layers_ready  # read before the results: if all are ready, misses are known
+        results = piece.job.results()
+        runs = [range(len(piece.pages))] if results is None else _found(results)
+        layers = range(piece.num_landed, ready)
+        with self.copying():
+            self.lane.wait_for(self._after)
+            try:
+                if runs:
+                    queue_scatter(staged, self._blocks, piece.pages.start, layers, runs, self.lane.stream)
+            except Exception as e:  # some copies may be queued, and the device may take its time
+                self.end(self.fault(e))
+            finally:
+                self.lane.mark().wait()
         if self.is_over:
-            self.lane.memory.forget(self)  # work under way may take long, and others wait behind it
-            if not self.is_on_device:
-                self.job.settle()  # the store may still write into host memory
-            return all(piece.is_over or piece.job is None for piece in self._pieces)
-        arrived = max((piece.job.progressed_at for piece in self._pieces if piece.job), default=0.0)
-        ready = min(piece.num_landed for piece in self._pieces)
-        if ready > self.job.num_layers_ready or arrived > self.job.progressed_at:
-            self.job.advance(ready)
-        return all(piece.is_over for piece in self._pieces)
+            raise JobTask.OverError
+        piece.num_landed = ready
+        self.job.advance(min(each.num_landed for each in self.pieces))
 
-    def abandon(self) -> None:
-        self.lane.memory.forget(self)
-        super().abandon()
+    def ended(self) -> None:
+        super().ended()
+        self.lane.memory.wake()
 
 
-def _found(results: list[MissReason | None]) -> list[range]:
+def _found(results: Sequence[MissReason | None]) -> list[range]:
     """Return runs of consecutive pages that were not missed."""
     runs: list[range] = []
     for at, missed in enumerate(results):
@@ -323,9 +246,11 @@ class Put(Transfer):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._num_read = 0
-        """Pieces whose copies were queued."""
-        self._handing_over = threading.Lock()
+        self._num_staged = self._num_read = 0
+        """Pieces whose copies were queued, and whose copies have ended."""
+        self._reading = contextlib.ExitStack()
+        """Open while the device has copies to do, so that the job does not settle."""
+        self._handing_over = threading.RLock()
         """Held while pages go to the store, so that a removal finds them either here or there."""
 
     def queue(self) -> None:
@@ -333,29 +258,74 @@ class Put(Transfer):
         next device work runs after the copies, and the blocks are reusable."""
         self.lane.wait_for(self._blocks.after)
         self.lane.wait_for(DeviceMark(self.lane.device))
-        if all(map(self._gather, self._pieces)):
+        self.stage()
+        if self._num_staged == len(self.pieces):
             self.lane.make_caller_wait_for(self.lane.mark())
             self.job.allow_reuse()
 
-    def _gather(self, piece: _Piece) -> bool:
-        """Queue the copies of a piece. Returns whether there was memory for it."""
-        piece.staged = self.lane.pages(self._request.series.format, len(piece.pages))
-        if piece.staged is None:
-            return False
+    def stage(self) -> bool:
+        """Queue copies of further pieces that there is memory for. Returns whether there were any.
+
+        Raises:
+            RuntimeError: the device failed, or has no memory.
+        """
+        before = self._num_staged
+        with self.lock:
+            while not self.is_over and self._num_staged < len(self.pieces):
+                piece = self.pieces[self._num_staged]
+                piece.staged = self.lane.pages(self._request.series.format, len(piece.pages))
+                if piece.staged is None:
+                    break
+                if self._num_read == self._num_staged:
+                    self._reading.enter_context(self.copying())
+                try:
+                    queue_gather(piece.staged, self._blocks, piece.pages.start, self.lane.stream)
+                finally:  # some copies may be queued even if others could not be
+                    piece.mark = self.lane.mark()
+                    self._num_staged += 1  # its step may begin
+        return self._num_staged > before
+
+    def has_steps(self) -> bool:
+        return self._begun < self._num_staged  # also when the job is over, until the device has read
+
+    def do(self, step: int) -> None:
+        piece = self.pieces[step]
         try:
-            queue_gather(piece.staged, self._blocks, piece.pages.start, self.lane.stream)
-        finally:  # some copies may be queued even if others could not be
-            piece.marks.append((self.lane.mark(), 0))
-            self.is_on_device = True
-        self._num_read += 1
-        return True
+            try:
+                assert piece.mark is not None
+                piece.mark.wait()
+            finally:
+                self._note_read()
+            with self._handing_over:
+                if self.is_over:
+                    return
+                self._follow(piece, self._store._put(self._part(piece), self.job.deadline.remaining()))
+            self._note_results(piece)
+        finally:
+            self._give_back(piece)
+
+    def _note_read(self) -> None:
+        with self.lock:
+            self._num_read += 1
+            is_idle = self._num_read == self._num_staged
+            reading = self._reading.pop_all() if is_idle else contextlib.ExitStack()
+        reading.close()
+        if self._num_read == len(self.pieces):
+            self.job.settle()
+
+    def abandon(self) -> None:
+        for piece in self.pieces[: self._num_staged]:
+            with contextlib.suppress(RuntimeError):
+                self.lane.stream.synchronize()
+            self._give_back(piece)
+        self._reading.close()
+        self.job.settle()
 
     def final(self, reason: MissReason | None) -> list[PutReason | None]:
         results: list[PutReason | None] = super().final(reason)
         if reason is MissReason.TIMEOUT:
-            for piece in self._pieces:
-                if piece.staged is None and not piece.is_over:
-                    results[piece.pages.start : piece.pages.stop] = [PutReason.NO_MEMORY] * len(piece.pages)
+            for piece in self.pieces[self._num_staged :]:
+                results[piece.pages.start : piece.pages.stop] = [PutReason.NO_MEMORY] * len(piece.pages)
         return results
 
     def result_for(self, reason: MissReason | None) -> PutReason:
@@ -369,39 +339,14 @@ class Put(Transfer):
         ``None``: every page is removed.
         """
         with self._handing_over:
-            for piece in self._pieces:
+            for piece in self.pieces:
                 mine = self._request.keys[piece.pages.start : piece.pages.stop]
                 if piece.job is None and (keys is None or not keys.isdisjoint(mine)):
                     self.end(MissReason.CANCELLED)
 
-    def _step(self, piece: _Piece) -> bool:
-        if piece.staged is None and (self.is_over or not self._gather(piece)):
-            return False
-        if piece.marks:
-            if not piece.marks[0][0].is_passed:
-                return True
-            piece.marks.clear()
-        with self._handing_over:
-            if piece.job is None and not self.is_over:
-                piece.job = self._store._put(self._part(piece), self.job.deadline.remaining())
-                piece.job.watch(self.wake)
-        inner = piece.job
-        if inner is not None:
-            if self.is_over:
-                inner.cancel()
-            if not (inner.done and inner.settled):
-                return True
-        self._end(piece)
-        return True
-
-    def _note_progress(self) -> bool:
-        if not self.is_on_device and (self.is_over or self._num_read == len(self._pieces)):
-            self.job.settle()
-        return all(piece.is_over or (self.is_over and piece.staged is None) for piece in self._pieces)
-
-    def abandon(self) -> None:
-        super().abandon()
-        for piece in self._pieces:
-            if piece.job is None:
-                with contextlib.suppress(ClosedError):
+    def ended(self) -> None:
+        with self._handing_over, contextlib.suppress(ClosedError):
+            for piece in self.pieces:
+                if piece.job is None:
                     self._store.withdraw(self._request.keys[piece.pages.start : piece.pages.stop])
+        super().ended()

@@ -82,7 +82,6 @@ class HostClient(Store):
         options: HostOptions = context.options if context.options is not None else HostOptions()
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._timeout_s = context.timeout_s
-        self._native = options.native
         self._link = link
         self._on_lost = on_lost
         self._lock = threading.RLock()
@@ -199,7 +198,6 @@ class HostClient(Store):
                 self.seal,
                 mapping=mapping,
                 requests=self._requests,
-                native=self._native,
                 wrong=self._wrong,
                 again=self._work,
                 unmap=self._unmap,
@@ -218,7 +216,6 @@ class HostClient(Store):
             self.seal,
             lambda index, reason: self._wrong(pages.keys[index], reason),
             lambda: self._requests.tell({"op": Op.CANCEL, "id": number}),
-            native=self._native,
         )
         self._start(get)
         if self._pages is None or not self._pages.ask(number, get, job, pages):
@@ -256,7 +253,6 @@ class HostClient(Store):
             self.seal,
             requests=self._requests,
             reserved=self._reserved,
-            native=self._native,
             send=page_pipe.send_rows,
             note_usage=self._note_usage,
             again=self._work,

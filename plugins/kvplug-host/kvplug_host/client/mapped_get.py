@@ -30,7 +30,6 @@ class MappedGet(SlotGet):
         *,
         mapping: Mapping,
         requests: Requests,
-        native: bool,
         wrong: Callable[[bytes, MissReason, int], None],
         again: Callable[[JobTask], object],
         unmap: Callable[[KvplugError], None],
@@ -49,7 +48,6 @@ class MappedGet(SlotGet):
             settled=self._read,
             again=again,
             prepare=self._map,
-            native=native,
         )
         self._mapping = mapping
         self._requests = requests

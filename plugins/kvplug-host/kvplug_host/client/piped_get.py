@@ -36,10 +36,8 @@ class PipedGet(Landing):
         seal: PageSeal,
         discard: Callable[[int, MissReason], None],
         on_settled: Callable[[], None],
-        *,
-        native: bool,
     ) -> None:
-        super().__init__(job, pages, seal, discard, native=native)
+        super().__init__(job, pages, seal, discard)
         step = pages.series.format.layer_nbytes
         self.pieces = Pieces(
             tuple((layers.start * step, layers.stop * step) for layers in self.layers),
@@ -102,7 +100,7 @@ class PipedGet(Landing):
 
         def load(run: range) -> list[MissReason | None] | None:
             if self._copy is None:
-                self._copy = PageCopy(self.pages.memory, self.seal, native=self.native)
+                self._copy = PageCopy(self.pages.memory, self.seal)
             rows = PageRows(buffer, [offsets[at] for at in run], row_bytes)
             self._copy.use(run.start, rows, self.headers[run.start : run.stop], layers)
             return self._copy.load(run, layers)

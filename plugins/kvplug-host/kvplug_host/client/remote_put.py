@@ -77,7 +77,6 @@ class RemotePut(Put):
         *,
         requests: Requests,
         reserved: Reserved,
-        native: bool,
         send: Send,
         note_usage: Callable[[Usage], None],
         again: Callable[[RemotePut], object],
@@ -91,7 +90,6 @@ class RemotePut(Put):
         """
         super().__init__(job, pages)
         self._seal = seal
-        self._native = native
         self._copy: PageCopy | None = None
         self._requests, self._send, self._note_usage, self._again = requests, send, note_usage, again
         form = pages.series.format
@@ -222,7 +220,7 @@ class RemotePut(Put):
         pages, form = self.pages, self.pages.series.format
         with self.lock:
             if self._copy is None:
-                self._copy = PageCopy(pages.memory, self._seal, native=self._native)
+                self._copy = PageCopy(pages.memory, self._seal)
             copy = self._copy
         for row_bytes, run in self._rows(numbers):
 

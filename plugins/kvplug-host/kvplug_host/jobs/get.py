@@ -28,16 +28,12 @@ class Landing(JobTask):
         pages: PageRequest,
         seal: PageSeal,
         discard: Callable[[int, MissReason], None],
-        *,
-        native: bool,
     ) -> None:
         """
         Args:
             discard: called with the number of a page that is wrong, and why.
-            native: whether compiled code may copy.
         """
         super().__init__(job, None)
-        self.native = native
         self.pages = pages
         self.seal = seal
         self._discard = discard
@@ -132,7 +128,6 @@ class SlotGet(Landing):
         settled: Callable[[], None],
         again: Callable[[SlotGet], object],
         prepare: Callable[[], None] = lambda: None,
-        native: bool,
     ) -> None:
         """
         Args:
@@ -141,7 +136,7 @@ class SlotGet(Landing):
             again: has the steps of this task run once more.
             prepare: called in the first step. May raise what the caller of :meth:`end` should know.
         """
-        super().__init__(job, pages, seal, discard, native=native)
+        super().__init__(job, pages, seal, discard)
         self._on_settled = settled
         self._again = again
         self._prepare = prepare
@@ -212,7 +207,7 @@ class SlotGet(Landing):
     def _new_copy(self) -> PageCopy:
         form = self.pages.series.format
         is_left = [each is JobTask.UNKNOWN for each in self.results]
-        copy = PageCopy(self.pages.memory, self.seal, generations=self._generations, native=self.native)
+        copy = PageCopy(self.pages.memory, self.seal, generations=self._generations)
         if any(is_left):
             offsets = [offset if left else 0 for offset, left in zip(self._offsets, is_left, strict=True)]
             copy.use(0, PageRows(self._buffer, offsets, form.nbytes), self.headers)

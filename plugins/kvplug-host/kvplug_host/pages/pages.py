@@ -37,18 +37,16 @@ _WARN_EVERY_S: Final = 60.0
 class Pages:
     """Thread-safe. Listeners of events are called without the lock."""
 
-    def __init__(self, num_segments: int, segment_bytes: int, jobs: JobEngine, *, native: bool) -> None:
+    def __init__(self, num_segments: int, segment_bytes: int, jobs: JobEngine) -> None:
         """
         Args:
             jobs: has the puts, and calls at the deadlines of declared pages.
-            native: whether compiled code may copy and hash.
 
         Raises:
             CapacityError: there are not enough addresses for the memory.
         """
         self.segments = Segments(num_segments, segment_bytes)
         self.jobs = jobs
-        self.native = native
         self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
         self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
         self.lock = threading.RLock()

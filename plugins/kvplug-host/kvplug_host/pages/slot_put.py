@@ -30,7 +30,7 @@ class SlotPut(Put):
                 beginnings = seal.beginnings(pages.series, pages.identities)
                 first = pages.identities[0]
                 rest = seal.header_length(pages.series.format, first) - len(beginnings[0])
-                self._prepared = PageCopy(pages.memory, seal, native=self._store.native), beginnings, rest
+                self._prepared = PageCopy(pages.memory, seal), beginnings, rest
             return self._prepared
 
     def do(self, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from kvplug import UnsupportedError
 from kvplug.transport import (
@@ -39,10 +39,7 @@ class Elsewhere(PageMemory):
     def __len__(self) -> int:
         return self._count
 
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        raise UnsupportedError("these pages come over a pipe")
-
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+    def places(self) -> NoReturn:
         raise UnsupportedError("these pages come over a pipe")
 
 
@@ -165,7 +162,7 @@ class Arrival:
         )
         left = [at for at, reason in zip(slots, reasons, strict=True) if reason is None]
         rows = PageRows(view, [slots[at].offset for at in left], form.nbytes)
-        copy = PageCopy(PageBuffers(form, rows), seal, native=self._store.native)
+        copy = PageCopy(PageBuffers(form, rows), seal)
         copy.use(0, rows, [headers[at] for at in left])
         checks = copy.verify(range(len(left)))
         return {*slots} - {at for at, reason in zip(left, checks, strict=True) if reason is None}

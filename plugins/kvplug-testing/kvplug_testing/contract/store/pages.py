@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import uuid
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import attrs
 
@@ -176,10 +177,9 @@ HOLDS_UP_S = 60.0
 
 
 class HeldMemory(PageMemory):
-    """Pages without rows of their own. A copy of page ``at`` waits until :attr:`go_on` is set.
+    """Pages whose copies can be held up: a copy of page ``at`` waits until :attr:`go_on` is set.
 
-    It waits in the middle: the first half of the layers, or of the bytes, has been copied by then. At the end
-    of a ``with`` block it goes on.
+    At the end of a ``with`` block it goes on.
     """
 
     def __init__(self, pages: PageMemory, at: int = 0) -> None:
@@ -203,25 +203,15 @@ class HeldMemory(PageMemory):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._copy(first, self._mine(first, rows, layers), rows)
+    def places(self) -> Any:
+        return self.inner.places()
 
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._copy(first, rows, self._mine(first, rows, layers))
-
-    def _mine(self, first: int, rows: PageRows, layers: range | None) -> PageRows:
-        wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
-        pages = self.inner.rows()[first : first + len(rows)]
-        return pages.columns(wanted.start * step, wanted.stop * step)
-
-    def _copy(self, first: int, source: PageRows, target: PageRows) -> None:
-        half = source.nbytes // 2
-        for part in (slice(half), slice(half, None)):
-            for index in range(len(source)):
-                target.row(index)[part] = source.row(index)[part]
-            if part.start is None and first <= self._at < first + len(source):
-                self.began.set()
-                self.go_on.wait(HOLDS_UP_S)
+    @contextmanager
+    def hold(self, pages: range) -> Iterator[None]:
+        if self._at in pages:
+            self.began.set()
+            self.go_on.wait(HOLDS_UP_S)
+        yield
 
 
 def held_request(pages: Batch, at: int = 0, *, filled: bool = False) -> tuple[PageRequest, HeldMemory]:
