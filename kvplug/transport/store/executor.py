@@ -1,6 +1,6 @@
 """Makes a :class:`Store` of a :class:`BlockingStore`: verifies pages, and interprets failed calls.
 
-Calls of the blocking store are the steps of tasks (see ``tasks``) in the job engine. A page is read into
+Calls of the blocking store are the steps of tasks in the job engine. A page is read into
 memory of the thread, and verified while it is copied to the caller's memory; a wrong page is a miss. So a
 call that returns after its job's deadline does not touch the caller's memory.
 
@@ -15,20 +15,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
+from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.threads import ExitGuard
-from kvplug.transport.store.blocking import BlockingStore
-from kvplug.transport.store.engine import JobEngine, in_words
+from kvplug.transport.store.blocking import BlockingStore, PageError
+from kvplug.transport.store.copy import PageCopy
+from kvplug.transport.store.engine import JobEngine, JobTask, in_words
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
+from kvplug.transport.store.memory import PageRows
 from kvplug.transport.store.page_calls import PageCalls
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
 from kvplug.transport.store.store import PageRequest, Store
-from kvplug.transport.store.tasks import GetTask, KeysTask, PutTask, RemoveTask, StoreTask
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class ExecutedStore(Store):
         """
         self.seal = seal
         self._store = store
-        self._calls = PageCalls(store, name)
+        self.calls = PageCalls(store, name)
         self._name = name
         self._timeout_s = timeout_s
         self._jobs = JobEngine(
@@ -92,21 +94,21 @@ class ExecutedStore(Store):
 
     def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         def found() -> list[Presence]:
-            return [Presence.HELD if held else Presence.ABSENT for held in self._calls.has(keys)]
+            return [Presence.HELD if held else Presence.ABSENT for held in self.calls.has(keys)]
 
         keys = tuple(keys)
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
-        self._submit(KeysTask(job, self._note, found, unknown=Presence.ABSENT, is_urgent=True))
+        self._submit(KeysTask(self, job, found, unknown=Presence.ABSENT, is_urgent=True))
         return job
 
     def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
-        self._submit(PutTask(job, self._note, self._calls, self.seal, pages))
+        self._submit(PutTask(self, job, pages))
         return job
 
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
-        self._submit(GetTask(job, self._note, self._calls, self.seal, pages))
+        self._submit(GetTask(self, job, pages))
         return job
 
     def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
@@ -114,7 +116,7 @@ class ExecutedStore(Store):
         if keys is None and type(self._store).clear is BlockingStore.clear:
             self._store.clear()  # raises UnsupportedError
         job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))
-        removal = RemoveTask(job, self._note, self._calls, keys)
+        removal = RemoveTask(self, job, keys)
         for task in self._jobs.tasks():
             if isinstance(task, PutTask):
                 task.forget(removal)
@@ -123,12 +125,12 @@ class ExecutedStore(Store):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         def touch() -> tuple[()]:
-            self._calls.touch(keys)
+            self.calls.touch(keys)
             return ()
 
         keys = tuple(keys)
         if keys:
-            self._submit(KeysTask(Job(0, self._deadline(DEFAULT_TIMEOUT)), self._note, touch))
+            self._submit(KeysTask(self, Job(0, self._deadline(DEFAULT_TIMEOUT)), touch))
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._jobs.check_open()
@@ -148,8 +150,13 @@ class ExecutedStore(Store):
         else:
             self._jobs.submit(task)
 
-    def _note(self, reason: MissReason | None, error: BaseException | None, began: float) -> None:
-        """Note from the outcome of a call whether the store can be reached."""
+    def note_call(self, reason: MissReason | None, error: BaseException | None, began: float) -> None:
+        """Note from the outcome of a call whether the store can be reached.
+
+        Args:
+            reason: why the job fails, if it does.
+            began: when the call began, by ``time.monotonic``.
+        """
         with self._lock:
             if reason is MissReason.STORE_GONE:
                 if began < self._failed_at:
@@ -183,3 +190,240 @@ class ExecutedStore(Store):
             self._store.close()
         except Exception as e:
             _log.warning("closing the store %r failed: %s", self._name, in_words(e))
+
+
+# -- tasks ---------------------------------------------------------------------------------------
+
+_scratch = threading.local()
+
+
+def _scratch_memory(nbytes: int) -> memoryview:
+    """Return this thread's uninitialised scratch memory, which its next call reuses. Fresh memory for each
+    page would take ten times as long."""
+    memory = getattr(_scratch, "memory", b"")
+    if len(memory) < nbytes:
+        memory = _scratch.memory = bytearray(nbytes)
+    return memoryview(memory)[:nbytes]
+
+
+class StoreTask(JobTask):
+    """Calls of a blocking store that belong to one job."""
+
+    def __init__(self, store: ExecutedStore, job: Job[Any], num_calls: int) -> None:
+        super().__init__(job, num_calls)
+        self.store = store
+
+    def attempt(self, step: int) -> MissReason | None:
+        reason: MissReason | None = None
+        error: BaseException | None = None
+        began = time.monotonic()
+        try:
+            reason = super().attempt(step)
+        except PageError as e:
+            reason, error = e.reason, e
+        except Exception as e:
+            reason, error = MissReason.STORE_GONE, e
+        self.store.note_call(reason, error, began)
+        return reason
+
+
+class KeysTask(StoreTask):
+    """One call for all keys."""
+
+    def __init__(
+        self,
+        store: ExecutedStore,
+        job: Job[Any],
+        call: Callable[[], Sequence[Any]],
+        *,
+        unknown: Any = None,
+        is_urgent: bool = False,
+    ) -> None:
+        """
+        Args:
+            call: returns the results, and may raise whatever the store raises.
+            unknown: the result of each key if the call fails.
+        """
+        super().__init__(store, job, 1)
+        self.is_urgent = is_urgent
+        self._call = call
+        self._unknown = unknown
+
+    def do(self, step: int) -> None:
+        for index, result in enumerate(self._call()):
+            self.note(index, result)
+
+    def result_for(self, reason: MissReason | None) -> Any:
+        return self._unknown
+
+
+class RemoveTask(KeysTask):
+    """A removal. It is done once writes of the same pages that were under way before it are undone."""
+
+    def __init__(self, store: ExecutedStore, job: Job[Any], keys: Sequence[bytes] | None) -> None:
+        """``keys``: the pages to remove; ``None``: all."""
+        calls = store.calls
+        super().__init__(
+            store, job, lambda: [calls.clear()] if keys is None else calls.remove(keys), is_urgent=True
+        )
+        self._keys = None if keys is None else frozenset(keys)
+        self._num_under_way = 0
+
+    def concerns(self, key: bytes) -> bool:
+        return self._keys is None or key in self._keys
+
+    def is_finished(self) -> bool:
+        return super().is_finished() and not self._num_under_way
+
+    def await_undoing(self) -> None:
+        """Note that a write of one of the pages is under way, and will be undone."""
+        with self.lock:
+            self._num_under_way += 1
+
+    def undone(self, reason: MissReason | None) -> None:
+        """Note that such a write has ended. ``reason``: why its page may not have been removed."""
+        with self.lock:
+            self._num_under_way -= 1
+            is_finished = self.is_finished()
+        if reason is not None or is_finished:
+            self.end(reason)
+
+    def final(self, reason: MissReason | None) -> list[bool]:
+        return [reason is None and each is True for each in self.results]
+
+
+class PageTask(StoreTask):
+    """A task with one call and one copy for each page."""
+
+    def __init__(self, store: ExecutedStore, job: Job[Any], pages: PageRequest) -> None:
+        super().__init__(store, job, job.count)
+        self._calls, self._seal = store.calls, store.seal
+        self._pages = pages
+        self._copy: PageCopy | None = None
+
+    def _copy_of(self, index: int, payload: memoryview, headers: Sequence[memoryview] = ()) -> PageCopy:
+        """Return the copies between the caller's memory and ``payload``, which holds one page."""
+        if self._copy is None:
+            self._copy = PageCopy(self._pages.memory, self._seal)
+        self._copy.use(index, PageRows.dense(payload, 1, len(payload)), headers)
+        return self._copy
+
+
+class GetTask(PageTask):
+    """Reads each page into memory of the thread, verifies it, and copies it to the caller's memory."""
+
+    job: GetJob
+
+    def do(self, step: int) -> None:
+        pages, seal = self._pages, self._seal
+        series, key, identity = pages.series, pages.keys[step], pages.identities[step]
+        header_length = seal.header_length(series.format, identity)
+        whole = _scratch_memory(series.format.nbytes + header_length)
+        # the payload comes first, where the memory is aligned for its elements
+        payload, header = whole[: series.format.nbytes], whole[series.format.nbytes :]
+        reason: MissReason | None
+        try:
+            length = self._calls.read(key, (header, payload))
+        except PageError as e:
+            _log.debug("a page is missed: %s", e)
+            self.note(step, e.reason)
+            return
+        if length is None:
+            reason = MissReason.ABSENT
+        elif length != len(whole):
+            header = header[: min(length, header_length)]
+            reason = seal.check_header(series, identity, header) or MissReason.CORRUPT
+        else:
+            reason = seal.check_header(series, identity, header) or seal.check_proof(header, payload)
+        if reason is None:
+            with self.copying():
+                found = self._copy_of(step, payload, (header,)).load(range(step, step + 1))
+            reason = None if found is None else found[0]
+        if reason is not None and reason is not MissReason.ABSENT:
+            self._discard(key, reason, len(whole))
+        self.note(step, reason)
+        self.job.advance()
+
+    def _discard(self, key: bytes, reason: MissReason, nbytes: int) -> None:
+        """Remove a wrong page, since the store would not keep a right one while its key is taken.
+
+        A key is a hash over the format and all tokens, so another format or identity under it is also an
+        accident, such as a flipped bit in the header.
+        """
+        is_removed = self._calls.remove((key,))[0]
+        if not is_removed:
+            self._calls.is_unreadable(key, nbytes)
+        what = "was removed" if is_removed else "cannot be removed, and counts as absent from now on"
+        _log.warning("a store returned a wrong page (%s), which %s", reason, what)
+
+
+class PutTask(PageTask):
+    """Copies each page out of the caller's memory and writes it, unless a removal comes first."""
+
+    is_put = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._forgotten: set[int] = set()
+        """Pages that were removed before they were written."""
+        self._writing: dict[int, list[RemoveTask]] = {}
+        """For each page that is being written, its removals since the write began."""
+
+    def do(self, step: int) -> None:
+        pages, series = self._pages, self._pages.series
+        payload = _scratch_memory(series.format.nbytes)
+        with self.copying():
+            (checksums,) = self._copy_of(step, payload).save(range(step, step + 1))
+        header = self._seal.header(series, pages.identities[step], payload, checksums)
+        with self.lock:
+            if step in self._forgotten:
+                self.note(step, PutReason.CANCELLED)
+                return
+            self._writing[step] = []
+        result: Any = JobTask.UNKNOWN  # a failed write gets the reason of the whole request
+        try:
+            result = self._written(pages.keys[step], (memoryview(header), payload))
+        finally:
+            with self.lock:
+                removals = self._writing.pop(step)
+                if removals or result is not JobTask.UNKNOWN:
+                    self.note(step, PutReason.CANCELLED if removals else result)
+            self._undo(pages.keys[step], removals)
+
+    def _written(self, key: bytes, page: Sequence[memoryview]) -> PutReason | None:
+        try:
+            return None if self._calls.write(key, page) else PutReason.NO_ROOM
+        except CapacityError:
+            return PutReason.TOO_LARGE
+        except PermissionError:
+            return PutReason.READ_ONLY
+        except PageError as e:
+            _log.debug("a page is not kept: %s", e)
+            return PutReason.of(e.reason)
+
+    def _undo(self, key: bytes, removals: Sequence[RemoveTask]) -> None:
+        """Remove a page that was removed while it was being written."""
+        if not removals:
+            return
+        reason: MissReason | None = MissReason.STORE_GONE
+        try:
+            if self._calls.remove((key,))[0]:
+                reason = None
+        finally:
+            for removal in removals:
+                removal.undone(reason)
+
+    def forget(self, removal: RemoveTask) -> None:
+        """Skip the pages of a removal that are not written yet, and have those being written undone."""
+        with self.lock:
+            for step, key in enumerate(self._pages.keys):
+                if not removal.concerns(key):
+                    continue
+                if step in self._writing:
+                    self._writing[step].append(removal)
+                    removal.await_undoing()
+                elif self.results[step] is JobTask.UNKNOWN:
+                    self._forgotten.add(step)
+
+    def result_for(self, reason: MissReason | None) -> PutReason | None:
+        return None if reason is None else PutReason.of(reason)

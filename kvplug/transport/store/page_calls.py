@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import attrs
 
@@ -25,6 +25,8 @@ from kvplug.net.threads import ExitGuard
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.engine import in_words
 from kvplug.transport.store.results import MissReason
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +66,7 @@ class PageCalls:
         Raises:
             PageError: the store gave up the call.
         """
-        return self.readable(keys, self._held(keys, is_first=True))
-
-    def readable(self, keys: Sequence[bytes], held: list[bool]) -> list[bool]:
-        """Clear ``held`` for pages that are known to be unreadable, and return it."""
+        held = self._held(keys, is_first=True)
         if self._unreadable:
             for index, key in enumerate(keys):
                 if held[index] and (unreadable := self._unreadable.get(key)) is not None:
@@ -115,29 +114,58 @@ class PageCalls:
         Raises:
             PageError: the page cannot be read.
         """
-        nbytes, error, began = sum(map(len, into)), None, time.monotonic()
-        while True:
-            try:
-                length = self._store.read(key, into)
-                if length is None and self._store.has((key,))[0]:
-                    length = self._store.read(key, into)  # the page may have come in between
-                    if length is None:
-                        raise PageError(MissReason.UNREADABLE, "the store has the page but returns nothing")
-                return length
-            except PageError as e:
-                if e.reason not in _PASSING:
-                    self.is_unreadable(key, nbytes)
-                    self._report("has pages that cannot be read; they are misses", e)
-                raise
-            except Exception as e:
-                self._raise_if_gone(e, began)
-                if isinstance(e, TimeoutError):
-                    raise PageError(MissReason.TIMEOUT, in_words(e)) from e
-                if error is not None:  # the first error may only have been a lost connection
-                    self.is_unreadable(key, nbytes)
-                    self._report("has pages that cannot be read; they are misses", e)
-                    raise PageError(MissReason.UNREADABLE, in_words(e)) from e
-                error = e
+        what = "has pages that cannot be read; they are misses"
+        try:
+            return self._tried(lambda: self._read(key, into), what, MissReason.UNREADABLE)
+        except PageError as e:
+            if e.reason not in _PASSING:
+                self.is_unreadable(key, sum(map(len, into)))
+            raise
+
+    def _read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        length = self._store.read(key, into)
+        if length is None and self._store.has((key,))[0]:
+            length = self._store.read(key, into)  # the page may have come in between
+            if length is None:
+                raise PageError(MissReason.UNREADABLE, "the store has the page but returns nothing")
+        return length
+
+    def _tried(
+        self,
+        call: Callable[[], T],
+        what: str,
+        reason: MissReason,
+        *,
+        expected: tuple[type[Exception], ...] = (),
+        is_last: bool = False,
+    ) -> T:
+        """Make the call of one page, and repeat it after an error, which may only have been a lost
+        connection.
+
+        Args:
+            what: what the store does if the call fails, for the log.
+            reason: why the page is lost if the call fails twice.
+            expected: errors that are raised as they are.
+
+        Raises:
+            PageError: the page is lost.
+        """
+        began = time.monotonic()
+        try:
+            return call()
+        except PageError as e:
+            if e.reason not in _PASSING:
+                self._report(what, e)
+            raise
+        except expected:
+            raise
+        except Exception as e:
+            self._raise_if_gone(e, began)
+            is_late = isinstance(e, TimeoutError)
+            if is_last or is_late:
+                self._report(what, e)
+                raise PageError(MissReason.TIMEOUT if is_late else reason, in_words(e)) from e
+        return self._tried(call, what, reason, expected=expected, is_last=True)
 
     def is_unreadable(self, key: bytes, nbytes: int) -> None:
         """Note that the page under the key cannot be used. ``nbytes``: its length."""
@@ -161,27 +189,20 @@ class PageCalls:
         """
         if key in self._unreadable:
             return self._replace(key, page)
-        error, began = None, time.monotonic()
-        while True:
-            try:
-                return self._store.write(key, page)
-            except CapacityError:
+        what, write = "does not keep some pages", lambda: self._store.write(key, page)
+        try:
+            return self._tried(write, what, MissReason.OTHER, expected=(CapacityError, PermissionError))
+        except (CapacityError, PageError):
+            raise
+        except PermissionError as e:
+            self._report(what, e)
+            raise
+        except Exception as e:
+            found = NamedExhaustion.of(e)
+            if found is None or found.resource != SPACE:
                 raise
-            except (PageError, PermissionError) as e:
-                if getattr(e, "reason", None) not in _PASSING:
-                    self._report("does not keep some pages", e)
-                raise
-            except Exception as e:
-                found = NamedExhaustion.of(e)
-                if found is not None and found.resource == SPACE:
-                    self._report("has no room for some pages", e)
-                    return False
-                self._raise_if_gone(e, began)
-                if isinstance(e, TimeoutError) or error is not None:
-                    self._report("does not keep some pages", e)
-                    reason = MissReason.TIMEOUT if isinstance(e, TimeoutError) else MissReason.OTHER
-                    raise PageError(reason, in_words(e)) from e
-                error = e
+            self._report("has no room for some pages", e)
+            return False
 
     def _replace(self, key: bytes, page: Sequence[memoryview]) -> bool:
         length = sum(map(len, page))
@@ -204,20 +225,11 @@ class PageCalls:
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
         """Forget these pages. Returns which of them are gone."""
-        try:
-            self._store.remove(keys)
-        except UnsupportedError:
-            return [False] * len(keys)
-        except Exception as e:
-            if not isinstance(e, (PageError, PermissionError)):
-                self._raise_if_gone(e)
-            if len(keys) > 1:
-                return [self.remove((key,))[0] for key in keys]
-            self._report("cannot remove some pages", e)
-            return [False] * len(keys)
-        for key in keys:
-            self.forget(key)
-        return [True] * len(keys)
+        if self._done("cannot remove some pages", lambda: self._store.remove(keys)):
+            for key in keys:
+                self.forget(key)
+            return [True] * len(keys)
+        return [False] if len(keys) == 1 else [self.remove((key,))[0] for key in keys]
 
     def clear(self) -> bool:
         """Forget all pages. Returns whether it is done."""

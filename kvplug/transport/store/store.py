@@ -177,11 +177,13 @@ class Store(abc.ABC):
             lease_s: if the store has leases, held pages are not evicted for this long, or until
                 :meth:`release`.
         """
-        if self.recorder is None:
-            return self._lookup(keys, lease_s, timeout)
-        if self._is_refused("get"):  # pages that cannot be loaded must not be promised
-            return self.recorder.record("lookup", 0, lambda: ended(Job(len(keys), _NOW), Presence.ABSENT))
-        return self.recorder.record("lookup", 0, lambda: self._lookup(keys, lease_s, timeout))
+        return self._submitted(
+            "lookup",
+            0,
+            lambda: self._lookup(keys, lease_s, timeout),
+            # pages that cannot be loaded must not be promised
+            lambda: ended(Job(len(keys), _NOW), Presence.ABSENT),
+        )
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         """Keep copies of the pages. A page that the store already has counts as kept, and is not replaced.
@@ -191,11 +193,8 @@ class Store(abc.ABC):
         """
         staging = self._staging_of(pages.memory) if pages.keys else None
         put = self._put if staging is None else staging.put
-        if self.recorder is None:
-            return put(pages, timeout)
-        if self._is_refused("put"):
-            put = self._refuse_put
-        return self.recorder.record("put", pages.series.format.nbytes, lambda: put(pages, timeout))
+        nbytes = pages.series.format.nbytes
+        return self._submitted("put", nbytes, lambda: put(pages, timeout), lambda: self._refused_put(pages))
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         """Copy the pages into ``pages.memory``.
@@ -204,11 +203,12 @@ class Store(abc.ABC):
         memory is unchanged, zeros, or the page's right bytes; never other bytes."""
         staging = self._staging_of(pages.memory) if pages.keys else None
         get = self._get if staging is None else staging.get
-        if self.recorder is None:
-            return get(pages, timeout)
-        if self._is_refused("get"):
-            get = self._refuse_get
-        return self.recorder.record("get", pages.series.format.nbytes, lambda: get(pages, timeout))
+        return self._submitted(
+            "get",
+            pages.series.format.nbytes,
+            lambda: get(pages, timeout),
+            lambda: ended(GetJob(len(pages.keys), pages.series.format.num_layers, _NOW), MissReason.SLOW),
+        )
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
         """Forget the pages. With ``None``: forget all pages, in a job with one result. Result: whether they
@@ -231,18 +231,26 @@ class Store(abc.ABC):
             return None
         return staging
 
-    def _is_refused(self, op: Literal["get", "put"]) -> bool:
-        """Whether the store is too slow to be asked. False for a closed store, which raises its own error."""
-        return self.recorder is not None and self.recorder.refuses(op) and not self.is_lost
+    def _submitted(
+        self,
+        op: Literal["lookup", "get", "put"],
+        page_nbytes: int,
+        submit: Callable[[], J],
+        refuse: Callable[[], J],
+    ) -> J:
+        """Make the request, or refuse it if the store is too slow. A closed store raises its own error."""
+        recorder = self.recorder
+        if recorder is None:
+            return submit()
+        if recorder.refuses("put" if op == "put" else "get") and not self.is_lost:
+            submit = refuse
+        return recorder.record(op, page_nbytes, submit)
 
-    def _refuse_put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
+    def _refused_put(self, pages: PageRequest) -> Job[PutReason | None]:
         self.withdraw(pages.keys)
         if isinstance(pages.memory, PageBuffers):
             self.free(pages.memory)
         return ended(Job(len(pages.keys), _NOW), PutReason.SLOW)
-
-    def _refuse_get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
-        return ended(GetJob(len(pages.keys), pages.series.format.num_layers, _NOW), MissReason.SLOW)
 
     # -- what a store implements ---------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
-from kvplug.transport.store import tasks
+from kvplug.transport.store import executor
 from kvplug.transport.store.copy import PageCopy
 from kvplug.transport.store.events import PageEvent, PageEventLog
 from kvplug.transport.store.header import PageSeal
@@ -63,10 +62,12 @@ class TestLeavesWrongBytes(Mutant):
             def load(self, pages: range, *more: Any) -> list[MissReason | None] | None:
                 reasons = super().load(pages, *more)
                 if any(reasons or ()):
-                    self._memory.scatter(pages.start, self.latest)
+                    copy = PageCopy(self._memory)
+                    copy.use(pages.start, self.latest)
+                    copy.load(pages)
                 return reasons
 
-        patch = mock.patch.object(tasks, "PageCopy", Hasty)
+        patch = mock.patch.object(executor, "PageCopy", Hasty)
         patch.start()
         self.later(patch.stop)
         return super().make_store(context)
@@ -96,11 +97,6 @@ class TestComparesNoFormat(PageSeal):
     def check_header(self, *args: Any) -> Any:
         found = super().check_header(*args)
         return None if found is MissReason.FORMAT else found
-
-    def check_layers(self, *args: Any) -> Any:
-        with contextlib.suppress(Exception):
-            return super().check_layers(*args) and None
-        return None
 
 
 @breaks(Mutant, "STORE-1")
@@ -356,7 +352,9 @@ class TestReadsInPlaceWithoutGenerations(Mutant):
             def work() -> None:
                 for index, page in enumerate(found):
                     whole = memoryview(page)[len(page) - pages.series.format.nbytes :]
-                    pages.memory.scatter(index, PageRows.dense(whole, 1, len(whole)))
+                    copy = PageCopy(pages.memory)
+                    copy.use(index, PageRows.dense(whole, 1, len(whole)))
+                    copy.load(range(index, index + 1))
                 job.set([None] * job.count)
 
             threading.Thread(target=work, daemon=True).start()
@@ -427,8 +425,8 @@ class TestKeepsWhatWasEvicted(PagePlace):
 class TestIsNotTriedAgain(MemoryStore):
     """A store that has failed once is left alone for ever."""
 
-    def _note(self, reason: Any, error: Any, began: float) -> None:
-        super()._note(reason, error, began)
+    def note_call(self, reason: Any, error: Any, began: float) -> None:
+        super().note_call(reason, error, began)
         if self._retry_at:
             self._retry_at = time.monotonic() + 1000
 
