@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,7 +44,7 @@ def test_all_whole_blocks_of_prompts_in_sequence_and_in_flight_are_loaded(random
         def num_loaded(prompt: list[int]) -> int:
             code, answer = proxy.ask(completion(model, prompt, max_tokens=2))
             assert code == 200, answer
-            return answer_of(answer).num_cached
+            return answer_of(json.loads(answer)).num_cached
 
         any(num_loaded(prompt) for prompt in prompts[264:])  # until the two have met
         in_sequence = [num_loaded(prompt) for prompt in prompts[:200]]

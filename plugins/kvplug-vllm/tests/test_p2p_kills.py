@@ -134,13 +134,9 @@ def test_no_answer_is_wrong_and_no_block_is_lost(random_model, prompts, free_por
         servers = {name: start(name) for name in ports}
         stack.callback(lambda: [server.__exit__() for server in servers.values()])
         urls = [[server.wait_until_ready().url] for server in servers.values()]
-        proxy = stack.enter_context(proxied.Proxy(*urls, {"health-interval-s": "0.5"}))
+        proxy = stack.enter_context(proxied.Proxy(*urls, {}))
         proxy.wait_until_ready()
         alone = {length: servers["decode"].complete(prompt).tokens for length, prompt in prompts.items()}
-
-        def all_are_up() -> bool:
-            about = proxy.status
-            return all(each["is_up"] for each in (*about["prefill"], *about["decode"]))
 
         with Clients(model, prompts, alone, {**ports, "proxy": proxy.port}) as clients:
             for fault in FAULTS:
@@ -153,7 +149,6 @@ def test_no_answer_is_wrong_and_no_block_is_lost(random_model, prompts, free_por
                 servers[how].__exit__()
                 servers[how] = start(how)
                 servers[how].wait_until_ready()
-                until(all_are_up, REQUEST_S, "the proxy's first look at it")
                 clients.pause_s, clients.is_decode_down = 0.0, False
             clients.wait_for(BETWEEN_FAULTS)
         assert not clients.wrong

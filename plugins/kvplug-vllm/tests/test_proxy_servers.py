@@ -18,7 +18,6 @@ from vllm_servers import (
     completion,
     new_salt,
     started,
-    until_loaded,
 )
 
 pytestmark = pytest.mark.timeout(1500)
@@ -31,11 +30,11 @@ def test_tokens_are_those_of_one_engine_whatever_way_a_request_takes(
     peers = [f"127.0.0.1:{meeting}" for meeting in meetings]
     consumer = transfer_config("kv_consumer", meetings[0], kv_load_failure_policy="recompute", peers=peers)
     configs = [*(transfer_config("kv_producer", meeting) for meeting in meetings), consumer, consumer]
-    # The cores are shared by all processes: a check may take its time.
-    options = {"health-interval-s": "1", "health-timeout-s": "20", "prefill-timeout-s": "120"}
     with started(model, [(each, CACHED) for each in configs], free_port, **QUIET_CORES) as servers:
         prefill, decode = servers[:2], servers[2:]
-        with proxied.Proxy([one.url for one in prefill], [one.url for one in decode], options) as proxy:
+        with proxied.Proxy(
+            [one.url for one in prefill], [one.url for one in decode], {"prefill-timeout-s": "120"}
+        ) as proxy:
             proxy.wait_until_ready()
 
             def ask(prompt: list[int]) -> Answer:
@@ -45,20 +44,13 @@ def test_tokens_are_those_of_one_engine_whatever_way_a_request_takes(
                     assert answer.status == 200, said
                 return answer_of(json.loads(said))
 
-            for server in decode:  # each decode server has met each prefill server
-                for _ in prefill:
-                    before = server.transfers("load")
-                    while server.transfers("load") == before:
-                        until_loaded(lambda: ask(prompts[300]), alone[300])
-            before = proxy.status
+            num_loaded = 0
+            while num_loaded < 2 * len(prefill) * len(decode):  # so each has loaded from each
+                answer = ask(prompts[300])
+                assert answer.tokens == alone[300]
+                num_loaded = num_loaded + 1 if answer.num_cached else 0
             for length, prompt in prompts.items():
-                for _ in range(2):
+                for _ in range(len(prefill) * len(decode)):
                     answer = ask(prompt)
                     assert (answer.tokens, answer.num_cached) == (alone[length], (length - 1) // 32 * 32)
-            after = proxy.status
-            for role in ("prefill", "decode"):
-                gained = [
-                    b["requests"] - a["requests"] for a, b in zip(before[role], after[role], strict=True)
-                ]
-                assert gained == [4, 4]
-            assert after["prefills_skipped"] == {}
+            assert "no prefill at" not in proxy.log

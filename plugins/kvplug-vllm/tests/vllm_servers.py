@@ -66,12 +66,10 @@ class ServerProcess:
 
     headers: Mapping[str, str] = MappingProxyType({})
     """Of each request."""
-    ready_path = "/health"
-    """This answers 200 when the server is ready."""
 
     def __init__(
         self,
-        module: str,
+        program: Sequence[str],
         port: int,
         options: Mapping[str, Any],
         env: Mapping[str, str],
@@ -81,6 +79,7 @@ class ServerProcess:
     ) -> None:
         """
         Args:
+            program: a script, or ``-m`` and a module.
             options: of its command line, beside its address.
             deadline_s: for its start.
             how: more arguments of ``Popen``.
@@ -88,7 +87,7 @@ class ServerProcess:
         self.port = port
         self._deadline_s = deadline_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-        command = [sys.executable, "-c", BOOT, "-m", module, "--host", HOST, "--port", str(port)]
+        command = [sys.executable, "-c", BOOT, *program, "--host", HOST, "--port", str(port)]
         for name, value in options.items():
             values = value if isinstance(value, list) else [] if value is True else [value]
             command += [f"--{name}", *map(str, values)]
@@ -117,7 +116,7 @@ class ServerProcess:
     def wait_until_ready(self) -> Self:
         def answers() -> bool:
             assert self.runs, f"the server has ended; it wrote:\n{self.log}"
-            with contextlib.suppress(OSError), self.request("GET", self.ready_path) as answer:
+            with contextlib.suppress(OSError), self.request("GET", "/health") as answer:
                 return answer.status == 200
             time.sleep(0.1)
             return False
@@ -162,7 +161,7 @@ class Server(ServerProcess):
         """``settings``: further options of its command line."""
         self._model = model
         super().__init__(
-            "vllm.entrypoints.openai.api_server",
+            ["-m", "vllm.entrypoints.openai.api_server"],
             port,
             {"model": model, "kv-transfer-config": json.dumps(transfer), **settings},
             {**QUIET, **env},
