@@ -4,8 +4,8 @@
 
 For demonstrations and tests. It needs aiohttp, which vLLM installs. Requests go to the servers in turn. A
 prefill that fails or takes longer than ``--prefill-timeout-s`` is skipped: the decode server computes the
-prompt. The ``kv_transfer_params`` of prefill's answer are passed on to decode. A client that hangs up ends its
-request at the server, too. Every program that reaches the proxy can use the servers.
+prompt. The ``kv_transfer_params`` of prefill's answer are passed on to decode. A client that hangs up ends
+its request at the server, too. Every program that reaches the proxy can use the servers.
 """
 
 from __future__ import annotations
