@@ -11,9 +11,10 @@ from typing import Any, Final
 import attrs
 
 import shm_queue_ends as ends
-from kvplug.transport import Connection, Deadline, Listener, QueueHandle
+from kvplug.transport import Connection, Deadline, QueueHandle
 from kvplug_shm.queue import join
 from kvplug_shm.queue.ring_buffer import Sizes
+from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call
 
 NETWORK: Final[dict[str, Any]] = {"local_reader_ranks": ()}
@@ -75,7 +76,7 @@ class LyingWriter:
     """A writer that knows the secret, and sends what the test says."""
 
     def __init__(self) -> None:
-        self._listener = Listener.open("127.0.0.1:0", ends.SECRET, join.PURPOSE)
+        self._listener = accepting("127.0.0.1:0", ends.SECRET, join.PURPOSE)
         self.handle = QueueHandle(
             transport="shm",
             reader_ranks=(0,),
