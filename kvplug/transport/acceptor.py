@@ -107,13 +107,15 @@ class Acceptor(Generic[T]):
         """When that connection arrived."""
         self._logged = ""
         """The latest failure, so that a peer that retries is logged once."""
-        self._threads: set[threading.Thread] = {
+        self._listening = [
             BackgroundThread(self._listen, args=(each,), name=f"{name}-listen", stop=self._stop)
             for each in listeners
-        }
+        ]
+        self._threads: set[threading.Thread] = set()
+        """Those of the connections."""
         close_after_fork(self)
         try:
-            for thread in list(self._threads):
+            for thread in self._listening:
                 thread.start()
         except BaseException as e:
             self.close()
@@ -183,13 +185,13 @@ class Acceptor(Generic[T]):
         with self._lock:
             unclaimed = list(self._ready)
             self._ready.clear()
-            threads = list(self._threads)
         for made in unclaimed:
             self._discard(made)
         deadline = Deadline.after(_CLOSE_S)
-        for thread in threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(deadline.remaining())
+        _join(self._listening, deadline)  # from then on there are no new threads
+        with self._lock:
+            threads = list(self._threads)
+        _join(threads, deadline)
 
     def _stop(self) -> None:
         """End all threads, and do not wait for them."""
@@ -221,10 +223,9 @@ class Acceptor(Generic[T]):
     # -- the threads ---------------------------------------------------------------------------
 
     def _listen(self, listener: Listener) -> None:
-        most = self._max_served + _MAX_WAITING + len(self._listeners)
         while True:
             with self._lock:
-                while not self._closed and len(self._threads) >= most:
+                while not self._closed and len(self._threads) >= self._max_served + _MAX_WAITING:
                     self._changed.wait()
             try:
                 stranger = listener.take()
@@ -310,3 +311,9 @@ class Acceptor(Generic[T]):
                 self.release(connection)
                 if shortage is not None:
                     self._lost_since = connection.since
+
+
+def _join(threads: Sequence[threading.Thread], deadline: Deadline) -> None:
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(deadline.remaining())

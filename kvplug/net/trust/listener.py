@@ -292,6 +292,7 @@ class Listener:
                     sock, server_side=True, do_handshake_on_connect=False
                 )
                 close_after_fork(sock)
+            sock.settimeout(deadline.remaining())
             sock.do_handshake()
             binding = binding_of(sock)
             stranger.can_read = True
