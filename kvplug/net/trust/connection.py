@@ -205,14 +205,13 @@ class Connection:
         sent = 0
         try:
             while sent < len(data):
-                self.sock.settimeout(_seconds(deadline))
-                sent += self.sock.sendmsg([memoryview(data)[sent:]], control)
+                with self._limited(deadline, "sending to", "received nothing in time"):
+                    sent += self.sock.sendmsg([memoryview(data)[sent:]], control)
                 control = []
-            self.sock.settimeout(None)
-        except OSError as e:
-            NamedExhaustion.check(e, f"sending to {self.describe}")
-            self._raise_if_declined_before_hanging_up()
-            raise self._in_words(e, "received nothing in time") from e
+        except (TimeoutError, PeerGoneError):
+            with contextlib.suppress(OSError):  # it may have declined before it hung up
+                self.raise_if_declined(self.sock.recv(HEADER_SIZE, socket.MSG_DONTWAIT), Deadline.after(0))
+            raise
 
     def receive(self, nbytes: int, deadline: Deadline) -> bytes:
         """Receive exactly ``nbytes``.
@@ -225,15 +224,7 @@ class Connection:
 
     def receive_some(self, nbytes: int, deadline: Deadline) -> bytes:
         """Receive at least one byte and at most ``nbytes``. Raises TimeoutError, PeerGoneError."""
-        try:
-            self.sock.settimeout(_seconds(deadline))
-            chunk = self.sock.recv(nbytes)
-        except OSError as e:
-            NamedExhaustion.check(e, f"receiving from {self.describe}")
-            raise self._in_words(e, "sent nothing in time") from e
-        if not chunk:
-            raise PeerGoneError(f"{self.describe} hung up")
-        return chunk
+        return self._receive(nbytes, 0, deadline, [])
 
     def receive_fds(self, nbytes: int, max_fds: int, deadline: Deadline) -> tuple[bytes, list[int]]:
         """Receive exactly ``nbytes`` and the descriptors sent with them. The caller owns these; they are
@@ -244,46 +235,47 @@ class Connection:
             WireError: more than ``max_fds`` descriptors arrived.
             ResourceExhaustedError: this process cannot open more descriptors, or the peer lacks a resource.
         """
-        data, fds = bytearray(), list[int]()
+        data, fds = b"", list[int]()
         try:
             while len(data) < nbytes:
-                self.sock.settimeout(_seconds(deadline))
-                room = socket.CMSG_SPACE(max_fds * _SIZE_OF_FD)
-                chunk, controls, flags, _ = self.sock.recvmsg(
-                    nbytes - len(data), room, socket.MSG_CMSG_CLOEXEC
-                )
-                came = _fds_in(controls)
-                fds += came
-                if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(came) >= max_fds):
-                    raise WireError(f"{self.describe} handed over more than {max_fds} descriptors")
-                if flags & socket.MSG_CTRUNC:
-                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                if not chunk:
-                    raise PeerGoneError(f"{self.describe} hung up")
-                data += chunk
-                self.raise_if_declined(bytes(data), deadline)
-            self.sock.settimeout(None)
-            return bytes(data), fds
-        except BaseException as e:
+                data += self._receive(nbytes - len(data), max_fds, deadline, fds)
+                self.raise_if_declined(data, deadline)
+        except BaseException:
             for fd in fds:
                 os.close(fd)
-            if isinstance(e, OSError) and not isinstance(e, KvplugError):
-                NamedExhaustion.check(e, f"receiving from {self.describe}")
-                raise self._in_words(e, "sent nothing in time") from e
             raise
+        return data, fds
 
-    def _raise_if_declined_before_hanging_up(self) -> None:
-        """Raise if the peer reported a lack of a resource before it hung up."""
+    def _receive(self, nbytes: int, max_fds: int, deadline: Deadline, fds: list[int]) -> bytes:
+        """Receive at least one byte and at most ``nbytes``, and append the descriptors that come with them to
+        ``fds``, up to ``max_fds`` in total. Raises as :meth:`receive_fds`."""
+        with self._limited(deadline, "receiving from", "sent nothing in time"):
+            room = socket.CMSG_SPACE(max_fds * _SIZE_OF_FD)
+            chunk, controls, flags, _ = self.sock.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)
+            came = _fds_in(controls)
+            fds += came
+            if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(came) >= max_fds):
+                raise WireError(f"{self.describe} handed over more than {max_fds} descriptors")
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if not chunk:
+            raise PeerGoneError(f"{self.describe} hung up")
+        return chunk
+
+    @contextlib.contextmanager
+    def _limited(self, deadline: Deadline, doing: str, late: str) -> Iterator[None]:
+        """Limit the socket's operations in the block by the deadline, and map their errors to kvplug's."""
         try:
-            data = self.sock.recv(HEADER_SIZE, socket.MSG_DONTWAIT)
-        except OSError:
-            return
-        self.raise_if_declined(data, Deadline.after(0))
-
-    def _in_words(self, error: OSError, late: str) -> Exception:
-        if isinstance(error, builtins.TimeoutError):
-            return TimeoutError(f"{self.describe} {late}")
-        return PeerGoneError(f"{self.describe} hung up")
+            self.sock.settimeout(_seconds(deadline))
+            yield
+            self.sock.settimeout(None)
+        except KvplugError:
+            raise
+        except OSError as e:
+            NamedExhaustion.check(e, f"{doing} {self.describe}")
+            if isinstance(e, builtins.TimeoutError):
+                raise TimeoutError(f"{self.describe} {late}") from e
+            raise PeerGoneError(f"{self.describe} hung up") from e
 
     def raise_if_declined(self, data: bytes, deadline: Deadline) -> None:
         """Raise if ``data``, the first bytes of a message, begin a :meth:`decline`, whose rest is read.

@@ -1,7 +1,6 @@
-"""Carries bytes between two sockets, for code that can only use one kind of socket.
+"""Turns a TLS connection into a plain socket, which all other code can read, write, poll and wait for.
 
-A relay turns a TLS connection into a plain socket, which all other code can read, write and poll like any
-other. It also lets a library that makes its own connections reach its peer over a proven connection.
+A thread carries the bytes between the TLS connection and one end of a socket pair; the user has the other.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvplug.net.threads import BackgroundThread
 
 _BUFFER_BYTES = 256 * 1024
 _LINGER_S = 10.0
-"""How long the peer may accept none of the remaining bytes after the near connection was closed."""
+"""How long the peer may accept none of the remaining bytes after the user has closed its socket."""
 _LINGER_POLL_S = 0.01
 _SIOCOUTQ = 0x5411
 _TCP_CLOSE = 7  # of <linux/tcp_states.h>
@@ -30,98 +29,58 @@ _TCP_CLOSE = 7  # of <linux/tcp_states.h>
 def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
     """Return a plain socket for a TLS connection. Owns ``tls`` from here on, even if this raises.
 
-    ``where`` names the connection's other end in messages.
+    When either connection ends, the other is ended after all bytes sent before were passed on. Bytes sent
+    before the plain socket was closed still go to the peer, but are dropped if the peer accepts none of them
+    for 10 s. ``where`` names the connection's other end in messages.
 
     Raises:
         OSError: no descriptor is left.
         TransportError: no thread can be started.
     """
-    with contextlib.ExitStack() as undo:
-        undo.callback(tls.close)
+    socks: list[socket.socket] = [tls]
+    try:
         with no_fork:
-            given, near = socket.socketpair()
-            close_after_fork(given, near)
-        undo.callback(given.close)
-        Relay(tls, near, f"the TLS connection to {where}")
-        undo.pop_all()
-    return given
+            plain, near = socket.socketpair()
+            close_after_fork(plain, near)
+        socks += plain, near
+        for sock in (tls, near):
+            sock.setblocking(False)
+        _Relay(tls, near).start()
+    except BaseException as e:
+        with no_fork:
+            for sock in socks:
+                sock.close()
+        if isinstance(e, RuntimeError):
+            raise TransportError(f"no thread can be started for the TLS connection to {where}: {e}") from e
+        raise
+    return plain
 
 
-class Relay:
-    """Carries bytes between two connected sockets, in a thread of its own, until both have ended.
+class _Relay:
+    """The thread that carries the bytes, until both connections have ended. A forked child has none, and its
+    sockets are closed."""
 
-    When either connection ends, the relay ends the other after passing on all bytes sent before. ``far``
-    leads to the peer; ``near`` is one end of a connection within this process. Bytes sent before the other
-    end of ``near`` was closed still go to the peer, but are dropped if the peer accepts none of them for
-    10 s.
-
-    Any thread or signal handler may call any method. A forked child closes both sockets.
-    """
-
-    def __init__(self, far: socket.socket, near: socket.socket, what: str) -> None:
-        """Owns both sockets from here on, even if this raises. ``what`` names the connection in messages.
-
-        Raises:
-            TransportError: no thread can be started.
-        """
+    def __init__(self, far: ssl.SSLSocket, near: socket.socket) -> None:
         self._far = far
         self._near = near
-        self._aborted = False
-        self._closing = threading.RLock()
-        """Held while a socket is closed or shut down, since its number may belong to another file
+        self._closing = threading.Lock()
+        """Held while ``near`` is closed or shut down, since its number may belong to another file
         afterwards."""
-        self._thread = BackgroundThread(self._run, name="kvplug-relay", stop=self.finish)
-        try:
-            for sock in (far, near):
-                sock.setblocking(False)
-            close_after_fork(self, far, near)
-            self._thread.start()
-        except BaseException as e:
-            self._close()
-            if isinstance(e, RuntimeError):
-                raise TransportError(f"no thread can be started for {what}: {e}") from e
-            raise
 
-    @property
-    def ended(self) -> bool:
-        """Whether both sockets are closed."""
-        return not self._thread.is_alive()
+    def start(self) -> None:
+        """Raises RuntimeError."""
+        BackgroundThread(self._run, name="kvplug-relay", stop=self._finish).start()
 
-    def finish(self) -> None:
-        """Act as if the other end of ``near`` were closed, since a forked child may still hold it. Never
-        waits."""
-        self._shut_down(self._near)
-
-    def abort(self) -> None:
-        """End at once and drop all bytes in transit. Never waits."""
-        self._aborted = True
-        self._shut_down(self._near)
-        self._shut_down(self._far)
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds until both have ended. Returns whether they have."""
-        self._thread.join(timeout)
-        return self.ended
-
-    def _shut_down(self, sock: socket.socket) -> None:
+    def _finish(self) -> None:
+        """Act as if the user had closed its socket."""
         with self._closing, contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-    def _close(self) -> None:
-        with self._closing, no_fork:
-            self._near.close()
-            self._far.close()
-
-    def _after_fork_in_child(self) -> None:
-        """The sockets close themselves; only the lock must be free."""
-
-    # -- the thread ----------------------------------------------------------------------------
+            self._near.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
         out, into = _Direction(self._near, self._far), _Direction(self._far, self._near)
         limit: float | None = None  # once near is closed: the time by which the peer must accept some bytes
         try:
-            while not self._aborted:
+            while True:
                 if (out.move() | into.move()) and limit is not None:
                     limit = time.monotonic() + _LINGER_S
                 if out.over and into.over:
@@ -131,9 +90,15 @@ class Relay:
                 if self._wait(out, into, limit) and limit is None:
                     limit = time.monotonic() + _LINGER_S
                     into.stop()
-            self._linger()
+            # Closing a TCP socket that holds unread bytes resets the connection, and undelivered bytes are
+            # lost.
+            limit = time.monotonic() + _LINGER_S
+            while time.monotonic() < limit and _undelivered(self._far):
+                time.sleep(_LINGER_POLL_S)
         finally:
-            self._close()
+            with self._closing, no_fork:
+                self._near.close()
+                self._far.close()
 
     def _wait(self, out: _Direction, into: _Direction, limit: float | None) -> bool:
         """Wait until one direction can continue. Returns whether the near connection is closed."""
@@ -149,14 +114,6 @@ class Relay:
             poller.register(fd, mask)
         ready = dict(poller.poll(None if limit is None else max(0.0, limit - time.monotonic()) * 1000))
         return bool(ready.get(self._near.fileno(), 0) & select.POLLHUP)
-
-    def _linger(self) -> None:
-        """Wait until the peer's kernel has everything. Closing a TCP socket that holds unread bytes resets
-        the connection, and undelivered bytes are lost.
-        """
-        limit = time.monotonic() + _LINGER_S
-        while not self._aborted and time.monotonic() < limit and _undelivered(self._far):
-            time.sleep(_LINGER_POLL_S)
 
 
 class _Direction:
