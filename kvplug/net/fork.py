@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -60,6 +61,8 @@ _registered: Final[weakref.WeakValueDictionary[int, Inherited | socket.socket]] 
 )
 """By identity."""
 _modules: Final[list[ModuleType]] = []
+_descriptors: Final[dict[int, tuple[object, ...]]] = {}
+"""By number: what the number stood for when it was registered."""
 
 
 def close_after_fork(*things: Inherited | socket.socket) -> None:
@@ -67,6 +70,25 @@ def close_after_fork(*things: Inherited | socket.socket) -> None:
     forked child, as long as it lives. A socket is closed instead."""
     for thing in things:
         _registered[id(thing)] = thing
+
+
+def close_fd_after_fork(fd: int) -> None:
+    """Close a descriptor of shared memory or of a process in every forked child.
+
+    Whoever closes it need not report that: a child closes the number only if it still stands for the same.
+    """
+    with contextlib.suppress(OSError):
+        _descriptors[fd] = _file_of(fd)
+
+
+def _file_of(fd: int) -> tuple[object, ...]:
+    """Return what distinguishes the file of a descriptor from others. Raises OSError."""
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode):
+        return found.st_dev, found.st_ino
+    # Before Linux 6.9, pidfds share one inode with many other kinds of descriptors.
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii", errors="replace") as f:
+        return (found.st_dev, found.st_ino, *(line for line in f if line.startswith("Pid:")))
 
 
 def alive(things: weakref.WeakValueDictionary[int, T]) -> list[T]:
@@ -107,6 +129,11 @@ def _in_child() -> None:
     _registered.clear()
     _call(_free_locks, (*_modules, *inherited))
     _call(_close, inherited)
+    for fd, file in _descriptors.items():
+        with contextlib.suppress(OSError):  # closed
+            if _file_of(fd) == file:
+                os.close(fd)
+    _descriptors.clear()
 
 
 def _call(step: Callable[[T], None], things: Iterable[T]) -> None:

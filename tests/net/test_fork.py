@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from kvplug.net.fork import close_after_fork
+from kvplug.net.fork import close_after_fork, close_fd_after_fork
 from kvplug_testing.contract.forked_child import in_forked_child
 
 
@@ -82,3 +84,39 @@ class _Slotted:
 def test_what_has_no_dict_is_closed_in_a_forked_child_too() -> None:
     slotted = _Slotted()
     assert in_forked_child(lambda: str(slotted.closed)) == "True"
+
+
+def memory() -> int:
+    return os.memfd_create("test of forks")
+
+
+def process() -> int:
+    return os.pidfd_open(os.getpid())
+
+
+OTHERS = [memory, lambda: os.pidfd_open(os.getppid()), lambda: os.eventfd(0)]
+
+
+def is_open(fd: int) -> str:
+    return str(os.path.exists(f"/proc/self/fd/{fd}"))
+
+
+@pytest.mark.parametrize("make", [memory, process])
+def test_memory_and_a_process_are_closed_in_a_forked_child(make: Callable[[], int]) -> None:
+    fd = make()
+    close_fd_after_fork(fd)
+    assert in_forked_child(lambda: is_open(fd)) == "False"
+    os.close(fd)
+
+
+@pytest.mark.parametrize("make", [memory, process])
+@pytest.mark.parametrize("other", OTHERS, ids=["memory", "process", "counter"])
+def test_what_has_the_number_of_a_closed_descriptor_stays_open(
+    make: Callable[[], int], other: Callable[[], int]
+) -> None:
+    fd, following = make(), other()
+    close_fd_after_fork(fd)
+    os.dup2(following, fd)
+    assert in_forked_child(lambda: is_open(fd)) == "True"
+    os.close(fd)
+    os.close(following)

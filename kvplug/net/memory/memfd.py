@@ -11,6 +11,7 @@ from typing import Final
 
 from kvplug.errors import WireError
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import close_fd_after_fork, no_fork
 
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTURE_WRITE_SEAL: Final = 0x10  # F_SEAL_FUTURE_WRITE, since Linux 5.1
@@ -36,12 +37,14 @@ class Memfd:
             OverflowError: no memory can be that large.
         """
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        try:
-            fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
-        except OSError as e:
-            if e.errno != errno.EINVAL:
-                raise
-            fd = os.memfd_create(name, flags)
+        with no_fork:
+            try:
+                fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
+            except OSError as e:
+                if e.errno != errno.EINVAL:
+                    raise
+                fd = os.memfd_create(name, flags)
+            close_fd_after_fork(fd)
         try:
             if nbytes:
                 os.ftruncate(fd, nbytes)

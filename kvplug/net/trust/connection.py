@@ -28,7 +28,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork, no_fork
+from kvplug.net.fork import close_after_fork, close_fd_after_fork, no_fork
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
@@ -251,9 +251,13 @@ class Connection:
         ``fds``, up to ``max_fds`` in total. Raises as :meth:`receive_fds`."""
         with self._limited(deadline, "receiving from", "sent nothing in time"):
             room = socket.CMSG_SPACE(max_fds * _SIZE_OF_FD)
-            chunk, controls, flags, _ = self.sock.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)
-            came = _fds_in(controls)
-            fds += came
+            self.sock.recv(1, socket.MSG_PEEK)  # waits
+            with no_fork:
+                chunk, controls, flags, _ = self.sock.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)
+                came = _fds_in(controls)
+                fds += came
+                for fd in came:
+                    close_fd_after_fork(fd)
             if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(came) >= max_fds):
                 raise WireError(f"{self.describe} handed over more than {max_fds} descriptors")
             if flags & socket.MSG_CTRUNC:

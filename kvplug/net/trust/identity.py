@@ -13,7 +13,7 @@ import attrs
 
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import no_fork
+from kvplug.net.fork import close_fd_after_fork, no_fork
 from kvplug.net.peer_text import peer_text
 
 IDENTITY_SIZE = 512
@@ -126,7 +126,9 @@ class PeerIdentity:
         if not self.visible or not self.start_time or not hasattr(os, "pidfd_open"):
             return None
         try:
-            pidfd = os.pidfd_open(self.pid)
+            with no_fork:
+                pidfd = os.pidfd_open(self.pid)
+                close_fd_after_fork(pidfd)
         except ProcessLookupError as e:
             raise PeerGoneError(f"{self} has ended") from e
         except OSError as e:
