@@ -14,7 +14,6 @@ import mmap
 import os
 import resource  # imported now, since an import itself needs a descriptor
 import threading
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
 
@@ -26,6 +25,21 @@ THREADS: Final = "threads"
 MEMORY: Final = "memory"
 SPACE: Final = "space"
 
+_EXPLAINED: Final = {
+    DESCRIPTORS: (
+        "there is no free descriptor",
+        ("NOFILE",),
+        "raise the limit (ulimit -n), or close unused files and connections",
+    ),
+    THREADS: (
+        "this process can start no more threads",
+        ("NPROC", "AS"),
+        "raise the limit (ulimit -u, or pids.max of its cgroup), or end unused threads",
+    ),
+    MEMORY: ("there is not enough free memory", ("AS",), "use less, or raise the limit (ulimit -v)"),
+    SPACE: ("there is no space for files", ("FSIZE",), "delete some files, or raise the limit (ulimit -f)"),
+}
+"""What ran out, the limits that may be the cause, and what to do next."""
 _NUMBERS: Final = {
     errno.EMFILE: DESCRIPTORS,
     errno.ENFILE: DESCRIPTORS,
@@ -66,7 +80,7 @@ class NamedExhaustion(contextlib.ContextDecorator):
     ...     raise RuntimeError("can't start new thread")
     Traceback (most recent call last):
         ...
-    kvplug.errors.ResourceExhaustedError: connecting a pipe: this process can start no more threads ...
+    kvplug.errors.ResourceExhaustedError: connecting a pipe: this process can start no more ...
     """
 
     def __init__(self, doing: str) -> None:
@@ -90,27 +104,25 @@ class NamedExhaustion(contextlib.ContextDecorator):
         begins the new error's text.
 
         >>> NamedExhaustion.of(OSError(errno.EMFILE, "Too many open files"), "connecting a pipe")
-        ResourceExhaustedError('connecting a pipe: this process has no free descriptor ...')
+        ResourceExhaustedError('connecting a pipe: there is no free descriptor (Too many ...')
         >>> NamedExhaustion.of(ConnectionResetError("the peer hung up"))
         """
         if isinstance(error, ResourceExhaustedError):
             return error
         if isinstance(error, _KEPT):
             return None
-        for each in _chain(error):
-            found = _recognised(each)
-            if found is None:
-                continue
-            what, number = found
-            named = isinstance(each, ResourceExhaustedError)
-            explained = str(each) if named else _explained(what, number)
-            if not named and number is None:
-                explained += f" ({type(each).__name__}: {each})"
-            if isinstance(error, KvplugError):
-                text = str(error) if explained in str(error) else f"{error}; {explained}"
-            else:
-                text = f"{doing}: {explained}" if doing else explained
-            return ResourceExhaustedError(text, resource=what, errno=number)
+        each: BaseException | None = error
+        for _ in range(_LONGEST_CHAIN):
+            if each is None:
+                break
+            if (found := _recognised(each)) is not None:
+                what, number, explained = found
+                if not isinstance(error, KvplugError):
+                    text = f"{doing}: {explained}" if doing else explained
+                else:
+                    text = str(error) if explained in str(error) else f"{error}; {explained}"
+                return ResourceExhaustedError(text, resource=what, errno=number)
+            each = each.__cause__
         return None
 
     @staticmethod
@@ -150,72 +162,33 @@ class NamedExhaustion(contextlib.ContextDecorator):
                 undo.callback(over.set)  # undone first: callbacks run in reverse order
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its explicit causes."""
-    each: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
-        if each is None:
-            return
-        yield each
-        each = each.__cause__
-
-
-def _recognised(error: BaseException) -> tuple[str, int | None] | None:
-    """Return the resource that ran out according to ``error``, and the system's error number."""
+def _recognised(error: BaseException) -> tuple[str, int | None, str] | None:
+    """Return the resource that ran out according to ``error``, the system's error number, and an
+    explanation."""
     if isinstance(error, ResourceExhaustedError):
-        return error.resource, error.errno
+        return error.resource, error.errno, str(error)
     if isinstance(error, KvplugError):
         return None
     if isinstance(error, MemoryError):
-        return MEMORY, errno.ENOMEM
+        return _explained(MEMORY, errno.ENOMEM, error)
     number = getattr(error, "errno", None)  # ZeroMQ's errors have one too, though they are not OSErrors
     if isinstance(number, int) and type(error).__module__ != "ssl":  # ssl has its own numbers
-        what = _NUMBERS.get(number)
-        return None if what is None else (what, number)
+        return _explained(_NUMBERS[number], number, error) if number in _NUMBERS else None
     if isinstance(error, RuntimeError | ImportError | OSError):
         text = str(error).lower()
-        for sentence, what, number in _SENTENCES:
+        for sentence, what, of_sentence in _SENTENCES:
             if sentence.lower() in text:
-                return what, number
+                return _explained(what, of_sentence, error)
     return None
 
 
-def _explained(what: str, number: int | None) -> str:
-    """Explain what ran out, which limit applies, and what to do next."""
-    match what, number:
-        case (_, errno.ENFILE):
-            return "this host has no free descriptor (fs.file-max)"
-        case (_, errno.ETOOMANYREFS):
-            return f"too many descriptors are in transit between processes{_limit('NOFILE')}; try again"
-        case "descriptors", _:
-            return (
-                f"this process has no free descriptor{_limit('NOFILE')}; raise the limit (ulimit -n), or"
-                " close unused files and connections"
-            )
-        case "threads", _:
-            return (
-                f"this process can start no more threads{_limit('NPROC', 'AS')}; raise the limit (ulimit -u,"
-                " or pids.max of its cgroup), or end unused threads"
-            )
-        case (_, errno.EFBIG):
-            return f"a file may not become so large{_limit('FSIZE')}; raise the limit (ulimit -f)"
-        case (_, errno.EDQUOT):
-            return "the quota of this user's files is used up; delete some files"
-        case "space", _:
-            return "no space is left on the file system; delete some files"
-        case (_, errno.ENOBUFS):
-            return "the kernel has no memory left for buffers; try again"
-        case (_, None):
-            return "there is not enough free memory on the device"
-        case _:
-            return f"there is not enough free memory{_limit('AS')}"
-
-
-def _limit(*names: str) -> str:
-    """Return those of the named limits that are set for this process: " (RLIMIT_NOFILE is 1024)"."""
-    limits = []
-    for name in names:
+def _explained(what: str, number: int | None, error: BaseException) -> tuple[str, int | None, str]:
+    """Add what ran out, in the words of the system or a library, the limits that are set, and what to do
+    next."""
+    lacking, limits, change = _EXPLAINED[what]
+    details = [f"{type(error).__name__}: {error}" if number is None else os.strerror(number)]
+    for name in limits:
         soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         if soft != resource.RLIM_INFINITY:
-            limits.append(f"RLIMIT_{name} is {soft}")
-    return f" ({', '.join(limits)})" if limits else ""
+            details.append(f"RLIMIT_{name} is {soft}")
+    return what, number, f"{lacking} ({'; '.join(details)}); {change}"

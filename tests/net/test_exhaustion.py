@@ -37,9 +37,13 @@ CASES = {
         "memory",
         "not enough free memory",
     ),
-    "no memory of a device": (RuntimeError("CUDA out of memory."), "memory", "on the device"),
-    "a full disk": (of_system(errno.ENOSPC), "space", "no space is left on the file system"),
-    "too large a file": (of_system(errno.EFBIG), "space", "a file may not become so large"),
+    "no memory of a device": (
+        RuntimeError("CUDA out of memory."),
+        "memory",
+        "RuntimeError: CUDA out of memory",
+    ),
+    "a full disk": (of_system(errno.ENOSPC), "space", "No space left on device"),
+    "too large a file": (of_system(errno.EFBIG), "space", "File too large"),
 }
 
 
@@ -77,4 +81,4 @@ def test_an_error_of_kvplug_with_such_a_cause_keeps_its_words_and_names_it() -> 
         raise ConfigError("secret_file x") from of_system(errno.EMFILE)
     except ConfigError as e:
         found = NamedExhaustion.of(e, "not said")
-    assert str(found).startswith("bad configuration: secret_file x; this process has no free descriptor")
+    assert str(found).startswith("bad configuration: secret_file x; there is no free descriptor")
