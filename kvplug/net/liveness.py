@@ -24,8 +24,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import ClassVar, Final, Self
+from collections.abc import Callable, Container
+from typing import Any, ClassVar, Final, Self
 
 import attrs
 
@@ -40,10 +40,10 @@ _BEAT = b"\x01"
 _CLOSED = "it closed the connection"
 _READ_BYTES = 4096
 
-_READABLE = select.EPOLLIN
-_HUNG_UP = select.EPOLLRDHUP | select.EPOLLHUP
+_HUNG_UP = select.POLLRDHUP | select.POLLHUP
 _MAX_MS: Final = 2**32 - 1
 """The largest value that fits the field of a join message."""
+_MAX_PAUSE_MS: Final = 3_600_000.0
 
 
 class Watch:
@@ -120,8 +120,7 @@ class Watch:
                 block.
 
         Raises:
-            ValueError: neither a pidfd nor a socket was given, the socket is already watched, or the times do
-                not fit.
+            ValueError: neither a pidfd nor a socket was given, or the times do not fit.
             ClosedError: the socket is closed.
             ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
         """
@@ -138,9 +137,9 @@ class Watch:
         try:
             self._check()
             if pidfd is not None:
-                self._fds[pidfd] = _READABLE
+                self._fds[pidfd] = select.POLLIN
             if sock is not None:
-                self._fds[sock.fileno()] = _HUNG_UP if interval_s is None else _READABLE | _HUNG_UP
+                self._fds[sock.fileno()] = _HUNG_UP if interval_s is None else select.POLLIN | _HUNG_UP
                 if interval_s is not None:
                     sock.setblocking(False)
             with NamedExhaustion("watching a peer"):
@@ -170,10 +169,11 @@ class Watch:
         """Stop watching. Idempotent; never calls back and never waits for a callback under way."""
         _drop(self, None)
 
-    def _judge(self, ready: Collection[int], now: float) -> str | None:
-        """Return why the peer is gone, or ``None``. Sends a heartbeat if one is due. ``ready``: descriptors
+    def _judge(self, events: Container[int], now: float) -> str | None:
+        """Return why the peer is gone, or ``None``. Sends a heartbeat if one is due. ``events``: descriptors
         with an event."""
-        if self._pidfd in ready:
+        ready = any(fd in events for fd in self._fds)
+        if self._pidfd in events:
             return "its process ended"
         if self._interval_s is None or self._sock is None:
             return _CLOSED if ready else None
@@ -203,41 +203,18 @@ class Watch:
 
 
 class _Loop:
-    """The watcher's thread and its state. Callers of every method except ``run`` hold the lock."""
+    """The watcher's thread, and its state: whatever reads or changes the state holds the lock."""
 
     def __init__(self) -> None:
-        self.poller = select.epoll()
-        try:
-            self.wake_in, self.wake_out = socket.socketpair()
-        except BaseException:
-            self.poller.close()
-            raise
+        self.wake_in, self.wake_out = socket.socketpair()
         for sock in (self.wake_in, self.wake_out):
             sock.setblocking(False)
-        self.poller.register(self.wake_out.fileno(), _READABLE)
         self.watches: set[Watch] = set()
-        self.by_fd: dict[int, Watch] = {}
+        self.poller: Any = None
+        """Polls the descriptors of all watches; ``None``: a watch was added or has ended since."""
         self.stopped = False
         self.thread = BackgroundThread(self.run, name="kvplug liveness", stop=self.stop)
         close_after_fork(self)
-
-    def add(self, new: Watch) -> None:
-        """Add a watch. If this raises, :meth:`remove` undoes the part that was done."""
-        self.watches.add(new)
-        for fd, mask in new._fds.items():
-            try:
-                self.poller.register(fd, mask)
-            except FileExistsError as e:
-                raise ValueError("the socket is already watched") from e
-            self.by_fd[fd] = new
-
-    def remove(self, old: Watch) -> None:
-        self.watches.discard(old)
-        for fd in old._fds:
-            if self.by_fd.get(fd) is old:
-                del self.by_fd[fd]
-                with contextlib.suppress(OSError):  # already closed, so the kernel has removed it
-                    self.poller.unregister(fd)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full, so the thread is awake anyway
@@ -250,13 +227,11 @@ class _Loop:
 
     def close(self) -> None:
         with no_fork:
-            self.poller.close()
             self.wake_in.close()
             self.wake_out.close()
 
     def _after_fork_in_child(self) -> None:
-        """Forget the thread, which the child lacks, and close the epoll set, which the parent shares, without
-        changing it."""
+        """Forget the thread, which the child lacks."""
         global _loop
         _loop = None
         for each in self.watches:
@@ -268,22 +243,34 @@ class _Loop:
 
     def run(self) -> None:
         global _loop
-        pause: float | None = 0.0  # judge the first watch at once, since it may need a heartbeat
+        poller, pause_ms = select.poll(), 0.0  # judge the first watch at once, since it may need a heartbeat
         try:
             while True:
-                self.poll(pause)
+                poller.poll(pause_ms)
+                with contextlib.suppress(BlockingIOError):
+                    self.wake_out.recv(_READ_BYTES)
                 with _lock:
                     if not self.watches or self.stopped:
                         return
-                    gone = self.judge()
+                    if self.poller is None:
+                        self.poller = select.poll()
+                        self.poller.register(self.wake_out, select.POLLIN)
+                        for each in self.watches:
+                            for fd, mask in each._fds.items():
+                                self.poller.register(fd, mask)
+                    poller = self.poller
+                    # Again under the lock: a descriptor that was ready before may have been closed, and its
+                    # number used for another watch.
+                    events, now = dict(poller.poll(0)), time.monotonic()
+                    reasons = {each: each._judge(events, now) for each in self.watches}
                     due_at = min(each._due_at() for each in self.watches)
-                pause = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
-                for each, reason in gone:
-                    if _drop(each, reason):
+                for each, reason in reasons.items():
+                    if reason is not None and _drop(each, reason):
                         try:
                             each._on_gone(reason)
                         except Exception:
                             logger.exception("a callback of the liveness watcher failed")
+                pause_ms = min(max(0.0, due_at - time.monotonic()) * 1000, _MAX_PAUSE_MS)
         except Exception:
             logger.exception("the liveness watcher stops because of a fault in kvplug")
         finally:
@@ -291,26 +278,6 @@ class _Loop:
                 if _loop is self:
                     _loop = None
                 self.close()
-
-    def judge(self) -> list[tuple[Watch, str]]:
-        """Return the watches whose peers are gone, each with the reason.
-
-        Polls again under the lock, so that no watch is added or removed meanwhile: a descriptor that was
-        ready before may have been closed and its number reused.
-        """
-        ready: dict[Watch, set[int]] = {each: set() for each in self.watches}
-        for fd in self.poll(0.0):
-            if fd in self.by_fd:
-                ready[self.by_fd[fd]].add(fd)
-        now = time.monotonic()
-        reasons = ((each, each._judge(fds, now)) for each, fds in ready.items())
-        return [(each, reason) for each, reason in reasons if reason is not None]
-
-    def poll(self, pause: float | None) -> list[int]:
-        events = self.poller.poll(pause)
-        with contextlib.suppress(BlockingIOError):
-            self.wake_out.recv(_READ_BYTES)
-        return [fd for fd, _ in events]
 
 
 _lock = threading.RLock()  # a signal handler may end a watch while its thread ends or adds one
@@ -325,17 +292,17 @@ def _add(new: Watch) -> None:
         with no_fork:
             loop = started or _Loop()
         try:
-            loop.add(new)
+            loop.watches.add(new)
+            loop.poller = None
             if started is None:
                 loop.thread.start()  # it waits for the lock
         except BaseException:
-            loop.remove(new)
+            loop.watches.discard(new)
             if started is None:
                 loop.close()
             raise
         _loop = loop  # set even if unchanged: a signal handler may have ended its last watch meanwhile
-        if started is not None:
-            loop.wake()
+        loop.wake()
 
 
 def _drop(old: Watch, reason: str | None) -> bool:
@@ -349,7 +316,8 @@ def _drop(old: Watch, reason: str | None) -> bool:
         loop = _loop
         with no_fork:
             if loop is not None and old in loop.watches:
-                loop.remove(old)
+                loop.watches.remove(old)
+                loop.poller = None
                 if not loop.watches:
                     _loop = None  # its thread sees that no watch is left, and ends
                 loop.wake()
