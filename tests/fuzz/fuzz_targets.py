@@ -77,7 +77,7 @@ CORE: Targets = {
     "heads": (
         lambda data: decode_out_of_band(data, memoryview(bytes(192))),
         # A list of a tensor of 12 bytes and an array of 68, which take 64 and 128.
-        [bytes.fromhex("92 c70a13 0c01 0300000000000000 c70a14 0c01 1100000000000000")],
+        [bytes.fromhex("92 c70a11 0c01 0300000000000000 c70a12 0c01 1100000000000000")],
     ),
     "frames": (
         fixed(lambda data: decode_header(data, max_length=1 << 20), HEADER_SIZE),

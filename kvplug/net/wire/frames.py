@@ -42,8 +42,6 @@ class FrameKind(enum.IntEnum):
     """A tensor's meta, then its bytes in row-major order, see :mod:`kvplug.net.wire.tensors`."""
     NONE = 3
     """The message ``None`` of a pipe. No payload."""
-    CREDIT = 4
-    """Buffer space given back to a sender; the transport defines the payload."""
     GOODBYE = 5
     """The sender has closed politely and sends nothing more. No payload."""
     LACK = 6

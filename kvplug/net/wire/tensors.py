@@ -12,8 +12,7 @@ import functools
 import math
 import struct
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -74,43 +73,38 @@ _Memory = ctypes.c_ubyte * (sys.maxsize // 2)
 
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _PREFIX = struct.Struct("<BB")
-_DIMS = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_DIMS + 1))
 META_PREFIX_SIZE: Final = _PREFIX.size
 """The first bytes of a meta, enough for :func:`meta_size`."""
 _LONGEST_META: Final = META_PREFIX_SIZE + 8 * MAX_DIMS
 
 
-def _check_dtype(_: Any, __: Any, dtype: str) -> None:
+def _itemsize_of(dtype: str) -> int:
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
-
-
-def _check_shape(instance: TensorMeta, _: Any, shape: tuple[int, ...]) -> None:
-    if len(shape) > MAX_DIMS:
-        raise UnsupportedError(
-            f"a tensor of {len(shape)} dimensions is not supported; at most {MAX_DIMS} are"
-        )
-    extent = DTYPES[instance.dtype][1]
-    for size in shape:
-        if type(size) is not int or size < 0:
-            raise UnsupportedError(f"a shape must consist of integers of at least 0, not {shape!r}")
-        extent *= size or 1  # even an empty tensor's other sizes must not overflow strides
-        if extent > MAX_NBYTES:
-            raise UnsupportedError(f"a tensor of shape {shape!r} has more than {MAX_NBYTES} bytes")
-
-
-def _sizes(given: Iterable[int]) -> tuple[int, ...]:
-    return tuple(given)
+    return DTYPES[dtype][1]
 
 
 @attrs.frozen
 class TensorMeta:
     """How to interpret a run of bytes: dtype and shape."""
 
-    dtype: str = attrs.field(validator=_check_dtype)
+    dtype: str
     """torch's name without ``torch.``."""
-    shape: tuple[int, ...] = attrs.field(converter=_sizes, validator=_check_shape)
+    shape: tuple[int, ...] = attrs.field(converter=tuple[int, ...])
     """Sizes of its axes; empty for a tensor without axes."""
+
+    def __attrs_post_init__(self) -> None:
+        shape, extent = self.shape, _itemsize_of(self.dtype)
+        if len(shape) > MAX_DIMS:
+            raise UnsupportedError(
+                f"a tensor of {len(shape)} dimensions is not supported; at most {MAX_DIMS} are"
+            )
+        for size in shape:
+            if type(size) is not int or size < 0:
+                raise UnsupportedError(f"a shape must consist of integers of at least 0, not {shape!r}")
+            extent *= size or 1  # even an empty tensor's other sizes must not overflow strides
+            if extent > MAX_NBYTES:
+                raise UnsupportedError(f"a tensor of shape {shape!r} has more than {MAX_NBYTES} bytes")
 
     @property
     def itemsize(self) -> int:
@@ -140,8 +134,8 @@ class TensorMeta:
 @functools.lru_cache(1024)  # a peer sees the same few shapes again and again, here and below
 def encode_meta(meta: TensorMeta) -> bytes:
     """Return the meta as ``2 + 8 * ndim`` bytes."""
-    shape = meta.shape
-    return _PREFIX.pack(DTYPES[meta.dtype][0], len(shape)) + _DIMS[len(shape)].pack(*shape)
+    ndim = len(meta.shape)
+    return struct.pack(f"<BB{ndim}Q", DTYPES[meta.dtype][0], ndim, *meta.shape)
 
 
 def meta_size(prefix: Buffer) -> int:
@@ -172,24 +166,6 @@ def name_of_code(code: int) -> str:
     return name
 
 
-def split_meta(buf: Buffer) -> tuple[TensorMeta, memoryview]:
-    """Return the meta at the start of ``buf``, and the bytes after it.
-
-    Raises:
-        WireError: these are not the bytes of a meta.
-    """
-    size = meta_size(buf)
-    view = memoryview(buf)
-    if view.nbytes < size:
-        raise WireError(f"a tensor's meta of {size} bytes is cut short after {view.nbytes}")
-    ndim = (size - META_PREFIX_SIZE) // 8
-    shape = _DIMS[ndim].unpack_from(view, META_PREFIX_SIZE)
-    try:
-        return TensorMeta(_NAMES[view[0]], shape), view[size:]
-    except UnsupportedError as e:
-        raise WireError(f"a tensor's meta is out of bounds: {e}") from e
-
-
 def decode_meta(buf: Buffer) -> TensorMeta:
     """Decode a meta that fills ``buf`` exactly. Check its ``nbytes`` before allocating memory for the tensor.
 
@@ -204,10 +180,15 @@ def decode_meta(buf: Buffer) -> TensorMeta:
 
 @functools.lru_cache(1024)
 def _decoded(data: bytes) -> TensorMeta:
-    meta, rest = split_meta(data)
-    if rest.nbytes:
-        raise WireError(f"{rest.nbytes} bytes follow a tensor's meta")
-    return meta
+    size = meta_size(data)
+    if len(data) < size:
+        raise WireError(f"a tensor's meta of {size} bytes is cut short after {len(data)}")
+    if len(data) > size:
+        raise WireError(f"{len(data) - size} bytes follow a tensor's meta")
+    try:
+        return TensorMeta(_NAMES[data[0]], struct.unpack_from(f"<{data[1]}Q", data, META_PREFIX_SIZE))
+    except UnsupportedError as e:
+        raise WireError(f"a tensor's meta is out of bounds: {e}") from e
 
 
 @functools.lru_cache(1024)
@@ -357,7 +338,7 @@ def _check_memory(tensor: Tensor) -> None:
     _check_strided(tensor)
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"only CPU memory can be read here, but the tensor is on {tensor.device}")
-    _check_dtype(None, None, dtype_name(tensor.dtype))
+    _itemsize_of(dtype_name(tensor.dtype))
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import struct
-import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from kvplug.errors import WireError
@@ -43,8 +42,8 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
             raise OverflowError(f"token ids must be integers of 32 bits: {e}") from e
 
 
-def unpack_tokens(packed: bytes) -> Sequence[int]:
-    """Invert :func:`pack_tokens`. Returns a read-only sequence of ints (a memoryview where possible).
+def unpack_tokens(packed: bytes) -> memoryview[int]:
+    """Invert :func:`pack_tokens`. Returns a read-only view of ints.
 
     >>> list(unpack_tokens(pack_tokens([1, 258])))
     [1, 258]
@@ -56,8 +55,4 @@ def unpack_tokens(packed: bytes) -> Sequence[int]:
         raise WireError(
             f"token ids take {TOKEN_BYTES} bytes each, but {len(packed)} is not a multiple of {TOKEN_BYTES}"
         )
-    if sys.byteorder == "little":
-        return memoryview(packed).cast("i")
-    swapped = array("i", packed)
-    swapped.byteswap()
-    return tuple(swapped)
+    return memoryview(packed).cast("i")

@@ -14,6 +14,7 @@ from typing import Final
 import attrs
 
 from kvplug.errors import WireError
+from kvplug.net.wire.tensors import META_PREFIX_SIZE, TensorMeta, decode_meta, meta_size
 
 
 @attrs.frozen(kw_only=True)
@@ -63,18 +64,14 @@ class Leaf(enum.IntEnum):
     DTYPE = 16
     """One byte, the code of a torch dtype."""
     TENSOR = 17
-    """A tensor's meta and bytes."""
+    """A tensor's meta and bytes. Without the bytes, they are out of band, see
+    :mod:`kvplug.net.wire.values`."""
     ARRAY = 18
-    """A numpy array's meta and bytes."""
-    TENSOR_OUT_OF_BAND = 19
-    """A tensor's meta; its bytes are out of band. Only in a head, see :mod:`kvplug.net.wire.values`."""
-    ARRAY_OUT_OF_BAND = 20
-    """A numpy array's meta; its bytes are out of band. Only in a head."""
+    """The same of a numpy array."""
 
 
 MARKS: Final = {int(mark): mark for mark in Mark}
-_OUT_OF_BAND: Final = frozenset((int(Leaf.TENSOR_OUT_OF_BAND), int(Leaf.ARRAY_OUT_OF_BAND)))
-_LEAVES: Final = frozenset(int(leaf) for leaf in Leaf)
+_LEAVES: Final = frozenset(map(int, Leaf))
 _EMPTY_EXTENSION: Final = b"\xc7\x00"
 """The first bytes of a mark; its code follows."""
 
@@ -108,12 +105,12 @@ _HEADS: Final[dict[int, tuple[int, int, struct.Struct | None]]] = {
 number if it follows the first byte."""
 
 
-def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None) -> bool:
+def validate(data: bytes, limits: Limits, out_of_band: list[TensorMeta] | None = None) -> bool:
     """Check the structure of one msgpack value without building it. Returns whether it contains marks.
 
     Bytes that pass have no length beyond their end, no foreign extension, no container as the key of a map,
-    and no nesting beyond the limit. Leaves with bytes out of band are accepted only if ``out_of_band`` is
-    given; the positions of their metas are appended to it, in order.
+    and no nesting beyond the limit. The metas of leaves without bytes are appended to
+    ``out_of_band`` if it is given; decoding checks that other values have none.
     """
     end = len(data)
     pos = 0
@@ -121,7 +118,7 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
     in_map = False
     outer: list[tuple[int, bool]] = []  # the containers around the current one
     items = limits.max_items
-    marked = False
+    is_marked = False
     try:
         while left or outer:
             if not left:
@@ -143,7 +140,16 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
             if in_map and left % 2:
                 raise WireError(f"a map's key is a container or extension, at byte {begin}")
             if kind == _EXTENSION:
-                pos = _validate_leaf(data, begin, pos, count, out_of_band)
+                code, begin, pos = data[pos], pos + 1, pos + 1 + count
+                if code not in _LEAVES or count == 0:
+                    raise WireError(f"extension {code} is not accepted here, before byte {begin}")
+                if pos > end:
+                    raise WireError(f"an extension claims {count} bytes, but {end - begin} are left")
+                if code == Leaf.DTYPE:
+                    if count != 1:
+                        raise WireError(f"a dtype takes one byte, not {count}")
+                elif out_of_band is not None and count <= meta_size(data[begin : begin + META_PREFIX_SIZE]):
+                    out_of_band.append(decode_meta(data[begin:pos]))
                 continue
             if kind == _MAP:
                 count *= 2
@@ -162,7 +168,7 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
                     raise WireError(f"unknown extension {code} without payload, at byte {pos}")
                 if code == Mark.DICT and count % 2 == 0:
                     raise WireError(f"a dict has a key without a value, at byte {pos}")
-                marked = True
+                is_marked = True
                 pos += 3
                 left -= 1
     except KeyError as e:
@@ -172,19 +178,4 @@ def validate(data: bytes, limits: Limits, out_of_band: list[slice] | None = None
     if pos != end:
         what = f"is cut short after {end} bytes" if pos > end else f"is followed by {end - pos} bytes"
         raise WireError(f"a value {what}")
-    return marked
-
-
-def _validate_leaf(data: bytes, begin: int, at: int, size: int, out_of_band: list[slice] | None) -> int:
-    """Check the extension at ``begin``, whose code is at ``at``. Returns where it ends."""
-    code, payload = data[at], slice(at + 1, at + 1 + size)
-    is_apart = code in _OUT_OF_BAND
-    if code not in _LEAVES or size == 0 or (is_apart and out_of_band is None):
-        raise WireError(f"extension {code} is not accepted here, at byte {begin}")
-    if payload.stop > len(data):
-        raise WireError(f"an extension claims {size} bytes, but {len(data) - payload.start} are left")
-    if code == Leaf.DTYPE and size != 1:
-        raise WireError(f"a dtype takes one byte, not {size}")
-    if is_apart and out_of_band is not None:
-        out_of_band.append(payload)
-    return payload.stop
+    return is_marked

@@ -9,8 +9,8 @@ Received bytes are validated first (:mod:`kvplug.net.wire.validate`); only valid
 
 If a transport can put a tensor's bytes where the other end reads them, these bytes can stay *out of band*. A
 value is then a small head plus memories that need no prior copy. The head uses the same encoding, except that
-a tensor or array out of band becomes an extension of its own that holds only the meta. The head does not
-contain the positions of the memories: they lie in the order of the head, each at the next multiple of
+a tensor's or array's extension holds only the meta if the bytes are out of band. The head does not contain
+the positions of the memories: they lie in the order of the head, each at the next multiple of
 :data:`ALIGNMENT`.
 
 torch and numpy are imported only to create a tensor, dtype or array.
@@ -30,10 +30,16 @@ from kvplug.errors import CapacityError, UnsupportedError, WireError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire import tensors
 from kvplug.net.wire.copying import CopyBytes, copy_bytes
-from kvplug.net.wire.validate import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, validate
+from kvplug.net.wire.validate import (
+    DEFAULT_LIMITS,
+    MARKS,
+    Leaf,
+    Limits,
+    Mark,
+    validate,
+)
 
 if TYPE_CHECKING:
-    from numpy import ndarray
     from torch import Tensor
 
 Buffer = bytes | bytearray | memoryview
@@ -62,8 +68,6 @@ _ARRAY_DTYPES: Final = frozenset(
     | {"float16", "float32", "float64", "complex64", "complex128"}
 )
 """dtype names that numpy and torch share."""
-_OUT_OF_BAND: Final = {Leaf.TENSOR: Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY: Leaf.ARRAY_OUT_OF_BAND}
-_ARRAYS: Final = (Leaf.ARRAY, Leaf.ARRAY_OUT_OF_BAND)
 
 
 class OutOfBand(NamedTuple):
@@ -197,10 +201,12 @@ class _Leaves:
         raise UnsupportedError(f"a {where}{kind.__qualname__} is not supported")
 
     def _extension(self, leaf: Leaf, meta: tensors.TensorMeta, memory: memoryview) -> msgspec.msgpack.Ext:
+        data = tensors.encode_meta(meta)
         if memory.nbytes < self._min_bytes:
-            return msgspec.msgpack.Ext(int(leaf), b"".join((tensors.encode_meta(meta), memory)))
-        self.memories.append(memory)
-        return msgspec.msgpack.Ext(int(_OUT_OF_BAND[leaf]), tensors.encode_meta(meta))
+            data = b"".join((data, memory))
+        else:
+            self.memories.append(memory)
+        return msgspec.msgpack.Ext(int(leaf), data)
 
 
 _WITHIN: Final = _Leaves(sys.maxsize)
@@ -330,21 +336,21 @@ def _decode(
     try:
         data = bytes(buf)  # a private copy: shared memory could change between the check and the use
         if memories is None:
-            marked = validate(data, limits)
+            is_marked = validate(data, limits)
             value = _unpack(data)
         else:
             checked = _checked_short if nbytes <= _SHORT_BYTES else _checked
-            marked, metas, wanted, lying = checked(data, limits)
+            is_marked, count, wanted, lying = checked(data, limits)
             most = limits.max_bytes - nbytes
             if wanted > most:
                 raise WireError(f"a value's tensors have {wanted} bytes, but at most {most} are accepted")
             if lying != memories.nbytes:
                 raise WireError(
-                    f"the value's {len(metas)} memories take {lying} bytes, but {memories.nbytes} came"
+                    f"the value's {count} memories take {lying} bytes, but {memories.nbytes} came"
                 )
-            extension = _OutOfBandExtension(metas, memories.cast("B"), make, copy) if metas else _extension
-            value = msgspec.msgpack.decode(data, ext_hook=extension)
-        return _resolved(value) if marked else value
+            leaves = _Received(memories.cast("B"), make, copy) if count else _WHOLE
+            value = msgspec.msgpack.decode(data, ext_hook=leaves)
+        return _resolved(value) if is_marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"the bytes do not encode a value: {e}") from e
     except (MemoryError, UnsupportedError, RuntimeError) as e:
@@ -354,18 +360,17 @@ def _decode(
         raise WireError(f"a tensor or dtype cannot be created here: {e}") from e
 
 
-def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMeta, ...], int, int]:
-    """Check a head. Returns whether it holds marked arrays, the metas of the tensors out of band, and their
-    bytes without and with the gaps between them.
+def _checked(data: bytes, limits: Limits) -> tuple[bool, int, int, int]:
+    """Validate a head. Returns whether it contains marks, how many tensors are out of band, and their bytes
+    without and with the gaps between them.
 
     Raises:
         WireError: it is not a head.
     """
-    spans: list[slice] = []
-    marked = validate(data, limits, spans)
-    metas = tuple(tensors.decode_meta(data[span]) for span in spans)
+    metas: list[tensors.TensorMeta] = []
+    is_marked = validate(data, limits, metas)
     sizes = [meta.nbytes for meta in metas]
-    return marked, metas, sum(sizes), sum(map(aligned, sizes))
+    return is_marked, len(sizes), sum(sizes), sum(map(aligned, sizes))
 
 
 _SHORT_BYTES: Final = 256
@@ -373,71 +378,56 @@ _checked_short = functools.lru_cache(maxsize=64)(_checked)
 """Many messages of a stream have the same head."""
 
 
-def _extension(code: int, payload: memoryview) -> Any:
-    """Decode an extension that passed :func:`validate`; called by msgspec."""
-    if not payload.nbytes:
-        return MARKS[code]
-    # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
-    # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
-    payload = payload.cast("B")
-    if code == Leaf.DTYPE:
-        return tensors.dtype_of(tensors.name_of_code(payload[0]))
-    meta, flat = tensors.split_meta(payload)
-    if meta.nbytes != flat.nbytes:
-        raise WireError(
-            f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
-        )
-    return _built(code, meta, flat, tensors.empty_like_meta, copy_bytes)
+class _Received:
+    """Decodes the extensions of a value that passed :func:`validate`, as msgspec's hook.
 
-
-class _OutOfBandExtension:
-    """As :func:`_extension`, for a head. msgspec meets its extensions in the order of their memories."""
+    msgspec meets the leaves out of band in the order of their memories.
+    """
 
     def __init__(
-        self,
-        metas: tuple[tensors.TensorMeta, ...],
-        memories: memoryview,
-        make: Callable[[tensors.TensorMeta], Tensor],
-        copy: CopyBytes,
+        self, memories: memoryview, make: Callable[[tensors.TensorMeta], Tensor], copy: CopyBytes
     ) -> None:
-        self._metas, self._memories = iter(metas), memories
-        self._make, self._copy = make, copy
+        self._memories = memories
+        self._make = make
+        self._copy = copy
 
     def __call__(self, code: int, payload: memoryview) -> Any:
-        if code not in (Leaf.TENSOR_OUT_OF_BAND, Leaf.ARRAY_OUT_OF_BAND):
-            return _extension(code, payload)
-        meta = next(self._metas)
-        flat, self._memories = self._memories[: meta.nbytes], self._memories[aligned(meta.nbytes) :]
-        return _built(code, meta, flat, self._make, self._copy)
+        if not payload.nbytes:
+            return MARKS[code]
+        # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
+        # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
+        payload = payload.cast("B")
+        if code == Leaf.DTYPE:
+            return tensors.dtype_of(tensors.name_of_code(payload[0]))
+        size = tensors.meta_size(payload)
+        meta, flat = tensors.decode_meta(payload[:size]), payload[size:]
+        is_apart = not flat.nbytes and bool(self._memories)
+        if is_apart:
+            flat, self._memories = self._memories[: meta.nbytes], self._memories[aligned(meta.nbytes) :]
+        if meta.nbytes != flat.nbytes:
+            raise WireError(
+                f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
+            )
+        if code == Leaf.TENSOR:
+            tensor = self._make(meta) if is_apart else tensors.empty_like_meta(meta)
+            tensors.copy_into(tensor, flat, self._copy)
+            return tensor
+        if meta.dtype not in _ARRAY_DTYPES:
+            raise WireError(f"numpy has no dtype {meta.dtype}")
+        try:
+            import numpy
+        except ImportError as e:
+            NamedExhaustion.check(e, "importing numpy")
+            raise WireError(f"a numpy array came, but numpy is not installed here: {e}") from e
+        try:
+            return numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()
+        except ValueError as e:
+            raise WireError(f"numpy refuses an array of shape {meta.shape}: {e}") from e
 
 
-def _built(
-    code: int,
-    meta: tensors.TensorMeta,
-    flat: memoryview,
-    make: Callable[[tensors.TensorMeta], Tensor],
-    copy: CopyBytes,
-) -> Tensor | ndarray[Any, Any]:
-    """Build the tensor or array from its bytes. The caller has checked their number."""
-    if code not in _ARRAYS:
-        tensor = make(meta)
-        tensors.copy_into(tensor, flat, copy)
-        return tensor
-    if meta.dtype not in _ARRAY_DTYPES:
-        raise WireError(f"numpy has no dtype {meta.dtype}")
-    try:
-        import numpy
-    except ImportError as e:
-        NamedExhaustion.check(e, "importing numpy")
-        raise WireError(f"a numpy array came, but numpy is not installed here: {e}") from e
-    try:
-        array: ndarray[Any, Any] = numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()
-    except ValueError as e:
-        raise WireError(f"numpy refuses an array of shape {meta.shape}: {e}") from e
-    return array
-
-
-_unpack: Final = msgspec.msgpack.Decoder(ext_hook=_extension).decode
+_WHOLE: Final = _Received(memoryview(b""), tensors.empty_like_meta, copy_bytes)
+"""For values without memories out of band."""
+_unpack: Final = msgspec.msgpack.Decoder(ext_hook=_WHOLE).decode
 
 
 def _resolved(value: Any) -> Any:

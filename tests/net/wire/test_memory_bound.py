@@ -61,7 +61,7 @@ def test_the_most_that_a_head_of_arrays_can_become_is_within_the_bound(
     dtype: str, shape: tuple[int, ...]
 ) -> None:
     np = pytest.importorskip("numpy")
-    head, nbytes = apart_dense(apart(20, dtype, *shape), TensorMeta(dtype, shape).nbytes)
+    head, nbytes = apart_dense(apart(18, dtype, *shape), TensorMeta(dtype, shape).nbytes)
     memories = memoryview(bytes(nbytes))
     value = at_most(lambda: decode_out_of_band(head, memories, limits=LIMITS), len(head) + nbytes)
     assert type(value[-1]) is np.ndarray and value[-1].shape == shape

@@ -46,7 +46,7 @@ def leaf(code: int, payload: bytes) -> bytes:
 
 
 FLOAT32, BFLOAT16 = 12, 11
-TWO = b"\x92" + leaf(19, meta(FLOAT32, 3)) + leaf(20, meta(FLOAT32, 17))
+TWO = b"\x92" + leaf(17, meta(FLOAT32, 3)) + leaf(18, meta(FLOAT32, 17))
 """A list of a tensor of 12 bytes and an array of 68, which take 64 and 128."""
 
 
@@ -57,17 +57,17 @@ TWO = b"\x92" + leaf(19, meta(FLOAT32, 3)) + leaf(20, meta(FLOAT32, 17))
         (TWO, 191, "but 191 came"),
         (TWO, 193, "but 193 came"),
         (encode([1]), 64, "the value's 0 memories take 0 bytes, but 64 came"),
-        (leaf(19, meta(FLOAT32, 1 << 40)), 64, "have 4398046511104 bytes, but at most"),
-        (leaf(19, meta(FLOAT32, 1 << 61)), 64, "out of bounds"),
-        (b"\x92" + leaf(19, meta(FLOAT32, 1 << 60)) * 2, 64, "9223372036854775808 bytes, but at most"),
-        (leaf(19, meta(FLOAT32, 1)[:-1]), 64, "cut short"),
-        (leaf(19, b""), 64, "extension 19 is not accepted here"),
+        (leaf(17, meta(FLOAT32, 1 << 40)), 64, "have 4398046511104 bytes, but at most"),
+        (leaf(17, meta(FLOAT32, 1 << 61)), 64, "out of bounds"),
+        (b"\x92" + leaf(17, meta(FLOAT32, 1 << 60)) * 2, 64, "9223372036854775808 bytes, but at most"),
+        (leaf(17, meta(FLOAT32, 1)[:-1]), 64, "cut short"),
+        (leaf(17, b""), 64, "extension 17 is not accepted here"),
         (leaf(21, meta(FLOAT32, 1)), 64, "extension 21 is not accepted here"),
-        (b"\x81" + leaf(19, meta(FLOAT32, 1)) + b"\xc0", 64, "map's key"),
-        (b"\xc7\xff\x13" + meta(FLOAT32, 1), 64, "claims 255 bytes"),
+        (b"\x81" + leaf(17, meta(FLOAT32, 1)) + b"\xc0", 64, "map's key"),
+        (b"\xc7\xff\x11" + meta(FLOAT32, 1), 64, "claims 255 bytes"),
         (TWO + b"\xc0", 192, "followed by 1 bytes"),
         (TWO[:-1], 192, "an extension claims"),
-        (leaf(20, meta(BFLOAT16, 1)), 64, "numpy has no dtype bfloat16"),
+        (leaf(18, meta(BFLOAT16, 1)), 64, "numpy has no dtype bfloat16"),
     ],
     ids=lambda v: v[:6].hex() if isinstance(v, bytes) else None,
 )
