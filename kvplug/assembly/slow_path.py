@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
-from weakref import WeakValueDictionary
 
 import attrs
 
@@ -34,14 +31,13 @@ from kvplug.metrics.rate import (
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
-from kvplug.net.fork import free_locks_after_fork
 from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.store.store import Store
 
 _log = logging.getLogger(__name__)
 
-_MOST_PEERS: Final = 1024
+_MOST_PATHS: Final = 1024
 _SMALL_SHM: Final = 64 << 20
 _FEW_CPUS: Final = 2.0
 _NET: Final = Path("/sys/class/net")
@@ -51,33 +47,15 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
     "put": ("saving to", "saves nothing to it"),
 }
 
-_rates: Final[WeakValueDictionary[tuple[str, str, str, Capabilities.Cost | None], Rate]] = (
-    WeakValueDictionary()
-)
-"""The rates of open pipes, and those remembered, by peer, transport, device and claim."""
-_rates_lock = threading.Lock()
-free_locks_after_fork(sys.modules[__name__])
 
-
-@functools.lru_cache(_MOST_PEERS)
-def _remember(rate: Rate) -> None:
-    """Keep a path's measured rate after its pipes close, because programs often reopen pipes to one peer.
-
-    The rate of a peer that was sent little data is not kept."""
-
-
+@functools.lru_cache(_MOST_PATHS)
 def _rate_of(peer: str, transport: str, device: str, claim: Capabilities.Cost | None) -> Rate:
-    key = (peer, transport, device, claim)
-    with _rates_lock:  # two pipes may open at the same time
-        if (rate := _rates.get(key)) is None:
-            rate = _rates[key] = Rate(claim, on_known=_remember)
-        elif rate.is_known:  # the most recently used rates are remembered
-            _remember(rate)
-    return rate
+    """Return the rate of a path. It outlives the path's pipes, because programs often reopen pipes to one
+    peer."""
+    return Rate(claim)
 
 
-os.register_at_fork(after_in_child=_rates.clear)
-os.register_at_fork(after_in_child=_remember.cache_clear)
+os.register_at_fork(after_in_child=_rate_of.cache_clear)
 
 
 @attrs.frozen(kw_only=True)
@@ -128,116 +106,88 @@ class SlowPathAlarm:
     def _alarm(self, found: SlowRate, pipe: Pipe, rate: Rate) -> SlowPathError | None:
         refuses = self.config.slow_path == "refuse"
         if rate.is_first_alarm():
-            self.stats.slow_path(self.transport)
+            self.stats.slow("send", self.transport)
         elif not refuses:
             return None
-        reasons = list(self._reasons(found, pipe)) or [
-            "no cause is visible from here; the peer may receive messages late, or its host may be busy"
-        ]
-        text = (
-            f"the pipe {self.transport!r} to {pipe.peer} {found}. Likely: {'; '.join(reasons)}."
-            ' slow_path = "off" stops this comparison'
+        text = _warning(
+            f"the pipe {self.transport!r} to {pipe.peer} {found}",
+            self._causes(found, pipe),
+            "the peer may receive messages late, or its host may be busy",
         )
         if refuses:
             return SlowPathError(text)
         _log.warning("%s; this is logged once", text)
         return None
 
-    # -- why -------------------------------------------------------------------------------------------
+    def _causes(self, found: SlowRate, pipe: Pipe) -> list[str]:
+        """Return the causes visible from here, the surest first, each with its remedy; some are empty."""
+        host = self.config.host
+        is_tcp = not host.startswith("unix:") and (self.agreement.cross_host or Address(host).is_loopback)
+        return [
+            _report_of(pipe).reason,
+            self.wrapped_by and f"the config wraps it in {self.wrapped_by!r}; name {self.transport!r} itself",
+            *(
+                [_slow_network(host, found.expected_gb_per_s)]
+                if self.agreement.cross_host
+                else [self._faster_transport(), _full_shared_memory()]
+            ),
+            "connections over TCP are encrypted (tls_cert), which costs processor time"
+            if self.config.tls_cert and is_tcp
+            else "",
+            *_busy_processors(self.config.thread_cpus),
+        ]
 
-    def _reasons(self, found: SlowRate, pipe: Pipe) -> Iterator[str]:
-        """Yield the causes visible from here, the surest first, each with its remedy."""
-        if own := _report_of(pipe).reason:
-            yield own
-        if self.wrapped_by:
-            yield f"the config wraps it in {self.wrapped_by!r}; name {self.transport!r} itself"
-        yield from self._other_host(found) if self.agreement.cross_host else self._this_host()
-        if self.config.tls_cert and not self.config.host.startswith("unix:") and self._is_tcp():
-            yield "connections over TCP are encrypted (tls_cert), which costs processor time"
-        yield from _processors(self.config.thread_cpus)
-
-    def _is_tcp(self) -> bool:
-        return self.agreement.cross_host or Address(self.config.host).is_loopback
-
-    def _this_host(self) -> Iterator[str]:
-        known = {**self._theirs(), **self.abilities()}
+    def _faster_transport(self) -> str:
+        known, claim = {**self._theirs(), **self.abilities()}, self._claim()
         faster = [
             (known[each.name].cost.seconds(REFERENCE_NBYTES), each.reason, each.name)
             for each in self.agreement.transports[self.device].candidates[1:]
             if each.name in known and self.device in known[each.name].devices
         ]
-        claim = self._claim()
-        if faster and claim is not None and min(faster)[0] < claim.seconds(REFERENCE_NBYTES):
-            _, reason, name = min(faster)
-            yield (
-                f"both ends are on one host, and {name!r}, which claims {known[name].cost.gb_per_s:.3g} GB/s,"
-                f" was passed over: {reason}"
-            )
-        with contextlib.suppress(OSError):
-            room = os.statvfs(SHARED_MEMORY)
-            free = room.f_bavail * room.f_frsize
-            if free < _SMALL_SHM:
-                yield f"{SHARED_MEMORY} has only {free >> 20} MiB free; enlarge it (docker run --shm-size)"
-
-    def _other_host(self, found: SlowRate) -> Iterator[str]:
-        interface = next((name for name, found in interfaces().items() if self.config.host in found), "")
-        mbit = _speed_of(interface) if interface else 0
-        if mbit and mbit / 8000 < found.expected_gb_per_s:
-            yield (
-                f"the peer is on another host, and the interface {interface} runs at {mbit} Mbit/s,"
-                f" which is {mbit / 8000:.3g} GB/s; set host to the address of a faster one"
-            )
-        else:
-            yield (
-                "the peer is on another host, and the network between the two carries less than that; compare"
-                " with iperf3, and set host to the address of the fastest interface"
-            )
+        if not faster or claim is None or min(faster)[0] >= claim.seconds(REFERENCE_NBYTES):
+            return ""
+        _, reason, name = min(faster)
+        return (
+            f"both ends are on one host, and {name!r}, which claims {known[name].cost.gb_per_s:.3g} GB/s,"
+            f" was passed over: {reason}"
+        )
 
 
-@attrs.frozen(kw_only=True)
-class SlowStoreAlarm:
-    """Compares one opened store's rates with its earlier ones, and warns of and counts slow ones."""
+def watch_store(store: Store, name: str, config: Config, stats: TransferStats) -> StoreWatch | None:
+    """Begin to compare an opened store's rates with its earlier ones, and to warn of and count slow ones.
 
-    config: Config
-    stats: TransferStats
-    name: str
+    Returns ``None`` if the config turns the comparison off.
+    """
+    refuses = config.slow_path == "refuse"
 
-    def watch(self, store: Store) -> StoreWatch | None:
-        """Begin to compare the store's rates. Return ``None`` if the config turns the comparison off."""
-        if self.config.slow_path == "off":
-            return None
-        refuses = self.config.slow_path == "refuse"
-
-        def alarm(op: StoreOp, found: SlowRate) -> None:
-            self.stats.slow_store(op, self.name)
-            doing, refusing = _STORE_WORDS[op]
-            then = f". kvplug {refusing} for {REFUSED_S:.0f} s at a time" if refuses else ""
-            _log.warning(
-                '%s the store %r %s. Likely: %s%s. slow_path = "off" stops this comparison; this is logged'
-                " once",
-                doing,
-                self.name,
-                found,
-                "; ".join(self._reasons(op, store)),
-                then,
-            )
-
-        return StoreWatch(store.medium, alarm, refuses=refuses)
-
-    def _reasons(self, op: StoreOp, store: Store) -> list[str]:
-        """Return the causes visible from here, each with its remedy."""
-        seen = list(_processors(self.config.thread_cpus))
-        if route := store.route:
-            seen.append(f"pages take this path, which may be slow: {route}")
+    def alarm(op: StoreOp, found: SlowRate) -> None:
+        stats.slow(op, name)
+        doing, refusing = _STORE_WORDS[op]
+        causes = [
+            *_busy_processors(config.thread_cpus),
+            store.route and f"pages take this path, which may be slow: {store.route}",
+        ]
         if store.medium == "disk":
-            seen.append(
+            causes.append(
                 "the disk has become slower, is almost full, or serves other programs too"
                 if op == "put"
                 else "pages now come from the disk instead of the page cache, or the disk has become slower"
             )
         elif store.is_shared:
-            seen.append("its server, the network to it, or other programs that use it may be busy")
-        return seen or ["no cause is visible from here"]
+            causes.append("its server, the network to it, or other programs that use it may be busy")
+        text = _warning(f"{doing} the store {name!r} {found}", causes)
+        then = f"; kvplug {refusing} for {REFUSED_S:.0f} s at a time" if refuses else ""
+        _log.warning("%s%s; this is logged once", text, then)
+
+    return None if config.slow_path == "off" else StoreWatch(store.medium, alarm, refuses=refuses)
+
+
+def _warning(fact: str, causes: list[str], otherwise: str = "") -> str:
+    """``otherwise``: what may be the cause if no cause is visible."""
+    likely = "; ".join(filter(None, causes))
+    if not likely:
+        likely = "no cause is visible from here" + (f"; {otherwise}" if otherwise else "")
+    return f'{fact}. Likely: {likely}. slow_path = "off" stops this comparison'
 
 
 def _report_of(pipe: Pipe) -> Pipe.PathReport:
@@ -249,34 +199,58 @@ def _report_of(pipe: Pipe) -> Pipe.PathReport:
         return Pipe.PathReport()
 
 
-def _speed_of(interface: str) -> int:
-    """Return the speed that the kernel reports, in Mbit/s; 0 if it is unknown."""
-    try:
-        return max(0, int((_NET / interface / "speed").read_text()))
-    except (OSError, ValueError):
-        return 0
+# -- causes --------------------------------------------------------------------------------------------
 
 
-def _processors(thread_cpus: str) -> Iterator[str]:
-    """Yield the faults of this host's processors and threads, each with its remedy."""
+def _full_shared_memory() -> str:
     try:
-        quota, period = _CPU_MAX.read_text().split()
-        cpus = int(quota) / int(period)
-    except (OSError, ValueError):
-        cpus = float("inf")
-    if cpus < _FEW_CPUS:
-        yield f"this container may use {cpus:.2g} processors; raise its CPU limit"
-    if len(os.sched_getaffinity(0)) < _FEW_CPUS <= (os.cpu_count() or 1):
-        yield "this process may use one processor only; give it more"
-    if thread_cpus.isdecimal():
-        yield f"all threads of kvplug share processor {thread_cpus} (thread_cpus); give them more"
-    if (load := host_load()) > _FEW_CPUS:
-        yield f"this host is busy: {load:.0f} runnable threads for each processor"
-    elif (waits := _interpreter_wait()) > sys.getswitchinterval() / 2:
-        yield (
-            f"another thread of this process keeps Python's interpreter lock, so each step of a transfer"
-            f" waits {waits * 1000:.0f} ms for it; move that work into another process"
+        room = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return ""
+    free = room.f_bavail * room.f_frsize
+    if free >= _SMALL_SHM:
+        return ""
+    return f"{SHARED_MEMORY} has only {free >> 20} MiB free; enlarge it (docker run --shm-size)"
+
+
+def _slow_network(host: str, expected_gb_per_s: float) -> str:
+    interface = next((name for name, addresses in interfaces().items() if host in addresses), "")
+    try:
+        gb_per_s = int((_NET / interface / "speed").read_text()) / 8000 if interface else 0  # from Mbit/s
+    except (OSError, ValueError):  # the kernel does not know it
+        gb_per_s = 0
+    if 0 < gb_per_s < expected_gb_per_s:
+        return (
+            f"the peer is on another host, and the interface {interface} runs at {gb_per_s:.3g} GB/s;"
+            " set host to the address of a faster one"
         )
+    return (
+        "the peer is on another host, and the network between the two carries less than that; compare with"
+        " iperf3, and set host to the address of the fastest interface"
+    )
+
+
+def _busy_processors(thread_cpus: str) -> list[str]:
+    """Return the faults of this host's processors and threads, each with its remedy."""
+    found = []
+    try:
+        quota, period = map(int, _CPU_MAX.read_text().split())
+    except (OSError, ValueError):
+        quota, period = 1 << 62, 1  # no limit
+    if quota / period < _FEW_CPUS:
+        found.append(f"this container may use {quota / period:.2g} processors; raise its CPU limit")
+    if len(os.sched_getaffinity(0)) < _FEW_CPUS <= (os.cpu_count() or 1):
+        found.append("this process may use one processor only; give it more")
+    if thread_cpus.isdecimal():
+        found.append(f"all threads of kvplug share processor {thread_cpus} (thread_cpus); give them more")
+    if (load := host_load()) > _FEW_CPUS:
+        found.append(f"this host is busy: {load:.0f} runnable threads for each processor")
+    elif (wait_s := _interpreter_wait()) > sys.getswitchinterval() / 2:
+        found.append(
+            f"another thread of this process keeps Python's interpreter lock, so each step of a transfer"
+            f" waits {wait_s * 1000:.0f} ms for it; move that work into another process"
+        )
+    return found
 
 
 def _interpreter_wait() -> float:

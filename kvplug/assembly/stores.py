@@ -13,7 +13,7 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.assembly.slow_path import SlowStoreAlarm
+from kvplug.assembly.slow_path import watch_store
 from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
 from kvplug.errors import ClosedError, KvplugError, PluginError
@@ -118,8 +118,7 @@ class StoreOpener:
             raise PluginError(f"store {spec.name!r} made {made!r}, which is not a Store; subclass it")
         config, stats = self._resolved.config, self._settings.stats
         made.staging = Staging(made, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
-        watch = SlowStoreAlarm(config=config, stats=stats, name=spec.name).watch(made)
-        made.recorder = StoreRecorder(stats, watch)
+        made.recorder = StoreRecorder(stats, watch_store(made, spec.name, config, stats))
         return made
 
 

@@ -41,9 +41,6 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 }
 """Name to (labels of ours, help). An engine's labels come before ours."""
 
-SLOW: Final[Mapping[str, str]] = {"slow_paths": "send", "slow_gets": "get", "slow_puts": "put"}
-"""The operation of each of a snapshot's counts of slow paths and stores."""
-
 _LE: Final = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
 _OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in COUNTERS.values()))
 
@@ -73,8 +70,8 @@ class PrometheusSink(Sink):
                 self._increase("kvplug_transfer_failures_total", count, op, reason)
         for route, count in snapshot.get("routes", {}).items():
             self._increase("kvplug_pipes_total", count, route)
-        for kind, op in SLOW.items():
-            for name, count in snapshot.get(kind, {}).items():
+        for op, names in snapshot.get("slow", {}).items():
+            for name, count in names.items():
                 self._increase("kvplug_slow_paths_total", count, name, op)
         for source, count in snapshot.get("not_held", {}).items():
             self._increase("kvplug_not_held_pages_total", count, source)

@@ -45,10 +45,8 @@ _SLOW_BATCHES: Final = 8
 _SLOW_S: Final = 3.0
 """An alarm needs this many slow batches in a row, which take at least this many seconds. Time between them
 does not count: a few messages an hour, each late by some milliseconds, do not deserve a warning."""
-_HISTORY: Final = 64
-_LEAST_HISTORY: Final = 16
-"""The history holds the latest ``_HISTORY`` batches that were not slow; comparing needs
-``_LEAST_HISTORY``."""
+_HISTORY: Final = 16
+"""A path is compared with the median of this many batches that were not slow."""
 _MOST_LOAD: Final = 16.0
 """A higher load of the host, in runnable threads per processor, does not excuse more."""
 _MOST_PUT_GB_PER_S: Final = 2.0
@@ -59,7 +57,12 @@ _MOST_RATES: Final = 32
 of layers."""
 _NOT_MEASURED: Final = frozenset({"cancelled", "closed", "store_gone"})
 """A request with such a result ended early, so its time is meaningless."""
-_SHARES: Final = {HISTORY_FACTOR: "a fifth", CLAIM_FACTOR: "a tenth", STORE_FACTOR: "a twentieth"}
+_WORDS: Final = {
+    HISTORY_FACTOR: ("a fifth", "it carried before"),
+    CLAIM_FACTOR: ("a tenth", "its transport claims"),
+    STORE_FACTOR: ("a twentieth", "it carried before"),
+}
+_LOAD: Final = Path("/proc/loadavg")
 _TASKS: Final = Path("/proc/self/task")
 
 StoreOp = Literal["get", "put"]
@@ -73,56 +76,34 @@ class SlowRate:
     expected_gb_per_s: float
     """The claimed rate, or the path's earlier rate."""
     factor: int = CLAIM_FACTOR
-    """How many times slower than expected counts as slow."""
-    is_claim: bool = True
-    """Whether the expected rate is the transport's claim."""
+    """How many times slower than expected counts as slow; ``CLAIM_FACTOR``: expected by the claim."""
     nbytes: int = 0
     seconds: float = 0.0
     """Time of the measured transfers; 0: the transport measured the rate when the pipe began."""
 
     def __str__(self) -> str:
         moved = f"{self.nbytes >> 20} MiB in {self.seconds:.3g} s" if self.nbytes else "at its start"
-        source = "its transport claims" if self.is_claim else "it carried before"
+        share, source = _WORDS[self.factor]
         return (
-            f"carries {self.gb_per_s:.3g} GB/s ({moved}), less than {_SHARES[self.factor]} of the"
+            f"carries {self.gb_per_s:.3g} GB/s ({moved}), less than {share} of the"
             f" {self.expected_gb_per_s:.3g} GB/s that {source}"
         )
 
 
 @attrs.define(eq=False)
-class _Usual:
-    """The rates of batches that were not slow, for one order of message sizes."""
+class _Moved:
+    """Transfers of one batch, or slow batches in a row."""
 
-    rates: deque[float] = attrs.field(factory=lambda: deque(maxlen=_HISTORY))
-    since: int = 0
-    """How many rates came after ``gb_per_s`` was computed."""
-    gb_per_s: float = 0.0
-    """The median; 0 while there are too few rates."""
-
-    def note(self, rate: float, *, keeps_best: bool) -> None:
-        self.rates.append(rate)
-        self.since += 1
-        if self.since >= _LEAST_HISTORY:
-            median = statistics.median(self.rates)
-            self.since, self.gb_per_s = 0, max(self.gb_per_s, median) if keeps_best else median
-
-
-@attrs.define(eq=False)
-class _Batch:
     count: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    excess: tuple[float, float] = (float("inf"), float("inf"))
+    """How far the best batch exceeded the limits of the claim and of the history: 1 is at the limit."""
 
-
-@attrs.define(eq=False)
-class _Streak:
-    """Slow batches in a row. ``of_claim`` and ``of_usual``: how many times too slow the best of them was."""
-
-    batches: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    of_claim: float = float("inf")
-    of_usual: float = float("inf")
+    def add(self, nbytes: int, seconds: float) -> None:
+        self.count += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
 
 
 class Rate:
@@ -135,95 +116,84 @@ class Rate:
         factor: int = HISTORY_FACTOR,
         keeps_best: bool = False,
         most_gb_per_s: float = float("inf"),
-        on_known: Callable[[Rate], object] | None = None,
     ) -> None:
         """
         Args:
             claim: the transport's claim; ``None``: only the history counts.
             factor: how many times slower than its history a path must be to count as slow.
-            keeps_best: compare with the best median so far instead of the median of the latest batches.
+            keeps_best: compare with the best median so far instead of the latest.
             most_gb_per_s: higher rates count as this rate in the history.
-            on_known: called once with this rate, when :attr:`is_known` becomes true.
         """
         self._claim = claim
         self._factor = factor
         self._keeps_best = keeps_best
         self._most = most_gb_per_s
         self._lock = threading.Lock()
-        self._batch, self._streak = _Batch(), _Streak()
-        self._usual: dict[int, _Usual] = {}
-        """By the mean size of a batch's messages, to a power of four. Where each message has its own latency,
-        small messages are slower without any fault."""
+        self._batch, self._slow = _Moved(), _Moved()
+        self._usual: dict[int, float] = {}
+        """The rate of batches that were not slow, by the mean size of a batch's messages, to a power of four.
+        Where each message has its own latency, small messages are slower without any fault."""
+        self._newer: dict[int, list[float]] = {}
+        """The rates since then."""
         self._alarmed = False
-        self._on_known = on_known
-        self.is_known = False
-        """Whether there is something to remember: a batch has been judged, or an alarm given."""
-
-    def _note_known(self) -> None:
-        if not self.is_known:
-            self.is_known = True
-            if self._on_known is not None:
-                self._on_known(self)
 
     def add(self, nbytes: int, seconds: float) -> SlowRate | None:
         """Add a transfer that took ``seconds``, its share of the time that concurrent transfers took. Returns
         a slow rate to warn of, or ``None``."""
         with self._lock:
             batch = self._batch
-            batch.count += 1
-            batch.nbytes += nbytes
-            batch.seconds += seconds
+            batch.add(nbytes, seconds)
             if batch.nbytes < _BATCH_BYTES and batch.seconds < _BATCH_S:
                 return None
-            self._batch = _Batch()
+            self._batch = _Moved()
             return self._judge(batch)
 
     def is_first_alarm(self) -> bool:
         """Whether this is the first call, since each path gets one warning."""
         with self._lock:
             first, self._alarmed = not self._alarmed, True
-            self._note_known()
             return first
 
-    def _judge(self, batch: _Batch) -> SlowRate | None:
+    def _judge(self, batch: _Moved) -> SlowRate | None:
         seconds, size = max(batch.seconds, 1e-9), batch.nbytes // batch.count
-        rate = batch.nbytes / 1e9 / seconds
-        usual = self._usual.get(order := size.bit_length() // 2)
-        if usual is None:
-            usual = self._usual[order] = _Usual()
-            self._note_known()
-        of_claim = seconds / (batch.count * self._claim.seconds(size)) if self._claim else 0.0
-        of_usual = usual.gb_per_s / rate
-        if of_claim <= CLAIM_FACTOR and of_usual <= self._factor:
-            usual.note(min(rate, self._most), keeps_best=self._keeps_best)
-            self._streak = _Streak()
+        rate, order = batch.nbytes / 1e9 / seconds, size.bit_length() // 2
+        usual = self._usual.get(order, 0.0)
+        claimed_s = batch.count * self._claim.seconds(size) if self._claim is not None else float("inf")
+        excess = seconds / claimed_s / CLAIM_FACTOR, usual / rate / self._factor
+        if max(excess) <= 1:
+            self._note(order, min(rate, self._most))
+            self._slow = _Moved()
             return None
-        streak = self._streak
-        streak.batches += 1
-        streak.nbytes += batch.nbytes
-        streak.seconds += seconds
-        streak.of_claim = min(streak.of_claim, of_claim)
-        streak.of_usual = min(streak.of_usual, of_usual)
-        if streak.batches < _SLOW_BATCHES or streak.seconds < _SLOW_S:
+        slow = self._slow
+        slow.add(batch.nbytes, seconds)
+        slow.excess = min(slow.excess[0], excess[0]), min(slow.excess[1], excess[1])
+        if slow.count < _SLOW_BATCHES or slow.seconds < _SLOW_S:
             return None
-        self._streak = _Streak()
+        self._slow = _Moved()
         # The best batch must be slow by an idle host's standards too. The load is squared, since a busy host
         # keeps both ends waiting and each piece of a message waits for both.
         excuse = min(max(1.0, host_load()), _MOST_LOAD) ** 2
-        if self._claim is not None and streak.of_claim > CLAIM_FACTOR * excuse:
-            expected, factor, is_claim = self._claim.gb_per_s, CLAIM_FACTOR, True
-        elif streak.of_usual > self._factor * excuse:
-            expected, factor, is_claim = usual.gb_per_s, self._factor, False
+        if self._claim is not None and slow.excess[0] > excuse:
+            expected, factor = self._claim.gb_per_s, CLAIM_FACTOR
+        elif slow.excess[1] > excuse:
+            expected, factor = usual, self._factor
         else:
             return None
         return SlowRate(
-            gb_per_s=streak.nbytes / 1e9 / streak.seconds,
+            gb_per_s=slow.nbytes / 1e9 / slow.seconds,
             expected_gb_per_s=expected,
             factor=factor,
-            is_claim=is_claim,
-            nbytes=streak.nbytes,
-            seconds=streak.seconds,
+            nbytes=slow.nbytes,
+            seconds=slow.seconds,
         )
+
+    def _note(self, order: int, rate: float) -> None:
+        newer = self._newer.setdefault(order, [])
+        newer.append(rate)
+        if len(newer) >= _HISTORY:
+            best = self._usual.get(order, 0.0) if self._keeps_best else 0.0
+            self._usual[order] = max(best, statistics.median(newer))
+            newer.clear()
 
 
 class SharedTime:
@@ -254,14 +224,13 @@ os.register_at_fork(after_in_child=_sending.__init__)  # type: ignore[misc]
 class LargeSend(NamedTuple):
     """A measured send in progress."""
 
-    number: int
     began: float
     shared: float
     """The shared time when it began."""
 
 
-Sending = LargeSend | int
-"""A send in progress; only a number for a send that is not measured."""
+Sending = LargeSend | float
+"""A send in progress; for a send that is not measured, only when it began."""
 
 
 class PathWatch:
@@ -275,9 +244,8 @@ class PathWatch:
         self._rate = rate
         self._alarm = alarm
         self._lock = threading.RLock()
-        self._number = 0
-        self._large: deque[int] = deque()
-        """The numbers of the large sends in progress."""
+        self._large: deque[LargeSend] = deque()
+        """The large sends in progress."""
         self._ended = 0.0
         """When the latest message ended, leaving out messages sent after a large one still in progress."""
         self._found: SlowRate | None = None
@@ -292,46 +260,42 @@ class PathWatch:
     def begin(self, nbytes: int, now: float) -> Sending:
         """Note that a message is about to be sent."""
         if nbytes < _LEAST_BYTES:
-            self._number += 1
-            return self._number
+            return now
         with self._lock:
-            self._number += 1
-            shared = _sending.at(now, 0 if self._large else 1)
-            self._large.append(self._number)
-            return LargeSend(self._number, now, shared)
+            sending = LargeSend(now, _sending.at(now, 0 if self._large else 1))
+            self._large.append(sending)
+            return sending
 
     def end(self, sending: Sending, nbytes: int, now: float) -> None:
         """Note that the send has succeeded, or, if ``nbytes`` is 0, failed."""
-        if isinstance(sending, int):
+        if isinstance(sending, float):
             if self._large:
                 with self._lock:
-                    if self._large and self._large[0] < sending:
+                    if self._large and self._large[0].began < sending:
                         return
             if now > self._ended:
                 self._ended = now
             return
-        number, began, shared = sending
         with self._lock:
-            self._large.remove(number)
-            shared = _sending.at(now, 0 if self._large else -1) - shared
-            alone_since, self._ended = max(began, self._ended), max(now, self._ended)
+            self._large.remove(sending)
+            shared = _sending.at(now, 0 if self._large else -1) - sending.shared
+            alone_since, self._ended = max(sending.began, self._ended), max(now, self._ended)
         if not nbytes:
             return
-        took = max(now - began, 1e-9)
+        took = max(now - sending.began, 1e-9)
         found = self._rate.add(nbytes, max(0.0, now - alone_since) * min(1.0, shared / took))
         if found is not None:
-            with self._lock:
-                self._found, self.due = found, True
+            self._found = found
+            self.due = True
 
     def take_alarm(self) -> Exception | None:
         """Give the alarm that is due. Returns the error with which the pipe is refused, or ``None``."""
-        with self._lock:
-            found, self._found = self._found, None
-        refusal = self._alarm(found) if found is not None else None
-        with self._lock:
-            self._refusal = self._refusal or refusal
-            self.due = self._refusal is not None or self._found is not None
-            return self._refusal
+        self.due = False  # first, so that an alarm that is found meanwhile is given later
+        found, self._found = self._found, None
+        if found is not None and (refusal := self._alarm(found)) is not None:
+            self._refusal = refusal
+        self.due = self.due or self._refusal is not None
+        return self._refusal
 
     def close(self) -> None:
         """Give the alarm that is due when the pipe closes. Not for a signal handler."""
@@ -396,17 +360,16 @@ class StoreWatch:
     def is_refused(self, op: StoreOp) -> bool:
         """Whether requests of this direction are refused now. Gives the alarm that is due."""
         direction = self._directions[op]
-        now = time.monotonic()
         if direction.found is not None:
             with self._lock:
                 found, direction.found = direction.found, None
                 is_first = found is not None and not direction.alarmed
                 direction.alarmed = direction.alarmed or is_first
-                if found is not None and self._refuses:
-                    direction.refused_until = now + REFUSED_S
+            if found is not None and self._refuses:
+                direction.refused_until = time.monotonic() + REFUSED_S
             if found is not None and is_first:
                 self._alarm(op, found)
-        return now < direction.refused_until
+        return time.monotonic() < direction.refused_until
 
     def close(self) -> None:
         """Give the alarms that are due when the store closes."""
@@ -417,17 +380,12 @@ class StoreWatch:
 def host_load() -> float:
     """Return the number of runnable threads per processor on this host. If this process may use only some of
     the processors, return its own number instead if that is higher."""
-    host = os.cpu_count() or 1
-    ours = len(os.sched_getaffinity(0))
+    host, ours = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     try:
-        runnable = os.getloadavg()[0]
-    except OSError:
+        average, _, _, threads, _ = _LOAD.read_text(encoding="ascii").split()
+        runnable = max(float(average), int(threads.partition("/")[0]) - 1)
+    except (OSError, ValueError):
         return 1.0
-    try:
-        with open("/proc/loadavg", encoding="ascii") as figures:
-            runnable = max(runnable, int(figures.read().split()[3].partition("/")[0]) - 1)
-    except (OSError, ValueError, IndexError):
-        pass
     # Those figures count all processors. Divided by a few, they would excuse a pinned process for anything.
     return max(runnable / host, _num_running() / ours if ours < host else 0.0)
 

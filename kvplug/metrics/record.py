@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from kvplug.errors import (
@@ -59,14 +59,6 @@ class PipeRecorder:
             sent = 0
         started = time.perf_counter()
         sending = None if watch is None else watch.begin(sent, started)
-        try:
-            transfer = send()
-        except BaseException as e:
-            if watch is not None and sending is not None:
-                watch.end(sending, 0, time.perf_counter())
-            if isinstance(e, Exception):
-                self.stats.fail("send", reason_of(e))
-            raise
 
         def count(ended: Transfer) -> None:
             error, now = ended.error(), time.perf_counter()
@@ -74,9 +66,17 @@ class PipeRecorder:
                 self.stats.record("send", sent, now - started)
             else:
                 self.stats.fail("send", reason_of(error))
-            if watch is not None and sending is not None:
+            if sending is not None and watch is not None:
                 watch.end(sending, sent if error is None else 0, now)
 
+        try:
+            transfer = send()
+        except BaseException as e:
+            if isinstance(e, Exception):
+                self.stats.fail("send", reason_of(e))
+            if sending is not None and watch is not None:
+                watch.end(sending, 0, time.perf_counter())
+            raise
         transfer.add_done_callback(count)
         return transfer
 
@@ -139,15 +139,9 @@ class StoreRecorder:
         started = time.perf_counter()
         watch = None if op == "lookup" else self._watch
         shared = 0.0 if watch is None else watch.begin(started)
-        try:
-            job = submit()
-        except BaseException:
-            if watch is not None and op != "lookup":
-                watch.end(op, shared, time.perf_counter(), page_nbytes, ())
-            raise
 
-        def count(ended: Job[Any]) -> None:
-            now, results = time.perf_counter(), ended.results() or ()
+        def count(results: Sequence[Any]) -> None:
+            now = time.perf_counter()
             if watch is not None and op != "lookup":
                 watch.end(op, shared, now, page_nbytes, results)
             # most pages of a request have the same result
@@ -160,7 +154,12 @@ class StoreRecorder:
                 else:
                     self.stats.fail(op, reason, count=number)
 
-        job.add_done_callback(count)
+        try:
+            job = submit()
+        except BaseException:
+            count(())
+            raise
+        job.add_done_callback(lambda ended: count(ended.results() or ()))
         return job
 
     def close(self) -> None:

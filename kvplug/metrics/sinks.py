@@ -6,7 +6,6 @@ import abc
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 from kvplug.metrics.stats import StatsReader, StatsSnapshot, TransferStats
 from kvplug.net.threads import BackgroundThread
@@ -15,14 +14,6 @@ _log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 """How long a sink may delay the closing of a connector."""
-_NAMED_LINES: Final = {
-    "routes": "%s pipes: %d opened over %s",
-    "slow_paths": "%s slow paths: %d by %s",
-    "slow_gets": "%s slow stores: %d, loads from %s",
-    "slow_puts": "%s slow stores: %d, saves to %s",
-    "not_held": "%s not held: %d pages by %s",
-}
-"""Log lines for the counts by name."""
 
 
 class Sink(abc.ABC):
@@ -70,9 +61,13 @@ class LogSink(Sink):
                 figures["seconds"],
                 failed or "none",
             )
-        for kind, line in _NAMED_LINES.items():
-            for name, count in snapshot.get(kind, {}).items():
-                _log.info(line, who, count, name)
+        for route, count in snapshot.get("routes", {}).items():
+            _log.info("%s pipes: %d opened over %s", who, count, route)
+        for op, names in snapshot.get("slow", {}).items():
+            for name, count in names.items():
+                _log.info("%s slow %s: %d by %s", who, op, count, name)
+        for source, count in snapshot.get("not_held", {}).items():
+            _log.info("%s not held: %d pages by %s", who, count, source)
 
 
 class HookSink(Sink):

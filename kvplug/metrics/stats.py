@@ -5,16 +5,15 @@ A *snapshot* is plain, so that any engine can carry it between processes in any 
     {"ops": {"send": {"count": 3, "bytes": 4096, "tokens": 0, "seconds": 0.02, "buckets": [0, …]}},
      "failures": {"load": {"timeout": 1}},
      "routes": {"nixl rma(rc_mlx5/mlx5_0:1)": 1},
-     "slow_paths": {"cpu": 1},
-     "slow_gets": {"redis": 1},
+     "slow": {"send": {"cpu": 1}, "get": {"redis": 1}},
      "not_held": {"peer 10.0.0.5:29555": 12}}
 
 ``buckets[i]`` counts the operations that took at most ``BOUNDS_S[i]`` and longer than the bound before; the
 last bucket counts those that took longer than every bound. ``routes`` counts the opened pipes by the route of
-their bytes, if their transport states one. ``slow_paths`` counts, by transport, the peers to which it is far
-slower than it should be. ``slow_gets`` and ``slow_puts`` count the stores whose gets or puts are far slower
-than before. ``not_held`` counts, by source, the prompt pages that the source was asked for and does not hold.
-A snapshot leaves out every part without counts, except ``ops`` and ``failures``.
+their bytes, if their transport states one. ``slow`` counts, under ``send`` and by transport, the peers to
+which it is far slower than it should be, and, under ``get`` and ``put``, the stores that are far slower than
+before. ``not_held`` counts, by source, the prompt pages that the source was asked for and does not hold. A
+snapshot leaves out every part without counts, except ``ops`` and ``failures``.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Container, Mapping
-from typing import Annotated, Any, Final, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
-import attrs
 import msgspec
 
 from kvplug.metrics.reasons import Op, Reason
@@ -41,79 +39,36 @@ _MAX_NAMES: Final = 64
 """Further routes and slow transports or stores are counted as "other", because each name is a separate
 series."""
 _NAME_CHARS: Final = 200
-_OPS: Final = frozenset(Op)
-_REASONS: Final = frozenset(Reason)
+_FIGURES: Final = ("count", "bytes", "tokens", "seconds")
+"""The numbers of an operation before those of its buckets."""
 _BUCKETS: Final = len(BOUNDS_S) + 1
+_CLOSED_SETS: Final[Mapping[str, tuple[frozenset[str], ...]]] = {
+    "ops": (frozenset(Op),),
+    "failures": (frozenset(Op), frozenset(Reason)),
+    "slow": (frozenset(Op),),
+}
+"""The possible names in each part of a snapshot. The last name may be any text in the other parts, and in
+"slow"."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Counts = dict[str, _Count]
-_Named = Literal["routes", "slow_paths", "slow_gets", "slow_puts", "not_held"]
-"""Counts by names that are not from a closed set."""
+_Counts = dict[tuple[str, ...], list[Any]]
+"""The numbers of each series, by the part of the snapshot and the names in it."""
 
 
-@attrs.define(eq=False)
-class _Figures:
+class _Figures(TypedDict):
     count: _Count
     bytes: _Count
     tokens: _Count
     seconds: Annotated[float, msgspec.Meta(ge=0)]
     buckets: Annotated[list[_Count], msgspec.Meta(min_length=_BUCKETS, max_length=_BUCKETS)]
 
-    def add(self, other: _Figures, sign: int) -> None:
-        self.count += sign * other.count
-        self.bytes += sign * other.bytes
-        self.tokens += sign * other.tokens
-        self.seconds += sign * other.seconds
-        for index, count in enumerate(other.buckets):
-            self.buckets[index] += sign * count
 
-
-class _Figured(msgspec.Struct, eq=False, omit_defaults=True):
-    """The content of a snapshot."""
-
+class _Snapshot(TypedDict):
     ops: dict[str, _Figures]
-    failures: dict[str, _Counts]
-    routes: _Counts = {}
-    slow_paths: _Counts = {}
-    slow_gets: _Counts = {}
-    slow_puts: _Counts = {}
-    not_held: _Counts = {}
-
-    def op(self, op: str) -> _Figures:
-        return self.ops.setdefault(_known(op, _OPS), _Figures(0, 0, 0, 0.0, [0] * _BUCKETS))
-
-    def fail(self, op: str, reason: str, count: int) -> None:
-        reasons, reason = self.failures.setdefault(_known(op, _OPS), {}), _known(reason, _REASONS)
-        reasons[reason] = reasons.get(reason, 0) + count
-
-    def name(self, kind: _Named, name: str, count: int) -> None:
-        counts: _Counts = getattr(self, kind)
-        name = name[:_NAME_CHARS]
-        if name not in counts and len(counts) >= _MAX_NAMES:
-            name = "other"
-        counts[name] = counts.get(name, 0) + count
-
-    def add(self, other: _Figured, sign: int = 1) -> None:
-        for op, figures in other.ops.items():
-            self.op(op).add(figures, sign)
-        for op, reasons in other.failures.items():
-            for reason, count in reasons.items():
-                self.fail(op, reason, sign * count)
-        for kind in get_args(_Named):
-            for name, count in getattr(other, kind).items():
-                self.name(kind, name, sign * count)
-
-    def without_zeros(self) -> _Figured:
-        failures = {op: _positive(reasons) for op, reasons in self.failures.items()}
-        return _Figured(
-            {op: figures for op, figures in self.ops.items() if figures.count},
-            {op: reasons for op, reasons in failures.items() if reasons},
-            *(_positive(getattr(self, kind)) for kind in get_args(_Named)),
-        )
-
-
-def _positive(counts: _Counts) -> _Counts:
-    return {name: count for name, count in counts.items() if count}
+    failures: dict[str, dict[str, _Count]]
+    routes: NotRequired[dict[str, _Count]]
+    slow: NotRequired[dict[str, dict[str, _Count]]]
+    not_held: NotRequired[dict[str, _Count]]
 
 
 class TransferStats:
@@ -124,7 +79,8 @@ class TransferStats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._figured = _Figured({}, {})
+        self._ops: dict[str, list[Any]] = {str(op): [0] * (len(_FIGURES) + _BUCKETS) for op in Op}
+        self._counts: _Counts = {("ops", op): numbers for op, numbers in self._ops.items()}
         self._changes = 0
         """Grows with every count."""
         self._reader = StatsReader(self)
@@ -141,40 +97,35 @@ class TransferStats:
         """
         with self._lock:
             self._changes += 1
-            figures = self._figured.ops.get(op) or self._figured.op(op)
-            figures.count += count
-            figures.bytes += count * nbytes
-            figures.tokens += count * tokens
-            figures.seconds += count * seconds
-            figures.buckets[bisect_left(BOUNDS_S, seconds)] += count
+            numbers = self._ops[op if op in self._ops else "other"]
+            numbers[0] += count
+            numbers[1] += count * nbytes
+            numbers[2] += count * tokens
+            numbers[3] += count * seconds
+            numbers[4 + bisect_left(BOUNDS_S, seconds)] += count
 
     def fail(self, op: str, reason: str, *, count: int = 1) -> None:
         """Count ``count`` more failures of ``op`` for a reason of :class:`~kvplug.metrics.reasons.Reason`."""
-        with self._lock:
-            self._changes += 1
-            self._figured.fail(op, reason, count)
+        self._count(("failures", op, reason), count)
 
     def opened(self, route: str) -> None:
         """Count one more opened pipe, whose bytes take this route (see ``Pipe.route``)."""
-        self._count("routes", route, 1)
+        self._count(("routes", route), 1)
 
-    def slow_path(self, transport: str) -> None:
-        """Count one more peer to which ``transport`` is far slower than it claims, or than before."""
-        self._count("slow_paths", transport, 1)
-
-    def slow_store(self, op: Literal["get", "put"], store: str) -> None:
-        """Count one more opened ``store`` whose gets or puts are far slower than before."""
-        self._count("slow_gets" if op == "get" else "slow_puts", store, 1)
+    def slow(self, op: Literal["send", "get", "put"], name: str) -> None:
+        """Count one more peer to which the transport ``name`` is far slower than it claims, or than before,
+        or one more opened store ``name`` whose gets or puts are far slower than before."""
+        self._count(("slow", op, name), 1)
 
     def not_held(self, source: str, *, count: int = 1) -> None:
         """Count ``count`` more pages that a source of KV (a store or a peer engine) was asked for and does
         not hold."""
-        self._count("not_held", source, count)
+        self._count(("not_held", source), count)
 
-    def _count(self, kind: _Named, name: str, count: int) -> None:
+    def _count(self, key: tuple[str, ...], count: int) -> None:
         with self._lock:
             self._changes += 1
-            self._figured.name(kind, name, count)
+            (self._counts.get(key) or self._series(key))[0] += count
 
     def merge(self, other: TransferStats | StatsSnapshot) -> None:
         """Add all counts of other stats or of a snapshot.
@@ -182,18 +133,32 @@ class TransferStats:
         Raises:
             ValueError: it is not a snapshot.
         """
-        figured = _parse(other.snapshot() if isinstance(other, TransferStats) else other)
+        counts = other._copy() if isinstance(other, TransferStats) else _counts_in(other)
         with self._lock:
             self._changes += 1
-            self._figured.add(figured)
+            for key, numbers in counts.items():
+                ours = self._counts.get(key) or self._series(key)
+                ours[:] = [mine + more for mine, more in zip(ours, numbers, strict=True)]
+
+    def _series(self, key: tuple[str, ...]) -> list[Any]:
+        """Return the numbers of a series. A name outside its closed set, or one too many, becomes "other"."""
+        part, *names = key
+        for at, known in enumerate(_CLOSED_SETS.get(part, ())):
+            if names[at] not in known:
+                _log.debug("operation or reason %r is not known here and is counted as 'other'", names[at])
+                names[at] = "other"
+        if part not in ("ops", "failures"):
+            names[-1] = names[-1][:_NAME_CHARS]
+            alike = [other[-1] for other in self._counts if other[:-1] == (part, *names[:-1])]
+            if names[-1] not in alike and len(alike) >= _MAX_NAMES:
+                names[-1] = "other"
+        return self._counts.setdefault((part, *map(str, names)), [0])
 
     # -- looking -------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counts so far, as new plain values."""
-        with self._lock:
-            plain: dict[str, Any] = msgspec.to_builtins(self._figured)
-        return plain
+        return _nested(self._copy())
 
     def take(self) -> dict[str, Any] | None:
         """Return the counts since the last ``take``, or ``None`` if there are none. Does not reset the
@@ -214,6 +179,10 @@ class TransferStats:
         made.merge(snapshot)
         return made
 
+    def _copy(self) -> _Counts:
+        with self._lock:
+            return {key: numbers.copy() for key, numbers in self._counts.items()}
+
 
 class StatsReader:
     """One reader's position in the counters: each :meth:`take` returns the new counts. One thread at a
@@ -221,7 +190,7 @@ class StatsReader:
 
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats
-        self._before = _Figured({}, {})
+        self._before: _Counts = {}
         self._changes = 0
 
     def take(self) -> dict[str, Any] | None:
@@ -229,31 +198,45 @@ class StatsReader:
         if (changes := self._stats._changes) == self._changes:
             return None
         self._changes = changes
-        now = self._stats.snapshot()
-        fresh = _parse(now)
-        fresh.add(self._before, -1)
-        self._before = _parse(now)
-        plain = msgspec.to_builtins(fresh.without_zeros())
-        return plain if any(plain.values()) else None
+        before, self._before = self._before, self._stats._copy()
+        fresh = {
+            key: [now - then for now, then in zip(numbers, before.get(key, [0] * len(numbers)), strict=True)]
+            for key, numbers in self._before.items()
+        }
+        return _nested(fresh) if any(numbers[0] for numbers in fresh.values()) else None
 
 
-def _parse(snapshot: StatsSnapshot) -> _Figured:
-    """Return a copy of a snapshot, with unknown operations and reasons under "other".
+def _nested(counts: _Counts) -> dict[str, Any]:
+    """Return the snapshot of these counts."""
+    found: dict[str, Any] = {"ops": {}, "failures": {}}
+    for (part, *names, last), numbers in counts.items():
+        if not numbers[0]:
+            continue
+        place = found.setdefault(part, {})
+        for name in names:
+            place = place.setdefault(name, {})
+        is_op = part == "ops"
+        place[last] = {**dict(zip(_FIGURES, numbers)), "buckets": numbers[4:]} if is_op else numbers[0]
+    return found
+
+
+def _counts_in(snapshot: StatsSnapshot) -> _Counts:
+    """Return the counts of a snapshot.
 
     Raises:
         ValueError: it is not a snapshot.
     """
     try:
-        found = msgspec.convert(snapshot, _Figured)
+        parts: dict[str, Any] = dict(msgspec.convert(snapshot, _Snapshot))
     except msgspec.ValidationError as e:
         raise ValueError(f"not a snapshot of transfer stats: {e}") from e
-    known = _Figured({}, {})
-    known.add(found)
-    return known
-
-
-def _known(name: str, names: Container[str]) -> str:
-    if name in names:
-        return str(name)
-    _log.debug("operation or reason %r is not known here and is counted as 'other'", name)
-    return "other"
+    found: _Counts = {}
+    for op, figures in parts.pop("ops").items():
+        found["ops", op] = [*(figures[name] for name in _FIGURES), *figures["buckets"]]
+    for part, counts in parts.items():
+        for name, count in counts.items():
+            if isinstance(count, dict):
+                found |= {(part, name, last): [number] for last, number in count.items()}
+            else:
+                found[part, name] = [count]
+    return found

@@ -108,7 +108,7 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
         stats.record(f"op {number}")
         stats.fail(f"op {number}", f"reason {number}")
         stats.opened(f"route {number}")
-        stats.slow_path(f"transport {number}")
+        stats.slow("send", f"transport {number}")
         stats.not_held(f"source {number}")
     for op in Op:
         stats.record(op)

@@ -34,7 +34,7 @@ def test_a_path_at_less_than_a_tenth_of_its_claim_is_found_after_some_seconds() 
     path = Path()
     assert not path.send([0.02] * 7)
     (found,) = path.send([0.02])
-    assert found.is_claim and found.expected_gb_per_s == 10.0
+    assert found.factor == rates.CLAIM_FACTOR and found.expected_gb_per_s == 10.0
     assert found.gb_per_s == pytest.approx(0.02)
     assert "0.02 GB/s (64 MiB in 3.36 s), less than a tenth of the 10 GB/s that its transport claims" in str(
         found
@@ -65,7 +65,7 @@ def test_what_it_carried_before_counts_also_without_a_claim() -> None:
     path = Path(claim=None)
     assert not path.send([2.0, 0.6] * 20)
     (found,) = path.send([0.1] * 40)[:1]
-    assert not found.is_claim
+    assert found.factor == rates.HISTORY_FACTOR
     assert "less than a fifth of the 1.3 GB/s that it carried before" in str(found)
     assert not Path(claim=None).send([*[0.5] * 4, *[0.01] * 50]), "there is too little to compare with"
 
@@ -108,11 +108,12 @@ def test_a_slow_path_among_many_that_send_now_and_then_is_measured_as_slow(measu
 
 
 def test_a_process_on_a_few_processors_of_a_large_busy_host_is_not_excused_for_anything(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 640)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (320.0, 0.0, 0.0))
+    (tmp_path / "loadavg").write_text("320.00 0.00 0.00 5/999 4711\n")
+    monkeypatch.setattr(rates, "_LOAD", tmp_path / "loadavg")
     monkeypatch.setattr(rates, "_num_running", lambda: 1)
     assert host_load() == 0.5
     monkeypatch.setattr(rates, "_num_running", lambda: 8)

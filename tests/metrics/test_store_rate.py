@@ -109,7 +109,7 @@ class Throttled(PagePlace):
 def slow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_SLOW_BATCHES", 3)
     monkeypatch.setattr(rates, "_SLOW_S", 0.1)
-    monkeypatch.setattr(rates, "_LEAST_HISTORY", 4)
+    monkeypatch.setattr(rates, "_HISTORY", 4)
     monkeypatch.setattr(rates, "_BATCH_BYTES", MIB)
     monkeypatch.setattr(rates, "STORE_FACTOR", 3)
 

@@ -26,7 +26,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_BATCH_BYTES", 2 * MIB)
     monkeypatch.setattr(rates, "_SLOW_BATCHES", 3)
     monkeypatch.setattr(rates, "_SLOW_S", 0.5)
-    monkeypatch.setattr(rates, "_LEAST_HISTORY", 4)
+    monkeypatch.setattr(rates, "_HISTORY", 4)
     monkeypatch.setattr(rates, "host_load", lambda: 1.0)
 
 
@@ -60,11 +60,11 @@ def test_a_store_whose_network_becomes_slow_is_told_and_counted_once(
         snapshot = counted.recorder.stats.snapshot()
     said = [each.getMessage() for each in caplog.records if each.name == "kvplug.assembly.slow_path"]
     if slow_path == "off":
-        assert not said and "slow_gets" not in snapshot and found == [[None] * 2] * count
+        assert not said and "slow" not in snapshot and found == [[None] * 2] * count
         return
     (text,) = said
     assert "loading from the store 'redis' carries 0.0" in text and "a twentieth of the" in text
-    assert snapshot["slow_gets"] == {"redis": 1} and "slow_puts" not in snapshot
+    assert snapshot["slow"] == {"get": {"redis": 1}}
     if slow_path == "refuse":
         assert found[-1] == [MissReason.SLOW] * 2 and snapshot["failures"]["get"]["slow"] == 2
     else:
