@@ -1,6 +1,6 @@
 """Fingerprints checkpoints, so that engines do not mix the KV of different models with the same shapes.
 
-Reads only the files' headers and some rows, without the safetensors library.
+Reads only the files' headers and some of their bytes, without the safetensors library.
 """
 
 from __future__ import annotations
@@ -8,19 +8,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 _OF_A_KIND: Final = 256
 """Among tensors whose names differ only in numbers, how many have values hashed. The names, dtypes and shapes
 of all tensors are hashed.
 """
-_ELEMENTS: Final = 1 << 16
-"""How many elements of a vector to hash."""
+_SAMPLE_BYTES: Final = 8 << 10
+"""How many bytes to hash at the beginning of a tensor, and again from its middle on."""
 _MAX_HEADER_BYTES: Final = 100 << 20
 """The limit of the format's own reader."""
 
@@ -49,8 +48,8 @@ class Checkpoint:
 
     @staticmethod
     def fingerprint(files: Sequence[Path]) -> str:
-        """Hash the name, dtype, shape and two rows of every tensor in safetensors files (rows of only some
-        experts).
+        """Hash the name, dtype and shape of every tensor in safetensors files, and some bytes of its values
+        (values of only some experts).
 
         The hash does not depend on the names or number of the files, and differs for different weights. A
         call takes milliseconds, or about a second for hundreds of files with tens of thousands of experts. A
@@ -94,19 +93,19 @@ def _stamps(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _hash_of(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> str:
-    kinds = {name: (file, kind) for file in files for name, kind in _kinds(file)}
-    chosen: dict[Path, list[str]] = defaultdict(list)
-    for name in _chosen(kinds):
-        chosen[kinds[name][0]].append(name)
-    values = {name: value for file, names in chosen.items() for name, value in _values(file, names)}
-    digest = hashlib.blake2b(digest_size=16)
-    for name, (_file, kind) in sorted(kinds.items()):
-        digest.update(f"{name} {kind} ".encode())
-        digest.update(values.get(name, b""))
+    headers = {file: _header(file) for file in files}
+    sampled = set(_sampled(name for header in headers.values() for name in header))
+    described = {}
+    for file, header in headers.items():
+        with file.open("rb") as opened:
+            for name, (kind, begin, end) in header.items():
+                value = _sample(opened, begin, end) if name in sampled else b""
+                described[name] = f"{name} {kind} ".encode() + value
+    digest = hashlib.blake2b(b"".join(described[name] for name in sorted(described)), digest_size=16)
     return f"safetensors:{digest.hexdigest()}"
 
 
-def _chosen(names: Iterable[str]) -> Iterator[str]:
+def _sampled(names: Iterable[str]) -> Iterator[str]:
     """Yield all names, but at most :data:`_OF_A_KIND` of each kind, evenly spread."""
     of_a_kind: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
@@ -116,45 +115,25 @@ def _chosen(names: Iterable[str]) -> Iterator[str]:
         yield from (alike[int(at * step)] for at in range(min(len(alike), _OF_A_KIND)))
 
 
-def _header(opened: BinaryIO) -> tuple[int, Mapping[str, Any]]:
-    """Return where the tensors begin, and the name, dtype, shape and position of each."""
-    length = int.from_bytes(opened.read(8), "little")
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"{opened.name} is not a safetensors file: its header has {length} bytes")
-    header = json.loads(opened.read(length))
+def _header(file: Path) -> dict[str, tuple[str, int, int]]:
+    """Return the dtype and shape of every tensor, and where its bytes begin and end in the file."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{file} is not a safetensors file: its header has {length} bytes")
+        header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
-    return 8 + length, header
+    found = {}
+    for name, tensor in header.items():
+        begin, end = tensor["data_offsets"]
+        found[name] = f"{tensor['dtype']} {tensor['shape']}", 8 + length + begin, 8 + length + end
+    return found
 
 
-def _kinds(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name, dtype and shape of every tensor from the file's header."""
-    with file.open("rb") as opened:
-        for name, tensor in _header(opened)[1].items():
-            yield name, f"{tensor['dtype']} {tensor['shape']}"
-
-
-def _values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield a hash of the first and middle rows of each of these tensors."""
-    with file.open("rb") as opened:
-        start, header = _header(opened)
-        for name in names:
-            shape: list[int] = header[name]["shape"]
-            begin, end = header[name]["data_offsets"]
-            if 0 in shape:
-                continue
-            hashed = hashlib.blake2b(digest_size=16)
-            for first, count in _rows(shape):
-                bits, size = end - begin, math.prod(shape)
-                opened.seek(start + begin + first * bits // size)
-                hashed.update(opened.read(count * bits // size))
-            yield name, hashed.digest()
-
-
-def _rows(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the elements of a tensor to hash: where each run begins, and its length."""
-    if len(shape) < 2:
-        return [(0, min(shape[0], _ELEMENTS) if shape else 1)]
-    middle = 0
-    for size in shape[:-1]:
-        middle = middle * size + size // 2
-    return [(0, shape[-1]), (middle * shape[-1], shape[-1])]
+def _sample(opened: BinaryIO, begin: int, end: int) -> bytes:
+    """Hash the first bytes of a tensor and those from its middle on."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for at in (begin, (begin + end) // 2):
+        opened.seek(at)
+        hashed.update(opened.read(max(0, min(_SAMPLE_BYTES, end - at))))
+    return hashed.digest()
