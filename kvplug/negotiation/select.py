@@ -58,13 +58,6 @@ class Selection:
     """The chosen one first, the others by name."""
 
 
-@attrs.frozen
-class _Considered:
-    name: str
-    obstacles: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-
 def select(
     local: Sequence[Offer],
     remote: Sequence[Offer],
@@ -90,11 +83,11 @@ def select(
     ours = {offer.name: offer for offer in local}
     theirs = {offer.name: offer for offer in remote}
     named = sorted({name for name in requested if name != AUTO})
-    considered = [
-        _consider(name, ours.get(name), theirs.get(name), required, nbytes)
+    considered = {
+        name: _obstacles(ours.get(name), theirs.get(name), required)
         for name in sorted({*named, *(offer.name for offer in (*local, *remote) if offer.auto)})
-    ]
-    viable = {it.name: it for it in considered if not it.obstacles}
+    }
+    viable = [name for name, obstacles in considered.items() if not obstacles]
     by_whom = (
         "at both ends" if requested[0] == requested[1] else "here" if requested[1] == AUTO else "at the peer"
     )
@@ -113,31 +106,33 @@ def select(
         wrong = f"none can move {required.device} tensors between the two ends"
     if wrong:
         others = (
-            Reason(f"transport {it.name}", "; ".join(it.obstacles) or "could be used") for it in considered
+            Reason(f"transport {name}", "; ".join(obstacles) or "could be used")
+            for name, obstacles in considered.items()
         )
         raise HandshakeError(Reason("transport", wrong, could_be), *others)
 
-    def takes(it: _Considered) -> str:
-        return f"{it.seconds * 1e3:.3g} ms for {nbytes / (1 << 20):.3g} MiB"
+    def seconds(name: str) -> float:
+        return max(ends[name].capabilities.cost.seconds(nbytes) for ends in (ours, theirs))
 
-    best = viable[named[0]] if named else min(viable.values(), key=lambda it: (it.seconds, it.name))
+    def takes(name: str) -> str:
+        return f"{seconds(name) * 1e3:.3g} ms for {nbytes / (1 << 20):.3g} MiB"
+
+    best = named[0] if named else min(viable, key=lambda name: (seconds(name), name))
     why = (
         f"named {by_whom}, and usable" if named else f"the cheapest that can: {takes(best)}, by its own claim"
     )
-    candidates = [Candidate(best.name, why)]
-    for it in considered:
-        if it is not best:
-            other = f"{best.name} is named" if named else f"claims {takes(it)}"
-            candidates.append(Candidate(it.name, "; ".join(it.obstacles) or f"could be used, but {other}"))
-    return Selection(best.name, tuple(candidates))
+    candidates = [Candidate(best, why)]
+    for name, obstacles in considered.items():
+        if name != best:
+            other = "" if obstacles else f"{best} is named" if named else f"claims {takes(name)}"
+            candidates.append(Candidate(name, "; ".join(obstacles) or f"could be used, but {other}"))
+    return Selection(best, tuple(candidates))
 
 
-def _consider(
-    name: str, ours: Offer | None, theirs: Offer | None, required: Requirements, nbytes: int
-) -> _Considered:
+def _obstacles(ours: Offer | None, theirs: Offer | None, required: Requirements) -> list[str]:
     if ours is None or theirs is None:
         where = "at either end" if ours is theirs else "here" if ours is None else "at the peer"
-        return _Considered(name, (f"not installed {where}",))
+        return [f"not installed {where}"]
     obstacles = []
     for offer, where in ((ours, "here"), (theirs, "at the peer"))[: 1 if ours is theirs else 2]:
         if not offer.probe.viable:
@@ -154,5 +149,4 @@ def _consider(
     anywhere = ours.capabilities.cross_host and theirs.capabilities.cross_host
     if not required.cross_host and not anywhere and ours.probe.domain != theirs.probe.domain:
         obstacles.append("the two ends are on one host and still cannot reach each other (other namespaces?)")
-    seconds = max(ours.capabilities.cost.seconds(nbytes), theirs.capabilities.cost.seconds(nbytes))
-    return _Considered(name, tuple(obstacles), seconds)
+    return obstacles
