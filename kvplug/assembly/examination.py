@@ -29,7 +29,7 @@ import attrs
 from kvplug.assembly.host import HostFacts, facts_of
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.config.config import Config
-from kvplug.errors import KvplugError, UnsupportedError
+from kvplug.errors import KvplugError
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text, peer_texts
 from kvplug.net.trust.channel import Channel
@@ -205,6 +205,8 @@ def _serve_measurement(link: ControlLink, device: str, deadline: Deadline) -> st
         return "another doctor is measuring there now"
     try:
         content = _bytes_on(device)
+        if isinstance(content, str):
+            return content
         link.channel.send({"measuring": True}, timeout=deadline.remaining())
         pipe = link.open_pipe(_LABEL, device=device, timeout=deadline.remaining())
         try:
@@ -214,25 +216,19 @@ def _serve_measurement(link: ControlLink, device: str, deadline: Deadline) -> st
             pipe.close(timeout=_CLOSE_S)
         finally:
             pipe.abort()
-    except _NoTensorsError as e:
-        return str(e)
     finally:
         _turn.release()
     return ""
 
 
-class _NoTensorsError(UnsupportedError):
-    """PyTorch or the device is missing here."""
-
-
-def _bytes_on(device: str) -> Tensor:
-    """Make the tensor that all messages are parts of. Raise _NoTensorsError if that cannot be done here."""
+def _bytes_on(device: str) -> Tensor | str:
+    """Make the tensor that all messages are parts of, or return why PyTorch cannot make it here."""
     try:
         import torch
 
         return torch.zeros(max(_SIZES), dtype=torch.uint8, device=device)
     except (ImportError, RuntimeError, AssertionError) as e:
-        raise _NoTensorsError(f"{device} tensors cannot be made here: {str(e).splitlines()[0]}") from e
+        return f"{device} tensors cannot be made here: {str(e).splitlines()[0]}"
 
 
 # -- the doctor --------------------------------------------------------------------------------------------
@@ -262,10 +258,9 @@ def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: D
         KvplugError: as opening a pipe, and receiving, raise it.
     """
     channel = link.channel
-    try:
-        into = _bytes_on(device)
-    except _NoTensorsError as e:
-        return str(e)
+    into = _bytes_on(device)
+    if isinstance(into, str):
+        return into
     channel.send({"doctor": "measure", "device": device}, timeout=deadline.within(_ANSWER_S).remaining())
     match channel.recv(timeout=deadline.remaining()):
         case {"measuring": True}:

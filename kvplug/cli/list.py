@@ -82,33 +82,29 @@ def _rows(registry: Registry, names: Collection[str], *, everything: bool) -> li
     Raises:
         UnknownNameError: there is nothing of one of the names.
     """
-    offered, found = [], set[str]()
-    for plugin, spec in registry:
-        called = {spec.name, plugin.name, plugin.distribution}
-        found |= called
-        if names and called.isdisjoint(names):
-            continue
-        if names or everything or isinstance(spec, CommandSpec) or not spec.for_tests:
-            offered.append(_row(plugin, *_status(registry, spec, load=bool(names)), spec=spec))
-    failed = []
-    for plugin in registry.failed:
-        called = {plugin.name, plugin.distribution}
-        found |= called
-        if not names or not called.isdisjoint(names):
-            failed.append(_row(plugin, plugin.status.value, plugin.reason))
+    every: list[tuple[PluginInfo, Spec | None]] = [*registry, *((plugin, None) for plugin in registry.failed)]
+    called = [{plugin.name, plugin.distribution, spec.name if spec else ""} for plugin, spec in every]
     for name in names:
-        if name not in found:
+        if not any(name in each for each in called):
             known = (spec.name for _, spec in registry)
             raise UnknownNameError(registry.about_unknown("nothing is installed that is named", name, known))
-    return sorted(offered, key=lambda row: (row["kind"], row["name"], row["distribution"])) + failed
+    rows = [
+        _row(registry, plugin, spec, load=bool(names))
+        for (plugin, spec), each in zip(every, called, strict=True)
+        if (each & {*names} if names else everything or not getattr(spec, "for_tests", False))
+    ]
+    return sorted(rows, key=lambda row: (row["kind"] == "plugin", row["kind"], row["name"], row["plugin"]))
 
 
-def _row(plugin: PluginInfo, status: str, reason: str, *, spec: Spec | None = None) -> Row:
+def _row(registry: Registry, plugin: PluginInfo, spec: Spec | None, *, load: bool) -> Row:
+    status, reason = plugin.status.value, plugin.reason
+    if spec is not None:
+        status, reason = _status(registry, spec, load=load)
     store = spec if isinstance(spec, StoreSpec) else None
     able = spec.capabilities if isinstance(spec, TransportSpec) and not spec.wraps else None
     return {
-        "name": plugin.name if spec is None else spec.name,
-        "kind": "plugin" if spec is None else spec.kind.value,
+        "name": spec.name if spec else plugin.name,
+        "kind": spec.kind.value if spec else "plugin",
         "plugin": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
@@ -118,7 +114,7 @@ def _row(plugin: PluginInfo, status: str, reason: str, *, spec: Spec | None = No
         "persistent": store and store.persistent,
         "cross_host": store and store.cross_host,
         "devices": store and store.devices,
-        "summary": "" if spec is None else spec.summary,
+        "summary": spec.summary if spec else "",
     }
 
 
@@ -212,11 +208,7 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
         click.echo(printable(title if rows else f"{title}: takes no options"))
         if rows:
             cells = [
-                (
-                    row.name,
-                    row.default,
-                    f"{row.type} ({row.unit}). {row.help}" if row.unit else f"{row.type}. {row.help}",
-                )
+                (row.name, row.default, f"{row.type}{row.unit and f' ({row.unit})'}. {row.help}")
                 for row in rows
             ]
             show_table(("OPTION", "DEFAULT", "TYPE, MEANING"), cells)

@@ -47,26 +47,20 @@ class Program(click.Group):
         return sorted(self._specs(ctx))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        spec = OWN.get(cmd_name) or self._specs(ctx).get(cmd_name)
-        if spec is None:
+        """Import a command. Unless the shell asks, raise an error for an unknown one that lists all."""
+        spec = OWN.get(cmd_name) or (specs := self._specs(ctx)).get(cmd_name)
+        if spec is None and ctx.resilient_parsing:
             return None
+        if spec is None:
+            registry = _registry(ctx)
+            if registry.owners(Kind.COMMAND, cmd_name):
+                registry.get(Kind.COMMAND, cmd_name)  # raises, because two plugins offer it
+            text = registry.about_unknown("no command named", cmd_name, specs, Kind.COMMAND)
+            raise click.UsageError(text, ctx)
         command = spec.load()
         if not isinstance(command, click.Command):
             raise click.ClickException(f"{spec.target} is not a click command")
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command as click does, but list all commands in the error for an unknown one."""
-        name = args[0] if args else ""
-        if name and not name.startswith("-") and name not in OWN and name not in (specs := self._specs(ctx)):
-            registry = _registry(ctx)
-            if registry.owners(Kind.COMMAND, name):
-                registry.get(Kind.COMMAND, name)  # raises, because two plugins offer it
-            text = registry.about_unknown("no command named", name, specs, Kind.COMMAND)
-            raise click.UsageError(text, ctx)
-        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete options, and commands with their summaries, without importing the commands' code."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import Config, ConfigError, Registry, check_config
+from kvplug.assembly.doctor.finding import Examination
 from kvplug.assembly.doctor.stores import of_stores
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.engine import Role
@@ -66,7 +67,8 @@ def test_a_connector_that_hashes_nothing_on_a_device_is_said_not_to_notice_corru
 
 def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
     config = Config(connector="simple", role=Role.PRODUCER, stores=("host",))
-    assert not [*of_stores(ResolvedConfig(config, Registry.from_env()), Deadline.after(10), write=True)]
+    resolved = ResolvedConfig(config, Registry.from_env())
+    assert not [*of_stores(Examination(resolved=resolved, deadline=Deadline.after(10), write=True))]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
+import attrs
+
 from kvplug.assembly.doctor.explanation import explain
-from kvplug.assembly.doctor.facts import FACTS, Facts, token_bytes
-from kvplug.assembly.doctor.finding import Diagnosis, Finding, from_error, note, ok, problem
+from kvplug.assembly.doctor.facts import Facts
+from kvplug.assembly.doctor.finding import Diagnosis, Examination, Finding, from_error, note, ok, problem
 from kvplug.assembly.doctor.host import of_device, of_limits
 from kvplug.assembly.doctor.peer import of_pages, of_peer, of_rate
 from kvplug.assembly.doctor.stores import LATE, of_directory, of_stores
@@ -55,40 +58,36 @@ def diagnose(
             missing facts are assumed to equal the peer's.
         write: put a test page into each store, and remove it.
         timeout_s: limits all waiting for others. Plugin code that does not return is abandoned.
-
-    Raises:
-        ConfigError: ``facts`` has an unknown key.
     """
     facts = facts or {}
-    if unknown := sorted(facts.keys() - set(FACTS)):
-        raise ConfigError(*(f"{key}: not a fact of an engine" for key in unknown), source="the facts")
-    resolved = ResolvedConfig(config, registry)
-    host = facts_of(config)
-    found = Diagnosis(host=host)
+    found = Diagnosis(host=facts_of(config))
     found.collect("config", explain(config, registry))
     if "block_size" in facts and peer is None:
         found.collect("config", of_pages(config, facts["block_size"], facts.get("block_format", "")))
-    is_usable = not found.problems
-    found.collect("host", _of_host(host, config))
+    checks: list[tuple[str, Callable[[Examination], Iterator[Finding]]]] = [("host", _of_host)]
+    if not found.problems:
+        checks += [("stores", of_stores), ("peers", of_directory)]
+        if peer is None:
+            checks += [("peers", _of_peers), ("host", _of_address)]
+    if peer is not None:
+        checks.append(("peer", functools.partial(of_peer, contact=peer)))
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401  (this can take seconds, which the deadline must not include)
-    deadline = Deadline.after(timeout_s)
-    if is_usable:
-        budget = token_bytes(facts)
-        found.collect("stores", of_stores(resolved, deadline, write=write, token_bytes=budget))
-        found.collect("peers", of_directory(resolved, deadline))
-    if peer is not None:
-        with contextlib.suppress(ConfigError):  # a finding of the config
-            resolved.credentials  # noqa: B018
-            found.collect("peer", of_peer(found, resolved, peer, facts, deadline))
-    elif is_usable:
-        found.collect("peers", _of_peers(resolved, facts, deadline))
-        found.collect("host", _of_address(found, resolved, deadline))
+    examination = Examination(
+        resolved=ResolvedConfig(config, registry),
+        facts=facts,
+        deadline=Deadline.after(timeout_s),
+        write=write,
+        found=found,
+    )
+    for topic, check in checks:
+        found.collect(topic, check(examination))
     return found
 
 
-def _of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
+def _of_host(examination: Examination) -> Iterator[Finding]:
     """Check this host's limits and device, and name its interfaces and versions."""
+    facts, config = examination.found.host or HostFacts(), examination.config
     yield from of_limits(facts, config.buffer_size)
     yield from of_device(config.device)
     shown = "; ".join(f"{name} {addresses}" for name, addresses in facts.interfaces.items() if addresses)
@@ -96,15 +95,16 @@ def _of_host(facts: HostFacts, config: Config) -> Iterator[Finding]:
     yield ok("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
 
 
-def _of_peers(resolved: ResolvedConfig, facts: Facts, deadline: Deadline) -> Iterator[Finding]:
+def _of_peers(examination: Examination) -> Iterator[Finding]:
     """Check that each engine from which the config would load answers and agrees."""
-    config = resolved.config
+    config = examination.config
     peers = () if config.role is Role.PRODUCER else config.peer_addresses
     if not config.peers and config.role is Role.CONSUMER:
         peers = (config.control_address(),)
     for peer in peers:
-        examined = of_peer(Diagnosis(), resolved, peer, facts, deadline.within(_PEER_S), measures=False)
-        wrong = [each for each in examined if each.verdict == "problem"]
+        deadline = examination.deadline.within(_PEER_S)
+        examined = attrs.evolve(examination, deadline=deadline, found=Diagnosis())
+        wrong = [each for each in of_peer(examined, peer, measures=False) if each.verdict == "problem"]
         more = f"`kvplug doctor --peer {peer}` examines it"
         yield from wrong or [ok("peers", f"{peer} answers and agrees; {more}")]
 
@@ -112,13 +112,13 @@ def _of_peers(resolved: ResolvedConfig, facts: Facts, deadline: Deadline) -> Ite
 # -- this host's own listener ----------------------------------------------------------------------------
 
 
-def _of_address(found: Diagnosis, resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Finding]:
+def _of_address(examination: Examination) -> Iterator[Finding]:
     """Check that worker 0 can listen at the configured address, by listening there for a moment, and try the
     pipe that peers like this one would use."""
-    config = resolved.config
-    if config.role is Role.CONSUMER:
+    resolved, host = examination.resolved, examination.found.host
+    if examination.config.role is Role.CONSUMER:
         return  # it dials
-    address = config.control_address()
+    address = examination.config.control_address()
     try:
         Listener.open(address, resolved.credentials, CONTROL).close()
         yield ok("host", f"worker 0 can listen at {address}")
@@ -128,13 +128,13 @@ def _of_address(found: Diagnosis, resolved: ResolvedConfig, deadline: Deadline) 
         if in_use.verdict == "problem":
             return
     except (ConfigError, TransportError) as e:
-        has = ", ".join(filter(None, found.host.interfaces.values())) if found.host else ""
+        has = ", ".join(filter(None, host.interfaces.values())) if host else ""
         what = "; ".join(e.faults) if isinstance(e, ConfigError) else str(e)
         why = f"the interfaces of this network namespace have {has or 'no addresses'}"
         yield problem("host", what, why, change=f"host = {_suggested(has)!r}")
         return
     if resolved.device_of_links == "cpu":  # a pipe of a GPU may need two processes
-        yield from _of_own_pipe(found, resolved, deadline)
+        yield from _of_own_pipe(examination)
 
 
 def _in_use(what: str, address: str, resolved: ResolvedConfig) -> Finding:
@@ -158,17 +158,17 @@ def _suggested(addresses: str) -> str:
     return "127.0.0.1"
 
 
-def _of_own_pipe(found: Diagnosis, resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Finding]:
+def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
     """Measure the pipe to a listener in this process."""
-    host = resolved.config.host
+    host = examination.config.host
     address = "unix:" if host.startswith("unix:") else f"[{host}]:0" if ":" in host else f"{host}:0"
-    settings = LinkSettings(resolved=resolved)
+    settings = LinkSettings(resolved=examination.resolved)
     try:
         with ControlPeers(settings, listen=address).serve(_refuse) as server:
             peers = ControlPeers(settings, connect=server.contact)
-            link = peers.connect(0, DOCTOR, deadline.remaining(), retry=False)
+            link = peers.connect(0, DOCTOR, examination.deadline.remaining(), retry=False)
             with contextlib.closing(link):
-                yield from of_rate(found, resolved, link, deadline)
+                yield from of_rate(examination, link)
     except TimeoutError as e:
         yield note(
             "pipe", "no pipe was tried within this host: the doctor ran out of time", str(e), change=LATE

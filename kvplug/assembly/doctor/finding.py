@@ -7,10 +7,14 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from kvplug.assembly.doctor.facts import Facts
 from kvplug.assembly.examination import Measured
 from kvplug.assembly.host import HostFacts
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.config.config import Config
 from kvplug.config.messages import Fault
 from kvplug.errors import ConfigError, KvplugError, Reason, ResourceExhaustedError
+from kvplug.net.deadline import Deadline
 
 LINE_FOR_RESOURCE: Final = {
     "descriptors": "ulimit -n 65536",
@@ -114,3 +118,22 @@ class Diagnosis:
             self.findings += (each for each in faults if (each.topic, each.what) not in known)
         except (KvplugError, OSError) as e:
             self.findings.append(from_error(topic, e, change=topic))
+
+
+@attrs.frozen(kw_only=True)
+class Examination:
+    """What the checks of one examination share. A check is a function of it that yields findings."""
+
+    resolved: ResolvedConfig
+    facts: Facts = attrs.field(factory=dict)
+    """Facts about this side's engine; missing ones are assumed to equal the peer's."""
+    deadline: Deadline
+    """Limits all waiting for others."""
+    write: bool = False
+    """Whether stores are tried with a page."""
+    found: Diagnosis = attrs.field(factory=Diagnosis)
+    """Gets the hosts and the measured rates."""
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config

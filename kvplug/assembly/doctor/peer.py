@@ -10,17 +10,25 @@ from typing import Final
 import attrs
 
 from kvplug.assembly.doctor.facts import FACTS, MODEL_FACTS, Facts, engine_with, read_facts
-from kvplug.assembly.doctor.finding import Diagnosis, Finding, from_error, from_reasons, note, ok, problem
+from kvplug.assembly.doctor.finding import (
+    Examination,
+    Finding,
+    from_error,
+    from_reasons,
+    note,
+    ok,
+    problem,
+)
 from kvplug.assembly.doctor.host import of_limits, of_two_hosts
 from kvplug.assembly.examination import Measured, Report, connector_options, measure
 from kvplug.assembly.host import facts_of, secret_source
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
-from kvplug.assembly.registry import PluginStatus
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.config.config import Config, Role
 from kvplug.engine.layout import PAGE_TOKENS
 from kvplug.errors import (
+    ConfigError,
     HandshakeError,
     InsecureAddressError,
     KvplugError,
@@ -32,7 +40,6 @@ from kvplug.negotiation.agreement import Agreement, agree
 from kvplug.negotiation.exchange import exchange, hello_in
 from kvplug.negotiation.hello import DOCTOR, EngineFacts, Hello
 from kvplug.negotiation.model import UNKNOWN_WEIGHTS
-from kvplug.net.deadline import Deadline
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 
@@ -50,40 +57,28 @@ _SLOW: Final = 10.0
 _FAR_TOO_SLOW: Final = 50.0
 
 
-def of_peer(
-    found: Diagnosis,
-    resolved: ResolvedConfig,
-    contact: str,
-    facts: Facts,
-    deadline: Deadline,
-    *,
-    measures: bool = True,
-) -> Iterator[Finding]:
+def of_peer(examination: Examination, contact: str, *, measures: bool = True) -> Iterator[Finding]:
     """Examine the peer at this contact: dial, shake hands, ask, measure, and hang up.
 
-    Args:
-        found: gets the peer's host and the measured rate.
-        facts: facts about this side's engine; missing ones are assumed to equal the peer's.
-        measures: whether the pipe is opened and measured.
+    ``measures``: whether the pipe is opened and measured.
     """
+    resolved, deadline = examination.resolved, examination.deadline
     try:
-        connection = Connection.dial(contact, resolved.credentials, CONTROL, deadline.remaining())
+        credentials = resolved.credentials
+    except ConfigError:
+        return  # a finding of the config
+    try:
+        connection = Connection.dial(contact, credentials, CONTROL, deadline.remaining())
         with contextlib.closing(Channel(connection)) as channel:
-            yield from _examined(found, resolved, channel, facts, deadline, measures)
+            yield from _examined(examination, channel, measures)
             with contextlib.suppress(KvplugError):
                 channel.send({"doctor": "bye"}, timeout=0.1)
     except KvplugError as e:
         yield _unreachable(e, contact, resolved.config)
 
 
-def _examined(
-    found: Diagnosis,
-    resolved: ResolvedConfig,
-    channel: Channel,
-    facts: Facts,
-    deadline: Deadline,
-    measures: bool,
-) -> Iterator[Finding]:
+def _examined(examination: Examination, channel: Channel, measures: bool) -> Iterator[Finding]:
+    resolved, deadline, facts = examination.resolved, examination.deadline, examination.facts
     config = resolved.config
     received = channel.recv(timeout=deadline.remaining())
     remote = hello_in(received)
@@ -118,7 +113,7 @@ def _examined(
         what = f"the peer does not report its host: {reason}"
         yield note("peer", what, "its limits are unknown, and no pipe is measured", change=change)
         return
-    found.peer_host = report.host
+    examination.found.peer_host = report.host
     for each in of_limits(report.host, report.buffer_size):
         yield attrs.evolve(each, at="peer")
     if report.missing:
@@ -129,7 +124,7 @@ def _examined(
     yield from _connectors(config, report, theirs)
     if measures and agreement is not None:
         link = ControlLink(LinkSettings(resolved=resolved), channel, agreement, accepted=False)
-        yield from of_rate(found, resolved, link, deadline)
+        yield from of_rate(examination, link)
 
 
 def _differing(hellos: tuple[Hello, Hello], facts: tuple[Facts, Facts]) -> tuple[str, ...]:
@@ -148,16 +143,14 @@ def _differing(hellos: tuple[Hello, Hello], facts: tuple[Facts, Facts]) -> tuple
 
 
 def _refusals(resolved: ResolvedConfig, reasons: tuple[str, ...], who: str) -> Iterator[Finding]:
-    """Yield the problems. If no transport fits, also name plugins that are not loaded and may have one."""
-    failed = resolved.registry.failed
-    blocked = any(each.status is PluginStatus.BLOCKED for each in failed)
+    """Yield the problems. If no transport fits, a plugin that is not loaded may have one."""
     for each in from_reasons(reasons, who):
-        if each.topic != "transport" or not failed:
-            yield each
-            continue
-        more = "take it out of KVPLUG_DISABLE_PLUGINS" if blocked else "`kvplug list` shows what is broken"
-        yield attrs.evolve(each, change=f"{each.change}; or {more}")
-        yield from (note("plugins", f"{plugin.label}: {plugin.reason}", change=more) for plugin in failed)
+        if each.topic == "transport" and resolved.registry.failed:
+            more = (
+                "or a plugin: take it out of KVPLUG_DISABLE_PLUGINS, or see why it is broken in `kvplug list`"
+            )
+            each = attrs.evolve(each, change=f"{each.change}; {more}")
+        yield each
 
 
 def _compared(facts: Collection[str]) -> Finding:
@@ -246,11 +239,9 @@ def _connectors(config: Config, report: Report, theirs: EngineFacts | None) -> I
 # -- the rate of the pipe --------------------------------------------------------------------------------
 
 
-def of_rate(
-    found: Diagnosis, resolved: ResolvedConfig, link: ControlLink, deadline: Deadline
-) -> Iterator[Finding]:
+def of_rate(examination: Examination, link: ControlLink) -> Iterator[Finding]:
     """Measure the agreed pipe, and compare its rate with the claim of its transport."""
-    agreement = link.agreement
+    resolved, agreement = examination.resolved, link.agreement
     device = resolved.device_of_links if resolved.device_of_links in agreement.transports else "cpu"
     if device not in agreement.transports:
         return
@@ -258,7 +249,7 @@ def of_rate(
     offers = (*resolved.offers(load=False), *agreement.remote.transports)
     claimed = min(offer.capabilities.cost.gb_per_s for offer in offers if offer.name == chosen)
     try:
-        measured = measure(link, device, claimed, deadline)
+        measured = measure(link, device, claimed, examination.deadline)
     except Exception as e:
         is_late = isinstance(e, TimeoutError)
         what = "no message came in time" if is_late else "the agreed pipe cannot be opened or used"
@@ -272,7 +263,7 @@ def of_rate(
     if isinstance(measured, str):
         yield ok("rate", f"{chosen}: not measured, since {measured}")
     else:
-        found.measured.append(measured)
+        examination.found.measured.append(measured)
         yield rate_finding(measured, agreement.cross_host)
 
 

@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 
 import attrs
 
-from kvplug.assembly.doctor.finding import Finding, from_fault, note, ok, problem, text_of
+from kvplug.assembly.doctor.facts import token_bytes
+from kvplug.assembly.doctor.finding import Examination, Finding, from_fault, note, ok, problem, text_of
 from kvplug.assembly.doctor.host import MIB
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig
@@ -21,7 +22,6 @@ from kvplug.config.config import Role, directory_of
 from kvplug.config.units import bytes_in_words
 from kvplug.engine.page_cache import FlatPage, PageCache
 from kvplug.errors import AuthenticationError, ConfigError, KvplugError, TimeoutError, TransportError
-from kvplug.net.deadline import Deadline
 from kvplug.net.threads import BackgroundThread
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.page_folder import check_private
@@ -69,13 +69,13 @@ def _attempt(call: Callable[[], T], seconds: float, stop: Callable[[], object] =
     return future.result()
 
 
-def of_directory(resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Finding]:
+def of_directory(examination: Examination) -> Iterator[Finding]:
     """Check that the directory of engines in ``peers`` answers."""
-    url = resolved.config.directory
+    resolved, url = examination.resolved, examination.config.directory
     if url is None:
         return
     name = directory_of(url) or ""
-    seconds = deadline.within(_MOST_S).remaining() or _LEAST_S
+    seconds = examination.deadline.within(_MOST_S).remaining() or _LEAST_S
 
     def entries() -> int:
         spec = resolved.registry.get(Kind.DIRECTORY, name)
@@ -99,23 +99,16 @@ def of_directory(resolved: ResolvedConfig, deadline: Deadline) -> Iterator[Findi
         yield ok("peers", f"the directory {name!r} answers; announced workers: {count}")
 
 
-def of_stores(
-    resolved: ResolvedConfig, deadline: Deadline, *, write: bool, token_bytes: int | None = None
-) -> Iterator[Finding]:
-    """Open each store that an engine with this config opens, and request a page that does not exist.
-
-    Args:
-        write: also put a test page, get it and remove it.
-        token_bytes: the bytes of one token's KV, to compare the budget with a prompt.
-    """
-    config = resolved.config
+def of_stores(examination: Examination) -> Iterator[Finding]:
+    """Open each store that an engine with this config opens, and request a page that does not exist."""
+    config, resolved = examination.config, examination.resolved
     if not resolved.uses_stores or (config.role is Role.CONSUMER and not config.sources.get("stores")):
         return
     for name in config.stores:
         spec = resolved.registry.find(Kind.STORE, name)
         if spec is None or not spec.run_probe().viable:
             continue  # a finding of the config
-        trial = _Trial(resolved=resolved, spec=spec, deadline=deadline, write=write, token_bytes=token_bytes)
+        trial = _Trial(examination=examination, resolved=resolved, spec=spec)
         path = os.path.expanduser(getattr(trial.options, "path", None) or "")
         if path and not os.path.isfile(path):
             yield from _in_its_folder(trial, Path(path).absolute())
@@ -174,11 +167,10 @@ def _of_room(trial: _Trial, at: Path) -> Finding:
 class _Trial:
     """The trial of one store, which is opened and used."""
 
+    examination: Examination
     resolved: ResolvedConfig
+    """As in the examination, but for the path of the store."""
     spec: StoreSpec
-    deadline: Deadline
-    write: bool
-    token_bytes: int | None
 
     @property
     def options(self) -> Any:
@@ -192,7 +184,7 @@ class _Trial:
         return attrs.evolve(self, resolved=resolved)
 
     def run(self) -> Iterator[Finding]:
-        name, seconds = self.spec.name, self.deadline.within(_MOST_S).remaining() or 0.0
+        name, seconds = self.spec.name, self.examination.deadline.within(_MOST_S).remaining() or 0.0
         if seconds < _LEAST_S:
             what = f"{name}: it was not tried: the doctor ran out of time"
             yield note("stores", what, "earlier stores, or a busy host, used up the time", change=LATE)
@@ -219,11 +211,15 @@ class _Trial:
             what = f"{name}: the store does not work"
             yield problem("stores", what, *why, consequence, change=self._change_for(e))
             return
-        budget, tried = usage.budget_bytes, "; a page was put, got and removed" if self.write else ""
+        budget, tried = (
+            usage.budget_bytes,
+            "; a page was put, got and removed" if self.examination.write else "",
+        )
         limit = "no limit of its own" if budget is None else bytes_in_words(budget)
         yield ok("stores", f"{name}: it answers; {usage.num_pages} pages, budget {limit}{tried}")
-        if budget is not None and self.token_bytes is not None:
-            yield _beside_a_prompt(name, budget, _PROMPT_TOKENS * self.token_bytes)
+        nbytes = token_bytes(self.examination.facts)
+        if budget is not None and nbytes is not None:
+            yield _beside_a_prompt(name, budget, _PROMPT_TOKENS * nbytes)
 
     def _use(self, cache: PageCache, seconds: float) -> None:
         """Request an absent page, and with ``write`` put, get and remove one.
@@ -237,7 +233,7 @@ class _Trial:
         (miss,) = cache.get(request).wait(seconds)
         if miss not in (None, MissReason.ABSENT):
             raise TransportError(f"a page was requested, and the answer was {miss.value!r}")
-        if not self.write:
+        if not self.examination.write:
             return
         (refused,) = cache.put([FlatPage(key=key, view=memoryview(put))]).wait(seconds)
         try:
