@@ -74,18 +74,12 @@ def stats(contact: str, config: Config, as_json: bool) -> None:
     The output has pages, bytes, the budget, and how many programs use the store. CONTACT is the first line of
     the output of `kvplug store serve`, or its address. Exit code 1: no store answers there.
     """
-    found = store_stats(config, contact)
+    found = attrs.asdict(store_stats(config, contact))
     if as_json:
-        show_json(attrs.asdict(found))
+        show_json(found)
         return
-    budget, share = "no limit of its own", ""
-    if found.budget_bytes:
-        budget = format_value(found.budget_bytes, "bytes")
-        share = f" ({found.used_bytes / found.budget_bytes:.1%})"
     rows = [
-        ("pages", f"{found.num_pages:,}"),
-        ("bytes", f"{format_value(found.used_bytes, 'bytes')}{share}"),
-        ("budget", budget),
-        ("programs that use it", str(found.num_clients)),
+        (key.replace("_", " "), format_value(value, "bytes" if key.endswith("bytes") else ""))
+        for key, value in found.items()
     ]
-    show_table(("STORE", found.name), rows)
+    show_table(("STORE", found["name"]), rows)

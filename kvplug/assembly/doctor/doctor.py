@@ -16,7 +16,7 @@ from kvplug.assembly.doctor.finding import Diagnosis, Examination, Finding, from
 from kvplug.assembly.doctor.host import of_device, of_limits
 from kvplug.assembly.doctor.peer import of_pages, of_peer, of_rate
 from kvplug.assembly.doctor.stores import LATE, of_directory, of_stores
-from kvplug.assembly.host import HostFacts, facts_of
+from kvplug.assembly.host import facts_of
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL, ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
@@ -60,7 +60,8 @@ def diagnose(
         timeout_s: limits all waiting for others. Plugin code that does not return is abandoned.
     """
     facts = facts or {}
-    found = Diagnosis(host=facts_of(config))
+    host = facts_of(config)
+    found = Diagnosis(host=host)
     found.collect("config", explain(config, registry))
     if "block_size" in facts and peer is None:
         found.collect("config", of_pages(config, facts["block_size"], facts.get("block_format", "")))
@@ -68,13 +69,14 @@ def diagnose(
     if not found.problems:
         checks += [("stores", of_stores), ("peers", of_directory)]
         if peer is None:
-            checks += [("peers", _of_peers), ("host", _of_address)]
+            checks += [("peers", _of_peers), ("host", _of_address), ("pipe", _of_own_pipe)]
     if peer is not None:
         checks.append(("peer", functools.partial(of_peer, contact=peer)))
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401  (this can take seconds, which the deadline must not include)
     examination = Examination(
         resolved=ResolvedConfig(config, registry),
+        host=host,
         facts=facts,
         deadline=Deadline.after(timeout_s),
         write=write,
@@ -87,7 +89,7 @@ def diagnose(
 
 def _of_host(examination: Examination) -> Iterator[Finding]:
     """Check this host's limits and device, and name its interfaces and versions."""
-    facts, config = examination.found.host or HostFacts(), examination.config
+    facts, config = examination.host, examination.config
     yield from of_limits(facts, config.buffer_size)
     yield from of_device(config.device)
     shown = "; ".join(f"{name} {addresses}" for name, addresses in facts.interfaces.items() if addresses)
@@ -113,28 +115,22 @@ def _of_peers(examination: Examination) -> Iterator[Finding]:
 
 
 def _of_address(examination: Examination) -> Iterator[Finding]:
-    """Check that worker 0 can listen at the configured address, by listening there for a moment, and try the
-    pipe that peers like this one would use."""
-    resolved, host = examination.resolved, examination.found.host
+    """Check that worker 0 can listen at the configured address, by listening there for a moment."""
+    resolved = examination.resolved
     if examination.config.role is Role.CONSUMER:
         return  # it dials
     address = examination.config.control_address()
     try:
         Listener.open(address, resolved.credentials, CONTROL).close()
-        yield ok("host", f"worker 0 can listen at {address}")
     except AddressInUseError as e:
-        in_use = _in_use(str(e), address, resolved)
-        yield in_use
-        if in_use.verdict == "problem":
-            return
+        yield _in_use(str(e), address, resolved)
     except (ConfigError, TransportError) as e:
-        has = ", ".join(filter(None, host.interfaces.values())) if host else ""
+        has = ", ".join(filter(None, examination.host.interfaces.values()))
         what = "; ".join(e.faults) if isinstance(e, ConfigError) else str(e)
         why = f"the interfaces of this network namespace have {has or 'no addresses'}"
         yield problem("host", what, why, change=f"host = {_suggested(has)!r}")
-        return
-    if resolved.device_of_links == "cpu":  # a pipe of a GPU may need two processes
-        yield from _of_own_pipe(examination)
+    else:
+        yield ok("host", f"worker 0 can listen at {address}")
 
 
 def _in_use(what: str, address: str, resolved: ResolvedConfig) -> Finding:
@@ -159,8 +155,13 @@ def _suggested(addresses: str) -> str:
 
 
 def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
-    """Measure the pipe to a listener in this process."""
-    host = examination.config.host
+    """Measure the pipe that a peer like this one would use, to a listener in this process. A pipe for a GPU
+    may need two processes."""
+    host, findings = examination.config.host, examination.found.findings
+    is_here = host.startswith("unix:") or examination.config.role is not Role.CONSUMER
+    is_wrong = any(each.topic == "host" and each.verdict == "problem" for each in findings)
+    if not is_here or is_wrong or examination.resolved.device_of_links != "cpu":
+        return
     address = "unix:" if host.startswith("unix:") else f"[{host}]:0" if ":" in host else f"{host}:0"
     settings = LinkSettings(resolved=examination.resolved)
     try:
@@ -170,18 +171,14 @@ def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
             with contextlib.closing(link):
                 yield from of_rate(examination, link)
     except TimeoutError as e:
-        yield note(
-            "pipe", "no pipe was tried within this host: the doctor ran out of time", str(e), change=LATE
-        )
+        yield note("pipe", "no pipe was tried here: the doctor ran out of time", str(e), change=LATE)
     except KvplugError as e:
         yield from_error("pipe", e, 'transport = "auto"', "no pipe within this host: ")
 
 
-def serve_doctors(
-    config: Config, registry: Registry, address: str | None = None, facts: Facts | None = None
-) -> LinkServer[ControlLink]:
-    """Answer doctors at an address where no engine is running, until the server is closed. The other doctor
-    takes the server's ``contact`` as ``--peer``.
+def serve_doctors(config: Config, registry: Registry, facts: Facts | None = None) -> LinkServer[ControlLink]:
+    """Answer doctors at the config's address, where no engine is running, until the server is closed. The
+    other doctor takes the server's ``contact`` as ``--peer``.
 
     Raises:
         ConfigError: the config has faults.
@@ -190,7 +187,7 @@ def serve_doctors(
     resolved = ResolvedConfig(config, registry)
     resolved.check()
     settings = LinkSettings(resolved=resolved, engine_facts=facts or {})
-    return ControlPeers(settings, listen=address).serve(_refuse)
+    return ControlPeers(settings).serve(_refuse)
 
 
 def _refuse(link: ControlLink, _: Deadline) -> ControlLink:

@@ -125,6 +125,7 @@ class Examination:
     """What the checks of one examination share. A check is a function of it that yields findings."""
 
     resolved: ResolvedConfig
+    host: HostFacts = attrs.field(factory=HostFacts)
     facts: Facts = attrs.field(factory=dict)
     """Facts about this side's engine; missing ones are assumed to equal the peer's."""
     deadline: Deadline

@@ -21,7 +21,7 @@ from kvplug.assembly.doctor.finding import (
 )
 from kvplug.assembly.doctor.host import of_limits, of_two_hosts
 from kvplug.assembly.examination import Measured, Report, connector_options, measure
-from kvplug.assembly.host import facts_of, secret_source
+from kvplug.assembly.host import secret_source
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
@@ -120,7 +120,7 @@ def _examined(examination: Examination, channel: Channel, measures: bool) -> Ite
         what = f"{len(report.missing)} are not loaded, so what they offer is missing"
         missing = note("plugins", what, *report.missing, change="kvplug list    (there; it shows why)")
         yield attrs.evolve(missing, at="peer")
-    yield from of_two_hosts(facts_of(config), report.host)
+    yield from of_two_hosts(examination.host, report.host)
     yield from _connectors(config, report, theirs)
     if measures and agreement is not None:
         link = ControlLink(LinkSettings(resolved=resolved), channel, agreement, accepted=False)
