@@ -15,6 +15,7 @@ from torch.cuda import _sleep as spin
 from kvplug.assembly import stores
 from kvplug.engine import RequestEnd
 from kvplug.transport import DeviceMark
+from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug_testing import peers, simulated
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of
@@ -34,6 +35,19 @@ from lookup_engines import (
 pytestmark = pytest.mark.timeout(60)
 
 LATE = CallOrder(loads_after_forward=True)
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Whether copies of pages to the device were queued."""
+    event, queue = threading.Event(), transfers.queue_scatter
+
+    def queue_and_note(*given: Any) -> None:
+        queue(*given)
+        event.set()
+
+    monkeypatch.setattr(transfers, "queue_scatter", queue_and_note)
+    return event
 
 
 @pytest.fixture
@@ -61,9 +75,12 @@ def test_a_load_waits_for_what_its_blocks_are_still_needed_for_and_the_engine_do
     assert decode.is_right(prompt.token_ids, blocks, 96)
 
 
-def test_blocks_of_a_load_that_is_given_up_are_not_written_once_the_engine_may_use_them(loading: Any) -> None:
+def test_blocks_of_a_load_that_is_given_up_are_not_written_once_the_engine_may_use_them(
+    queued: threading.Event, loading: Any
+) -> None:
     decode, _, blocks, stall = loading
-    until(lambda: decode.worker.progressed_at("peer"), what="pages on their way to the device")
+    until(queued.is_set, what="pages on their way to the device")
+    assert decode.worker.progressed_at("peer")
     planned = decode.plan([], preempted=frozenset({"a"}))
     giving_up = Call(lambda: decode.execute(planned))
     time.sleep(0.1)
