@@ -122,6 +122,7 @@ class PageCopy:
                 0 if generations is None else _at(generations.expected),
             ],
         )
+        self._task_at = _at(self._task)
 
     def use(
         self,
@@ -242,15 +243,7 @@ class PageCopy:
         faults = ctypes.create_string_buffer(len(pages))
         is_small = len(pages) == 1 and len(layers) < self._locked_layers
         move = self._library.move_locked if is_small else self._library.move
-        is_faulty = move(
-            _at(self._task),
-            what,
-            pages.start,
-            len(pages),
-            layers.start,
-            len(layers),
-            ctypes.addressof(faults),
-        )
+        is_faulty = move(self._task_at, what, pages.start, len(pages), layers.start, len(layers), faults)
         return faults.raw if is_faulty else None
 
 

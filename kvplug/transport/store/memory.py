@@ -7,6 +7,7 @@ import functools
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import attrs
 
@@ -14,6 +15,8 @@ from kvplug.errors import LayoutError
 from kvplug.net.wire.copying import address_of
 from kvplug.transport.block_views import struct_part
 from kvplug.transport.store.format import PageFormat, pieces_format
+
+_NOTHING: Final = nullcontext()
 
 
 @attrs.frozen(eq=False)
@@ -121,7 +124,7 @@ class PageMemory(abc.ABC):
     def hold(self, pages: range) -> AbstractContextManager[object]:
         """Return a context in which these pages are copied. The memory must not go away in it. A subclass may
         wait in it for its memory, or raise an error if the memory is gone."""
-        return nullcontext()
+        return _NOTHING
 
     def rows(self) -> PageRows | None:
         """Return the pages themselves if their bytes lie in rows, else ``None``."""
