@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import functools
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -300,14 +299,14 @@ class KVLayout:
                 are too few blocks; an ``out`` does not fit; the range includes part of a block that can only
                 be moved whole (``block_format``). Nothing was copied.
         """
-        self.check_range(start, end)
-        key_view, value_view = self.views(cache)
-        index = _block_index(block_ids, self.block_size, key_view.shape[0], start, end)
-        if value_view is None and out_value is not None:
-            raise LayoutError(f"layout {self.axes!r} has no values, but memory for values was given")
-        key = _memory("out_key", out_key, key_view, end - start)
-        value = None if value_view is None else _memory("out_value", out_value, value_view, end - start)
-        _copy(index, start, ((key_view, key), (value_view, value)), into_cache=False)
+        views = self.views(cache)
+        given = [out_key, out_value]
+        for at, view in enumerate(views):
+            if given[at] is None and view is not None:
+                given[at] = view.new_empty((max(0, end - start), *view.shape[2:]))
+        self._copy(views, block_ids, start, end, given, into_cache=False)
+        key, value = given
+        assert key is not None
         return key, value
 
     def scatter(
@@ -327,19 +326,49 @@ class KVLayout:
         Raises:
             LayoutError: as for :meth:`gather`. Nothing was copied.
         """
-        key_view, value_view = self.views(cache)
-        if (value is None) != (value_view is None):
-            given = "none were given" if value is None else "some were given"
+        end = start + (key.shape[0] if key.dim() else 0)
+        self._copy(self.views(cache), block_ids, start, end, (key, value), into_cache=True)
+
+    def _copy(
+        self,
+        views: Sequence[Tensor | None],
+        block_ids: Sequence[int],
+        start: int,
+        end: int,
+        tokens: Sequence[Tensor | None],
+        *,
+        into_cache: bool,
+    ) -> None:
+        """Check everything, then copy keys and values between their views of the cache and ``tokens``."""
+        if not 0 <= start <= end:
+            raise LayoutError(f"tokens {start} to {end} are not a range")
+        self.check_range(start, end)
+        size, pairs = self.block_size, []
+        if end > len(block_ids) * size:
             raise LayoutError(
-                f"layout {self.axes!r} has {'no ' if value_view is None else ''}values; {given}"
+                f"tokens {start} to {end} do not fit {len(block_ids)} blocks of {size}, which hold"
+                f" {len(block_ids) * size}"
             )
-        num_tokens = key.shape[0] if key.dim() else 0
-        self.check_range(start, start + num_tokens)
-        index = _block_index(block_ids, self.block_size, key_view.shape[0], start, start + num_tokens)
-        _memory("key", key, key_view, num_tokens)
-        if value is not None and value_view is not None:
-            _memory("value", value, value_view, num_tokens)
-        _copy(index, start, ((key_view, key), (value_view, value)), into_cache=True)
+        for name, view, given in zip(("key", "value"), views, tokens, strict=True):
+            if view is not None and given is not None:
+                pairs.append((view, given))
+                wanted = (end - start, *view.shape[2:])
+                if tuple(given.shape) != wanted:
+                    raise LayoutError(f"{name}: expected the shape {list(wanted)}, got {list(given.shape)}")
+                if given.dtype != view.dtype or given.device != view.device:
+                    raise LayoutError(
+                        f"{name}: expected {view.dtype} on {view.device}, as the cache has, got {given.dtype}"
+                        f" on {given.device}"
+                    )
+            elif view is not None or given is not None:
+                has = "no values, but some" if view is None else "values, but none"
+                raise LayoutError(f"layout {self.axes!r} has {has} were given")
+        table = block_table(block_ids[start // size : -(-end // size)], pairs[0][0].shape[0])
+        check_distinct(table)
+        if start < end:
+            for view, given in pairs:
+                ids = ids_on(table, view.device)
+                copy_tokens(view, table, ids, start, given, into_cache=into_cache)
 
     # -- pages ---------------------------------------------------------------------------------
 
@@ -403,52 +432,3 @@ def _is_size(given: object) -> bool:
 
 def _size_of(dimension: str, sizes: Mapping[str, int]) -> int:
     return 2 * sizes["D"] if dimension == "KD" else sizes[dimension]
-
-
-def _block_index(
-    block_ids: Sequence[int], block_size: int, num_blocks: int, start: int, end: int
-) -> array[int] | None:
-    """Check and return the ids of the blocks that hold the range, or ``None`` if the range is empty."""
-    if not 0 <= start <= end:
-        raise LayoutError(f"tokens {start} to {end} are not a range")
-    if end > len(block_ids) * block_size:
-        raise LayoutError(
-            f"tokens {start} to {end} do not fit {len(block_ids)} blocks of {block_size}, which hold"
-            f" {len(block_ids) * block_size}"
-        )
-    if start == end:
-        return None
-    index = block_table(block_ids[start // block_size : -(-end // block_size)], num_blocks)
-    check_distinct(index)
-    return index
-
-
-def _copy(
-    index: array[int] | None,
-    start: int,
-    parts: Sequence[tuple[Tensor | None, Tensor | None]],
-    *,
-    into_cache: bool,
-) -> None:
-    """Copy each part that exists between its view of the cache and its tokens."""
-    if index is None:
-        return
-    for view, tokens in parts:
-        if view is not None and tokens is not None:
-            ids = ids_on(index, view.device)
-            copy_tokens(view, index, ids, start, tokens, into_cache=into_cache)
-
-
-def _memory(name: str, given: Tensor | None, view: Tensor, num_tokens: int) -> Tensor:
-    """Check and return the given tensor for the tokens' keys or values, or return a new one."""
-    wanted = (num_tokens, view.shape[2], view.shape[3])
-    if given is None:
-        return view.new_empty(wanted)
-    if tuple(given.shape) != wanted:
-        raise LayoutError(f"{name}: expected the shape {list(wanted)}, got {list(given.shape)}")
-    if given.dtype != view.dtype or given.device != view.device:
-        raise LayoutError(
-            f"{name}: expected {view.dtype} on {view.device}, as the cache has, got {given.dtype} on"
-            f" {given.device}"
-        )
-    return given

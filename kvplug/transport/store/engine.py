@@ -376,6 +376,10 @@ class JobTask(JobEngine.Steps):
         except Exception:
             _log.exception("%r failed: a fault of kvplug", self.job)
             reason = MissReason.OTHER
+        self.step_ended(reason)
+
+    def step_ended(self, reason: MissReason | None) -> None:
+        """Note that a step has ended, with the reason why the job fails with it, if it does."""
         with self.lock:
             self._ended += 1
             is_finished = self.is_finished()

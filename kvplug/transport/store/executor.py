@@ -267,26 +267,26 @@ class RemoveTask(KeysTask):
             store, job, lambda: [calls.clear()] if keys is None else calls.remove(keys), is_urgent=True
         )
         self._keys = None if keys is None else frozenset(keys)
-        self._num_under_way = 0
 
     def concerns(self, key: bytes) -> bool:
         return self._keys is None or key in self._keys
 
-    def is_finished(self) -> bool:
-        return super().is_finished() and not self._num_under_way
+    def has_steps(self) -> bool:
+        return not self.is_over and not self._begun  # the others are undone writes
 
-    def await_undoing(self) -> None:
-        """Note that a write of one of the pages is under way, and will be undone."""
+    def await_write(self) -> None:
+        """Note that a write of one of the pages is under way, which :meth:`undo` follows."""
         with self.lock:
-            self._num_under_way += 1
+            self._num_steps = (self._num_steps or 0) + 1
 
-    def undone(self, reason: MissReason | None) -> None:
-        """Note that such a write has ended. ``reason``: why its page may not have been removed."""
-        with self.lock:
-            self._num_under_way -= 1
-            is_finished = self.is_finished()
-        if reason is not None or is_finished:
-            self.end(reason)
+    def undo(self, key: bytes) -> None:
+        """Remove a page whose write was under way. Such a step belongs to the put's thread."""
+        try:
+            is_removed = self.store.calls.remove((key,))[0]
+        except Exception as e:
+            _log.debug("a page that was removed while it was written may still be there: %s", e)
+            is_removed = False
+        self.step_ended(None if is_removed else MissReason.STORE_GONE)
 
     def final(self, reason: MissReason | None) -> list[bool]:
         return [reason is None and each is True for each in self.results]
@@ -388,7 +388,8 @@ class PutTask(PageTask):
                 removals = self._writing.pop(step)
                 if removals or result is not JobTask.UNKNOWN:
                     self.note(step, PutReason.CANCELLED if removals else result)
-            self._undo(pages.keys[step], removals)
+            for removal in removals:
+                removal.undo(pages.keys[step])
 
     def _written(self, key: bytes, page: Sequence[memoryview]) -> PutReason | None:
         try:
@@ -401,18 +402,6 @@ class PutTask(PageTask):
             _log.debug("a page is not kept: %s", e)
             return PutReason.of(e.reason)
 
-    def _undo(self, key: bytes, removals: Sequence[RemoveTask]) -> None:
-        """Remove a page that was removed while it was being written."""
-        if not removals:
-            return
-        reason: MissReason | None = MissReason.STORE_GONE
-        try:
-            if self._calls.remove((key,))[0]:
-                reason = None
-        finally:
-            for removal in removals:
-                removal.undone(reason)
-
     def forget(self, removal: RemoveTask) -> None:
         """Skip the pages of a removal that are not written yet, and have those being written undone."""
         with self.lock:
@@ -421,7 +410,7 @@ class PutTask(PageTask):
                     continue
                 if step in self._writing:
                     self._writing[step].append(removal)
-                    removal.await_undoing()
+                    removal.await_write()
                 elif self.results[step] is JobTask.UNKNOWN:
                     self._forgotten.add(step)
 
