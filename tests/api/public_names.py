@@ -54,7 +54,7 @@ PROTECTED = (
     *("_is_in_use", "_synchronize", "_taken", "_wait"),
     *("_forget", "_free", "_is_unused", "_look", "_moves_in_place", "_next_offer", "_on_value", "_place_of"),
     *("_poll", "_prepare", "_read_place", "_revoke", "_start", "_step", "_survives", "_take", "_taken_back"),
-    *("_tell",),
+    *("_copying", "_tell"),
 )
 """Private methods with a body that subclasses of abstract classes override or call, beside abstract ones."""
 ABSTRACT = "abstract method"

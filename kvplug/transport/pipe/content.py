@@ -153,6 +153,15 @@ def spans_of(tensors: Iterable[Tensor]) -> list[Span]:
     return [(each.data_ptr(), each.numel() * each.element_size()) for each in tensors]
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor on any device as its bytes."""
+    import torch
+
+    return tensor.as_strided((tensor.numel(),), (1,)).view(
+        torch.uint8
+    )  # its axes of size 1 may have any stride
+
+
 def cut(spans: Sequence[tuple[int, ...]], start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
     """Yield (index of the span, address, length) of the ``nbytes`` bytes that follow the first ``start``.
 

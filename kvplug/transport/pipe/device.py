@@ -167,7 +167,9 @@ class TensorDevice:
         if tensor.device.type != "cpu":
             import torch
 
-            tensor.record_stream(torch.get_device_module(self.torch).current_stream(self.torch))
+            stream = torch.get_device_module(self.torch).current_stream(self.torch)
+            if isinstance(stream, torch.Stream):  # else a simulated one, whose memory no stream owns
+                tensor.record_stream(stream)
 
     def is_capturing(self) -> bool:
         """Whether work that this thread queues becomes part of a CUDA graph instead of running now."""

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 import attrs
 
 from kvplug.errors import (
+    BusyError,
     ClosedError,
     KvplugError,
     PeerGoneError,
@@ -47,7 +48,7 @@ from kvplug.net.threads import BackgroundThread
 from kvplug.net.wire.messages import read_prefix
 from kvplug.net.wire.tensors import TensorMeta
 from kvplug.transport.pipe.blocks import Blocks
-from kvplug.transport.pipe.content import Content, Target, cut, spans_of
+from kvplug.transport.pipe.content import Content, Target, bytes_of, cut, spans_of
 from kvplug.transport.pipe.device import Mark, TensorDevice
 from kvplug.transport.pipe.join import PipeJoin
 from kvplug.transport.pipe.partial import PartialMessage
@@ -236,6 +237,11 @@ class _ComingOffers:
             self._incomplete = min(self._incomplete, len(self._offers))
             self._changed.notify_all()
 
+    def wait(self, deadline: Deadline) -> None:
+        """Wait for a change: an offer came or was taken, or the pipe ends."""
+        with self._lock:
+            self._changed.wait(deadline.remaining())
+
     def wait_until_taken(self, deadline: Deadline) -> None:
         """Wait until nothing is left to take, or :meth:`stop`."""
         with self._lock:
@@ -270,6 +276,7 @@ class OfferPipe(DuplexPipe):
     """Bytes of a message that this end offers."""
     SentMessage: TypeAlias = SentMessage
     """A message that this end sends."""
+    bytes_of = staticmethod(bytes_of)
     spans_of = staticmethod(spans_of)
     cut = staticmethod(cut)
 
@@ -581,12 +588,12 @@ class OfferPipe(DuplexPipe):
             is_in_place = False
             if not message.is_complete:
                 self._coming.check()
-                self._incoming = message
                 if not message.nbytes:
                     if message.meta is not None and target.is_new:
                         message.own = self._new_tensor(message.meta)
                     self._take()
                 else:
+                    self._incoming = message
                     is_in_place = self._fill(message, target, deadline)
             value = target.value(None if is_in_place else message.own)
             self._incoming = None
@@ -634,20 +641,24 @@ class OfferPipe(DuplexPipe):
 
     def _keep(self, message: ComingMessage, memory: list[Tensor]) -> None:
         """Copy what has arrived out of the caller's memory, which belongs to the caller again after this."""
-        import torch
-
         own = message.allocate_own(self._new_tensor, self._fail)
-        flat, at = own.reshape(-1).view(torch.uint8), 0
-        with self._stream.current():
+        flat, at = bytes_of(own), 0
+        with self._copying(own, *memory):
             for each in memory:
-                part = each.reshape(-1).view(torch.uint8)[: message.got - at]
+                part = bytes_of(each)[: message.got - at]
                 flat[at : at + len(part)].copy_(part, non_blocking=True)
                 at += len(part)
-            copied = self._device.now(own.device)
-        if copied is not None and not self._poll(copied.is_done, lambda: None, Deadline.after(_COPY_S)):
-            self._hung.append((own, memory))
-            raise TransportError("a copy on the device does not end")
         message.own = own
+
+    @contextlib.contextmanager
+    def _copying(self, *memory: Tensor) -> Iterator[None]:
+        """Queue copies on the pipe's own stream while the block runs; at its end they are done."""
+        with self._stream.current():
+            yield
+            copied = self._device.now(memory[0].device)
+        if copied is not None and not self._poll(copied.is_done, lambda: None, Deadline.after(_COPY_S)):
+            self._hung.append(memory)
+            raise TransportError("a copy on the device does not end")
 
     def _take(self, count: int = 1) -> None:
         """Tell the peer that the oldest ``count`` offers were moved."""
@@ -675,7 +686,8 @@ class OfferPipe(DuplexPipe):
         if threading.current_thread() is self._worker:
             return  # in a transfer's callback: nothing is sent while it waits
         if self._window.drain(deadline):
-            self._tell("goodbye", True)
+            with contextlib.suppress(BusyError):  # of a signal handler whose thread is sending
+                self._tell("goodbye", True)
 
     def _release(self) -> None:
         """The worker, which is woken, gives everything back."""
@@ -751,9 +763,10 @@ class OfferPipe(DuplexPipe):
                 self._give_back()
             except KvplugError as e:
                 self._logger.warning("%r: not everything was given back: %s", self, e)
-            self.channel.close()
-            self._close_descriptors()
-            self._stream.close()
+            finally:
+                self.channel.close()
+                self._close_descriptors()
+                self._stream.close()
 
     def _serve(self) -> None:
         """Until the pipe has ended."""
@@ -835,9 +848,9 @@ class OfferPipe(DuplexPipe):
     def _give_back(self) -> None:
         """In the worker, at the end: give everything back, except what the peer has to agree to."""
         with self._moving:
+            self._free()
             if self._incoming is not None and not self._incoming.is_complete:
                 self._incoming = None
-            self._free()
 
 
 def _is_done(mark: Mark | None) -> bool:

@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,26 +58,13 @@ class NixlError(TransportError):
     """NIXL or UCX failed; the message says in what."""
 
 
-class _StorageRef:
-    """Tells when the last tensor with a storage is gone. Until then nothing else has the storage's number."""
-
-    def __init__(self, storage: Any) -> None:
-        self._kind = type(storage)
-        self._number = storage._weak_ref()
-
-    def has_expired(self) -> bool:
-        return bool(self._kind._expired(self._number))
-
-    def __del__(self) -> None:
-        self._kind._free_weak_ref(self._number)
-
-
 @attrs.define(eq=False)
 class Region:
     """The memory of one storage, registered as a whole."""
 
     handle: Any
-    storage: _StorageRef
+    storage: weakref.ref[Any]
+    """Dead when the last tensor with this storage is gone."""
     device: int
     """Of the GPU; :data:`HOST` for memory of the host."""
     number: int
@@ -119,7 +107,8 @@ class Agent:
         """
         self.name = f"kvplug-{secrets.token_hex(8)}"
         self.lock = threading.RLock()
-        self._regions: OrderedDict[int, Region] = OrderedDict()
+        self._regions: OrderedDict[tuple[int, int], Region] = OrderedDict()
+        """By address and number of bytes of the storage."""
         self._num_told = 0
         self._numbers = itertools.count(1)
         self._sweep_at = _SWEEP_EVERY
@@ -213,9 +202,9 @@ class Agent:
         found: list[Region] = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key, place = storage._cdata, (storage.data_ptr(), storage.nbytes())
+            key = (storage.data_ptr(), storage.nbytes())
             region = self._regions.get(key)
-            if region is not None and (region.address, region.nbytes) != place:
+            if region is not None and region.storage() is not storage and not region.uses:
                 self._unregister(key)
                 region = None
             if region is None:
@@ -231,9 +220,9 @@ class Agent:
         device = HOST if storage.device.type == "cpu" else storage.device.index
         number = next(self._numbers) if device == HOST else device
         handle = self._agent.register_memory([(address, nbytes, number, "")], _kind(device), ["UCX"])
-        return Region(handle, _StorageRef(storage), device, number, address, nbytes)
+        return Region(handle, weakref.ref(storage), device, number, address, nbytes)
 
-    def _unregister(self, key: int) -> None:
+    def _unregister(self, key: tuple[int, int]) -> None:
         region = self._regions.pop(key)
         self._agent.deregister_memory(region.handle, ["UCX"])
 
@@ -244,7 +233,7 @@ class Agent:
         unused = [key for key, region in self._regions.items() if not region.uses]
         too_many = len(self._regions) - _MAX_REGIONS
         for number, key in enumerate(unused):
-            if number <= too_many or self._regions[key].storage.has_expired():
+            if number <= too_many or self._regions[key].storage() is None:
                 self._unregister(key)
         self._sweep_at = len(self._regions) + _SWEEP_EVERY
 
@@ -308,9 +297,11 @@ class Agent:
                 raise
             except Exception as e:
                 NamedExhaustion.check(e, what)
+                # The frames would keep handles of NIXL, and these its agent, with its threads.
+                cause = e.with_traceback(None)
                 if type(e).__name__ == "nixlRemoteDisconnectError":
-                    raise PeerGoneError(f"{what}: UCX has lost the peer") from e
-                raise NixlError(f"{what}: {type(e).__name__}: {e}") from e
+                    raise PeerGoneError(f"{what}: UCX has lost the peer") from cause
+                raise NixlError(f"{what}: {type(e).__name__}: {e}") from cause
 
 
 class Read:
@@ -344,8 +335,6 @@ class Read:
         if handle is not None:
             with contextlib.suppress(Exception):  # NIXL releases what is under way with an error
                 self._agent._agent.release_xfer_handle(handle)
-            # An exception's frames may hold it for long, and it would keep NIXL's agent, with its threads.
-            handle._released, handle._agent = True, None
 
     def _look(self, ask: Callable[[Any], str]) -> None:
         state = "ERR"

@@ -37,9 +37,9 @@ class TestNixlPipe(PipeContract):
 
     @pytest.fixture(autouse=True)
     def _with_the_simulated_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from kvplug_nixl.pipe import content
+        from kvplug_nixl.pipe import pipe
 
-        monkeypatch.setattr(content, "DEVICES", (*content.DEVICES, "simulated"))
+        monkeypatch.setattr(pipe, "DEVICES", (*pipe.DEVICES, "simulated"))
 
 
 @pytest.mark.variant

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 
 from kvplug.transport import Address, Connection, Deadline, DuplexEndpoint, Pipe, PipeEndpoint
 from kvplug_nixl.pipe import join
-from kvplug_nixl.pipe.contact import NixlContact
 from kvplug_nixl.pipe.options import NixlPipeOptions
-from kvplug_nixl.pipe.pipe import NixlPipeSettings
+from kvplug_nixl.pipe.pipe import NixlDevice, NixlPipeSettings
+
+
+class NixlContact(DuplexEndpoint.Contact):
+    """``nixl1 <domain> <address> [<address>]``: one or more listening addresses."""
+
+    TRANSPORT = "nixl"
+    MAX_ADDRESSES = 2
+    UNREACHABLE = (
+        "the peer listens on an abstract Unix socket of another host or network namespace; set its host to an"
+        " address that can be reached from here"
+    )
 
 
 class NixlEndpoint(DuplexEndpoint):
@@ -24,10 +34,9 @@ class NixlEndpoint(DuplexEndpoint):
         self._options: NixlPipeOptions = context.options if context.options is not None else NixlPipeOptions()
         host = context.host
         self._only_loopback = host.startswith("unix:") or Address(host).is_loopback
-        device = context.device
         self._settings = NixlPipeSettings.of(
             context,
-            device=device if device == "cpu" or ":" in device else f"{device}:0",
+            device=NixlDevice(context.device),
             inline_bytes=self._options.inline_bytes,
             expected_gb_per_s=self._options.expected_gb_per_s,
             max_in_flight_bytes=self._options.max_in_flight_bytes,

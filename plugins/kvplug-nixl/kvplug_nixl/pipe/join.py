@@ -2,28 +2,27 @@
 
 Each end says who its agent is, then reads 1 MiB of the other's memory: first the connecting end, then the
 accepting one, while the other serves it. So both connections of UCX are up before the first message, each end
-knows which lanes it has, and no end waits for longer than the deadline.
+knows which lanes it has and how fast they are, and no end waits for longer than the deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import time
-from typing import Any, Final
+from typing import Final
 
 import attrs
+from attrs.validators import ge, gt, lt, matches_re, max_len, min_len
 
-from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
+from kvplug import TimeoutError, TransportError
 from kvplug.net.wire.checksum import digest
 from kvplug.net.wire.tensors import memory_of
-from kvplug.transport import Channel, Connection, Deadline, NamedExhaustion, Watch, WireError, peer_text
+from kvplug.transport import Connection, Deadline, OfferPipe, WireError
 from kvplug_nixl.agent import Agent
 from kvplug_nixl.pipe.fence import FENCE_BYTES, OwnFence, PeerFence
-from kvplug_nixl.pipe.lanes import Lanes
 from kvplug_nixl.pipe.options import NixlPipeOptions
-from kvplug_nixl.pipe.pipe import NixlPipe, NixlPipeSettings
+from kvplug_nixl.pipe.pipe import Lanes, NixlPipe, NixlPipeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -35,71 +34,22 @@ host may be busy."""
 _HASH: Final = "xxh3_64"
 _SERVE_S: Final = 200e-6
 """Seconds between two times in which an end serves the other's reads."""
-_SHORTEST_SILENCE_S: Final = 0.05
-_FAILURE_S: Final = 0.5
-"""Seconds that the peer may take to read why there is no pipe."""
-_NAME: Final = re.compile(r"kvplug-[0-9a-f]{16}")
 _MAX_METADATA: Final = 1 << 20
+_ADDRESS: Final = [gt(0), lt(1 << 62)]
 
 
 @attrs.frozen(kw_only=True)
 class Hello:
-    """What each end says first."""
+    """One end's agent, and two places in its memory, each with the number that NIXL knows it by."""
 
-    name: str
-    """Of its agent."""
-    metadata: bytes
-    fence: bytes
-    fence_place: tuple[int, int]
-    probe_place: tuple[int, int]
+    name: str = attrs.field(validator=matches_re("kvplug-[0-9a-f]{16}"))
+    metadata: bytes = attrs.field(validator=[min_len(1), max_len(_MAX_METADATA)])
+    fence: bytes = attrs.field(validator=[min_len(FENCE_BYTES), max_len(FENCE_BYTES)])
+    fence_address: int = attrs.field(validator=_ADDRESS)
+    fence_number: int = attrs.field(validator=ge(0))
     probe_digest: bytes
-    terms: Watch.Terms
-
-    def encode(self) -> dict[str, Any]:
-        """As a value of a channel."""
-        return {
-            "name": self.name,
-            "metadata": self.metadata,
-            "fence": self.fence,
-            "fence_place": list(self.fence_place),
-            "probe_place": list(self.probe_place),
-            "probe_digest": self.probe_digest,
-            "sees_death": self.terms.sees_death,
-            "heartbeat_ms": self.terms.heartbeat_ms,
-        }
-
-    @classmethod
-    def decode(cls, value: Any) -> Hello:
-        """Raises WireError: it is none."""
-        match value:
-            case {
-                "name": str(name),
-                "metadata": bytes(metadata),
-                "fence": bytes(fence),
-                "fence_place": [int(fence_address), int(fence_number)],
-                "probe_place": [int(probe_address), int(probe_number)],
-                "probe_digest": bytes(probe_digest),
-                "sees_death": bool(sees_death),
-                "heartbeat_ms": int(heartbeat_ms),
-            } if (
-                _NAME.fullmatch(name)
-                and 0 < len(metadata) <= _MAX_METADATA
-                and len(fence) == FENCE_BYTES
-                and 0 < fence_address < 1 << 62
-                and 0 < probe_address < 1 << 62
-                and min(fence_number, probe_number) >= 0
-                and heartbeat_ms > 0
-            ):
-                return cls(
-                    name=name,
-                    metadata=metadata,
-                    fence=fence,
-                    fence_place=(fence_address, fence_number),
-                    probe_place=(probe_address, probe_number),
-                    probe_digest=probe_digest,
-                    terms=Watch.Terms(sees_death, heartbeat_ms),
-                )
-        raise WireError("it does not join as this version does")
+    probe_address: int = attrs.field(validator=_ADDRESS)
+    probe_number: int = attrs.field(validator=ge(0))
 
 
 def make_pipe(
@@ -111,120 +61,93 @@ def make_pipe(
     only_loopback: bool,
     accepted: bool,
 ) -> NixlPipe:
-    """The pipe over a connection, which it owns from here on. ``accepted``: this is the listening end.
+    """Return the pipe over a connection, which is taken over. ``accepted``: this is the listening end.
 
     Raises:
         TimeoutError, PeerGoneError, WireError: there is no pipe, and the connection is closed.
         TransportError: NIXL fails at one end, and why.
         ResourceExhaustedError: one of the two processes has no free descriptor, thread or memory for it.
     """
-    given = connection
-    try:
-        with NamedExhaustion(f"making a pipe with {given.describe}"):
-            sees_death = _sees_death(given)
-            join = _Join(given, settings, options, deadline, sees_death=sees_death)
-            return join.run(only_loopback=only_loopback, accepted=accepted)
-    except ResourceExhaustedError as e:
-        given.decline(e)
-        raise
-    finally:
-        given.close()
+    with OfferPipe.Join.over(connection, settings.heartbeat_timeout_s, deadline) as join:
+        joining = _Joining(join, settings, options, only_loopback=only_loopback)
+        try:
+            return joining.pipe(accepted=accepted, pid=connection.peer.pid)
+        except BaseException:
+            joining.close()
+            raise
 
 
-def _sees_death(connection: Connection) -> bool:
-    """Whether this end has a pidfd of the other's process. Raises PeerGoneError: it has ended."""
-    pidfd = connection.peer.open_pidfd()
-    if pidfd is not None:
-        os.close(pidfd)
-    return pidfd is not None
-
-
-class _Join:
+class _Joining:
     """A pipe in the making."""
 
     def __init__(
         self,
-        connection: Connection,
+        join: OfferPipe.Join,
         settings: NixlPipeSettings,
         options: NixlPipeOptions,
-        deadline: Deadline,
         *,
-        sees_death: bool,
+        only_loopback: bool,
     ) -> None:
-        self._peer = connection.describe
+        self._join = join
         self._settings = settings
         self._options = options
-        self._deadline = deadline
-        self._one_host = sees_death
-        self._pid = connection.peer.pid if sees_death else None
-        self._mode = options.error_handling
-        if self._mode == "auto":
-            self._mode = "none" if sees_death else "peer"
-        self._terms = Watch.Terms.of(settings.heartbeat_timeout_s, sees_death=sees_death)
-        self._channel = Channel(attrs.evolve(connection, sock=connection.sock.dup()), timeout_s=None)
+        self._only_loopback = only_loopback
+        self._agent: Agent | None = None
 
-    def run(self, *, only_loopback: bool, accepted: bool) -> NixlPipe:
-        agent: Agent | None = None
-        try:
-            # The accepting end takes memory only when the connecting one has spoken.
-            theirs = Hello.decode(self._receive()) if accepted else None
-            agent = Agent(error_handling=self._mode, only_loopback=only_loopback, tls=self._options.tls)
-            return self._exchange(agent, theirs)
-        except BaseException as e:
-            self._tell(e)
-            if agent is not None:
-                agent.close()
-            self._channel.close()
-            raise
+    def close(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
 
-    def _exchange(self, agent: Agent, theirs: Hello | None) -> NixlPipe:
-        import torch
-
-        fence = OwnFence(agent)
-        probe = torch.frombuffer(bytearray(os.urandom(4096) * (_PROBE_BYTES // 4096)), dtype=torch.uint8)
-        ((probe_address, _, probe_number),), probe_regions = agent.hold([probe])
-        ours = Hello(
-            name=agent.name,
-            metadata=agent.metadata(),
-            fence=fence.number,
-            fence_place=fence.place,
-            probe_place=(probe_address, probe_number),
-            probe_digest=digest(_HASH, memory_of(probe)),
-            terms=self._terms,
-        )
-        self._channel.send(ours.encode(), timeout=self._deadline.remaining())
-        accepted = theirs is not None
-        if theirs is None:
-            theirs = Hello.decode(self._receive())
+    def pipe(self, *, accepted: bool, pid: int) -> NixlPipe:
+        theirs = self._join.exchange(Hello, self._hello, accepted=accepted)
+        agent = self._agent
+        assert agent is not None
         agent.connect(theirs.metadata, theirs.name)
         if accepted:
             self._serve(agent)
         lanes = self._probe(agent, theirs)
-        logger.info("the pipe to %s reads through %s, %.2f GB/s", self._peer, lanes.text, lanes.gb_per_s)
-        self._done()
+        logger.info("the pipe to %s reads through %s, %.2f GB/s", self._join.peer, lanes.text, lanes.gb_per_s)
+        self._join.send(True)
         self._serve(agent)
         if not accepted:
-            self._done()
-        agent.let_go(probe_regions)
-        return NixlPipe(
-            self._channel,
-            agent,
-            (fence, PeerFence(agent, theirs.fence, theirs.fence_place, self._pid)),
-            lanes,
-            self._settings,
-            peer=self._peer,
-            silence_s=self._terms.agreed(theirs.terms).silence_s(at_least_s=_SHORTEST_SILENCE_S),
-        )
+            self._join.send(True)
+        agent.let_go(self._probe_regions)
+        seen = None if self._join.pidfd is None else pid
+        peer_fence = PeerFence(agent, theirs.fence, (theirs.fence_address, theirs.fence_number), seen)
+        return NixlPipe(self._join, agent, (self._fence, peer_fence), lanes, self._settings)
 
-    # -- lanes -------------------------------------------------------------------------------------------
+    def _hello(self) -> Hello:
+        import torch
+
+        mode = self._options.error_handling
+        if mode == "auto":
+            mode = "peer" if self._join.pidfd is None else "none"
+        self._agent = agent = Agent(
+            error_handling=mode, only_loopback=self._only_loopback, tls=self._options.tls
+        )
+        self._fence = OwnFence(agent)
+        probe = torch.frombuffer(bytearray(os.urandom(4096) * (_PROBE_BYTES // 4096)), dtype=torch.uint8)
+        ((address, _, number),), self._probe_regions = agent.hold([probe])
+        self._probed = probe
+        return Hello(
+            name=agent.name,
+            metadata=agent.metadata(),
+            fence=self._fence.number,
+            fence_address=self._fence.place[0],
+            fence_number=self._fence.place[1],
+            probe_digest=digest(_HASH, memory_of(probe)),
+            probe_address=address,
+            probe_number=number,
+        )
 
     def _probe(self, agent: Agent, theirs: Hello) -> Lanes:
         """Read the peer's memory."""
         import torch
 
+        peer = self._join.peer
         memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
         local, regions = agent.hold([memory])
-        remote = [(theirs.probe_place[0], _PROBE_BYTES, theirs.probe_place[1])]
+        remote = [(theirs.probe_address, _PROBE_BYTES, theirs.probe_number)]
         need_help, best = False, float("inf")
         expected = self._options.expected_gb_per_s
         fast_s = 10 * _PROBE_BYTES / (expected * 1e9) if expected else best
@@ -235,65 +158,30 @@ class _Join:
             read = agent.read(local, remote)
             while not read.is_done():
                 need_help = True
-                if self._deadline.expired:
+                if self._join.deadline.expired:
                     raise TimeoutError(
-                        f"the first read from {self._peer} did not end in time; UCX has the lanes"
+                        f"the first read from {peer} did not end in time; UCX has the lanes"
                         f" {agent.lanes() or 'unknown'}"
                     )
-                self._channel.check_not_declined()
+                self._join.channel.check_not_declined()
                 time.sleep(20e-6)
             best = min(best, time.perf_counter() - began)
         agent.let_go(regions)
         if digest(_HASH, memory_of(memory)) != theirs.probe_digest:
-            raise TransportError(f"what NIXL read from {self._peer} is not what is there")
+            raise TransportError(f"what NIXL read from {peer} is not what is there")
         text = agent.lanes()
         if text and "rma_am(" not in text:
             need_help = False
-        return Lanes(
-            text=text or "unknown",
-            gb_per_s=_PROBE_BYTES / best / 1e9,
-            need_help=need_help,
-            error_handling=self._mode,
-            tls=self._options.tls or os.environ.get("UCX_TLS", ""),
-            one_host=self._one_host,
-        )
-
-    def _done(self) -> None:
-        self._channel.send({"done": True}, timeout=self._deadline.remaining())
+        return Lanes(text=text or "unknown", gb_per_s=_PROBE_BYTES / best / 1e9, need_help=need_help)
 
     def _serve(self, agent: Agent) -> None:
         """Serve the peer's reads until it says that they are done."""
         while True:
             try:
-                if self._receive(_SERVE_S) != {"done": True}:
-                    raise WireError(f"{self._peer} does not join as this version does")
+                if self._join.receive(_SERVE_S) is not True:
+                    raise WireError(f"{self._join.peer} does not join as this version does")
                 return
             except TimeoutError:
-                if self._deadline.expired:
+                if self._join.deadline.expired:
                     raise
                 agent.progress()
-
-    # -- frames ------------------------------------------------------------------------------------------
-
-    def _receive(self, seconds: float | None = None) -> Any:
-        left = self._deadline.remaining()
-        if seconds is not None:
-            left = seconds if left is None else min(seconds, left)
-        value = self._channel.recv(left)
-        if isinstance(value, dict) and "failed" in value:
-            why = f"{self._peer} cannot be the other end of a pipe: {peer_text(value['failed'])}"
-            if lacks := value.get("lacks"):
-                raise ResourceExhaustedError(why, resource=peer_text(lacks))
-            raise TransportError(why)
-        return value
-
-    def _tell(self, error: BaseException) -> None:
-        """Tell the peer why there is no pipe."""
-        shortage = NamedExhaustion.of(error, "making a pipe")
-        told = shortage or error
-        if isinstance(told, KvplugError) and not isinstance(told, PeerGoneError | WireError):
-            lacks = shortage.resource if shortage is not None else ""
-            try:
-                self._channel.send({"failed": str(told), "lacks": lacks}, timeout=_FAILURE_S)
-            except KvplugError as e:
-                logger.debug("%s was not told why there is no pipe: %s", self._peer, e)

@@ -1,128 +1,129 @@
 """The pipe "nixl": each end reads messages from the other end's memory, with NIXL.
 
-A sender registers the memory of a message and offers it to the peer over their channel. The receiver reads it
-to where it belongs, makes sure that the sender has not taken it back, and says that it has it. Small messages
-travel over the channel.
+A sender registers the memory of a message and offers it to the peer. The receiver reads it, in pieces, to
+where it belongs, and then reads the peer's fence: a few bytes that the peer changes before it takes any
+memory back. So what is returned was the message while it was read. Small messages travel in their offer.
 
-One thread, the reader, receives frames, notices the peer's end, and serves the peer's reads where UCX needs
-that. Callers send and receive in their own threads.
+Where UCX needs the peer's help for a read, a stopped peer leaves one under way for as long as it likes, and
+it may continue later: such reads go through memory of the pipe's, and the next call resumes them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-import time
+import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import (
-    BackgroundThread,
-    Blocks,
-    Channel,
-    Deadline,
-    DuplexPipe,
-    NamedExhaustion,
-    Pipe,
-    Timeout,
-    Transfer,
-    Watch,
-    WireError,
-)
-from kvplug_nixl.agent import Agent
-from kvplug_nixl.pipe.announced import AnnouncedMessages
-from kvplug_nixl.pipe.content import Target, content_of, content_of_blocks
+from kvplug import KvplugError, PeerGoneError, TransportError
+from kvplug.net.wire.tensors import memory_of
+from kvplug.transport import Deadline, OfferPipe, Pipe, WireError
+from kvplug_nixl.agent import HOST, Agent, Lent, NixlError, Read, Region, Span
 from kvplug_nixl.pipe.fence import OwnFence, PeerFence
-from kvplug_nixl.pipe.frames import FrameKind, decode
-from kvplug_nixl.pipe.inbox import Inbox
-from kvplug_nixl.pipe.lanes import Lanes
-from kvplug_nixl.pipe.outbox import Outbox
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_POLL_S: Final = 1.0
-"""Seconds between two looks of the reader at the pipe's state, while no frame arrives."""
-_HELP_S: Final = (100e-6, 5e-3)
-"""Seconds between two times in which the reader serves the peer's read: at first, and at most."""
-_SEND_S: Final = 5.0
-"""Seconds that the peer may take to read a frame. The connection holds all frames that may be unread."""
-_JOIN_S: Final = 1.0
-"""Seconds that ``close`` waits until everything is given back."""
+DEVICES: Final = ("cpu", "cuda")
+"""Types of devices whose tensors are carried."""
+_MAX_INLINE_BYTES: Final = 4096
+_MAX_METADATA: Final = 8 << 20
+_SPAN: Final = struct.Struct("<QQQ")
+_PIECE_BYTES = 32 << 20
+"""Of a message that is read at once: the deadline and the peer are looked at in between."""
+_HELPED_BYTES: Final = 4 << 20
+"""The same, where reads need the peer's help."""
+_READ_S: Final = 5.0
+"""Seconds that a call waits for a read under way which needs no help of the peer."""
+_NOTICE_S: Final = 1.0
+"""Seconds until the worker has noticed a peer whose memory is gone."""
+
+
+class NixlDevice(OfferPipe.Device):
+    """The device of new tensors. Messages may lie on any other that NIXL reads."""
+
+    def carries(self, given: Any) -> bool:
+        return given.device.type in DEVICES
 
 
 @attrs.frozen(kw_only=True)
-class NixlPipeSettings(DuplexPipe.Settings):
-    """What a pipe needs to know besides its connection and agent. Sizes are in bytes."""
+class NixlPipeSettings(OfferPipe.Settings):
+    """Sizes are in bytes."""
 
-    device: str
-    max_in_flight_bytes: int
     inline_bytes: int
     expected_gb_per_s: float
 
 
-class NixlPipe(DuplexPipe):
-    """One channel, one agent, and a fence at each end."""
+@attrs.frozen(kw_only=True)
+class Lanes:
+    """What carries the reads of one end of a pipe."""
+
+    text: str
+    """In the words of UCX; "unknown" where it was loaded before kvplug could read its log."""
+    gb_per_s: float
+    """Measured when the pipe began, in 10^9 bytes per second."""
+    need_help: bool
+    """Reads do not continue while the peer does nothing."""
+
+
+@attrs.frozen(eq=False)
+class _Place:
+    """Where the bytes of an offered message lie."""
+
+    spans: tuple[Span, ...]
+    device: int
+    """The index of the GPU whose memory it is; -1: the host's."""
+    metadata: bytes
+    """What NIXL has to load first, if anything."""
+    starts_anew: bool
+    """The metadata replaces all that came before."""
+
+
+class _Reading:
+    """A message that is being read."""
+
+    def __init__(self) -> None:
+        self.pending: tuple[Read, int] | None = None
+        """A read that was begun, and its number of bytes."""
+        self.local: list[Span] = []
+        self.regions: list[Region] = []
+        """Those that the read needs."""
+        self.is_learnt = False
+        """The agent knows the memory that the message lies in."""
+
+
+class NixlPipe(OfferPipe):
+    """One agent, and a fence at each end."""
+
+    NAME = "nixl"
+    MAX_OFFERS = 32  # with inline messages they fit the buffers of a connection
+    MAX_RUNS = 64
 
     def __init__(
         self,
-        channel: Channel,
+        join: OfferPipe.Join,
         agent: Agent,
         fences: tuple[OwnFence, PeerFence],
         lanes: Lanes,
         settings: NixlPipeSettings,
-        *,
-        peer: str,
-        silence_s: float | None,
     ) -> None:
-        """Owns all of it from here on, unless it raises.
-
-        ``silence_s``: seconds of silence that both ends take for death, with heartbeats, because one of them
-        does not see the other's process; ``None``: both see it, and send none.
+        """Take over everything, unless this raises.
 
         Raises:
             ResourceExhaustedError: there are no more threads.
         """
-        super().__init__(peer, settings, device=settings.device)
+        super().__init__(join, settings)
         self.lanes: Final = lanes
-        self._expected_gb_per_s = settings.expected_gb_per_s
-        """What carries the reads of this end."""
-        self._channel = channel
+        self._settings = settings
         self._agent = agent
-        self._fence, their_fence = fences
-        self._silence_s = silence_s
-        self._help_until_taken = False
-        self._announced = AnnouncedMessages(self._lifecycle)
-        self._outbox = Outbox(
-            agent,
-            inline_bytes=settings.inline_bytes,
-            peer=peer,
-            limit=settings.max_in_flight_bytes,
-            lifecycle=self._lifecycle,
-            announce=self._send_frame,
-            fail_pipe=self._fail,
-        )
-        self._inbox = Inbox(
-            agent,
-            self._announced,
-            their_fence,
-            device=settings.device,
-            needs_help=lanes.need_help,
-            peer=peer,
-            message_limit=self._limit,
-            lifecycle=self._lifecycle,
-            taken=lambda: self._send_frame([FrameKind.TAKEN.value, 1]),
-            ask_for_help=lambda: self._send_frame([FrameKind.READING.value]),
-            fail_pipe=self._fail,
-        )
-        runs = queue.SimpleQueue[bool]()
-        self._reader = BackgroundThread(self._read, args=(runs,), name="kvplug-nixl-read", stop=self.abort)
-        with NamedExhaustion("a pipe needs a thread"):
-            self._reader.start()
-        runs.put(True)
+        self._fence, self._peer_fence = fences
+        self._landing: Tensor | None = None
+        """Memory for reads that need the peer's help."""
+        self._landing_local: list[Span] = []
+        self._helps = False
+        """Whether the peer is reading, and UCX needs this process for it."""
+        self._start()
 
     @property
     def route(self) -> str:
@@ -132,133 +133,255 @@ class NixlPipe(DuplexPipe):
     def path_report(self) -> Pipe.PathReport:
         return Pipe.PathReport(
             measured_gb_per_s=self.lanes.gb_per_s,
-            expected_gb_per_s=self._expected_gb_per_s,
-            reason=f"UCX reads through {self.lanes.text}: {self.lanes.reason()}",
+            expected_gb_per_s=self._settings.expected_gb_per_s,
+            reason=f"UCX reads through {self.lanes.text}; it chose these lanes among the transports of"
+            " UCX_TLS and the devices of UCX_NET_DEVICES, which may leave out faster ones",
         )
 
-    # -- moving bytes ----------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------
 
-    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
-        return self._outbox.send(content_of(tensor), self._deadline(timeout))
-
-    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
-        return self._inbox.receive(Target(out=out), self._deadline(timeout))
-
-    def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
-        return self._outbox.send(content_of_blocks(blocks), self._deadline(timeout))
-
-    def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
-        self._inbox.receive(Target(blocks=blocks), self._deadline(timeout))
-
-    # -- how it ends -----------------------------------------------------------------------------------
-
-    def _drain(self, deadline: Deadline) -> None:
-        self._announced.stop()
-        if threading.current_thread() is not self._reader:  # in a transfer's callback it has to go on
-            self._outbox.drain(deadline)
-
-    def _release(self) -> None:
-        """The reader, which is woken, gives everything back."""
-        self._fence.take_back()  # before anything tells that memory is the caller's again
-        self._announced.stop()
-        self._outbox.fail()
-        self._channel_ends()
-
-    def _channel_ends(self) -> None:
-        """Say goodbye if nothing has to wait for that, and wake the reader."""
-        if not self._let_go:
-            with contextlib.suppress(KvplugError, OSError):
-                self._channel.send([FrameKind.GOODBYE.value], timeout=0)
-        self._channel.close()
-
-    def _on_peer_gone(self) -> None:
-        """What came inline can still be received."""
-        self._fence.take_back()
-        self._announced.expect_no_more()
-        self._outbox.fail()
-
-    def _join_threads(self) -> None:
-        if threading.current_thread() is not self._reader:
-            self._reader.join(_JOIN_S)
-
-    # -- sending frames, in any thread, maybe with locks -------------------------------------------------
-
-    def _send_frame(self, frame: list[Any]) -> None:
+    def _prepare(self, message: OfferPipe.SentMessage) -> None:
+        if message.content.nbytes <= self._settings.inline_bytes:
+            message.is_copied = True
+            return
         try:
-            self._channel.send(frame, timeout=_SEND_S)
-        except (ClosedError, PeerGoneError, WireError):
-            pass  # the reader notices it, and ends the pipe
-        except TimeoutError as e:
-            self._lifecycle.fail(f"the peer does not read: {e}")  # the reader ends it
+            message.place = self._agent.lend(message.content.tensors)
+        except NixlError:
+            if self._lifecycle.ended:  # which closes the agent
+                raise self._lifecycle.error() from None
+            raise
 
-    # -- the reader ------------------------------------------------------------------------------------
+    def _place_of(self, offer: OfferPipe.Offer) -> Any:
+        message, lent = offer.message, offer.place
+        tensors = message.content.tensors
+        if lent is None:
+            message.content = attrs.evolve(message.content, tensors=())
+            with self._stream.current():
+                return b"".join(bytes(memory_of(each.cpu())) for each in tensors)
+        spans = b"".join(_SPAN.pack(*span) for span in lent.spans)
+        return [spans, _gpu_of(tensors[0]), lent.metadata, lent.starts_anew]
 
-    def _read(self, runs: queue.SimpleQueue[bool]) -> None:
-        """Until the pipe has ended."""
-        runs.get()
+    def _taken_back(self, offer: OfferPipe.Offer) -> None:
+        self._helps = False
+
+    def _forget(self, message: OfferPipe.SentMessage) -> None:
+        if isinstance(message.place, Lent):
+            self._agent.let_go(message.place.regions)
+
+    def _on_value(self, kind: str, content: list[Any]) -> None:
+        if kind != "reading":
+            super()._on_value(kind, content)
+        self._helps = any(offer.place is not None for offer in self._announced)
+
+    def _step(self) -> bool:
+        is_busy = super()._step()
+        if self._helps:
+            self._agent.progress()
+        return is_busy or self._helps
+
+    # -- receiving ---------------------------------------------------------------------------------------
+
+    def _read_place(self, meta: Any, nbytes: int, place: Any) -> Any:
+        if nbytes != (0 if meta is None else meta.nbytes):
+            raise WireError("it offers a part of a message")
+        match place:
+            case bytes() if len(place) == nbytes <= _MAX_INLINE_BYTES:
+                return place
+            case [bytes(spans), int(device), bytes(metadata), bool(starts_anew)] if (
+                -1 <= device < 1 << 16 and len(metadata) <= _MAX_METADATA
+            ):
+                return _Place(_spans_of(spans, nbytes), device, metadata, starts_anew)
+        raise WireError("it offers memory that cannot be")
+
+    def _survives(self, offer: OfferPipe.ComingOffer) -> bool:
+        return isinstance(offer.place, bytes)
+
+    def _move(
+        self,
+        message: OfferPipe.ComingMessage,
+        memory: list[Tensor],
+        deadline: Deadline,
+        *,
+        in_place: bool,
+    ) -> bool:
+        (offer, *_) = self._coming.after(0) or (None,)
+        if offer is None:
+            raise self._lifecycle.error()
+        if isinstance(offer.place, bytes):
+            import torch
+
+            self._put(memory, 0, torch.frombuffer(bytearray(offer.place), dtype=torch.uint8))
+            message.got = message.nbytes
+        elif not self._read_all(message, offer.place, memory, deadline, in_place=in_place):
+            return False
+        self._take()
+        return True
+
+    def _read_all(
+        self,
+        message: OfferPipe.ComingMessage,
+        place: _Place,
+        memory: list[Tensor],
+        deadline: Deadline,
+        *,
+        in_place: bool,
+    ) -> bool:
+        """Read the rest of a message, and make sure that it was the peer's until then."""
+        reading = message.state = message.state or _Reading()
+        landing = self._landed() if self.lanes.need_help else None
+        # Memory of the caller must be left alone when the call ends.
+        must_end = in_place and landing is None
+        until = Deadline.after(_READ_S) if must_end else deadline
         try:
-            self._read_frames()
-        except PeerGoneError as e:
-            self._peer_gone(str(e))
-        except ClosedError:
-            pass
-        except BaseException as e:
-            if not self._let_go:
-                self._fail(f"its frames are not read any more: {e}")
+            if not reading.is_learnt:
+                self._agent.learn(place.metadata, starts_anew=place.starts_anew)
+                reading.is_learnt = True
+            if landing is None and not reading.regions:
+                reading.local, reading.regions = self._agent.hold(memory)
+            while message.got < message.nbytes:
+                if reading.pending is None:
+                    reading.pending = self._begin(message, reading, place, _gpu_of(memory[0]))
+                read, nbytes = reading.pending
+                if not self._ends(read, until, must_end=must_end):
+                    if must_end:
+                        self._hung.append(memory)
+                        raise TransportError(
+                            "a read does not end: the memory that was given may still be written to"
+                        )
+                    return False
+                is_last = message.got + nbytes == message.nbytes
+                if is_last and not self._peer_fence.check(lambda fence: self._ends(fence, until)):
+                    if must_end:
+                        reading.pending = None  # it is read again, into other memory
+                    return False
+                reading.pending = None
+                if landing is not None:
+                    self._put(memory, message.got, landing[:nbytes])
+                message.got += nbytes
+                if deadline.expired and not is_last:
+                    return False
+        except (NixlError, PeerGoneError) as e:
+            reading.pending = None
+            self._raise_if_gone(e)
+            raise
         finally:
-            self._channel.close()
-            self._inbox.close()
-            self._outbox.forget()
+            if reading.pending is None:
+                self._agent.let_go(reading.regions)
+                reading.regions = []
+        return True
 
-    def _read_frames(self) -> None:
-        silence_s = self._silence_s
-        interval_s = _POLL_S if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
-        heard = next_beat = time.monotonic()
-        help_s, longest = _HELP_S
-        while True:
-            value: Any = None
-            try:
-                value = self._channel.recv(help_s if self._help_until_taken else interval_s)
-            except TimeoutError:
-                pass
-            now = time.monotonic()
-            if value is not None:
-                heard = now
-                if self._handle(value):
-                    return
-                help_s = _HELP_S[0]
-            if self._help_until_taken:
-                self._agent.progress()
-                help_s = min(1.2 * help_s, longest)
-            if silence_s is not None:
-                if now - heard >= silence_s:
-                    raise PeerGoneError(f"silent for {now - heard:.1f} s")
-                if now >= next_beat:
-                    next_beat = now + interval_s
-                    self._send_frame([FrameKind.HEARTBEAT.value])
-            if self._lifecycle.broken:
-                if not self._let_go:
-                    self._end()
-                return
+    def _landed(self) -> Tensor:
+        import torch
 
-    def _handle(self, value: Any) -> bool:
-        """A frame has come. Whether it is the last one."""
-        try:
-            kind, content = decode(value)
-            if kind is FrameKind.GOODBYE:
-                lost = self._announced.has_offers
-                reason = "it ended before its messages were taken" if lost else self._lifecycle.CLOSED_BY_PEER
-                self._lifecycle.lose_peer(reason)
-                self._on_peer_gone()
-                return True
-            if kind in (FrameKind.INLINE, FrameKind.OFFER):
-                self._announced.add(content)
-            elif kind is FrameKind.TAKEN:
-                self._help_until_taken = False
-                self._outbox.taken(content)
-            elif kind is FrameKind.READING:
-                self._help_until_taken = self._outbox.is_lending
-        except WireError as e:
-            self._fail(f"the peer sent what cannot be: {e}")
-            return True
-        return False
+        if self._landing is None:
+            self._landing = torch.empty(_HELPED_BYTES, dtype=torch.uint8)
+            self._landing_local, _ = self._agent.hold([self._landing])
+        return self._landing
+
+    def _begin(
+        self, message: OfferPipe.ComingMessage, reading: _Reading, place: _Place, here: int
+    ) -> tuple[Read, int]:
+        """Begin the next read; return it with its number of bytes."""
+        left = message.nbytes - message.got
+        if self.lanes.need_help:
+            nbytes, here = min(_HELPED_BYTES, left), HOST
+            ours = self._cut(self._landing_local, 0, nbytes)
+        else:
+            nbytes = min(_PIECE_BYTES, left)
+            ours = self._cut(reading.local, message.got, nbytes)
+        mine, theirs = _matched(ours, self._cut(place.spans, message.got, nbytes))
+        return self._agent.read(mine, theirs, here=here, there=place.device), nbytes
+
+    def _cut(self, spans: Sequence[Span], start: int, nbytes: int) -> list[Span]:
+        return [
+            (address, length, spans[index][2]) for index, address, length in self.cut(spans, start, nbytes)
+        ]
+
+    def _put(self, memory: list[Tensor], start: int, piece: Tensor) -> None:
+        """Copy bytes of the host into contiguous tensors, after their first ``start`` bytes."""
+        at = 0
+        with self._copying(*memory):
+            for index, address, length in self.cut(self.spans_of(memory), start, len(piece)):
+                flat = self.bytes_of(memory[index])
+                begin = address - flat.data_ptr()
+                flat[begin : begin + length].copy_(piece[at : at + length])
+                at += length
+
+    def _ends(self, read: Read, deadline: Deadline, *, must_end: bool = False) -> bool:
+        """Wait for a read. Return False if the deadline has passed, and it is still under way.
+
+        ``must_end``: it writes to memory of the caller, so the pipe's end is looked at only after it.
+
+        Raises:
+            KvplugError: the pipe has ended, or the read has failed.
+        """
+        has_asked = False
+
+        def check() -> None:
+            nonlocal has_asked
+            if not has_asked:
+                has_asked = True
+                self._tell("reading")
+            if not must_end:
+                self._coming.check()
+
+        if not self._poll(read.is_done, check, deadline):
+            return False
+        self._coming.check()
+        return True
+
+    def _raise_if_gone(self, error: KvplugError) -> None:
+        """Raise how the pipe ended, if it did: a peer that ends takes its memory along, which may be seen
+        before the end itself."""
+        self._poll(lambda: self._lifecycle.ended, lambda: None, Deadline.after(_NOTICE_S))
+        if self._lifecycle.ended:
+            raise self._lifecycle.error() from error
+
+    # -- how it ends -------------------------------------------------------------------------------------
+
+    def _revoke(self) -> bool:
+        self._fence.take_back()
+        return True
+
+    def _free(self) -> None:
+        if self._incoming is not None and self._incoming.state is not None:
+            pending, self._incoming.state.pending = self._incoming.state.pending, None
+            if pending is not None:
+                pending[0].forget()
+        self._peer_fence.forget()
+        self._agent.close()
+        self._hung.clear()
+
+
+def _gpu_of(tensor: Tensor) -> int:
+    """Return the index of the GPU that a tensor's memory is on, or :data:`HOST`."""
+    device = tensor.untyped_storage().device
+    return HOST if device.type == "cpu" else int(device.index)
+
+
+def _spans_of(packed: bytes, nbytes: int) -> tuple[Span, ...]:
+    if len(packed) % _SPAN.size or not 0 < len(packed) <= NixlPipe.MAX_RUNS * _SPAN.size:
+        raise WireError("it offers memory in spans that cannot be")
+    spans = tuple(_SPAN.iter_unpack(packed))
+    if sum(length for _, length, _ in spans) != nbytes or not nbytes:
+        raise WireError("it offers another number of bytes than it announces")
+    if any(not length or not address or address + length >= 1 << 63 for address, length, _ in spans):
+        raise WireError("it offers memory that cannot be")
+    return spans
+
+
+def _matched(one: Sequence[Span], other: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """Cut both, which have the same total length, wherever one of them is cut."""
+    ones, others = list[Span](), list[Span]()
+    theirs = iter(other)
+    address, left, number = next(theirs, (0, 0, 0))
+    for mine, length, my_number in one:
+        while length:
+            step = min(length, left)
+            ones.append((mine, step, my_number))
+            others.append((address, step, number))
+            mine, length = mine + step, length - step
+            address, left = address + step, left - step
+            if not left:
+                address, left, number = next(theirs, (0, 0, 0))
+    return ones, others
