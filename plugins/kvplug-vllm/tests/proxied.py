@@ -41,8 +41,10 @@ class Standin(ThreadingHTTPServer):
         self.delay_s = 0.0
         self.params: Any = None
         self.seen: list[dict[str, Any]] = []
+        self.num_pieces = 3
+        """Of a stream."""
         self.may_send = threading.Semaphore(3)
-        """It sends each of the three pieces of a stream after an acquisition."""
+        """Acquired before each piece."""
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def kill(self) -> None:
@@ -81,7 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for data in (b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b""):
+        for number in range(self.server.num_pieces + 1):
+            data = f"data: {number}\n\n".encode() if number < self.server.num_pieces else b""
             if data:
                 self.server.may_send.acquire()
             self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
