@@ -187,6 +187,11 @@ class Connection:
             return False
         return same_user(uid)
 
+    def dup(self) -> Self:
+        """Return a connection with another descriptor of the same socket. Raises OSError."""
+        with no_fork:
+            return attrs.evolve(self, sock=self.sock.dup())
+
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once closed."""
         return self.sock.fileno()

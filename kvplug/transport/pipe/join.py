@@ -59,7 +59,7 @@ class PipeJoin:
         self.give_up: Callable[[], object] = self._hang_up
         """Called when there is no pipe, after the peer was told why."""
         # With a socket of its own: the given one is closed in any case.
-        self.channel: Final = Channel(attrs.evolve(connection, sock=connection.sock.dup()), timeout_s=None)
+        self.channel: Final = Channel(connection.dup(), timeout_s=None)
         try:
             self.pidfd = connection.peer.open_pidfd()
             """A pidfd of the peer's process, if it can be seen. The pipe takes it over."""
