@@ -73,18 +73,31 @@ class NamedExhaustion(contextlib.ContextDecorator):
     """``with NamedExhaustion("connecting a pipe"):`` wraps code that may need a system resource.
 
     If an error in the block, or one of its causes, reports that a resource ran out, a
-    :class:`ResourceExhaustedError` is raised from it. Any other error passes unchanged. Several threads may
-    enter one object at once, and it can decorate a function.
+    :class:`ResourceExhaustedError` is raised from it. Any other error passes unchanged, unless ``error`` is
+    given: an error of the kinds ``of`` is then replaced by ``error``, whose text is ``doing`` and the reason.
+    Several threads may enter one object at once, and it can decorate a function.
 
     >>> with NamedExhaustion("connecting a pipe"):
     ...     raise RuntimeError("can't start new thread")
     Traceback (most recent call last):
         ...
     kvplug.errors.ResourceExhaustedError: connecting a pipe: this process can start no more ...
+    >>> with NamedExhaustion("the secret cannot be read", KvplugError):
+    ...     open("/no/such/file")
+    Traceback (most recent call last):
+        ...
+    kvplug.errors.KvplugError: the secret cannot be read: No such file or directory
     """
 
-    def __init__(self, doing: str) -> None:
+    def __init__(
+        self,
+        doing: str,
+        error: type[KvplugError] | None = None,
+        of: tuple[type[Exception], ...] = (OSError,),
+    ) -> None:
         self._doing = doing
+        self._error = error
+        self._of = of
 
     def __enter__(self) -> None:
         return None
@@ -92,8 +105,11 @@ class NamedExhaustion(contextlib.ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, ResourceExhaustedError):
-            self.check(error, self._doing)
+        if error is None or isinstance(error, ResourceExhaustedError):
+            return
+        self.check(error, self._doing)
+        if self._error is not None and isinstance(error, self._of) and not isinstance(error, KvplugError):
+            raise self._error(f"{self._doing}: {getattr(error, 'strerror', None) or error}") from error
 
     @staticmethod
     def of(error: BaseException, doing: str = "") -> ResourceExhaustedError | None:

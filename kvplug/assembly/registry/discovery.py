@@ -180,7 +180,8 @@ def _assigned(node: ast.stmt) -> ast.expr | None:
 def _source(module: str) -> str:
     """Find a module's source through the search paths of its packages, without importing them."""
     name, path, spec = "", None, None
-    try:
+    errors = (ImportError, ValueError, OSError, SyntaxError)
+    with NamedExhaustion(f"cannot find {module}", PluginLoadError, errors):
         for part in module.split("."):
             if name and path is None:
                 raise PluginLoadError(f"there is no module {module}: {name} is not an installed package")
@@ -192,11 +193,6 @@ def _source(module: str) -> str:
             raise PluginLoadError(f"there is no module {name}, which the entry point names")
         read = getattr(spec.loader, "get_source", None)
         source: str | None = read(name) if read is not None else None
-    except PluginLoadError:
-        raise
-    except (ImportError, ValueError, OSError, SyntaxError, UnicodeDecodeError) as e:
-        NamedExhaustion.check(e, f"reading the module {module}")
-        raise PluginLoadError(f"cannot find {module}: {type(e).__name__}: {e}") from e
     if source is None:
         raise PluginLoadError(f"{module} has no source to read {API_NAME} from")
     return source

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
 from typing import Final, Self
 
-from kvplug.errors import KvplugError, TransportError
+from kvplug.errors import TransportError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.memory import memfd
@@ -21,6 +20,7 @@ from kvplug.net.wire.copying import address_of
 
 _MAP_NORESERVE: Final = 0x4000
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_REFUSALS: Final = (OSError, OverflowError)
 
 
 class Segment:
@@ -49,7 +49,8 @@ class Segment:
             ResourceExhaustedError: there is not enough memory, or no descriptor is left.
             TransportError: the system refused for another reason.
         """
-        with _in_words(f"shared memory of {nbytes} bytes cannot be created"), contextlib.ExitStack() as undo:
+        what = f"shared memory of {nbytes} bytes cannot be created"
+        with NamedExhaustion(what, TransportError, _REFUSALS), contextlib.ExitStack() as undo:
             fd = memfd.Memfd.create(f"kvplug-{name}", nbytes)
             undo.callback(os.close, fd)
             memfd.Memfd.seal(fd, read_only=False)
@@ -66,7 +67,7 @@ class Segment:
             ResourceExhaustedError: there are not enough addresses, or no descriptor is left.
             TransportError: it cannot be mapped for another reason.
         """
-        with _in_words(f"shared memory of {nbytes} bytes cannot be mapped"):
+        with NamedExhaustion(f"shared memory of {nbytes} bytes cannot be mapped", TransportError, _REFUSALS):
             memfd.Memfd.check(fd, nbytes, writable=True)
             return cls(_Mapping.of(fd, nbytes))
 
@@ -107,15 +108,3 @@ class _Mapping(mmap.mmap):
     def _after_fork_in_child(self) -> None:
         if not self.closed:  # otherwise another mapping may have the addresses
             memfd.map_zeroes(self._address(), len(self), _READ_WRITE)
-
-
-@contextlib.contextmanager
-def _in_words(fault: str) -> Iterator[None]:
-    """Map errors of the system to kvplug's."""
-    try:
-        yield
-    except KvplugError:
-        raise
-    except (OSError, OverflowError) as e:
-        NamedExhaustion.check(e, fault)
-        raise TransportError(f"{fault}: {e}") from e

@@ -11,7 +11,6 @@ from kvplug.errors import (
     CapacityError,
     ClosedError,
     ConfigError,
-    KvplugError,
     TransportError,
     UnsupportedError,
     WireError,
@@ -461,7 +460,9 @@ class _TorchRanks:
 
         most = _CONTACT_LIMITS.max_bytes
         data = encode(value, limits=_CONTACT_LIMITS) if self.rank == src else b""
-        try:
+        # They also fail if a peer is gone or late.
+        errors = (RuntimeError, ValueError, MemoryError)
+        with NamedExhaustion("a collective of the process group failed", TransportError, errors):
             root = dist.get_global_rank(self._group, src)
             length = torch.tensor([len(data)], device="cpu")
             dist.broadcast(length, root, self._group)
@@ -470,9 +471,4 @@ class _TorchRanks:
                 raise WireError(f"{nbytes} bytes were announced, but {most} are the most allowed")
             content = torch.tensor(list(data.ljust(nbytes, b"\0")), dtype=torch.uint8, device="cpu")
             dist.broadcast(content, root, self._group)
-        except (RuntimeError, ValueError, MemoryError) as e:  # also if a peer is gone or late
-            if isinstance(e, KvplugError):
-                raise
-            NamedExhaustion.check(e, "a collective of the process group")
-            raise TransportError(f"a collective of the process group failed: {e}") from e
         return value if self.rank == src else decode(bytes(content.tolist()), limits=_CONTACT_LIMITS)

@@ -123,11 +123,9 @@ class PartialMessage:
         if out is None or tensor is out:
             return tensor
         self.own = tensor
-        try:
+        what = "out= cannot be written, and the message stays"
+        with NamedExhaustion(what, TensorMismatchError, (RuntimeError,)):
             copy_into(out, memory_of(tensor))
-        except RuntimeError as e:
-            NamedExhaustion.check(e, "copying a message into out=; it stays")
-            raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return out
 
     def allocate_own(self, allocate: Callable[[TensorMeta], Tensor], fail: Callable[[str], object]) -> Tensor:

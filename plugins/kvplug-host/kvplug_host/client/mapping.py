@@ -86,14 +86,9 @@ class Mapping:
                 raise CapacityError("the store cannot hand out its memory: it has no descriptor left")
             if found != number or nbytes != self.segment_bytes:
                 raise WireError("the store handed out another segment than it was asked for")
-            try:
+            with NamedExhaustion("memory of the store cannot be mapped", CapacityError):
                 Memfd.check(fds[0], nbytes, writable=False)
                 self._space.place(fds[0], number * nbytes, nbytes, writable=False)
-            except KvplugError:
-                raise
-            except OSError as e:
-                NamedExhaustion.check(e, "mapping memory of the store")
-                raise CapacityError(f"memory of the store cannot be mapped: {e}") from e
             self._mapped.add(number)
         finally:
             for fd in fds:

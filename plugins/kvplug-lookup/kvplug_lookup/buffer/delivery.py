@@ -181,12 +181,10 @@ class Deliveries:
         """
         dtype = dtype_of(meta.dtype)
         MessageLimit(self._max_bytes).check_size(meta.nbytes, "a tensor of an entry")
-        try:
+        what = f"no memory for a tensor of {meta.nbytes} bytes of an entry"
+        with NamedExhaustion(what, CapacityError, (RuntimeError, MemoryError)):
             # From bytes: torch may have to fill what it makes, and has no kernels for every dtype.
             flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self._device)
-        except (RuntimeError, MemoryError) as e:
-            NamedExhaustion.check(e, "receiving an entry")
-            raise CapacityError(f"no memory for a tensor of {meta.nbytes} bytes of an entry: {e}") from e
         return flat.view(dtype).view(meta.shape)
 
     def _next_tensor(self, delivery: Delivery, out: Tensor, deadline: Deadline) -> Tensor:

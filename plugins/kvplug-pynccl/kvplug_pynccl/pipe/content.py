@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -171,14 +170,9 @@ def fill(out: Tensor, message: Tensor, device: Device, deadline: Deadline) -> No
         raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
 
 
-@contextmanager
-def _copying(device: Device, nbytes: int) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as e:
-        what = f"a copy of {nbytes} bytes on {device.name}; nothing was queued"
-        NamedExhaustion.check(e, what)
-        raise TransportError(f"{what}: {e}") from e
+def _copying(device: Device, nbytes: int) -> NamedExhaustion:
+    what = f"a copy of {nbytes} bytes on {device.name}; nothing was queued"
+    return NamedExhaustion(what, TransportError, (RuntimeError, MemoryError))
 
 
 def _check_device(blocks: Blocks, device: Device) -> None:
