@@ -336,7 +336,7 @@ SEEN_AT_A_GOOD_PEER: dict[str, tuple[dict[str, Any], str]] = {
     "other model": ({"facts": ["num_layers=4"]}, "problem model.num_layers: ours 4, theirs 3"),
     "other block size": ({"facts": ["block_size=32"]}, "note block_size: it is converted"),
     "other hash": ({"config": {"integrity": "xxh3_128"}}, "problem integrity: to the same hash"),
-    "another ipc namespace": ({"unshare": _NEW_IPC}, "note ipc namespace: different ipc"),
+    "another ipc namespace": ({"unshare": _NEW_IPC}, "note ipc namespace: each has its own ipc namespace"),
     "another network namespace": ({"unshare": _NEW_NET}, "problem peer: one network namespace"),
     "a blocked plugin here": (
         {"env": {"KVPLUG_DISABLE_PLUGINS": "shm,cpu,nixl,sample"}},

@@ -93,19 +93,24 @@ def of_device(device: str) -> Iterator[Finding]:
 
 
 _APART: Final = {
-    "pid": (
+    "pid namespace": (
         "neither end can see the other one die: it counts as dead only after heartbeat_timeout_s",
         "docker run --pid=container:NAME    (Kubernetes: shareProcessNamespace: true)",
     ),
-    "net": (
+    "net namespace": (
         "abstract Unix sockets and loopback addresses reach only processes of one network namespace",
         "docker run --network=host    (or host = unix:/path in a shared folder; or an address and a secret)",
     ),
-    "ipc": (
+    "ipc namespace": (
         "device memory cannot be shared between them (CUDA IPC), and NCCL and UCX use a slower path",
         "docker run --ipc=host    (or --ipc=container:NAME at both)",
     ),
+    SHARED_MEMORY: (
+        "NCCL and UCX use a slower path between them; kvplug's own shared memory is not affected",
+        "docker run --ipc=host    (or one volume at /dev/shm of both)",
+    ),
 }
+"""For each thing that two processes of one host may share or not: the consequence, and what to change."""
 
 
 def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
@@ -138,15 +143,11 @@ def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
 
 
 def _apart(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
-    for kind, (why, change) in _APART.items():
-        mine, yours = ours.namespaces.get(kind), theirs.namespaces.get(kind)
-        if mine and yours and mine != yours:
-            what = f"the two ends are on one host, in different {kind} namespaces"
-            yield note(f"{kind} namespace", what, why, change=change)
-    if ours.shm_id and theirs.shm_id and ours.shm_id != theirs.shm_id:
-        yield note(
-            SHARED_MEMORY,
-            "the two ends are on one host, and each has its own /dev/shm",
-            "NCCL and UCX use a slower path between them; kvplug's own shared memory is not affected",
-            change="docker run --ipc=host    (or one volume at /dev/shm of both)",
-        )
+    mine, yours = (
+        {f"{kind} namespace": each for kind, each in facts.namespaces.items()} | {SHARED_MEMORY: facts.shm_id}
+        for facts in (ours, theirs)
+    )
+    for topic, (why, change) in _APART.items():
+        if mine.get(topic) and yours.get(topic) and mine[topic] != yours[topic]:
+            what = f"the two ends are on one host, and each has its own {topic}"
+            yield note(topic, what, why, change=change)

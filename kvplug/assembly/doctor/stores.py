@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import attrs
 
@@ -108,19 +108,17 @@ def of_stores(examination: Examination) -> Iterator[Finding]:
         spec = resolved.registry.find(Kind.STORE, name)
         if spec is None or not spec.run_probe().viable:
             continue  # a finding of the config
-        trial = _Trial(examination=examination, resolved=resolved, spec=spec)
-        path = os.path.expanduser(getattr(trial.options, "path", None) or "")
+        path = os.path.expanduser(getattr(resolved.options_of(spec), "path", None) or "")
         if path and not os.path.isfile(path):
-            yield from _in_its_folder(trial, Path(path).absolute())
+            yield from _in_its_folder(examination, spec, Path(path).absolute())
         else:
-            yield from trial.run()
+            yield from _tried(examination, spec)
 
 
-def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
+def _in_its_folder(examination: Examination, spec: StoreSpec, folder: Path) -> Iterator[Finding]:
     """Check that a store's folder (its option ``path``) is safe and has room, then try the store in a
     temporary folder there, so that the user's pages are not touched."""
-    name = trial.spec.name
-    option = f"options.{name}.path"
+    option = f"options.{spec.name}.path"
     at = next(each for each in (folder, *folder.parents) if each.exists())
     pages = [str(each) for each in folder.glob("*/pages")]  # as the stores "fs" and "nixl" have them
     try:
@@ -129,28 +127,32 @@ def _in_its_folder(trial: _Trial, folder: Path) -> Iterator[Finding]:
         if at == folder:
             check_private(str(folder), option, is_given=True)
     except (ConfigError, OSError) as e:
-        yield problem("stores", f"{name}: the store cannot start", str(e), change=f"{option} = ...")
+        yield problem("stores", f"{spec.name}: the store cannot start", str(e), change=f"{option} = ...")
         return
-    room = _of_room(trial, at)
+    room = _of_room(spec.name, getattr(examination.resolved.options_of(spec), "size", None), at)
     try:
         with tempfile.TemporaryDirectory(prefix=".kvplug-doctor-", dir=at, ignore_cleanup_errors=True) as own:
             yield room
             if room.verdict != "problem":
-                yield from trial.at(f"{own}/pages").run()
+                config = examination.config
+                table = {**config.options.get(spec.name, {}), "path": f"{own}/pages"}
+                moved = attrs.evolve(config, options={**config.options, spec.name: table})
+                resolved = ResolvedConfig(moved, examination.resolved.registry)
+                yield from _tried(attrs.evolve(examination, resolved=resolved), spec)
     except OSError as e:
         status, user = os.stat(at), os.geteuid()
         yield problem(
             "stores",
-            f"{name}: {at} cannot be written: {e.strerror}",
+            f"{spec.name}: {at} cannot be written: {e.strerror}",
             f"user {user} runs this; user {status.st_uid} owns the folder, mode {status.st_mode & 0o777:o}",
             "pages are not kept there",
             change=f"chown {user} {at}    (or {option} = ..., another folder; or mount it for writing)",
         )
 
 
-def _of_room(trial: _Trial, at: Path) -> Finding:
+def _of_room(name: str, budget: object, at: Path) -> Finding:
     """Compare the free space at a folder with the store's budget."""
-    name, room, budget = trial.spec.name, os.statvfs(at), getattr(trial.options, "size", None)
+    room = os.statvfs(at)
     free = room.f_bavail * room.f_frsize
     what = f"{name}: {bytes_in_words(free)} are free at {at}"
     if free < _FREE_NEEDED:
@@ -163,104 +165,89 @@ def _of_room(trial: _Trial, at: Path) -> Finding:
     return ok("stores", what)
 
 
-@attrs.frozen(kw_only=True)
-class _Trial:
-    """The trial of one store, which is opened and used."""
+def _tried(examination: Examination, spec: StoreSpec) -> Iterator[Finding]:
+    """Open a store and use it."""
+    name, resolved = spec.name, examination.resolved
+    seconds = examination.deadline.within(_MOST_S).remaining() or 0.0
+    if seconds < _LEAST_S:
+        what = f"{name}: it was not tried: the doctor ran out of time"
+        yield note("stores", what, "earlier stores, or a busy host, used up the time", change=LATE)
+        return
+    opened: list[Store] = []
 
-    examination: Examination
-    resolved: ResolvedConfig
-    """As in the examination, but for the path of the store."""
-    spec: StoreSpec
-
-    @property
-    def options(self) -> Any:
-        return self.resolved.options_of(self.spec)
-
-    def at(self, path: str) -> _Trial:
-        """Return the same trial with another value of the store's option ``path``."""
-        config, name = self.resolved.config, self.spec.name
-        tables = {**config.options, name: {**config.options.get(name, {}), "path": path}}
-        resolved = ResolvedConfig(attrs.evolve(config, options=tables), self.resolved.registry)
-        return attrs.evolve(self, resolved=resolved)
-
-    def run(self) -> Iterator[Finding]:
-        name, seconds = self.spec.name, self.examination.deadline.within(_MOST_S).remaining() or 0.0
-        if seconds < _LEAST_S:
-            what = f"{name}: it was not tried: the doctor ran out of time"
-            yield note("stores", what, "earlier stores, or a busy host, used up the time", change=LATE)
-            return
-        opened: list[Store] = []
-
-        def use() -> Usage:
-            opened.append(StoreOpener(LinkSettings(resolved=self.resolved)).open(name))
-            try:
-                self._use(PageCache(opened[0], engine=THREAD, timeout_s=seconds), seconds + 1.0)
-                return opened[0].usage()
-            finally:
-                opened[0].abort()
-
-        def stop() -> None:
-            for store in opened:
-                store.abort()
-
+    def use() -> Usage:
+        opened.append(StoreOpener(LinkSettings(resolved=resolved)).open(name))
         try:
-            usage = _attempt(use, seconds + 1.0, stop)
-        except Exception as e:
-            why = e.faults if isinstance(e, ConfigError) else (text_of(e),)
-            consequence = "every load from it is a miss, and nothing is kept in it"
-            what = f"{name}: the store does not work"
-            yield problem("stores", what, *why, consequence, change=self._change_for(e))
-            return
-        budget, tried = (
-            usage.budget_bytes,
-            "; a page was put, got and removed" if self.examination.write else "",
-        )
-        limit = "no limit of its own" if budget is None else bytes_in_words(budget)
-        yield ok("stores", f"{name}: it answers; {usage.num_pages} pages, budget {limit}{tried}")
-        nbytes = token_bytes(self.examination.facts)
-        if budget is not None and nbytes is not None:
-            yield _beside_a_prompt(name, budget, _PROMPT_TOKENS * nbytes)
-
-    def _use(self, cache: PageCache, seconds: float) -> None:
-        """Request an absent page, and with ``write`` put, get and remove one.
-
-        Raises:
-            KvplugError: the store does not work.
-        """
-        name, key = self.spec.name, secrets.token_bytes(32)
-        put, got = bytearray(secrets.token_bytes(_PAGE_BYTES)), bytearray(_PAGE_BYTES)
-        request = [FlatPage(key=key, view=memoryview(got))]
-        (miss,) = cache.get(request).wait(seconds)
-        if miss not in (None, MissReason.ABSENT):
-            raise TransportError(f"a page was requested, and the answer was {miss.value!r}")
-        if not self.examination.write:
-            return
-        (refused,) = cache.put([FlatPage(key=key, view=memoryview(put))]).wait(seconds)
-        try:
-            if refused is not None:
-                change = f"options.{name}: who may write there"
-                if refused in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
-                    change = f"options.{name}.size, or the limit of the server behind it (maxmemory of Redis)"
-                raise TransportError(f"a page was not kept: {refused.value}", change=change)
-            (miss,) = cache.get(request).wait(seconds)
-            if miss is not None:
-                raise TransportError(f"a page was put, but getting it answers {miss.value!r}")
-            if got != put:
-                raise TransportError("a page that was put came back with other bytes")
+            cache = PageCache(opened[0], engine=THREAD, timeout_s=seconds)
+            _use(cache, name, seconds + 1.0, write=examination.write)
+            return opened[0].usage()
         finally:
-            cache.remove([key]).wait(seconds)
+            opened[0].abort()
 
-    def _change_for(self, error: Exception) -> str:
-        name = self.spec.name
-        if isinstance(error, ConfigError):
-            return from_fault(error.faults[0]).change
-        if isinstance(error, AuthenticationError):
-            return "KVPLUG_SECRET or secret_file: the same at both ends"
-        if isinstance(error, KvplugError) and error.change:
-            return error.change
-        place = next((f"options.{name}.{key}" for key in _PLACES if hasattr(self.options, key)), "")
-        where = f"{place}, or what listens there" if place else f"[options.{name}]"
-        return f"{where}    (`kvplug list --options {name}` shows all options)"
+    def stop() -> None:
+        for store in opened:
+            store.abort()
+
+    try:
+        usage = _attempt(use, seconds + 1.0, stop)
+    except Exception as e:
+        why = e.faults if isinstance(e, ConfigError) else (text_of(e),)
+        consequence = "every load from it is a miss, and nothing is kept in it"
+        change = _change_for(e, name, resolved.options_of(spec))
+        yield problem("stores", f"{name}: the store does not work", *why, consequence, change=change)
+        return
+    budget, tried = usage.budget_bytes, "; a page was put, got and removed" if examination.write else ""
+    limit = "no limit of its own" if budget is None else bytes_in_words(budget)
+    yield ok("stores", f"{name}: it answers; {usage.num_pages} pages, budget {limit}{tried}")
+    nbytes = token_bytes(examination.facts)
+    if budget is not None and nbytes is not None:
+        yield _beside_a_prompt(name, budget, _PROMPT_TOKENS * nbytes)
+
+
+def _use(cache: PageCache, name: str, seconds: float, *, write: bool) -> None:
+    """Request an absent page, and with ``write`` put, get and remove one.
+
+    Raises:
+        KvplugError: the store does not work.
+    """
+    key, put, got = (
+        secrets.token_bytes(32),
+        bytearray(secrets.token_bytes(_PAGE_BYTES)),
+        bytearray(_PAGE_BYTES),
+    )
+    request = [FlatPage(key=key, view=memoryview(got))]
+    (miss,) = cache.get(request).wait(seconds)
+    if miss not in (None, MissReason.ABSENT):
+        raise TransportError(f"a page was requested, and the answer was {miss.value!r}")
+    if not write:
+        return
+    (refused,) = cache.put([FlatPage(key=key, view=memoryview(put))]).wait(seconds)
+    try:
+        if refused is not None:
+            change = f"options.{name}: who may write there"
+            if refused in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
+                change = f"options.{name}.size, or the limit of the server behind it (maxmemory of Redis)"
+            raise TransportError(f"a page was not kept: {refused.value}", change=change)
+        (miss,) = cache.get(request).wait(seconds)
+        if miss is not None:
+            raise TransportError(f"a page was put, but getting it answers {miss.value!r}")
+        if got != put:
+            raise TransportError("a page that was put came back with other bytes")
+    finally:
+        cache.remove([key]).wait(seconds)
+
+
+def _change_for(error: Exception, name: str, options: object) -> str:
+    """Return what to change so that a store works."""
+    if isinstance(error, ConfigError):
+        return from_fault(error.faults[0]).change
+    if isinstance(error, AuthenticationError):
+        return "KVPLUG_SECRET or secret_file: the same at both ends"
+    if isinstance(error, KvplugError) and error.change:
+        return error.change
+    place = next((f"options.{name}.{key}" for key in _PLACES if hasattr(options, key)), "")
+    where = f"{place}, or what listens there" if place else f"[options.{name}]"
+    return f"{where}    (`kvplug list --options {name}` shows all options)"
 
 
 def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
