@@ -49,14 +49,13 @@ def build_queue(
 ) -> QueueEndpoint:
     """Build the endpoint of the message queue that the config's ``queue`` names. The endpoint makes the ends.
 
-    If that queue wraps another, the inner queue must also work on this host. The arguments are those of
-    :class:`~kvplug.transport.QueueEndpoint.Context`; ``warning_interval_s`` defaults to the config's
-    ``queue_warning_interval_s``.
+    The arguments are those of :class:`~kvplug.transport.QueueEndpoint.Context`; ``warning_interval_s``
+    defaults to the config's ``queue_warning_interval_s``.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        PluginError: the named queue, or its inner queue, cannot work here, or none is installed for "auto".
+        PluginError: the named queue cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, but no secret is set.
         ResourceExhaustedError: the process has no free descriptor or memory.
     """
@@ -145,10 +144,9 @@ def worker_transports(config: Config, registry: Registry | None = None) -> dict[
     """
     resolved = ResolvedConfig(config, registry)
     resolved.check(keys=("queue", "communicator"))
-    queue, around = resolved.chosen(Kind.QUEUE)
     return {
-        "queue": queue.name if around is None else f"{around.name}, around {queue.name}",
-        "communicator": resolved.chosen(Kind.COMMUNICATOR, config.device)[0].name,
+        "queue": resolved.chosen(Kind.QUEUE).name,
+        "communicator": resolved.chosen(Kind.COMMUNICATOR, config.device).name,
     }
 
 

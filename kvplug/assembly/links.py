@@ -136,7 +136,6 @@ class LinkSettings:
             agreement=agreement,
             transport=transport,
             device=device,
-            wrapped_by=self.resolved.wrapped_by,
         )
         try:
             watch = alarm.watch(pipe)

@@ -183,8 +183,6 @@ def build_pipe_endpoint(
     if config.transport == AUTO:
         raise ConfigError("transport: ranks of a group do not negotiate, so name one; 'auto' was given")
     resolved = _resolve(config, registry, counts=False)
-    if resolved.requested_transport == AUTO:
-        raise ConfigError(f"options.{config.transport}.inner: ranks of a group do not negotiate, so name one")
     endpoint: PipeEndpoint = resolved.build(Kind.PIPE, device)
     return endpoint
 

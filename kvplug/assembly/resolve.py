@@ -80,34 +80,16 @@ class ResolvedConfig:
     def pipes(self) -> dict[str, TransportSpec]:
         """Every pipe transport that moves bytes, by bare name. If two plugins offer a name, this has the one
         that the config names with its distribution."""
-        specs = {spec.name: spec for spec in self.registry.specs(Kind.PIPE) if not spec.wraps}
-        if self._pipe[1] != AUTO:
-            named = self.registry.get(Kind.PIPE, self._pipe[1])
+        specs = {spec.name: spec for spec in self.registry.specs(Kind.PIPE)}
+        if self.config.transport != AUTO:
+            named = self.registry.get(Kind.PIPE, self.config.transport)
             specs[named.name] = named
         return specs
 
-    @functools.cached_property
-    def _pipe(self) -> tuple[TransportSpec | None, str]:
-        return self._unwrapped(Kind.PIPE)
-
     @property
     def requested_transport(self) -> str:
-        """The bare name of the configured transport that moves the bytes, or ``"auto"``."""
-        return self._pipe[1].rpartition(":")[2]
-
-    def _unwrapped(self, kind: TransportKind) -> tuple[TransportSpec | None, str]:
-        """Return the spec of the configured wrapper of a kind, or ``None``, and the name of the transport
-        that moves the bytes, which may be ``"auto"``.
-
-        Raises:
-            UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-            ConfigError: the wrapper's options are wrong; every fault at once.
-        """
-        name = str(getattr(self.config, _KEY_OF[kind]))
-        spec = None if name == AUTO else self.registry.get(kind, name)
-        if spec is None or not spec.wraps:
-            return None, name
-        return spec, str(getattr(self.options_of(spec), "inner", AUTO))
+        """The bare name of the configured pipe, or ``"auto"``."""
+        return self.config.transport.rpartition(":")[2]
 
     def offers(self, *, load: bool = True) -> tuple[Offer, ...]:
         """Return this host's offers to a peer: every pipe transport. A transport that can work here is probed
@@ -182,16 +164,13 @@ class ResolvedConfig:
             given["credentials"] = self.credentials
         return cls(**{**given, "options": self.options_of(spec), **more})
 
-    def make(self, spec: Any, *, around: TransportSpec | None = None, **more: Any) -> Any:
-        """Call the spec's factory with its context, inside the wrapper ``around`` if there is one.
+    def make(self, spec: Any, **more: Any) -> Any:
+        """Call the spec's factory with its context.
 
         Raises:
             ConfigError, PluginError, ResourceExhaustedError.
         """
-        context = self.context(spec, **more)
-        if around is None:
-            return made(spec, context)
-        return made(around, self.context(around, **more, make_inner=functools.partial(made, spec, context)))
+        return made(spec, self.context(spec, **more))
 
     def usable(self, kind: Literal[Kind.STORE, Kind.DIRECTORY], name: str) -> Any:
         """Return the spec of that name.
@@ -206,8 +185,8 @@ class ResolvedConfig:
             raise PluginError(f"the {kind} {spec.name!r} cannot work here: {probe.reason}")
         return spec
 
-    def chosen(self, kind: TransportKind, device: str = "cpu") -> tuple[TransportSpec, TransportSpec | None]:
-        """Choose the configured transport of a kind. Return its spec, and that of its wrapper or ``None``.
+    def chosen(self, kind: TransportKind, device: str = "cpu") -> TransportSpec:
+        """Choose the configured transport of a kind.
 
         "auto" chooses the transport with the lowest latency that works here, authenticates its peers if it
         must, and, except for lookup buffers, moves tensors of that device.
@@ -216,15 +195,15 @@ class ResolvedConfig:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
             PluginError: the named transport, or every transport, is unable; the error lists every reason.
         """
-        around, name = self._unwrapped(kind)
-        every = [spec for spec in self.registry.specs(kind) if spec.auto and not spec.wraps]
+        name = str(getattr(self.config, _KEY_OF[kind]))
+        every = [spec for spec in self.registry.specs(kind) if spec.auto]
         specs = every if name == AUTO else [self.registry.get(kind, name)]
         required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(self.config))
         reasons = {spec: _against(spec, required) for spec in specs}
         able = [spec for spec in specs if not reasons[spec]]
         for spec in sorted(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name)):
             if name != AUTO or not (broken := _why_broken(spec)):
-                return spec, around
+                return spec
             reasons[spec] = (broken,)
         missing = f"none is installed: pip install {listed(dict.fromkeys(PACKAGES[kind].values()))}"
         lines = [f"{spec.name}: {'; '.join(why)}" for spec, why in reasons.items()] or [missing]
@@ -239,23 +218,17 @@ class ResolvedConfig:
         """
         if kind is not Kind.QUEUE:
             more["device"] = self.config.device if device is None else device
-        spec, around = self.chosen(kind, more.get("device", "cpu"))
-        return self.make(spec, around=around, **more)
+        return self.make(self.chosen(kind, more.get("device", "cpu")), **more)
 
     def abilities(self) -> dict[str, Capabilities]:
         """Return the capabilities of the pipe transports, by name."""
         return {name: spec.capabilities for name, spec in self.pipes.items()}
 
-    @property
-    def wrapped_by(self) -> str:
-        """The name of the configured wrapper; empty if there is none."""
-        return "" if self._pipe[0] is None else self._pipe[0].name
-
     def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
-        """Build the endpoint of the agreed transport, inside the configured wrapper."""
+        """Build the endpoint of the agreed transport."""
         spec = self.pipes[name]
         try:
-            endpoint: PipeEndpoint = self.make(spec, around=self._pipe[0], device=device)
+            endpoint: PipeEndpoint = self.make(spec, device=device)
         except PluginError as e:
             if self.config.transport == AUTO:
                 _note_broken(spec, e)

@@ -69,8 +69,6 @@ class SlowPathAlarm:
     agreement: Agreement
     transport: str
     device: str
-    wrapped_by: str = ""
-    """The configured wrapper of the transport; empty if there is none."""
 
     def watch(self, pipe: Pipe) -> PathWatch | None:
         """Begin to compare the pipe's rate. Return ``None`` if the config turns the comparison off.
@@ -125,7 +123,6 @@ class SlowPathAlarm:
         is_tcp = not host.startswith("unix:") and (self.agreement.cross_host or Address(host).is_loopback)
         return [
             _report_of(pipe).reason,
-            self.wrapped_by and f"the config wraps it in {self.wrapped_by!r}; name {self.transport!r} itself",
             *(
                 [_slow_network(host, found.expected_gb_per_s)]
                 if self.agreement.cross_host

@@ -101,7 +101,7 @@ def _row(registry: Registry, plugin: PluginInfo, spec: Spec | None, *, load: boo
     if spec is not None:
         status, reason = _status(registry, spec, load=load)
     store = spec if isinstance(spec, StoreSpec) else None
-    able = spec.capabilities if isinstance(spec, TransportSpec) and not spec.wraps else None
+    able = spec.capabilities if isinstance(spec, TransportSpec) else None
     return {
         "name": spec.name if spec else plugin.name,
         "kind": spec.kind.value if spec else "plugin",

@@ -245,10 +245,6 @@ class TransportSpec(_ProbedSpec):
     auto: bool = attrs.field()
     """Whether ``"auto"`` considers the transport. If not, a config must name it. The default is False for
     transports that are made for tests, else True."""
-    wraps: bool = False
-    """Whether the transport wraps another transport of its kind. Its option ``inner`` names that transport or
-    leaves the choice to ``"auto"``, and the context's ``make_inner`` makes it. A wrapper puts nothing of its
-    own on the wire; peers are offered the inner transport."""
 
     @auto.default
     def _unless_for_tests(self) -> bool:
@@ -259,10 +255,6 @@ class TransportSpec(_ProbedSpec):
             raise PluginError(f"the {self.kind} {self.name!r} is made for tests, so 'auto' cannot select it")
         if self.kind not in TRANSPORTS:
             raise PluginError(f"a {self.kind} needs a {self.kind.capitalize()}Spec, not a TransportSpec")
-        if self.wraps and self.kind not in (Kind.PIPE, Kind.QUEUE):
-            raise PluginError(
-                f"only a pipe or a queue can wrap another transport of its kind, not a {self.kind}"
-            )
 
 
 @attrs.frozen(kw_only=True)

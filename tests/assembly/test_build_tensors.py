@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvplug import (
     build_queue,
 )
 from kvplug.errors import UnknownTransportError
+from kvplug.transport import Capabilities, TransportSpec, hookimpl
 from kvplug_testing.memory.communicator import MemoryCommunicator  # no two threads may parse it
 from kvplug_testing.sources import module_at
 from kvplug_testing.waits import Call
@@ -42,6 +44,20 @@ def test_a_queue_is_built_by_name() -> None:
             readers[0].dequeue()
         for reader in readers:
             reader.close()
+
+
+@pytest.mark.parametrize("name", ["trusting", "auto"])
+def test_a_queue_that_other_hosts_reach_must_authenticate(name: str) -> None:
+    module_at(str(RELAY))
+    cost = Capabilities.Cost(latency_us=50.0, gb_per_s=1.0)
+    able = Capabilities(authenticated=False, cross_host=True, cost=cost)
+    factory = "kvplug_relay.queue:RelayEndpoint"
+    spec = TransportSpec(kind="queue", name="trusting", factory=factory, capabilities=able)
+    registry = Registry()
+    registry.register(SimpleNamespace(kvplug_transports=hookimpl(lambda: [spec])), name="trusting")
+    with pytest.raises(PluginError, match="its data plane is not authenticated"):
+        build_queue(Config(queue=name, host="192.0.2.7"), registry=registry)
+    build_queue(Config(queue=name), registry=registry)
 
 
 def test_what_a_config_names_wrongly_is_refused() -> None:

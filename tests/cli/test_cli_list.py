@@ -39,7 +39,7 @@ def test_everything_offered_is_listed_for_programs_with_why_it_cannot_work_here(
 
 def test_what_is_made_for_tests_is_listed_only_when_asked_for(birds: Any) -> None:
     few, every = ({(each["kind"], each["name"]) for each in rows(birds, *all_)} for all_ in ((), ("--all",)))
-    fakes = {("pipe", "memory"), ("pipe", "around"), ("queue", "around"), ("store", "memory")}
+    fakes = {("pipe", "memory"), ("store", "memory")}
     assert few < every and fakes <= every - few
 
 

@@ -47,6 +47,7 @@ from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.wire import to_plain
 from kvplug.transport import Acceptor
+from kvplug_lab.faults import FaultyPipe, Rule
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
@@ -171,7 +172,14 @@ def run_engine(parent: Parent, given: Mapping[str, Any]) -> Any:
 def _engine(given: Mapping[str, Any]) -> FakeEngine:
     config = Config.from_dict({**BASE, **given.get("config", {})})
     model = MODEL if given.get("knows_weights", True) else attrs.evolve(MODEL, weights="")
-    return FakeEngine(config, listen=given.get("listen", "unix:"), model=model, **given.get("build", {}))
+    rules = [Rule.parsed(text) for text in given.get("rules", ())]
+    return FakeEngine(
+        config,
+        listen=given.get("listen", "unix:"),
+        model=model,
+        wrap_pipe=functools.partial(FaultyPipe, rules=rules) if rules else None,
+        **given.get("build", {}),
+    )
 
 
 # -- what tests do -----------------------------------------------------------------------------------
@@ -353,7 +361,6 @@ def test_a_fault_of_this_side_is_named_at_the_peer(fork_server: ForkServer, good
 
 TCP = {"listen": "127.0.0.1:0"}
 AS_BEFORE_S = 10.0
-SLOW = "slow bytes_per_s=2000000"
 
 
 def _a_producer(weights: str, transport: str, page_tokens: int) -> dict[str, Any]:
@@ -428,7 +435,7 @@ SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, .
         ("note peer: doctor is 'off'",),
     ),
     "a slow pipe": (
-        {"config": {"transport": "faulty", "options": {"faulty": {"rules": [SLOW]}}}},
+        {"rules": ["slow bytes_per_s=2000000"]},
         {},
         ("problem rate: GB/s claimed",),
     ),

@@ -47,7 +47,6 @@ def test_every_rank_has_a_pipe_to_every_other(transport: str, fork_server: ForkS
     ("given", "error", "said"),
     [
         ({"transport": "auto"}, ConfigError, "'auto' was given"),
-        ({"transport": "around", "options": {"around": {"mark": "x"}}}, ConfigError, "name one"),
         ({"transport": "cpu", "device": "cuda"}, PluginError, "no pipe is available"),
         (
             {"transport": "cpu", "sinks": ("log",)},

@@ -25,6 +25,7 @@ from kvplug.negotiation.hello import Hello
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.transport import Capabilities, Pipe
+from kvplug_lab.faults import FaultyPipe, Rule
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call
@@ -33,7 +34,6 @@ pytestmark = [pytest.mark.timeout(100), pytest.mark.xdist_group("timing")]
 
 MIB = 1 << 20
 MESSAGE = torch.zeros(2 * MIB, dtype=torch.uint8)
-SLOW = f"slow bytes_per_s={20 * MIB}"
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +46,18 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_sending", rates.SharedTime())
 
 
-def config(transport: str = "cpu", rule: str = "", **more: Any) -> Config:
-    """``rule``: a fault of what this end sends."""
-    known: dict[str, Any] = {"transport": transport, "timeout_s": 20, "connect_timeout_s": 20, **more}
-    if rule:
-        known |= {"transport": "faulty", "options": {"faulty": {"inner": transport, "rules": [rule]}}}
-    return Config.from_dict(known)
+def config(transport: str = "cpu", **more: Any) -> Config:
+    return Config.from_dict({"transport": transport, "timeout_s": 20, "connect_timeout_s": 20, **more})
 
 
-def pair(ours: Config, theirs: Config | None = None) -> tuple[Any, Pipe]:
+def slow(pipe: Pipe) -> Pipe:
+    """A pipe that sends slowly."""
+    return FaultyPipe(pipe, [Rule.parsed(f"slow bytes_per_s={20 * MIB}")])
+
+
+def pair(ours: Config, theirs: Config | None = None, **more: Any) -> tuple[Any, Pipe]:
     with listen_pipe(theirs or config(), "unix:") as server:
-        joining = Call(lambda: connect_pipe(ours, server.contact))
+        joining = Call(lambda: connect_pipe(ours, server.contact, **more))
         return joining.result(20), server.accept()
 
 
@@ -71,8 +72,8 @@ def take(pipe: Pipe) -> None:
 
 @contextmanager
 def taken(ours: Config, theirs: Config | None = None) -> Iterator[Any]:
-    """A pipe whose other end takes everything."""
-    pipe, other = pair(ours, theirs)
+    """A slow pipe whose other end takes everything."""
+    pipe, other = pair(ours, theirs, wrap_pipe=slow)
     taking = Call(lambda: take(other))
     yield pipe
     pipe.close()
@@ -91,14 +92,13 @@ def send(pipe: Pipe, count: int) -> None:
 
 def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) -> None:
     peer = config()
-    with taken(config(rule=SLOW), peer) as pipe:
+    with taken(config(), peer) as pipe:
         send(pipe, 40)
         snapshot = pipe.recorder.stats.snapshot()
     (text,) = warned()
     for part in (
         r"the pipe 'cpu' to .*pid \d+.* carries 0\.0\d+ GB/s \(\d+ MiB in .* s\)",
         "less than a tenth of the 6 GB/s that its transport claims",
-        "the config wraps it in 'faulty'; name 'cpu' itself",
         "one host, and 'shm', which claims 15 GB/s, was passed over: could be used, but cpu is named",
         'slow_path = "off"',
         "this is logged once",
@@ -107,16 +107,16 @@ def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) ->
     assert (snapshot["slow"], snapshot["failures"]) == ({"send": {"cpu": 1}}, {})
     del pipe
     gc.collect()
-    with taken(config(rule=SLOW), peer) as pipe:
+    with taken(config(), peer) as pipe:
         send(pipe, 16)
     assert len(warned()) == 1, "the same peer, by another pipe"
-    with taken(config(rule=SLOW, slow_path="off")) as pipe:
+    with taken(config(slow_path="off")) as pipe:
         send(pipe, 25)
     assert len(warned()) == 1, "switched off, nothing is said"
 
 
 def test_refusing_ends_the_pipe_with_what_was_measured(warned: Any) -> None:
-    with taken(config(rule=SLOW, slow_path="refuse")) as pipe:
+    with taken(config(slow_path="refuse")) as pipe:
         said = r"carries 0\.0\d+ GB/s .*claims\. Likely: .*'shm'.*slow_path = \"off\""
         with pytest.raises(SlowPathError, match=said):
             send(pipe, 40)

@@ -242,7 +242,7 @@ def _parts(resolved: ResolvedConfig) -> Iterator[Finding]:
     for kind, device in parts:
         key = kind.value
         try:
-            yield ok(key, _called(resolved, resolved.chosen(kind, device)[0]))
+            yield ok(key, _called(resolved, resolved.chosen(kind, device)))
         except PluginError as e:
             make = note if getattr(config, key) == AUTO else problem
             change = f"{key}: a name that `kvplug list --kind {key}` shows as ok"

@@ -14,7 +14,7 @@ from kvplug.errors import ConfigError, PluginError
 from kvplug.net.affinity import missing_cpus
 from kvplug.net.wire import checksum
 from kvplug.transport.directory import Directory
-from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, TransportSpec
+from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind
 
 CHOSEN: Mapping[str, Kind] = {
     "connector": Kind.CONNECTOR,
@@ -59,8 +59,6 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
                 faults.append(f"{key}: {before!r} and {name!r} are the same {kind}; name it once")
             if spec.name not in options:
                 faults += _spec_faults(registry, spec, options)  # an option may be required
-            if isinstance(spec, TransportSpec) and spec.wraps:
-                faults += _inner_faults(registry, spec, options)
     for peer in names.get("peers", ()):
         if (directory := directory_of(peer)) is not None:
             try:
@@ -168,22 +166,4 @@ def _spec_faults(registry: Registry, spec: Any, options: Tables) -> tuple[str, .
         return e.faults
     except PluginError as e:
         return (f"options.{spec.name}: {e}",)
-    return ()
-
-
-def _inner_faults(registry: Registry, spec: TransportSpec, options: Tables) -> tuple[str, ...]:
-    """Return the faults of the inner transport's name."""
-    try:
-        name = str(getattr(options_of(registry, spec, options), "inner", "auto"))
-    except (ConfigError, PluginError):
-        name = str(options.get(spec.name, {}).get("inner", "auto"))  # another option of the table has a fault
-    if name == "auto":
-        return ()
-    key = f"options.{spec.name}.inner"
-    try:
-        inner = registry.get(spec.kind, name)
-    except PluginError as e:
-        return (f"{key}: {e}",)
-    if isinstance(inner, TransportSpec) and inner.wraps:
-        return (f"{key}: {name!r} itself wraps another transport; name the inner one",)
     return ()

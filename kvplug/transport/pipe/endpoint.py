@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import attrs
@@ -79,9 +79,6 @@ class PipeEndpoint(abc.ABC):
         max_message_bytes: int | None = None
         """The largest message for which a pipe allocates memory; ``None``: as much as the process or device
         can have. The size that a peer announces is compared with it before memory is allocated."""
-        make_inner: Callable[[], PipeEndpoint] | None = None
-        """For a transport that wraps another one (``TransportSpec.wraps``): makes the wrapped transport's
-        endpoint, with that transport's options and the rest of this context. ``None`` for all others."""
 
     @abc.abstractmethod
     def listen(self) -> PipeListener:

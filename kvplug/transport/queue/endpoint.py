@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -57,9 +57,6 @@ class QueueEndpoint(abc.ABC):
         """A call that waits logs the peers it waits for at this interval, in seconds."""
         heartbeat_timeout_s: float = 10.0
         """Seconds of silence after which an end on another host counts as dead."""
-        make_inner: Callable[[], QueueEndpoint] | None = None
-        """For a queue that wraps another one (``TransportSpec.wraps``): makes the wrapped queue's endpoint,
-        with that queue's options and the rest of this context. ``None`` for all others."""
 
     def __init__(self, context: QueueEndpoint.Context) -> None:
         self.context = context

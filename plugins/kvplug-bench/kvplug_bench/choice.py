@@ -74,7 +74,7 @@ def transports(
 def _named(registry: Registry, names: Sequence[str]) -> list[tuple[Kind, str]]:
     if not names:
         every = [spec for kind in _KEYS for spec in registry.specs(kind)]
-        return [(spec.kind, spec.name) for spec in every if spec.auto and not spec.wraps]
+        return [(spec.kind, spec.name) for spec in every if spec.auto]
     found: list[tuple[Kind, str]] = []
     for name in names:
         word, _, rest = name.partition(":")
@@ -108,5 +108,5 @@ def _against(spec: TransportSpec, resolved: ResolvedConfig, device: str) -> str:
     if spec.kind is Kind.QUEUE and device != CPU:
         return "queues are measured with CPU tensors"
     probe = spec.run_probe()
-    lacks = () if spec.wraps else spec.capabilities.missing(Requirements(device=device))
+    lacks = spec.capabilities.missing(Requirements(device=device))
     return "; ".join([*(() if probe.viable else (probe.reason or "its probe gives no reason",)), *lacks])

@@ -129,7 +129,7 @@ class QueueLink(InPlaceBroadcast):
 
 def _domain(spec: TransportSpec) -> str:
     """The domain that both ends must share; empty if they may be on different hosts."""
-    return "" if spec.capabilities.cross_host or spec.wraps else spec.run_probe().domain
+    return "" if spec.capabilities.cross_host else spec.run_probe().domain
 
 
 def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndpoint]:
@@ -149,6 +149,6 @@ def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndp
             if offer.auto and offer.probe.viable and not offer.capabilities.missing(required)
         ]
         if not able:
-            raise PluginError("no inner pipe is available")
+            raise PluginError("no pipe is available")
         name = min(able, key=lambda offer: (offer.capabilities.cost.seconds(1 << 24), offer.name)).name
     return resolved.pipes[name], resolved.pipe_endpoint(name, device)

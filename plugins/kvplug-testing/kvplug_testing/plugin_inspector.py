@@ -105,7 +105,7 @@ class _Inspector:
                     if not row.help.strip():
                         self._breach("PLUGIN-4", f"the option {row.name!r} of the {of} has no help")
         has_domain = self._probe(spec)
-        if hasattr(spec, "capabilities") and not spec.wraps:  # a wrapper has those of the inner transport
+        if hasattr(spec, "capabilities"):
             self._check_capabilities(spec, has_domain)
 
     def use(self, spec: Any) -> None:

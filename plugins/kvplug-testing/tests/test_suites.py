@@ -48,14 +48,6 @@ def test_an_option_that_cannot_be_is_told_at_once(option: str, said: str) -> Non
         judged(option)
 
 
-def test_what_goes_around_another_one_is_judged_around_the_kits_own() -> None:
-    with pytest.raises(ConfigError, match=r"options\.around\.mark: must be given"):
-        judged(transports=("pipe:around",))
-    suite = judged("around.mark=x", transports=("pipe:around",))
-    assert suite.__name__ == "TestAroundPipeContract"
-    assert not suite.across_processes
-
-
 def test_a_store_is_judged_by_its_name() -> None:
     suite = suites.installed([], [], ["memory.path=/a"], stores=["memory"])[0]
     assert (suite.__name__, suite.subject()) == ("TestMemoryStoreContract", "store memory")

@@ -18,14 +18,10 @@ import attrs
 
 from kvplug import KvplugError, TimeoutError
 from kvplug.transport import (
-    DEFAULT_TIMEOUT,
     Deadline,
     Pipe,
-    PipeEndpoint,
-    PipeListener,
     Timeout,
     Transfer,
-    option,
 )
 from kvplug_testing.pairs import PipeAround
 
@@ -129,50 +125,3 @@ class FaultyPipe(PipeAround):
         self._over.wait(seconds if left is None else min(seconds, left))
         if left is not None and left < seconds:
             raise TimeoutError("an injected fault holds this message up")
-
-
-class FaultyEndpoint(PipeEndpoint):
-    """An endpoint around another one, whose pipes inject faults. The contact is the other one's."""
-
-    def __init__(self, inner: PipeEndpoint, rules: Sequence[Rule]) -> None:
-        self._inner = inner
-        self._rules = rules
-
-    def listen(self) -> PipeListener:
-        return _FaultyListener(self._inner.listen(), self._wrapped)
-
-    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        return self._wrapped(self._inner.connect(contact, timeout))
-
-    def _wrapped(self, pipe: Pipe) -> Pipe:
-        return FaultyPipe(pipe, self._rules)
-
-
-class _FaultyListener(PipeListener):
-    def __init__(self, inner: PipeListener, wrapped: Callable[[Pipe], Pipe]) -> None:
-        self._inner = inner
-        self._wrapped = wrapped
-
-    @property
-    def contact(self) -> str:
-        return self._inner.contact
-
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        return self._wrapped(self._inner.accept(timeout))
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-@attrs.frozen(kw_only=True)
-class FaultyOptions:
-    """Options of the pipe "faulty"."""
-
-    inner: str = option("auto", help="The pipe that moves the bytes.")
-    rules: tuple[str, ...] = option(help="What is injected, such as 'flip message=1'.")
-
-
-def faulty(context: PipeEndpoint.Context) -> PipeEndpoint:
-    """The factory of the spec."""
-    assert context.make_inner is not None
-    return FaultyEndpoint(context.make_inner(), [Rule.parsed(text) for text in context.options.rules])

@@ -23,7 +23,6 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-import attrs
 import pytest
 
 from kvplug import ConfigError, Registry
@@ -266,17 +265,6 @@ class Contract:
                 raise ConfigError(f"{self.called} takes no options{hint}, and these were given: {given}")
             return None
         return check_options(cls, given, where=f"options.{self.called}")
-
-    def around_another(self, context: Any) -> Any:
-        """The context; where the transport wraps another one, with the queue "shm" or the kit's "memory"
-        inside.
-        """
-        if self.spec is None or not self.spec.wraps:
-            return context
-        spec: Any = _registry().get(self.kind, "shm" if self.kind is Kind.QUEUE else "memory")
-        cls = spec.load_options()
-        inner = attrs.evolve(context, options=None if cls is None else cls())
-        return attrs.evolve(context, make_inner=functools.partial(spec.load_factory(), inner))
 
     def suite_ref(self) -> dict[str, Any]:
         """Plain values from which another process recreates this suite. See :func:`suite_from_ref`."""

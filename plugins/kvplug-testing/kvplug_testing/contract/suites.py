@@ -116,12 +116,8 @@ def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str])
     said: dict[str, Any] = {"transport": name, "options": options, "made_from": _SUITES[kind]}
     if suite.across_processes:
         said["across_processes"] = kind not in TRANSPORTS or not spec.for_tests
-    wraps = kind in TRANSPORTS and spec.wraps
-    if wraps:  # the inner one is in one process, and limits the unsent bytes
-        attributes = {"across_processes": False, "limit_option": ""}
-        said |= {**attributes, "_attributes": attributes}
     made = type(_called(name, suite), (suite,), said)
-    if options or wraps:
+    if options:
         cls, place = spec.load_options(), getattr(suite, "place_option", "")  # which each test sets
         is_known = cls is not None and place not in options and place in option_fields(cls)
         made().made_options(**{place: "kvplug"} if is_known else {})

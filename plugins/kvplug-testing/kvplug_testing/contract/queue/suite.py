@@ -34,7 +34,7 @@ class QueueSuite(Contract):
 
     def make_endpoint(self, context: QueueEndpoint.Context) -> QueueEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
-        return self.installed("make_endpoint").load_factory()(self.around_another(context))  # type: ignore[no-any-return]
+        return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
     # -- ends in this process ------------------------------------------------------------------
 
