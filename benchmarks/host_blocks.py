@@ -39,8 +39,8 @@ import torch
 from fs import machine, quartiles, seconds
 from host import opened, served
 
-from kvplug.engine import CacheGroup, KVCacheConfig, KVLayout, TransferStats
-from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store
+from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageBlocks, TransferStats
+from kvplug.transport import PageRequest, Series, Store
 from kvplug.transport.store.copy import library
 from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.groups import Groups

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import kvplug
-from kvplug.engine import Request, RequestEnd
+from kvplug.engine import ChainMemo, Request, RequestEnd
 from kvplug.net.wire.token_ids import pack_tokens
-from kvplug.transport import ChainMemo, PageBuffers, PageRequest, Series
+from kvplug.transport import PageBuffers, PageRequest, Series
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import token_identities
 from kvplug_testing.engine import FakeEngine, request_of

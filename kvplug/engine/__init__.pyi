@@ -58,8 +58,17 @@ from kvplug.negotiation.checkpoint import (
 from kvplug.negotiation.model import (
     ModelInfo as ModelInfo,
 )
+from kvplug.transport.block_views import (
+    BlockViews as BlockViews,
+)
 from kvplug.transport.spec import (
     CommandSpec as CommandSpec,
     ConnectorSpec as ConnectorSpec,
     SinkSpec as SinkSpec,
+)
+from kvplug.transport.store.cache_blocks import (
+    PageBlocks as PageBlocks,
+)
+from kvplug.transport.store.keys import (
+    ChainMemo as ChainMemo,
 )

@@ -418,7 +418,7 @@ class KVLayout:
         )
 
     def page_views(self, caches: Sequence[Tensor]) -> BlockViews:
-        """Return the views of each layer's parts, for :class:`kvplug.transport.PageBlocks` and
+        """Return the views of each layer's parts, for :class:`kvplug.engine.PageBlocks` and
         :meth:`kvplug.transport.Pipe.send_blocks`.
 
         ``caches``: one tensor for each layer, in the order of the layers.

@@ -44,9 +44,6 @@ from kvplug.transport.store.results import (
 )
 
 # Write a store with jobs of its own.
-from kvplug.transport.store.cache_blocks import (
-    PageBlocks as PageBlocks,
-)
 from kvplug.transport.store.copy import (
     PageCopy as PageCopy,
 )
@@ -66,7 +63,6 @@ from kvplug.transport.store.job import (
     Job as Job,
 )
 from kvplug.transport.store.keys import (
-    ChainMemo as ChainMemo,
     Series as Series,
 )
 from kvplug.transport.store.memory import (
@@ -89,9 +85,6 @@ from kvplug.errors import (
 )
 from kvplug.net.memory.room import (
     MessageLimit as MessageLimit,
-)
-from kvplug.transport.block_views import (
-    BlockViews as BlockViews,
 )
 from kvplug.transport.pipe.blocks import (
     Blocks as Blocks,

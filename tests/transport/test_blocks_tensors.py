@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug.engine import KVLayout, LayoutError
+from kvplug.engine import BlockViews, KVLayout, LayoutError
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import Blocks, BlockViews
+from kvplug.transport import Blocks
 
 DTYPES = [
     *("uint8", "bool", "float8_e4m3fn", "float16", "bfloat16"),

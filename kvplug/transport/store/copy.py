@@ -166,6 +166,9 @@ class PageCopy:
 
         Returns: for each page why it must not be used, or ``None`` if all are right, as far as the seal can
             tell. A page that must not be used has zeros in these layers.
+
+        Raises:
+            LayoutError: the memory is read-only.
         """
         layers = self._all_layers if layers is None else layers
         if not self._places.is_writable:
@@ -207,6 +210,9 @@ class PageCopy:
 
         Returns: for each page the checksums of all its layers, as :meth:`PageSeal.header` takes them, or
             ``None`` if the seal has none.
+
+        Raises:
+            LayoutError: some tokens of the pages have no blocks.
         """
         if not self._places.is_whole:
             raise LayoutError("some tokens of these pages have no blocks, so that the pages cannot be read")

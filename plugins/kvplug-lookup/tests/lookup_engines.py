@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvplug import Config
-from kvplug.engine import Parallelism, Request, RequestEnd, WorkerOutput
-from kvplug.transport import ChainMemo, Deadline, GetJob, MissReason
+from kvplug.engine import ChainMemo, Parallelism, Request, RequestEnd, WorkerOutput
+from kvplug.transport import Deadline, GetJob, MissReason
 from kvplug_lookup.connector.keys import PromptChains, namespace_of
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine, request_of

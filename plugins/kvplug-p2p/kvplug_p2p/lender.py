@@ -22,13 +22,13 @@ from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.engine import (
     NO_BLOCK,
     BlockIds,
+    BlockViews,
     ConnectorContext,
     LayoutError,
     PeerLink,
 )
 from kvplug.transport import (
     BackgroundThread,
-    BlockViews,
     Deadline,
     DeviceMark,
     Pipe,

@@ -20,10 +20,9 @@ from kvplug import (
     PeerGoneError,
     TimeoutError,
 )
-from kvplug.engine import NO_BLOCK, ConnectorContext, EntryGoneError, LayoutError, PeerLink
+from kvplug.engine import NO_BLOCK, BlockViews, ConnectorContext, EntryGoneError, LayoutError, PeerLink
 from kvplug.transport import (
     BackgroundThread,
-    BlockViews,
     Deadline,
     DeviceMark,
     NamedExhaustion,

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvplug.engine import KVCacheConfig, LayoutError
+from kvplug.engine import BlockViews, KVCacheConfig, LayoutError
 from kvplug.net.wire.checksum import digest
-from kvplug.transport import BlockViews
 
 if TYPE_CHECKING:
     from torch import Tensor

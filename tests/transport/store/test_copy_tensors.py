@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
+from kvplug.engine import BlockViews, PageBlocks
 from kvplug.errors import LayoutError, UnsupportedError
 from kvplug.transport import (
-    BlockViews,
     MissReason,
-    PageBlocks,
     PageBuffers,
     PageCopy,
     PageFormat,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvplug import UnsupportedError
-from kvplug.engine import NO_BLOCK, BlockIds, KVCacheConfig, KVLayout, LayoutError
-from kvplug.transport import DeviceMark, PageBlocks, PageFormat
+from kvplug.engine import NO_BLOCK, BlockIds, KVCacheConfig, KVLayout, LayoutError, PageBlocks
+from kvplug.transport import DeviceMark, PageFormat
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from kvplug import ConfigError
-from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism
+from kvplug.engine import ChainMemo, KVCacheConfig, LayoutError, ModelInfo, Parallelism
 from kvplug.net.wire import from_plain, to_plain
-from kvplug.transport import ChainMemo, PageFormat, Series, WireError
+from kvplug.transport import PageFormat, Series, WireError
 from kvplug_lookup.connector.groups import Groups
 
 _VERSION = 1

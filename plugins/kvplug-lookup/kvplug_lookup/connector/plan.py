@@ -7,8 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.engine import BlockIds
-from kvplug.transport import ChainMemo
+from kvplug.engine import BlockIds, ChainMemo
 
 _TOKEN_BYTES = 4
 

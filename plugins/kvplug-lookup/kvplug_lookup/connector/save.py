@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvplug import KvplugError
-from kvplug.engine import StalledError, TransferStats
+from kvplug.engine import PageBlocks, StalledError, TransferStats
 from kvplug.transport import (
     BackgroundThread,
     Job,
-    PageBlocks,
     PageBuffers,
     PageCopy,
     PageRequest,

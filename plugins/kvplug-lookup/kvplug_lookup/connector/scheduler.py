@@ -15,6 +15,7 @@ from kvplug import Config
 from kvplug.engine import (
     BlockIds,
     CacheEvent,
+    ChainMemo,
     ConnectorContext,
     PeerLink,
     Plain,
@@ -27,7 +28,7 @@ from kvplug.engine import (
 )
 from kvplug.net.wire import from_plain
 from kvplug.net.wire.token_ids import pack_tokens
-from kvplug.transport import DEFAULT_TIMEOUT, ChainMemo, Deadline, Store, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Store, Timeout
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.doubts import DoubtedBlocks
 from kvplug_lookup.connector.engines import EngineSources

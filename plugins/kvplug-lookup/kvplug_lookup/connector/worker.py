@@ -8,9 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug import ClosedError
-from kvplug.engine import ConnectorContext, LayoutError, PeerLink, Plain, Role, StalledError, WorkerConnector
+from kvplug.engine import (
+    ConnectorContext,
+    LayoutError,
+    PageBlocks,
+    PeerLink,
+    Plain,
+    Role,
+    StalledError,
+    WorkerConnector,
+)
 from kvplug.net.wire import to_plain
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, DeviceMark, PageBlocks, PageEvent, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, DeviceMark, PageEvent, Timeout
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.keys import Shard, hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part

@@ -13,9 +13,9 @@ from typing import Any, Final
 import pytest
 
 from kvplug import CapacityError, KvplugError, TimeoutError, UnsupportedError
-from kvplug.engine import KVLayout
+from kvplug.engine import BlockViews, KVLayout
 from kvplug.kit import MAX_DIMS
-from kvplug.transport import BlockViews, Pipe, TensorMismatchError
+from kvplug.transport import Pipe, TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law

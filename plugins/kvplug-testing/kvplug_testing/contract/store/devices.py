@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvplug.engine import PageBlocks
 from kvplug.kit import PinnedMemory, StagedPages, Staging
-from kvplug.transport import MissReason, PageBlocks, PutReason, Store
+from kvplug.transport import MissReason, PutReason, Store
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.calls import ended, got, missed

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import attrs
 
+from kvplug.engine import ChainMemo
 from kvplug.kit import Part, foreign_key, opaque_format, token_identities
 from kvplug.transport import (
-    ChainMemo,
     MissReason,
     PageBuffers,
     PageFormat,
