@@ -182,6 +182,15 @@ class JobEngine:
             queue.append(work)
             return True
 
+    def run_steps(self, work: JobEngine.Steps) -> None:
+        """Run the steps of work in the calling thread, since no thread could start."""
+        while True:
+            with self._lock:
+                step = work.next_step()
+            if step is None:
+                return
+            work.run(step)
+
     def _rouse(self) -> bool:
         """With the lock: wake or start a thread for a step. Returns whether there are any threads."""
         if self._num_idle:

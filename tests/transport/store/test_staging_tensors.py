@@ -146,8 +146,9 @@ def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) 
         assert job.wait(waits.patience_s) == [None]
 
 
+@pytest.mark.parametrize("submit", [Store.submit_get, Store.submit_put])
 def test_a_request_that_comes_as_the_store_is_closed_ends_and_settles(
-    staged: Any, monkeypatch: pytest.MonkeyPatch
+    staged: Any, submit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, pages, cache = staged
     most_in = StagedPages.most_in
@@ -157,7 +158,7 @@ def test_a_request_that_comes_as_the_store_is_closed_ends_and_settles(
         return most_in(*given)
 
     monkeypatch.setattr(StagedPages, "most_in", close_meanwhile)
-    late = store.submit_get(pages.request(cache.blocks()))
+    late = submit(store, pages.request(cache.blocks()))
     assert late.wait(waits.patience_s) == [MissReason.CLOSED] * 6
     assert late.wait_settled(waits.patience_s)
 

@@ -35,7 +35,8 @@ class PinnedMemory:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._whole: Tensor | None = None
         self._free: list[tuple[int, int]] = []
         """The beginning and end of each free block, in order."""
@@ -54,7 +55,7 @@ class PinnedMemory:
         Raises:
             RuntimeError: the device's driver cannot allocate it.
         """
-        with self._changed:
+        with self._lock:
             self._users.add(user)
             if self._whole is None:
                 self._whole = pinned_bytes(self.nbytes, device)
@@ -65,7 +66,7 @@ class PinnedMemory:
 
         With ``waiter`` wait for it, first come first served. ``None`` then means that its job has ended.
         """
-        with self._changed:
+        with self._lock:
             if waiter is None:
                 return None if self._waiting else self._lend(nbytes)
             self._waiting.append(waiter)
@@ -92,7 +93,7 @@ class PinnedMemory:
     def give_back(self, part: Tensor) -> None:
         begin = part.storage_offset()
         end = min(self.nbytes, begin + -(-part.numel() // _LENT_ALIGN) * _LENT_ALIGN)
-        with self._changed:
+        with self._lock:
             merged: list[tuple[int, int]] = []
             for one in sorted([*self._free, (begin, end)]):
                 if merged and merged[-1][1] == one[0]:
@@ -104,12 +105,12 @@ class PinnedMemory:
 
     def wake(self) -> None:
         """Wake the waiters, since memory was given back or the job of one has ended."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
         self._call_users()
 
     def _call_users(self) -> None:
-        with self._changed:
+        with self._lock:
             users = [] if self._waiting else list(self._users)
         for user in users:
             user.note_free_memory()

@@ -112,19 +112,20 @@ class Staging:
         except ClosedError:
             raise
         except Exception as e:  # an error of the device
-            if task is not None:
-                task.abandon()
-            way = "out of" if kind is Put else "into"
-            _log.warning("cannot copy pages %s a cache on %s: %s", way, pages.memory.device, e)
-            return ended(job, reasons.NO_MEMORY if NamedExhaustion.of(e) else reasons.OTHER)
-        engine.begin(task)
+            if task is None:
+                _log.warning("cannot copy pages of a cache on %s: %s", pages.memory.device, e)
+                return ended(job, reasons.NO_MEMORY if NamedExhaustion.of(e) else reasons.OTHER)
+            task.end(task.fault(e))
+        else:
+            engine.begin(task)
         self._add(engine, task)
+        self.note_free_memory()  # some may have been given back meanwhile
         return job
 
     def _add(self, engine: JobEngine, task: Transfer) -> None:
         if not engine.add(task):
             task.end(MissReason.NO_MEMORY)  # no thread can start
-            task.abandon()
+            engine.run_steps(task)
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
         """Cancel puts of removed pages that have not reached the store. ``None``: all pages are removed."""
@@ -161,8 +162,9 @@ class Staging:
                 try:
                     with task.lane.on_device():
                         has_steps = task.stage()
-                except Exception as e:  # an error of the device
-                    has_steps = task.end(task.fault(e))
+                except Exception as e:  # an error of the device; some copies may have been queued
+                    task.end(task.fault(e))
+                    has_steps = True
                 if has_steps:
                     self._add(self._puts, task)
 

@@ -99,7 +99,7 @@ class StagedGetJob(GetJob):
 
 
 class Transfer(JobTask):
-    """One request. Each step moves one of its pieces."""
+    """One request. Each step moves one of its pieces, or only gives its memory back if the job is over."""
 
     def __init__(self, store: Store, job: Job[Any], request: PageRequest, lane: Lane, max_pages: int) -> None:
         """``max_pages``: how many pages are staged together."""
@@ -120,9 +120,6 @@ class Transfer(JobTask):
         Raises:
             RuntimeError: the device failed, or has no memory.
         """
-
-    def abandon(self) -> None:
-        """Give the memory of all pieces back, in the calling thread, since no step can run."""
 
     def attempt(self, step: int) -> MissReason | None:
         try:
@@ -312,14 +309,6 @@ class Put(Transfer):
         reading.close()
         if self._num_read == len(self.pieces):
             self.job.settle()
-
-    def abandon(self) -> None:
-        for piece in self.pieces[: self._num_staged]:
-            with contextlib.suppress(RuntimeError):
-                self.lane.stream.synchronize()
-            self._give_back(piece)
-        self._reading.close()
-        self.job.settle()
 
     def final(self, reason: MissReason | None) -> list[PutReason | None]:
         results: list[PutReason | None] = super().final(reason)
