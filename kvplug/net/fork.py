@@ -72,6 +72,13 @@ def close_after_fork(*things: Inherited | socket.socket) -> None:
         _registered[id(thing)] = thing
 
 
+def close_sockets(*socks: socket.socket) -> None:
+    """Close the sockets; no other thread forks meanwhile."""
+    with no_fork:
+        for sock in socks:
+            sock.close()
+
+
 def close_fd_after_fork(fd: int) -> None:
     """Close a descriptor of shared memory or of a process in every forked child.
 

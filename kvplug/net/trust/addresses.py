@@ -23,7 +23,7 @@ import attrs
 
 from kvplug.config.addresses import Address, ip_address
 from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, TransportError
-from kvplug.net.fork import close_after_fork, no_fork
+from kvplug.net.fork import close_after_fork, close_sockets, no_fork
 
 _BACKLOG: Final = 128
 _LOCK_S: Final = 5.0
@@ -75,8 +75,7 @@ class BoundSocket:
                 sock.listen(_BACKLOG)
                 return cls(sock, address if address.is_unix else _contact(sock))
             except BaseException:
-                with no_fork:
-                    sock.close()
+                close_sockets(sock)
                 raise
         except OSError as e:
             raise _cannot_bind(address, e) from e

@@ -28,7 +28,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork, close_fd_after_fork, no_fork
+from kvplug.net.fork import close_after_fork, close_fd_after_fork, close_sockets, no_fork
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.challenge import Exchange, Mode, introduce
 from kvplug.net.trust.credentials import Credentials
@@ -114,8 +114,7 @@ class Connection:
                     if isinstance(sock, ssl.SSLSocket):
                         sock = plain_end(sock, where)
             except BaseException:
-                with no_fork:
-                    sock.close()
+                close_sockets(sock)
                 raise
         return cls(sock, peer, purpose, mode, where)
 
@@ -312,8 +311,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        with no_fork:
-            self.sock.close()
+        close_sockets(self.sock)
 
     def __enter__(self) -> Self:
         return self
@@ -391,8 +389,7 @@ def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket
             tune(sock)
         return sock
     except BaseException:
-        with no_fork:
-            sock.close()
+        close_sockets(sock)
         raise
 
 

@@ -125,23 +125,17 @@ class PeerIdentity:
         """
         if not self.visible or not self.start_time or not hasattr(os, "pidfd_open"):
             return None
-        try:
-            with no_fork:
-                pidfd = os.pidfd_open(self.pid)
-                close_fd_after_fork(pidfd)
-        except ProcessLookupError as e:
-            raise PeerGoneError(f"{self} has ended") from e
-        except OSError as e:
-            NamedExhaustion.check(e, f"watching {self}")
-            return None
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, pidfd)
             try:
+                with no_fork:
+                    pidfd = os.pidfd_open(self.pid)
+                    close_fd_after_fork(pidfd)
+                undo.callback(os.close, pidfd)
                 start_time = _start_time(self.pid)
             except OSError as e:
                 NamedExhaustion.check(e, f"watching {self}")
-                is_missing = isinstance(e, FileNotFoundError | ProcessLookupError)
-                if is_missing and os.path.isdir("/proc/self"):
+                is_missing = isinstance(e, FileNotFoundError) and os.path.isdir("/proc/self")
+                if is_missing or isinstance(e, ProcessLookupError):
                     raise PeerGoneError(f"{self} has ended") from e
                 return None
             if start_time != self.start_time:

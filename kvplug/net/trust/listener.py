@@ -21,7 +21,7 @@ from kvplug.config.addresses import Address
 from kvplug.errors import KvplugError, ResourceExhaustedError
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork, no_fork
+from kvplug.net.fork import close_after_fork, close_sockets, no_fork
 from kvplug.net.trust.addresses import BoundSocket
 from kvplug.net.trust.admission import FailureRate, origin_of, place_to_free
 from kvplug.net.trust.challenge import MAGIC, Mode, Refusal, RefusedError, admit
@@ -60,10 +60,6 @@ class Stranger:
                 self.sock.send(refused.reply)
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # without TLS's closing messages
-
-    def close(self) -> None:
-        with no_fork:
-            self.sock.close()
 
 
 class Listener:
@@ -144,11 +140,6 @@ class Listener:
         """
         return dict(self._refusals)
 
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called here, or this is a forked child."""
-        return self._closed
-
     def close(self) -> None:
         """Stop listening, and end the unproven connections. Idempotent. Proven connections stay open."""
         self._closed = True
@@ -157,8 +148,8 @@ class Listener:
             for stranger in self._unproven:
                 stranger.end()
             self._unproven.clear()
-        with self._taking, no_fork:
-            self._bound.sock.close()
+        with self._taking:
+            close_sockets(self._bound.sock)
 
     def __enter__(self) -> Self:
         return self
@@ -236,7 +227,7 @@ class Listener:
             raise
         except OSError:  # the client has already gone
             pass
-        stranger.close()
+        close_sockets(stranger.sock)
         return False
 
     def _drop(self, at: int, refused: RefusedError) -> None:
@@ -269,7 +260,7 @@ class Listener:
             with self._lock:
                 if stranger in self._unproven:  # otherwise it was refused already, or the listener is closed
                     self._refuse(stranger, _refusal_for(e))
-            stranger.close()
+            close_sockets(stranger.sock)
             if shortage is not None:
                 raise shortage from e
             if not isinstance(e, KvplugError | OSError | EOFError):
@@ -302,7 +293,7 @@ class Listener:
     def refuse(self, stranger: Stranger, error: Exception) -> None:
         """Refuse and close a connection that was taken, but cannot be served because of ``error``."""
         self._refuse(stranger, _refusal_for(error))
-        stranger.close()
+        close_sockets(stranger.sock)
 
     def _refuse(self, stranger: Stranger, refused: RefusedError) -> None:
         reason = refused.refusal.reason

@@ -15,7 +15,7 @@ import threading
 import time
 
 from kvplug.errors import TransportError
-from kvplug.net.fork import close_after_fork, no_fork
+from kvplug.net.fork import close_after_fork, close_sockets, no_fork
 from kvplug.net.threads import BackgroundThread
 
 _BUFFER_BYTES = 256 * 1024
@@ -47,9 +47,7 @@ def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
             sock.setblocking(False)
         _Relay(tls, near).start()
     except BaseException as e:
-        with no_fork:
-            for sock in socks:
-                sock.close()
+        close_sockets(*socks)
         if isinstance(e, RuntimeError):
             raise TransportError(f"no thread can be started for the TLS connection to {where}: {e}") from e
         raise
@@ -96,9 +94,8 @@ class _Relay:
             while time.monotonic() < limit and _undelivered(self._far):
                 time.sleep(_LINGER_POLL_S)
         finally:
-            with self._closing, no_fork:
-                self._near.close()
-                self._far.close()
+            with self._closing:
+                close_sockets(self._near, self._far)
 
     def _wait(self, out: _Direction, into: _Direction, limit: float | None) -> bool:
         """Wait until one direction can continue. Returns whether the near connection is closed."""

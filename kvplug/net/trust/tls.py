@@ -21,7 +21,7 @@ import attrs
 
 from kvplug.errors import AuthenticationError, ConfigError, PeerGoneError, ResourceExhaustedError
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork, no_fork
+from kvplug.net.fork import close_after_fork, close_sockets, no_fork
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +160,7 @@ def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str) -> ssl.SSLSock
     try:
         wrapped.do_handshake()
     except BaseException:
-        with no_fork:
-            wrapped.close()
+        close_sockets(wrapped)
         raise
     return wrapped
 
