@@ -19,7 +19,7 @@ import attrs
 
 import kvplug
 from kvplug.config.config import Config
-from kvplug.net.memory.room import meminfo, memory_limit
+from kvplug.net.memory.room import memory_limit
 from kvplug.net.trust.identity import boot_id, namespace
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - it is looked at
@@ -35,14 +35,11 @@ class HostFacts:
     """Facts about one process and its host. ``None`` or empty means no limit, or unknown."""
 
     host: str = ""
-    system: str = ""
     boot_id: str = ""
     namespaces: Mapping[str, str] = attrs.field(factory=dict)
-    interfaces: Mapping[str, str] = attrs.field(factory=dict)
-    """The addresses of each interface, separated by commas."""
+    interfaces: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
+    """The addresses of each interface."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
-    cpus: int | None = None
-    """The CPUs that the process may use."""
     memory_bytes: int | None = None
     """The most memory that the process can have."""
     shm_bytes: int | None = None
@@ -53,15 +50,10 @@ class HostFacts:
     descriptors_used: int | None = None
     locked_bytes: int | None = None
     file_bytes: int | None = None
-    processes: int | None = None
-    """Processes and threads of this user."""
-    huge_pages: int | None = None
-    huge_pages_free: int | None = None
     rdma: str = ""
     """RDMA devices, separated by commas."""
     secret: str = ""
     """The source of the secret, never the secret itself; empty if no secret is set."""
-    tls: bool = False
     time_ms: int | None = None
     """Milliseconds since 1970, by this host's clock."""
 
@@ -74,26 +66,19 @@ def facts_of(config: Config) -> HostFacts:
         shm["shm_bytes"] = room.f_blocks * room.f_frsize
         shm["shm_free_bytes"] = room.f_bavail * room.f_frsize
         shm["shm_id"] = f"{status.st_dev}:{status.st_ino}"
-    memory = meminfo()
     return HostFacts(
         host=socket.gethostname(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
         boot_id=boot_id(),
         namespaces={kind: namespace(kind) for kind in _NAMESPACES},
-        interfaces={name: ", ".join(addresses) for name, addresses in interfaces().items()},
+        interfaces={name: tuple(addresses) for name, addresses in interfaces().items()},
         versions=_versions(),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         memory_bytes=memory_limit(),
         descriptors=_soft_limit("NOFILE"),
         descriptors_used=len(_listed("/proc/self/fd")) or None,
         locked_bytes=_soft_limit("MEMLOCK"),
         file_bytes=_soft_limit("FSIZE"),
-        processes=_soft_limit("NPROC"),
-        huge_pages=memory.get("HugePages_Total:"),
-        huge_pages_free=memory.get("HugePages_Free:"),
         rdma=", ".join(_listed("/sys/class/infiniband")),
         secret=secret_source(config),
-        tls=config.tls_cert is not None,
         time_ms=int(time.time() * 1000),
         **shm,
     )

@@ -22,7 +22,7 @@ from kvplug.errors import Reason, WireError
 
 def test_texts_of_a_peer_are_made_fit_for_a_terminal_and_are_bounded() -> None:
     evil = "a\x1b[31m\nb" * 1000
-    host = {"host": evil, "interfaces": {evil: evil}}
+    host = {"host": evil, "interfaces": {evil: [evil]}}
     said = {
         "doctor": evil,
         "host": host,

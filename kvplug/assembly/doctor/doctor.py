@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import attrs
@@ -92,8 +92,8 @@ def _of_host(examination: Examination) -> Iterator[Finding]:
     facts, config = examination.host, examination.config
     yield from of_limits(facts, config.buffer_size)
     yield from of_device(config.device)
-    shown = "; ".join(f"{name} {addresses}" for name, addresses in facts.interfaces.items() if addresses)
-    yield ok("interfaces", shown or "no interface has an address")
+    shown = (f"{name} {', '.join(each)}" for name, each in facts.interfaces.items() if each)
+    yield ok("interfaces", "; ".join(shown) or "no interface has an address")
     yield ok("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
 
 
@@ -125,10 +125,10 @@ def _of_address(examination: Examination) -> Iterator[Finding]:
     except AddressInUseError as e:
         yield _in_use(str(e), address, resolved)
     except (ConfigError, TransportError) as e:
-        has = ", ".join(filter(None, examination.host.interfaces.values()))
+        addresses = [address for each in examination.host.interfaces.values() for address in each]
         what = "; ".join(e.faults) if isinstance(e, ConfigError) else str(e)
-        why = f"the interfaces of this network namespace have {has or 'no addresses'}"
-        yield problem("host", what, why, change=f"host = {_suggested(has)!r}")
+        why = f"the interfaces of this network namespace have {', '.join(addresses) or 'no addresses'}"
+        yield problem("host", what, why, change=f"host = {_suggested(addresses)!r}")
     else:
         yield ok("host", f"worker 0 can listen at {address}")
 
@@ -145,9 +145,9 @@ def _in_use(what: str, address: str, resolved: ResolvedConfig) -> Finding:
     return note("host", what, why, change=change)
 
 
-def _suggested(addresses: str) -> str:
-    """Return an address of this host that others may reach; loopback if it has no other."""
-    for each in filter(None, addresses.split(", ")):
+def _suggested(addresses: Iterable[str]) -> str:
+    """Return the first address that others may reach; loopback if there is none."""
+    for each in addresses:
         number = ipaddress.ip_address(each.partition("%")[0])
         if not (number.is_loopback or number.is_link_local):
             return each

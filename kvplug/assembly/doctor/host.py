@@ -60,9 +60,7 @@ def _shm(facts: HostFacts) -> Finding:
 
 
 def _locked(facts: HostFacts) -> Finding:
-    pages = facts.huge_pages
-    huge = "" if pages is None else f"; {pages} huge pages, {facts.huge_pages_free} free"
-    what = f"{bytes_in_words(facts.locked_bytes)} may be locked{huge}"
+    what = f"{bytes_in_words(facts.locked_bytes)} may be locked"
     if facts.rdma and facts.locked_bytes is not None and facts.locked_bytes < _LOCKED_USUAL:
         why = f"the RDMA devices of this host ({facts.rdma}) can only read locked memory"
         change = "ulimit -l unlimited    (docker run --ulimit memlock=-1)"

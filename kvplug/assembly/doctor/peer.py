@@ -157,9 +157,7 @@ def _compared(facts: Collection[str]) -> Finding:
     """Name the facts that both ends state; the others count as equal."""
     others = [each for each in FACTS if each not in facts]
     if any(each in facts for each in MODEL_FACTS if each != "weights"):
-        return ok(
-            "model", f"equal at both ends: {', '.join(sorted(facts))}; not compared: {', '.join(others)}"
-        )
+        return ok("model", f"compared: {', '.join(sorted(facts))}; not compared: {', '.join(others)}")
     return note(
         "model",
         "the model of this side's engine was not stated, and was assumed to be the peer's",
