@@ -13,10 +13,10 @@ from typing import Any
 import attrs
 import click
 
+from kvplug.assembly.doctor.diagnosis import Diagnosis
 from kvplug.assembly.doctor.doctor import TIMEOUT_S, diagnose, serve_doctors
 from kvplug.assembly.doctor.explanation import explain as findings_of, faults_of_file
 from kvplug.assembly.doctor.facts import read_facts
-from kvplug.assembly.doctor.finding import Diagnosis
 from kvplug.assembly.doctor.stores import THREAD
 from kvplug.assembly.peers import LinkServer
 from kvplug.assembly.registry import Registry

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import Config, ConfigError, Registry, check_config
-from kvplug.assembly.doctor.finding import Examination
+from kvplug.assembly.doctor.diagnosis import Examination
 from kvplug.assembly.doctor.stores import of_stores
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.engine import Role

@@ -11,7 +11,8 @@ from typing import Any
 import click
 import pytest
 
-from kvplug.assembly.doctor.finding import Diagnosis, Finding
+from kvplug.assembly.doctor.diagnosis import Diagnosis
+from kvplug.assembly.doctor.finding import Finding
 from kvplug.assembly.stores import StoreStats
 from kvplug.cli.main import program
 

@@ -27,10 +27,10 @@ from click.testing import CliRunner
 import kvplug
 from kvplug import Config, Registry
 from kvplug.assembly import examination, links as assembled, peers as assembled_peers
+from kvplug.assembly.doctor.diagnosis import Diagnosis
 from kvplug.assembly.doctor.doctor import diagnose, serve_doctors
 from kvplug.assembly.doctor.explanation import explain
 from kvplug.assembly.doctor.facts import engine_with, read_facts
-from kvplug.assembly.doctor.finding import Diagnosis
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
@@ -232,8 +232,8 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
     "small shared memory": ({"mount": ["/dev/shm", 1 << 20]}, "problem /dev/shm: 1 MiB are free"),
     "shared memory of a container": ({"mount": ["/dev/shm", 64 << 20]}, "note /dev/shm: it is small"),
     "few descriptors": ({"limits": {"NOFILE": 60}}, "problem descriptors: 60 may be open"),
-    "short files": ({"limits": {"FSIZE": 1 << 20}}, "problem files: larger than 1 MiB"),
-    "a GPU that is not there": ({"config": {"device": "cuda:7"}}, "problem device: no cuda:7 here"),
+    "short files": ({"limits": {"FSIZE": 1 << 20}}, "problem files: 1 MiB in each file"),
+    "a GPU that is not there": ({"config": {"device": "cuda:7"}}, "problem device: cuda:7: PyTorch"),
     "more buffers than memory": (
         {"config": {"buffer_size": 1 << 50}},
         "problem buffer_size: the kernel kills a process that takes more",

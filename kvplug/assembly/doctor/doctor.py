@@ -10,9 +10,10 @@ from typing import Final
 
 import attrs
 
+from kvplug.assembly.doctor.diagnosis import Diagnosis, Examination
 from kvplug.assembly.doctor.explanation import explain
 from kvplug.assembly.doctor.facts import Facts
-from kvplug.assembly.doctor.finding import Diagnosis, Examination, Finding, from_error, note, ok, problem
+from kvplug.assembly.doctor.finding import Finding, from_error, note, ok, problem
 from kvplug.assembly.doctor.host import of_device, of_limits
 from kvplug.assembly.doctor.peer import of_pages, of_peer, of_rate
 from kvplug.assembly.doctor.stores import LATE, of_directory, of_stores

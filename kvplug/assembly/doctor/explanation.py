@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Final
 
 from kvplug.assembly.budgets import budgets_of, shortage_of
-from kvplug.assembly.doctor.finding import Finding, from_fault, note, ok, problem
+from kvplug.assembly.doctor.finding import Finding, from_fault, judged, note, ok, problem
 from kvplug.assembly.host import secret_source
 from kvplug.assembly.members import unreachable_contact
 from kvplug.assembly.registry import Registry
@@ -139,15 +139,16 @@ def of_certificates(files: TlsFiles) -> Iterator[Finding]:
             continue
         # An authority file may hold an old certificate beside the new one; tls_cert begins with its own.
         begins, ends = max(periods, key=itemgetter(1)) if key == "tls_ca" else periods[0]
-        what = f"{path} is valid from {_date(begins)} to {_date(ends)}"
-        change = f"{key} = PATH    (of a new certificate; it is read again when the file changes)"
-        if not begins <= now < ends:
-            why = "TLS connections fail, so nothing is loaded"
-            yield problem(key, f"{what}; today is {_date(now)}", why, change=change)
-        elif ends - now < _EXPIRES_SOON_S:
-            yield note(key, f"{what}; it expires in {int((ends - now) // _DAY_S)} days", change=change)
-        else:
-            yield ok(key, what)
+        is_valid = begins <= now < ends
+        when = f"it expires in {int((ends - now) // _DAY_S)} days" if is_valid else f"today is {_date(now)}"
+        yield judged(
+            key,
+            f"{path} is valid from {_date(begins)} to {_date(ends)}; {when}",
+            "otherwise TLS connections fail, so nothing is loaded",
+            change=f"{key} = PATH    (of a new certificate; it is read again when the file changes)",
+            wrong=not is_valid,
+            doubtful=ends - now < _EXPIRES_SOON_S,
+        )
 
 
 def _date(seconds: float) -> str:
@@ -162,8 +163,7 @@ def _stores(resolved: ResolvedConfig) -> Iterator[Finding]:
         probe = spec.run_probe()
         if probe.viable:
             lives = "outlives the engine" if spec.persistent else "ends with its process"
-            reach = "other hosts can use it" if spec.cross_host else "processes of this host can use it"
-            yield ok("stores", f"{_called(resolved, spec)}; it {lives}; {reach}")
+            yield ok("stores", f"{_called(resolved, spec)}; it {lives}")
         else:
             what = (
                 f"{_called(resolved, spec)}: cannot work here: {probe.reason or 'its probe gives no reason'}"

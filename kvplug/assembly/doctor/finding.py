@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import attrs
 
-from kvplug.assembly.doctor.facts import Facts
-from kvplug.assembly.examination import Measured
-from kvplug.assembly.host import HostFacts
-from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.config.config import Config
 from kvplug.config.messages import Fault
-from kvplug.errors import ConfigError, KvplugError, Reason, ResourceExhaustedError
-from kvplug.net.deadline import Deadline
+from kvplug.errors import KvplugError, Reason, ResourceExhaustedError
 
 LINE_FOR_RESOURCE: Final = {
     "descriptors": "ulimit -n 65536",
@@ -53,6 +46,15 @@ def problem(topic: str, what: str, *why: str, change: str = "") -> Finding:
     return Finding(topic=topic, verdict="problem", what=what, why=why, change=change)
 
 
+def judged(
+    topic: str, what: str, why: str, *, change: str, wrong: bool = False, doubtful: bool = False
+) -> Finding:
+    """Make a problem if something is wrong, a note if it is doubtful, and else a finding that it is ok."""
+    if not wrong and not doubtful:
+        return ok(topic, what)
+    return (problem if wrong else note)(topic, what, why, change=change)
+
+
 def text_of(error: Exception) -> str:
     """Return an error's text, preceded by its class unless it is kvplug's own."""
     return str(error) if isinstance(error, KvplugError) else f"{type(error).__name__}: {error}"
@@ -88,53 +90,3 @@ def from_reasons(reasons: tuple[str, ...], peer: str) -> tuple[Finding, ...]:
             what = f"refused with {peer}: {reason.what}"
             found.append(problem(reason.field, what, change=reason.change))
     return tuple(found)
-
-
-@attrs.define(kw_only=True)
-class Diagnosis:
-    """Everything that the doctor found."""
-
-    findings: list[Finding] = attrs.field(factory=list)
-    measured: list[Measured] = attrs.field(factory=list)
-    host: HostFacts | None = None
-    peer_host: HostFacts | None = None
-
-    @property
-    def problems(self) -> int:
-        return sum(finding.verdict == "problem" for finding in self.findings)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Convert to plain values, for JSON."""
-        return {"problems": self.problems, **attrs.asdict(self)}
-
-    def collect(self, topic: str, findings: Iterable[Finding]) -> None:
-        """Add findings. An error that interrupts them becomes a problem, unless it is already listed."""
-        try:
-            for each in findings:
-                self.findings.append(each)
-        except ConfigError as e:
-            known = {(each.topic, each.what) for each in self.findings}
-            faults = map(from_fault, e.faults)
-            self.findings += (each for each in faults if (each.topic, each.what) not in known)
-        except (KvplugError, OSError) as e:
-            self.findings.append(from_error(topic, e, change=topic))
-
-
-@attrs.frozen(kw_only=True)
-class Examination:
-    """What the checks of one examination share. A check is a function of it that yields findings."""
-
-    resolved: ResolvedConfig
-    host: HostFacts = attrs.field(factory=HostFacts)
-    facts: Facts = attrs.field(factory=dict)
-    """Facts about this side's engine; missing ones are assumed to equal the peer's."""
-    deadline: Deadline
-    """Limits all waiting for others."""
-    write: bool = False
-    """Whether stores are tried with a page."""
-    found: Diagnosis = attrs.field(factory=Diagnosis)
-    """Gets the hosts and the measured rates."""
-
-    @property
-    def config(self) -> Config:
-        return self.resolved.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from kvplug.assembly.doctor.finding import LINE_FOR_RESOURCE, Finding, note, ok, problem
+from kvplug.assembly.doctor.finding import LINE_FOR_RESOURCE, Finding, judged, note, ok, problem
 from kvplug.assembly.host import SHARED_MEMORY, HostFacts
 from kvplug.config.units import bytes_in_words
 
@@ -20,52 +20,39 @@ _CLOCK_S: Final = 5.0
 
 def of_limits(facts: HostFacts, buffer_size: int) -> Iterator[Finding]:
     """Check the limits of a process. ``buffer_size``: that of its config."""
-    yield _descriptors(facts)
-    yield _shm(facts)
-    yield _locked(facts)
-    if facts.file_bytes is not None and facts.file_bytes < buffer_size:
-        limit = bytes_in_words(facts.file_bytes)
-        yield problem(
-            "files",
-            f"files and segments of shared memory cannot be larger than {limit}",
-            "the limit RLIMIT_FSIZE of this process truncates segments and pages",
-            change="ulimit -f unlimited",
-        )
-
-
-def _descriptors(facts: HostFacts) -> Finding:
     limit, used = facts.descriptors, facts.descriptors_used or 0
-    what = f"{'unlimited' if limit is None else limit} may be open, {used} are in use"
-    if limit is None or limit >= max(_DESCRIPTORS_USUAL, used + _DESCRIPTORS_NEEDED):
-        return ok("descriptors", what)
-    why = "each peer uses up to ten, each pipe up to six, and an engine itself several hundred"
-    make = problem if limit - used < _DESCRIPTORS_NEEDED else note
-    return make("descriptors", what, why, change=LINE_FOR_RESOURCE["descriptors"])
-
-
-def _shm(facts: HostFacts) -> Finding:
-    total, free = facts.shm_bytes, facts.shm_free_bytes
-    change = "docker run --shm-size=8g    (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
-    if total is None or free is None:
-        why = "engines, NCCL and UCX use it; kvplug's own shared memory does not"
-        return note(SHARED_MEMORY, "it does not exist here", why, change=change)
-    what = f"{bytes_in_words(free)} of {bytes_in_words(total)} are free"
-    if free < _SHM_NEEDED:
-        why = "without room in it, NCCL, UCX and an engine's workers fail or use a slower path"
-        return problem(SHARED_MEMORY, what, why, change=change)
-    if total < _SHM_USUAL:
-        why = "it is small, as is the default in containers; NCCL and UCX use a slower path when it is full"
-        return note(SHARED_MEMORY, what, why, change=change)
-    return ok(SHARED_MEMORY, what)
-
-
-def _locked(facts: HostFacts) -> Finding:
-    what = f"{bytes_in_words(facts.locked_bytes)} may be locked"
-    if facts.rdma and facts.locked_bytes is not None and facts.locked_bytes < _LOCKED_USUAL:
-        why = f"the RDMA devices of this host ({facts.rdma}) can only read locked memory"
-        change = "ulimit -l unlimited    (docker run --ulimit memlock=-1)"
-        return note("locked memory", what, why, change=change)
-    return ok("locked memory", what)
+    yield judged(
+        "descriptors",
+        f"{'unlimited' if limit is None else limit} may be open, {used} are in use",
+        "each peer uses up to ten, each pipe up to six, and an engine itself several hundred",
+        change=LINE_FOR_RESOURCE["descriptors"],
+        wrong=limit is not None and limit - used < _DESCRIPTORS_NEEDED,
+        doubtful=limit is not None and limit < _DESCRIPTORS_USUAL,
+    )
+    total, free = facts.shm_bytes or 0, facts.shm_free_bytes or 0
+    yield judged(
+        SHARED_MEMORY,
+        f"{bytes_in_words(free)} of {bytes_in_words(total)} are free",
+        "it is small or full: NCCL, UCX and an engine's workers fail or are slow without room in it",
+        change="docker run --shm-size=8g    (Kubernetes: an emptyDir with medium Memory at /dev/shm)",
+        wrong=total > 0 and free < _SHM_NEEDED,
+        doubtful=total < _SHM_USUAL,
+    )
+    locked, files = facts.locked_bytes, facts.file_bytes
+    yield judged(
+        "locked memory",
+        f"{bytes_in_words(locked)} may be locked",
+        f"the RDMA devices of this host ({facts.rdma}) can only read locked memory",
+        change="ulimit -l unlimited    (docker run --ulimit memlock=-1)",
+        doubtful=bool(facts.rdma) and locked is not None and locked < _LOCKED_USUAL,
+    )
+    yield judged(
+        "files",
+        f"{bytes_in_words(files)} in each file and segment of shared memory",
+        "the limit RLIMIT_FSIZE of this process truncates segments and pages",
+        change="ulimit -f unlimited",
+        wrong=files is not None and files < buffer_size,
+    )
 
 
 def of_device(device: str) -> Iterator[Finding]:
@@ -79,15 +66,13 @@ def of_device(device: str) -> Iterator[Finding]:
         yield note("device", "not checked: PyTorch is not installed here", change="pip install torch")
         return
     count = torch.cuda.device_count()
-    if int(index or 0) < count:
-        yield ok("device", f"PyTorch finds {count} GPUs")
-    else:
-        yield problem(
-            "device",
-            f"there is no {device} here: PyTorch {torch.__version__} finds {count} GPUs",
-            "this container does not have the GPU, or PyTorch was built without CUDA",
-            change='docker run --gpus=all    (or device = "cpu")',
-        )
+    yield judged(
+        "device",
+        f"{device}: PyTorch {torch.__version__} finds {count} GPUs here",
+        "this container does not have the GPU, or PyTorch was built without CUDA",
+        change='docker run --gpus=all    (or device = "cpu")',
+        wrong=int(index or 0) >= count,
+    )
 
 
 _APART: Final = {

@@ -9,16 +9,9 @@ from typing import Final
 
 import attrs
 
+from kvplug.assembly.doctor.diagnosis import Examination
 from kvplug.assembly.doctor.facts import FACTS, MODEL_FACTS, Facts, engine_with, read_facts
-from kvplug.assembly.doctor.finding import (
-    Examination,
-    Finding,
-    from_error,
-    from_reasons,
-    note,
-    ok,
-    problem,
-)
+from kvplug.assembly.doctor.finding import Finding, from_error, from_reasons, judged, note, ok, problem
 from kvplug.assembly.doctor.host import of_limits, of_two_hosts
 from kvplug.assembly.examination import Measured, Report, connector_options, measure
 from kvplug.assembly.host import secret_source
@@ -281,14 +274,13 @@ def rate_finding(measured: Measured, cross_host: bool, load: float | None = None
     )
     if load > 1:
         what += f"; this host is busy, with {load:.1f} processes for each CPU"
-    if factor < _SLOW * allowed:
-        return ok("rate", what)
+    why = "a wrapper of the pipe, the memory, or the CPUs that the processes may use are slow"
+    change = "kvplug bench    (measures every transport here for longer)"
     if cross_host:
         why = "the network between the hosts, or the route through it, is too slow"
-        return note("rate", what, why, change="host: an address of the fastest network; see `interfaces`")
-    make = problem if factor >= _FAR_TOO_SLOW * allowed else note
-    why = "a wrapper of the pipe, the memory, or the CPUs that the processes may use are slow"
-    return make("rate", what, why, change="kvplug bench    (measures every transport here for longer)")
+        change = "host: an address of the fastest network; see `interfaces`"
+    wrong = factor >= _FAR_TOO_SLOW * allowed and not cross_host
+    return judged("rate", what, why, change=change, wrong=wrong, doubtful=factor >= _SLOW * allowed)
 
 
 # -- errors ----------------------------------------------------------------------------------------------

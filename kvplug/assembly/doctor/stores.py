@@ -12,8 +12,9 @@ from typing import Final, TypeVar
 
 import attrs
 
+from kvplug.assembly.doctor.diagnosis import Examination
 from kvplug.assembly.doctor.facts import token_bytes
-from kvplug.assembly.doctor.finding import Examination, Finding, from_fault, note, ok, problem, text_of
+from kvplug.assembly.doctor.finding import Finding, from_fault, judged, note, ok, problem, text_of
 from kvplug.assembly.doctor.host import MIB
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig
@@ -153,16 +154,15 @@ def _in_its_folder(examination: Examination, spec: StoreSpec, folder: Path) -> I
 def _of_room(name: str, budget: object, at: Path) -> Finding:
     """Compare the free space at a folder with the store's budget."""
     room = os.statvfs(at)
-    free = room.f_bavail * room.f_frsize
-    what = f"{name}: {bytes_in_words(free)} are free at {at}"
-    if free < _FREE_NEEDED:
-        change = f"options.{name}.path = ...    (another folder), or delete files"
-        return problem("stores", what, "the disk is full: pages are not kept", change=change)
-    if isinstance(budget, int) and budget > room.f_blocks * room.f_frsize:
-        why = f"the budget of {bytes_in_words(budget)} is more than the disk has"
-        change = f'options.{name}.size = "{free // 2 // MIB} MiB"'
-        return note("stores", what, why, change=change)
-    return ok("stores", what)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    return judged(
+        "stores",
+        f"{name}: {bytes_in_words(free)} of {bytes_in_words(total)} are free at {at}",
+        "the disk is full, or smaller than the budget: pages are not kept",
+        change=f"options.{name}.path = ...    (another folder), or less in options.{name}.size",
+        wrong=free < _FREE_NEEDED,
+        doubtful=isinstance(budget, int) and budget > total,
+    )
 
 
 def _tried(examination: Examination, spec: StoreSpec) -> Iterator[Finding]:
@@ -201,7 +201,14 @@ def _tried(examination: Examination, spec: StoreSpec) -> Iterator[Finding]:
     yield ok("stores", f"{name}: it answers; {usage.num_pages} pages, budget {limit}{tried}")
     nbytes = token_bytes(examination.facts)
     if budget is not None and nbytes is not None:
-        yield _beside_a_prompt(name, budget, _PROMPT_TOKENS * nbytes)
+        prompt = _PROMPT_TOKENS * nbytes
+        yield judged(
+            "stores",
+            f"{name}: a prompt of {_PROMPT_TOKENS:,} tokens takes {bytes_in_words(prompt)} of {limit}",
+            "longer prompts, or several at once, are not loaded whole",
+            change=f'options.{name}.size = "{-(-_PROMPTS * prompt // MIB)} MiB"    (or more)',
+            doubtful=budget < _PROMPTS * prompt,
+        )
 
 
 def _use(cache: PageCache, name: str, seconds: float, *, write: bool) -> None:
@@ -248,12 +255,3 @@ def _change_for(error: Exception, name: str, options: object) -> str:
     place = next((f"options.{name}.{key}" for key in _PLACES if hasattr(options, key)), "")
     where = f"{place}, or what listens there" if place else f"[options.{name}]"
     return f"{where}    (`kvplug list --options {name}` shows all options)"
-
-
-def _beside_a_prompt(name: str, budget: int, prompt: int) -> Finding:
-    what = f"{name}: a prompt of {_PROMPT_TOKENS:,} tokens takes {bytes_in_words(prompt)} of"
-    what += f" {bytes_in_words(budget)}"
-    if budget >= _PROMPTS * prompt:
-        return ok("stores", what)
-    change = f'options.{name}.size = "{-(-_PROMPTS * prompt // MIB)} MiB"    (or more)'
-    return note("stores", what, "longer prompts, or several at once, are not loaded whole", change=change)
