@@ -144,7 +144,7 @@ def of_certificates(files: TlsFiles) -> Iterator[Finding]:
         yield judged(
             key,
             f"{path} is valid from {_date(begins)} to {_date(ends)}; {when}",
-            "otherwise TLS connections fail, so nothing is loaded",
+            "outside these dates TLS connections fail, so nothing is loaded",
             change=f"{key} = PATH    (of a new certificate; it is read again when the file changes)",
             wrong=not is_valid,
             doubtful=ends - now < _EXPIRES_SOON_S,
@@ -160,15 +160,14 @@ def _stores(resolved: ResolvedConfig) -> Iterator[Finding]:
         spec: StoreSpec | None = resolved.registry.find(Kind.STORE, name)
         if spec is None:
             continue  # a fault of its name
-        probe = spec.run_probe()
-        if probe.viable:
-            lives = "outlives the engine" if spec.persistent else "ends with its process"
-            yield ok("stores", f"{_called(resolved, spec)}; it {lives}")
-        else:
-            what = (
-                f"{_called(resolved, spec)}: cannot work here: {probe.reason or 'its probe gives no reason'}"
-            )
-            yield problem("stores", what, change="stores: names that `kvplug list --kind store` shows as ok")
+        probe, lives = spec.run_probe(), "outlives the engine" if spec.persistent else "ends with its process"
+        yield judged(
+            "stores",
+            f"{_called(resolved, spec)}; it {lives}",
+            f"it cannot work here: {probe.reason or 'its probe gives no reason'}",
+            change="stores: names that `kvplug list --kind store` shows as ok",
+            wrong=not probe.viable,
+        )
 
 
 def _called(resolved: ResolvedConfig, spec: ConnectorSpec | StoreSpec | TransportSpec) -> str:
