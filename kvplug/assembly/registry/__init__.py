@@ -1,6 +1,7 @@
 """Plugins: discovered, loaded one by one, and resolved by name. A broken plugin does not affect others."""
 
-from kvplug.assembly.registry.registry import PluginInfo, PluginStatus, Registry
+from kvplug.assembly.registry.discovery import PluginInfo, PluginStatus
+from kvplug.assembly.registry.registry import Registry
 
 __all__ = [
     "PluginInfo",

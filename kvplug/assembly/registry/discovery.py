@@ -6,6 +6,7 @@ This module imports neither plugins nor their packages.
 from __future__ import annotations
 
 import ast
+import enum
 import importlib.util
 import logging
 import os
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.machinery import PathFinder
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -23,30 +24,63 @@ from kvplug.errors import PluginLoadError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import free_locks_after_fork
 from kvplug.transport.hookspecs import PLUGIN_API, PROJECT
+from kvplug.transport.spec import Spec
 
 _log = logging.getLogger(__name__)
 
-API_NAME = "KVPLUG_API"
-
-_LOOKING = "looking for plugins"
+_API: Final = "KVPLUG_API"
+_EXAMPLE: Final = f"{_API} = {PLUGIN_API}"
+_LOOKING: Final = "looking for plugins"
 _parsing = threading.Lock()
 """Serialises parsing: in Python 3.11, threads that parse at the same time can raise SystemError."""
 free_locks_after_fork(sys.modules[__name__])
 
 
+class PluginStatus(enum.StrEnum):
+    """The status of an installed plugin."""
+
+    OK = "ok"
+    """Its module was imported, and its specs are valid."""
+    BROKEN = "broken"
+    """It does not load, or breaks a rule for plugins."""
+    BLOCKED = "blocked"
+    """``KVPLUG_DISABLE_PLUGINS`` names it: it was not imported."""
+
+
 @attrs.frozen(kw_only=True)
-class DiscoveredPlugin:
-    """One entry point and the distribution that it belongs to."""
+class PluginInfo:
+    """One plugin that was discovered, loaded or not."""
 
     name: str
-    module: str
-    """The module that the entry point names."""
-    distribution: str
-    version: str
+    """The entry point's name, which ``kvplug list`` prints and ``KVPLUG_DISABLE_PLUGINS`` blocks."""
+    module: str = ""
+    """The module that the entry point names; empty for an object that a program registered."""
+    distribution: str = ""
+    """The installed package that its entry point belongs to."""
+    version: str = ""
+    """The distribution's version; empty if its metadata has none."""
+    status: PluginStatus = PluginStatus.OK
+    """``ok``, ``broken`` or ``blocked``."""
+    reason: str = ""
+    """Why it is broken or blocked; empty when it is neither."""
+    api: tuple[int, int] | None = None
+    """The plugin API that it states; ``None`` if that was not read."""
+    specs: tuple[Spec, ...] = ()
+    """The plugin's offers; empty unless it is ``ok``."""
+    error: BaseException | None = attrs.field(default=None, eq=False, repr=False)
+    """Why it is broken, as an exception with its traceback; ``None`` when it is not."""
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}".strip() or self.name
+
+    @property
+    def label(self) -> str:
+        """The plugin's status, name and package."""
+        return f"{self.status}: {self.name} ({self})"
 
 
-def discover() -> tuple[DiscoveredPlugin, ...]:
-    """Return every installed plugin once, sorted by name.
+def discover() -> tuple[PluginInfo, ...]:
+    """Return every installed plugin once, sorted by name. None is loaded.
 
     If a distribution is on the path twice (say, an editable install beside its build), the first one counts,
     as it does for imports. A distribution with unreadable metadata is skipped and logged.
@@ -54,53 +88,35 @@ def discover() -> tuple[DiscoveredPlugin, ...]:
     Raises:
         ResourceExhaustedError: the process has no free descriptor for the search.
     """
-    by_distribution: dict[str, set[DiscoveredPlugin]] = {}
-    for distribution in distributions():
-        try:
-            found = _plugins_of(distribution)
-        except Exception as e:  # one distribution's broken metadata must not hide the others' plugins
-            NamedExhaustion.check(e, _LOOKING)
-            _log.warning("skipped a distribution with unreadable metadata: %s", e)
-            continue
-        for each in found:
-            by_distribution.setdefault(normalised(each.distribution), found)
-    every = (each for found in by_distribution.values() for each in found)
-    return tuple(sorted(every, key=lambda each: (each.name, each.distribution, each.module)))
-
-
-def distributions() -> Iterator[metadata.Distribution]:
-    """Yield every distribution on the path.
-
-    importlib.metadata treats a folder that it cannot list as empty, and caches that until the folder changes.
-    This function therefore lists the folders itself first, and clears the cache.
-
-    Raises:
-        ResourceExhaustedError: the process has no free descriptor to list the folders.
-    """
+    # importlib.metadata treats a folder that it cannot list as empty, and caches that.
     for folder in sys.path:
         try:
             os.listdir(folder or os.curdir)
         except OSError as e:  # usually a file, or a missing folder
             NamedExhaustion.check(e, _LOOKING)
     metadata.MetadataPathFinder().invalidate_caches()  # before Python 3.13 this is an instance method
-    yield from metadata.distributions()
+    found: dict[str, list[PluginInfo]] = {}
+    for distribution in metadata.distributions():
+        try:
+            plugins = dict.fromkeys(_plugins_of(distribution))
+            for each in plugins:
+                found.setdefault(normalised(each.distribution), [*plugins])
+        except Exception as e:  # one distribution's broken metadata must not hide the others' plugins
+            NamedExhaustion.check(e, _LOOKING)
+            _log.warning("skipped a distribution with unreadable metadata: %s", e)
+    every = (each for plugins in found.values() for each in plugins)
+    return tuple(sorted(every, key=lambda each: (each.name, each.distribution, each.module)))
 
 
-def _plugins_of(distribution: metadata.Distribution) -> set[DiscoveredPlugin]:
+def _plugins_of(distribution: metadata.Distribution) -> Iterator[PluginInfo]:
     text = distribution.read_text("entry_points.txt")
     if not text or f"[{PROJECT}]" not in text:  # parsing the others would cost most of the time
-        return set()
-    about = distribution.metadata
-    return {
-        DiscoveredPlugin(
-            name=each.name,
-            module=each.value.partition("[")[0].strip(),
-            distribution=about["Name"] or "unknown",
-            version=about["Version"] or "unknown",
-        )
-        for each in distribution.entry_points
-        if each.group == PROJECT
-    }
+        return
+    name, version = (distribution.metadata[key] or "unknown" for key in ("Name", "Version"))
+    for each in distribution.entry_points:
+        if each.group == PROJECT:
+            module = each.value.partition("[")[0].strip()
+            yield PluginInfo(name=each.name, module=module, distribution=name, version=version)
 
 
 def normalised(distribution: str) -> str:
@@ -108,12 +124,13 @@ def normalised(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def check_api(plugin: DiscoveredPlugin) -> tuple[int, int]:
+def check_api(plugin: PluginInfo) -> tuple[int, int]:
     """Return the plugin API that a plugin's module states, without importing the module.
 
     Raises:
-        PluginLoadError: the entry point does not name a module, the module cannot be found or read, or it
-            does not state an API that this kvplug supports.
+        PluginLoadError: the entry point does not name a module, or the module does not exist, or does not
+            state an API that this kvplug supports.
+        Exception: the module cannot be read.
     """
     module, _, attribute = plugin.module.partition(":")
     if attribute:
@@ -122,77 +139,59 @@ def check_api(plugin: DiscoveredPlugin) -> tuple[int, int]:
             f' {plugin.name} = "{module}"'
         )
     stated = stated_api(module)
-    here = f"this kvplug has {_dotted(PLUGIN_API)}"
+    dotted, here = "{}.{}".format(*stated), "this kvplug has {}.{}".format(*PLUGIN_API)
     if stated[0] != PLUGIN_API[0]:
         which = "kvplug" if stated[0] > PLUGIN_API[0] else "the plugin"
-        raise PluginLoadError(f"written for plugin API {_dotted(stated)}, and {here}: upgrade {which}")
+        raise PluginLoadError(f"written for plugin API {dotted}, and {here}: upgrade {which}")
     if stated[1] > PLUGIN_API[1]:
-        raise PluginLoadError(f"needs plugin API {_dotted(stated)}, and {here}: upgrade kvplug")
+        raise PluginLoadError(f"needs plugin API {dotted}, and {here}: upgrade kvplug")
     return stated
-
-
-def _dotted(api: tuple[int, int]) -> str:
-    return f"{api[0]}.{api[1]}"
 
 
 def stated_api(module: str) -> tuple[int, int]:
     """Read ``KVPLUG_API`` from a module's source.
 
     Raises:
-        PluginLoadError: the module or its source cannot be found, or it does not assign a literal pair of
-            whole numbers.
+        PluginLoadError: the module does not exist, or does not assign a literal pair of whole numbers.
+        Exception: the source cannot be read or parsed.
     """
-    example = f"{API_NAME} = ({PLUGIN_API[0]}, {PLUGIN_API[1]})"
-    try:
-        source = _source(module)
-        with _parsing:
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise PluginLoadError(f"cannot read {module}: {type(e).__name__}: {e}") from e
-    stated = [value for node in tree.body if (value := _assigned(node)) is not None]
-    if not stated:
-        raise PluginLoadError(f"{module} does not state the plugin API it was written for; add {example}")
+    source = _source(module)
+    with _parsing:
+        tree = ast.parse(source, module)
+    stated: list[ast.expr | None] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            stated += [node.value for each in targets if isinstance(each, ast.Name) and each.id == _API]
+    if not stated or stated[-1] is None:
+        raise PluginLoadError(f"{module} does not state the plugin API it was written for; add {_EXAMPLE}")
     try:
         pair: Any = ast.literal_eval(stated[-1])
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as e:
         raise PluginLoadError(
-            f"{API_NAME} in {module} is not a literal; it is read without running the module: {example}"
+            f"{_API} in {module} is not a literal; it is read without running the module: {_EXAMPLE}"
         ) from e
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(each) is int for each in pair)):
         raise PluginLoadError(
-            f"{API_NAME} in {module} is {pair!r}; a pair of whole numbers is needed: {example}"
+            f"{_API} in {module} is {pair!r}; a pair of whole numbers is needed: {_EXAMPLE}"
         )
     return pair
 
 
-def _assigned(node: ast.stmt) -> ast.expr | None:
-    """Return the value that a statement assigns to ``KVPLUG_API``, or ``None`` if it assigns none."""
-    match node:
-        case ast.AnnAssign(target=target, value=value):
-            targets = [target]
-        case ast.Assign(targets=targets, value=value):
-            pass
-        case _:
-            return None
-    return value if any(isinstance(each, ast.Name) and each.id == API_NAME for each in targets) else None
-
-
 def _source(module: str) -> str:
     """Find a module's source through the search paths of its packages, without importing them."""
-    name, path, spec = "", None, None
-    errors = (ImportError, ValueError, OSError, SyntaxError)
-    with NamedExhaustion(f"cannot find {module}", PluginLoadError, errors):
-        for part in module.split("."):
-            if name and path is None:
-                raise PluginLoadError(f"there is no module {module}: {name} is not an installed package")
-            name = f"{name}.{part}" if name else part
-            # The finders of editable installations know whole packages.
-            spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
-            path = None if spec is None else spec.submodule_search_locations
-        if spec is None:
-            raise PluginLoadError(f"there is no module {name}, which the entry point names")
-        read = getattr(spec.loader, "get_source", None)
-        source: str | None = read(name) if read is not None else None
+    name, *parts = module.split(".")
+    spec = importlib.util.find_spec(name)  # the finders of editable installations know whole packages
+    for part in parts:
+        path = None if spec is None else spec.submodule_search_locations
+        if path is None:
+            raise PluginLoadError(f"there is no module {module}: {name} is not an installed package")
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, path)
+    if spec is None:
+        raise PluginLoadError(f"there is no module {name}, which the entry point names")
+    read = getattr(spec.loader, "get_source", None)
+    source: str | None = read(name) if read is not None else None
     if source is None:
-        raise PluginLoadError(f"{module} has no source to read {API_NAME} from")
+        raise PluginLoadError(f"{module} has no source to read {_API} from")
     return source

@@ -5,18 +5,17 @@ pluggy only collects the offers; the registry keeps them in dicts.
 
 from __future__ import annotations
 
-import enum
 import importlib
 import logging
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, Literal, overload
+from typing import Any, Final
 
 import attrs
 import pluggy
 
-from kvplug.assembly.registry.discovery import DiscoveredPlugin, check_api, discover, normalised
+from kvplug.assembly.registry.discovery import PluginInfo, PluginStatus, check_api, discover, normalised
 from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.config.messages import did_you_mean, nearest, shown
 from kvplug.errors import (
@@ -30,73 +29,17 @@ from kvplug.errors import (
 )
 from kvplug.net.exhaustion import DESCRIPTORS, NamedExhaustion
 from kvplug.transport import hookspecs
-from kvplug.transport.spec import (
-    TRANSPORTS,
-    CommandSpec,
-    ConnectorSpec,
-    DirectorySpec,
-    Kind,
-    SinkSpec,
-    Spec,
-    StoreSpec,
-    TransportSpec,
-    note_distribution,
-)
+from kvplug.transport.spec import TRANSPORTS, Kind, Spec, note_distribution
 
 _log = logging.getLogger(__name__)
 
-_CALLED = {
-    Kind.PIPE: "transport",
-    Kind.QUEUE: "message queue",
-    Kind.LOOKUP_BUFFER: "lookup buffer",
-}
+_CALLED: Final = {Kind.PIPE: "transport", Kind.QUEUE: "message queue", Kind.LOOKUP_BUFFER: "lookup buffer"}
 """The word for a kind in messages, if it differs from the kind's value."""
-
 _PREFIX: Final = f"{hookspecs.PROJECT}_"
 _HOOKS: Final = ", ".join(hookspecs.OFFERED)
-
-_TransportKind = Literal[Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR]
-
-
-class PluginStatus(enum.StrEnum):
-    """The status of an installed plugin."""
-
-    OK = "ok"
-    """Its module was imported, and its specs are valid."""
-    BROKEN = "broken"
-    """It does not load, or breaks a rule for plugins."""
-    BLOCKED = "blocked"
-    """``KVPLUG_DISABLE_PLUGINS`` names it: it was not imported."""
-
-
-@attrs.frozen(kw_only=True)
-class PluginInfo:
-    """One plugin that was discovered, loaded or not."""
-
-    name: str
-    """The entry point's name, which ``kvplug list`` prints and ``KVPLUG_DISABLE_PLUGINS`` blocks."""
-    distribution: str = ""
-    """The installed package that its entry point belongs to."""
-    version: str = ""
-    """The distribution's version; empty if its metadata has none."""
-    status: PluginStatus = PluginStatus.OK
-    """``ok``, ``broken`` or ``blocked``."""
-    reason: str = ""
-    """Why it is broken or blocked; empty when it is neither."""
-    api: tuple[int, int] | None = None
-    """The plugin API that it states; ``None`` if that was not read."""
-    specs: tuple[Spec, ...] = ()
-    """The plugin's offers; empty unless it is ``ok``."""
-    error: BaseException | None = attrs.field(default=None, eq=False, repr=False)
-    """Why it is broken, as an exception with its traceback; ``None`` when it is not."""
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}".strip() or self.name
-
-    @property
-    def label(self) -> str:
-        """The plugin's status, name and package."""
-        return f"{self.status}: {self.name} ({self})"
+_FLAGS: Final = dict.fromkeys(("", "0", "false", "no", "off"), False) | dict.fromkeys(
+    ("1", "true", "yes", "on"), True
+)
 
 
 class Registry:
@@ -108,8 +51,6 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
         self._plugins: list[PluginInfo] = []
         self._owned: dict[tuple[Kind, str], list[tuple[PluginInfo, Spec]]] = {}
 
@@ -122,19 +63,21 @@ class Registry:
 
         Raises:
             PluginLoadError: a plugin does not load, and ``KVPLUG_STRICT_PLUGINS`` is set.
+            ConfigError: ``KVPLUG_STRICT_PLUGINS`` has another value than 0 or 1.
             ResourceExhaustedError: the process has no free descriptor to find and load plugins.
         """
         environ = os.environ if environ is None else environ
-        blocked = _names(environ.get("KVPLUG_DISABLE_PLUGINS", ""))
-        strict = _flag("KVPLUG_STRICT_PLUGINS", environ)
+        blocked = {each.strip() for each in environ.get("KVPLUG_DISABLE_PLUGINS", "").split(",")} - {""}
+        given = environ.get("KVPLUG_STRICT_PLUGINS", "").strip().lower()
+        if given not in _FLAGS:
+            raise ConfigError(f"KVPLUG_STRICT_PLUGINS: {shown(given)} was given; allowed is 1 or 0")
         registry = cls()
-        found = discover()
-        for each in found:
-            registry._keep(registry._load(each, is_blocked=each.name in blocked))
-        for name in sorted(blocked - {each.name for each in found}):
+        for each in discover():
+            registry._keep(_loaded(each, is_blocked=each.name in blocked))
+        for name in sorted(blocked - {each.name for each in registry.plugins}):
             _log.warning("KVPLUG_DISABLE_PLUGINS names %r, but no such plugin is installed", name)
         broken = [each for each in registry.plugins if each.status is PluginStatus.BROKEN]
-        if strict and broken:
+        if _FLAGS[given] and broken:
             lines = "".join(f"\n  - {each.name} ({each}): {each.reason}" for each in broken)
             raise PluginLoadError(
                 f"{len(broken)} of the plugins installed do not load, and KVPLUG_STRICT_PLUGINS is set:"
@@ -173,21 +116,7 @@ class Registry:
         """Return the plugins that offer ``name``, which may be ``distribution:name``."""
         return tuple(plugin for plugin, _ in self._offers(kind, name))
 
-    @overload
-    def get(self, kind: Literal[Kind.CONNECTOR], name: str) -> ConnectorSpec: ...
-    @overload
-    def get(self, kind: _TransportKind, name: str) -> TransportSpec: ...
-    @overload
-    def get(self, kind: Literal[Kind.STORE], name: str) -> StoreSpec: ...
-    @overload
-    def get(self, kind: Literal[Kind.DIRECTORY], name: str) -> DirectorySpec: ...
-    @overload
-    def get(self, kind: Literal[Kind.SINK], name: str) -> SinkSpec: ...
-    @overload
-    def get(self, kind: Literal[Kind.COMMAND], name: str) -> CommandSpec: ...
-    @overload
-    def get(self, kind: str, name: str) -> Spec: ...
-    def get(self, kind: str, name: str) -> Spec:
+    def get(self, kind: str, name: str) -> Any:
         """Return the spec that ``name`` (or ``distribution:name``) identifies.
 
         Raises:
@@ -216,7 +145,7 @@ class Registry:
         """
         info = PluginInfo(name=name, distribution=distribution, version=version, api=hookspecs.PLUGIN_API)
         try:
-            info = attrs.evolve(info, specs=self._collect(plugin, f"{distribution}:{name}"))
+            info = attrs.evolve(info, specs=_collected(plugin))
         except (Exception, SystemExit) as e:
             raise PluginLoadError(f"plugin {name}: {_reason(e)}") from e
         self._keep(info)
@@ -227,37 +156,6 @@ class Registry:
         for spec in info.specs:
             note_distribution(spec, info.distribution)
             self._owned.setdefault((spec.kind, spec.name), []).append((info, spec))
-
-    def _load(self, found: DiscoveredPlugin, *, is_blocked: bool) -> PluginInfo:
-        """Load one plugin, completely or not at all, whatever error it raises."""
-        info = PluginInfo(name=found.name, distribution=found.distribution, version=found.version)
-        if is_blocked:
-            return attrs.evolve(info, status=PluginStatus.BLOCKED, reason="named in KVPLUG_DISABLE_PLUGINS")
-        try:
-            info = attrs.evolve(info, api=check_api(found))
-            plugin = importlib.import_module(found.module)
-            return attrs.evolve(
-                info, specs=self._collect(plugin, f"{normalised(found.distribution)}:{found.name}")
-            )
-        except (Exception, SystemExit) as e:
-            # A lack of descriptors is not the plugin's fault. A MemoryError may be: the parser raises it for
-            # bad source too.
-            shortage = NamedExhaustion.of(e, f"loading the plugin {found.name}")
-            if shortage is not None and shortage.resource == DESCRIPTORS:
-                NamedExhaustion.check(e, f"loading the plugin {found.name}")
-            _log.debug("plugin %s of %s did not load", found.name, found.distribution, exc_info=True)
-            return attrs.evolve(info, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
-
-    def _collect(self, plugin: object, key: str) -> tuple[Spec, ...]:
-        """Call each of a plugin's hooks separately. Return the results, or unregister it if one is wrong."""
-        self._manager.register(plugin, name=key)
-        try:
-            specs = _offers_of(self._manager, plugin)
-            _check_once(specs)
-        except BaseException:
-            self._manager.unregister(plugin)
-            raise
-        return tuple(specs)
 
     # -- names ----------------------------------------------------------------------------------
 
@@ -283,22 +181,18 @@ class Registry:
     def _unknown(self, kind: Kind, name: str) -> UnknownNameError:
         known = (bare for (of, bare) in self._owned if of is kind)
         text = self.about_unknown(f"no {_CALLED.get(kind, kind)} named", name, known, kind)
-        change = self._change_for(kind, name)
+        package = PACKAGES.get(kind, {}).get(name.rpartition(":")[2])
+        owner = next((each for each in self._plugins if each.distribution == package), None)
+        change = f"{kind}: a name that `kvplug list --kind {kind}` shows"
+        if package is not None and owner is None:
+            change = f"pip install {package}"
+        elif owner is not None and owner.status is PluginStatus.BLOCKED:
+            change = f"the plugin {owner.name}: take it out of KVPLUG_DISABLE_PLUGINS"
+        elif owner is not None and owner.status is PluginStatus.BROKEN:
+            change = f"pip install --upgrade {package}    (`kvplug list` says why it does not load)"
         if kind is Kind.CONNECTOR:
             return UnknownConnectorError(text, change=change)
         return (UnknownTransportError if kind in TRANSPORTS else UnknownNameError)(text, change=change)
-
-    def _change_for(self, kind: Kind, name: str) -> str:
-        """Return the command or change that makes this name known."""
-        package = PACKAGES.get(kind, {}).get(name.rpartition(":")[2])
-        owner = next((each for each in self._plugins if each.distribution == package), None)
-        if package is None or (owner is not None and owner.status is PluginStatus.OK):
-            return f"{kind}: a name that `kvplug list --kind {kind}` shows"
-        if owner is None:
-            return f"pip install {package}"
-        if owner.status is PluginStatus.BLOCKED:
-            return f"the plugin {owner.name}: take it out of KVPLUG_DISABLE_PLUGINS"
-        return f"pip install --upgrade {package}    (`kvplug list` says why it does not load)"
 
     def about_unknown(self, what: str, name: str, known: Iterable[str], kind: Kind | None = None) -> str:
         """Return the message about a name that no installed plugin offers.
@@ -337,46 +231,64 @@ class Registry:
         )
 
 
-def _offers_of(manager: pluggy.PluginManager, plugin: object) -> list[Spec]:
-    """Call each hook of a plugin registered with ``manager`` separately, and return their results.
+def _loaded(found: PluginInfo, *, is_blocked: bool) -> PluginInfo:
+    """Load one plugin, completely or not at all, whatever error it raises."""
+    if is_blocked:
+        return attrs.evolve(found, status=PluginStatus.BLOCKED, reason="named in KVPLUG_DISABLE_PLUGINS")
+    try:
+        found = attrs.evolve(found, api=check_api(found))
+        return attrs.evolve(found, specs=_collected(importlib.import_module(found.module)))
+    except (Exception, SystemExit) as e:
+        # A lack of descriptors is not the plugin's fault. A MemoryError may be: the parser raises it for bad
+        # source too.
+        shortage = NamedExhaustion.of(e, f"loading the plugin {found.name}")
+        if shortage is not None and shortage.resource == DESCRIPTORS:
+            raise shortage from e
+        _log.debug("plugin %s of %s did not load", found.name, found.distribution, exc_info=True)
+        return attrs.evolve(found, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
+
+
+def _collected(plugin: object) -> tuple[Spec, ...]:
+    """Call each hook of a plugin and return its offers.
 
     Raises:
-        PluginLoadError: a hook is unknown, unmarked, or returns something else, or the plugin has no hooks.
+        PluginLoadError: a hook is unknown, unmarked, or returns something else, the plugin has no hooks, or
+            it offers a name twice.
     """
-    specs: list[Spec] = []
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin)
+    specs: dict[tuple[Kind, str], Spec] = {}
     callers = manager.get_hookcallers(plugin) or []
     for caller in callers:
-        for implementation in caller.get_hookimpls():
-            if implementation.plugin is not plugin:
-                continue
-            if caller.name in hookspecs.OFFERED:
-                specs += _offered(caller.name, implementation.function())
-            elif not implementation.optionalhook:  # an unknown optional hook belongs to a later kvplug
-                raise PluginLoadError(
-                    f"no hook is called {caller.name}{_meant(caller.name)} the hooks are {_HOOKS}"
-                )
-    _check_marked(plugin)
+        (implementation,) = caller.get_hookimpls()
+        if caller.name in hookspecs.OFFERED:
+            for spec in _offered(caller.name, implementation.function()):
+                if specs.setdefault((spec.kind, spec.name), spec) is not spec:
+                    raise PluginLoadError(
+                        f"offers the {_CALLED.get(spec.kind, spec.kind)} {spec.name!r} twice"
+                    )
+        elif not implementation.optionalhook:  # an unknown optional hook belongs to a later kvplug
+            raise PluginLoadError(
+                f"no hook is called {caller.name}{_meant(caller.name)} the hooks are {_HOOKS}"
+            )
+    for name, found in getattr(plugin, "__dict__", {}).items():
+        is_hook = name.startswith(_PREFIX) and isinstance(found, types.FunctionType)
+        if is_hook and not hasattr(found, f"{_PREFIX}impl"):  # pluggy would silently never call it
+            raise PluginLoadError(
+                f"{name} is not marked with kvplug.transport.hookimpl, so it would never be called"
+            )
     if not callers:
         raise PluginLoadError(
             f"implements no hook; the hooks are {_HOOKS}, marked with kvplug.transport.hookimpl"
         )
-    return specs
+    return tuple(specs.values())
 
 
 def _meant(name: str) -> str:
     """Return a hint with the hook closest to a misspelt name, compared without the common prefix."""
     found = nearest(name.removeprefix(_PREFIX), (hook.removeprefix(_PREFIX) for hook in hookspecs.OFFERED))
     return f"; did you mean {_PREFIX}{found}?" if found else ";"
-
-
-def _check_marked(plugin: object) -> None:
-    """Refuse an unmarked hook, which pluggy would silently never call."""
-    for name, found in vars(plugin).items() if hasattr(plugin, "__dict__") else ():
-        if name.startswith(_PREFIX) and isinstance(found, types.FunctionType):
-            if not hasattr(found, f"{_PREFIX}impl"):
-                raise PluginLoadError(
-                    f"{name} is not marked with kvplug.transport.hookimpl, so it would never be called"
-                )
 
 
 def _offered(hook: str, offered: Any) -> list[Spec]:
@@ -390,29 +302,8 @@ def _offered(hook: str, offered: Any) -> list[Spec]:
     return list(offered)
 
 
-def _check_once(specs: list[Spec]) -> None:
-    seen: set[tuple[Kind, str]] = set()
-    for spec in specs:
-        if (spec.kind, spec.name) in seen:
-            raise PluginLoadError(f"offers the {_CALLED.get(spec.kind, spec.kind)} {spec.name!r} twice")
-        seen.add((spec.kind, spec.name))
-
-
 def _reason(error: BaseException) -> str:
     """Return one line that explains what a plugin did wrong."""
     if isinstance(error, (PluginError, pluggy.PluginValidationError)):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _names(text: str) -> set[str]:
-    return {name for each in text.split(",") if (name := each.strip())}
-
-
-def _flag(variable: str, environ: Mapping[str, str]) -> bool:
-    text = environ.get(variable, "").strip().lower()
-    if text in ("", "0", "false", "no", "off"):
-        return False
-    if text in ("1", "true", "yes", "on"):
-        return True
-    raise ConfigError(f"{variable}: {shown(text)} was given; allowed is 1 or 0")

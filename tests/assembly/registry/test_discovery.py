@@ -172,12 +172,12 @@ def test_no_two_threads_parse_at_the_same_time(monkeypatch: pytest.MonkeyPatch) 
     """In Python 3.11 that is a SystemError now and then, and a plugin of the user's counts as broken."""
     inside, found = [], []
 
-    def slow(source: str) -> ast.Module:
+    def slow(source: str, module: str) -> ast.Module:
         inside.append(source)
         time.sleep(0.02)
         found.append(len(inside))
         inside.pop()
-        return ast.parse(source)
+        return ast.parse(source, module)
 
     def look() -> None:
         with pytest.raises(PluginLoadError, match="does not state"):
