@@ -19,7 +19,6 @@ from kvplug.assembly.resolve import (
     ResolvedConfig,
     checksums_of,
     credentials_of,
-    ensure_config,
     labels_of,
 )
 from kvplug.assembly.stores import StoreOpener
@@ -37,7 +36,7 @@ from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.tensors import DTYPES
 from kvplug.transport.pipe import Pipe
-from kvplug.transport.spec import ConnectorSpec, Kind
+from kvplug.transport.spec import Kind
 
 
 def engine_facts(
@@ -152,12 +151,10 @@ def build_connector(
         ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
     which = Side(side)
-    ensure_config(config)
-    config.require_role()
     resolved = ResolvedConfig.to_build(config, registry)
-    registry = resolved.registry
+    config.require_role()
     resolved.check()
-    spec = registry.get(Kind.CONNECTOR, config.connector)
+    spec = resolved.registry.get(Kind.CONNECTOR, config.connector)
     parallelism = parallelism or Parallelism()
     _check_facts(model, cache, parallelism)
     weights = config.weights or model.weights
@@ -204,16 +201,15 @@ def build_connector(
         open_lookup=functools.partial(resolved.build, Kind.LOOKUP_BUFFER),
         close=close,
     )
-    side_made: SchedulerConnector | WorkerConnector
     try:
         if which is Side.SCHEDULER:
-            side_made = made(spec, context)
+            connector: SchedulerConnector | WorkerConnector = made(spec, context)
         else:
-            side_made = made(spec, context, factory=spec.load_worker_factory(), wanted=WorkerConnector)
+            connector = made(spec, context, factory=spec.load_worker_factory(), wanted=WorkerConnector)
     except BaseException:
         close()
         raise
-    return side_made
+    return connector
 
 
 def check_config(config: Config, registry: Registry | None = None) -> None:
@@ -242,7 +238,6 @@ class ConnectorInfo:
     """
 
     def __init__(self, config: Config, registry: Registry | None = None) -> None:
-        self._config = config
         self._resolved = ResolvedConfig(config, registry)
 
     @property
@@ -252,10 +247,9 @@ class ConnectorInfo:
         Raises:
             UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
         """
-        factory = self._spec().load_factory()
-        if isinstance(factory, type) and issubclass(factory, SchedulerConnector):
-            return factory
-        return SchedulerConnector
+        factory = self._spec.load_factory()
+        is_class = isinstance(factory, type) and issubclass(factory, SchedulerConnector)
+        return factory if is_class else SchedulerConnector
 
     @property
     def needs_layer_hooks(self) -> bool:
@@ -264,7 +258,7 @@ class ConnectorInfo:
         Raises:
             ConfigError, UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
         """
-        return self.connector_class.needs_layer_hooks(self._config, self._options())
+        return self.connector_class.needs_layer_hooks(self._resolved.config, self._options)
 
     @property
     def required_layout(self) -> str | None:
@@ -273,7 +267,7 @@ class ConnectorInfo:
         Raises:
             ConfigError, UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
         """
-        return self.connector_class.get_required_kvcache_layout(self._config, self._options())
+        return self.connector_class.get_required_kvcache_layout(self._resolved.config, self._options)
 
     @property
     def missing_pipe(self) -> str | None:
@@ -287,8 +281,10 @@ class ConnectorInfo:
         """
         return self._resolved.explain_missing_pipe(self._resolved.device_of_links)
 
-    def _spec(self) -> ConnectorSpec:
-        return self._resolved.registry.get(Kind.CONNECTOR, self._config.connector)
+    @property
+    def _spec(self) -> Any:
+        return self._resolved.registry.get(Kind.CONNECTOR, self._resolved.config.connector)
 
+    @property
     def _options(self) -> Any:
-        return self._resolved.options_of(self._spec())
+        return self._resolved.options_of(self._spec)

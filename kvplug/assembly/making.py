@@ -1,4 +1,4 @@
-"""Calls a plugin's factory and checks the result."""
+"""Calls a plugin's factory and checks what it returns."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.queue import QueueEndpoint
 from kvplug.transport.spec import Kind
+from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.store import Store
 
-MADE: Final[Mapping[Kind, tuple[type, type]]] = {
+MADE: Final[Mapping[Kind, tuple[type, ...]]] = {
     Kind.PIPE: (PipeEndpoint.Context, PipeEndpoint),
     Kind.QUEUE: (QueueEndpoint.Context, QueueEndpoint),
     Kind.LOOKUP_BUFFER: (LookupEndpoint.Context, LookupEndpoint),
     Kind.COMMUNICATOR: (DeviceCommunicator.Context, DeviceCommunicator),
     Kind.DIRECTORY: (Directory.Context, Directory),
-    Kind.STORE: (Store.Context, Store),
+    Kind.STORE: (Store.Context, Store, BlockingStore),
     Kind.CONNECTOR: (ConnectorContext, SchedulerConnector),
     Kind.SINK: (object, Sink),
 }
-"""For each kind: the context that a factory takes, and the class that it returns."""
+"""For each kind: the context that a factory takes, and the classes of which it returns one."""
 
 
 def made(
@@ -38,17 +39,19 @@ def made(
 
     Raises:
         PluginError: the factory raised a foreign exception, or did not return an instance of ``wanted``.
-        KvplugError, OSError, MemoryError: as the factory raised it; the last two if a resource ran out.
+        ResourceExhaustedError: a resource ran out.
+        KvplugError: as the factory raised it.
     """
-    factory, wanted = factory or spec.load_factory(), wanted or MADE[spec.kind][1]
+    factory = factory or spec.load_factory()
+    classes = MADE[spec.kind][1:] if wanted is None else (wanted,)
     try:
-        found = factory(context)
+        with NamedExhaustion(f"making {spec.called}"):
+            found = factory(context)
     except KvplugError:
         raise
     except Exception as e:
-        if NamedExhaustion.of(e) is not None:
-            raise
         raise PluginError(f"{spec.called} cannot be made: {type(e).__name__}: {e}") from e
-    if not isinstance(found, wanted):
-        raise PluginError(f"{spec.called} made {found!r}, which is not a {wanted.__name__}; subclass it")
+    if not isinstance(found, classes):
+        names = " or ".join(each.__name__ for each in classes)
+        raise PluginError(f"{spec.called} made {found!r}, which is not a {names}; subclass it")
     return found

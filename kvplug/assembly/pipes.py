@@ -6,12 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 
-import attrs
-
 from kvplug.assembly.links import ControlLink, LinkSettings, unreported
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig, ensure_config, labels_of
+from kvplug.assembly.resolve import ResolvedConfig, labels_of
 from kvplug.config.config import Config, Role
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError
@@ -34,8 +32,7 @@ def _resolve(config: Config, registry: Registry | None, *, counts: bool = True) 
     Raises:
         ConfigError: the config has faults, or asks for something that a plain pipe does not do.
     """
-    ensure_config(config)
-    resolved = ResolvedConfig.to_build(attrs.evolve(config, role=Role.BOTH), registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     faults = []
     known = option_fields(Config)
     if config.connector != known["connector"].default:
@@ -55,7 +52,7 @@ class _Reporting:
     """The reporter shared by the pipes of a server, or used by one pipe. It ends with its last user."""
 
     def __init__(self, resolved: ResolvedConfig, stats: TransferStats) -> None:
-        labels = labels_of(resolved.config, connector="", side="pipe", rank=0)
+        labels = labels_of(resolved.config, connector="", side="pipe", rank=0) | {"role": Role.BOTH}
         self._reporter = Reporter(stats, (), labels, owned=resolved.sinks())
         self._lock = threading.RLock()  # a signal's handler may abort a pipe
         self._users = 0
@@ -179,10 +176,9 @@ def build_pipe_endpoint(
         InsecureAddressError: other hosts can reach the config's host, but no secret is set.
         ResourceExhaustedError: the process has no free descriptor or memory.
     """
-    ensure_config(config)
+    resolved = _resolve(config, registry, counts=False)
     if config.transport == AUTO:
         raise ConfigError("transport: ranks of a group do not negotiate, so name one; 'auto' was given")
-    resolved = _resolve(config, registry, counts=False)
     endpoint: PipeEndpoint = resolved.build(Kind.PIPE, device)
     return endpoint
 

@@ -35,7 +35,7 @@ from kvplug.net.trust.tls import TlsFiles
 from kvplug.net.wire.checksum import available
 from kvplug.transport.capabilities import Capabilities, Requirements
 from kvplug.transport.pipe import PipeEndpoint
-from kvplug.transport.spec import ConnectorSpec, DirectorySpec, Kind, Probe, StoreSpec, TransportSpec
+from kvplug.transport.spec import ConnectorSpec, Kind, Probe, TransportSpec
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,12 @@ class ResolvedConfig:
     """The names in one config, looked up in one registry."""
 
     def __init__(self, config: Config, registry: Registry | None = None) -> None:
-        """``registry``: resolves names; ``None`` loads the installed plugins."""
+        """``registry``: resolves names; ``None`` loads the installed plugins.
+
+        Raises:
+            TypeError: ``config`` is not a Config.
+        """
+        _ensure_config(config)
         self.config = config
         self.registry = Registry.from_env() if registry is None else registry
         self._viable: dict[str, Probe] = {}
@@ -67,11 +72,9 @@ class ResolvedConfig:
 
         Raises:
             ConfigError: this process may not use any of the CPUs that the config lists; or as :meth:`check`.
-            TypeError: ``config`` is not a Config.
         """
-        ensure_config(config)
-        choose_cpus(config.thread_cpus)
         resolved = cls(config, registry)
+        choose_cpus(config.thread_cpus)
         if keys:
             resolved.check(keys)
         return resolved
@@ -157,7 +160,7 @@ class ResolvedConfig:
 
     def context(self, spec: Any, **more: Any) -> Any:
         """Make the argument of the spec's factory: the config's values, the spec's options, and ``more``."""
-        cls, _ = MADE[spec.kind]
+        cls = MADE[spec.kind][0]
         names = {field.name for field in attrs.fields(cls)}
         given = {key: getattr(self.config, key) for key in names.intersection(KEYS)}
         if "credentials" in names:
@@ -179,7 +182,7 @@ class ResolvedConfig:
             UnknownNameError, AmbiguousNameError: no plugin offers the name, or two do.
             PluginError: its probe finds that it cannot work here.
         """
-        spec: StoreSpec | DirectorySpec = self.registry.get(kind, name)
+        spec = self.registry.get(kind, name)
         probe = spec.run_probe()
         if not probe.viable:
             raise PluginError(f"the {kind} {spec.name!r} cannot work here: {probe.reason}")
@@ -197,7 +200,7 @@ class ResolvedConfig:
         """
         name = str(getattr(self.config, _KEY_OF[kind]))
         every = [spec for spec in self.registry.specs(kind) if spec.auto]
-        specs = every if name == AUTO else [self.registry.get(kind, name)]
+        specs: list[TransportSpec] = every if name == AUTO else [self.registry.get(kind, name)]
         required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(self.config))
         reasons = {spec: _against(spec, required) for spec in specs}
         able = [spec for spec in specs if not reasons[spec]]
@@ -320,8 +323,7 @@ def _note_broken(spec: TransportSpec, error: PluginError) -> None:
         )
 
 
-def ensure_config(config: object) -> None:
-    """Raise TypeError if ``config`` is not a Config. The error explains how to make one."""
+def _ensure_config(config: object) -> None:
     if not isinstance(config, Config):
         made = "Config.from_dict" if isinstance(config, Mapping) else "Config.load"
         raise TypeError(f"config is a {type(config).__name__}, not a kvplug.Config; {made}(...) makes one")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 
 import attrs
 
 from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.making import made
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.slow_path import watch_store
 from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
-from kvplug.errors import ClosedError, KvplugError, PluginError
+from kvplug.errors import ClosedError, PluginError
 from kvplug.metrics.record import StoreRecorder
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
@@ -39,25 +38,12 @@ STATS_PURPOSE = "store stats"
 _MAX_CLIENTS = 1024
 
 
-@contextlib.contextmanager
-def _opening(spec: StoreSpec) -> Iterator[None]:
-    """Add the store's name to errors of the store's own code."""
-    try:
-        with NamedExhaustion(f"opening the store {spec.name!r}"):
-            yield
-    except KvplugError:
-        raise
-    except Exception as e:
-        raise PluginError(f"the store {spec.name!r} cannot be opened: {type(e).__name__}: {e}") from e
-
-
 class StoreOpener:
     """Opens the stores of one config."""
 
     def __init__(self, settings: LinkSettings) -> None:
         """``settings``: for links to programs that serve stores; these links do not belong to an engine."""
-        self._resolved = settings.resolved
-        self._settings = settings
+        self._settings, self._resolved = settings, settings.resolved
         self._memory = PinnedMemory(self._resolved.config.staging_size)
 
     def open(self, name: str) -> Store:
@@ -71,16 +57,7 @@ class StoreOpener:
             ResourceExhaustedError: a descriptor, thread, memory or space ran out.
         """
         spec = self._resolved.usable(Kind.STORE, name)
-        context = self._context(spec)
-        factory = spec.load_factory()
-        with _opening(spec):
-            library()  # no store works without it
-            made = factory(context)
-            if isinstance(made, BlockingStore):
-                made = ExecutedStore(
-                    made, name=spec.name, seal=context.seal, timeout_s=self._resolved.config.timeout_s
-                )
-        return self._recorded(spec, made)
+        return self._opened(spec, spec.load_factory())
 
     def client(self, name: str, link: Store.Link) -> Store:
         """Make this process's end of the store that the peer of ``link`` serves.
@@ -96,30 +73,26 @@ class StoreOpener:
                 f"the store {spec.name!r} cannot be served to other processes: name another one first"
             )
         maker = spec.load_client()
-        with _opening(spec):
-            made = maker(self._context(spec), link)
-        return self._recorded(spec, made)
+        return self._opened(spec, lambda context: maker(context, link))
 
-    def _context(self, spec: StoreSpec) -> Store.Context:
-        config, settings = self._resolved.config, self._settings
-        secret = settings.credentials.secret
+    def _opened(self, spec: StoreSpec, factory: Callable[[Store.Context], Store | BlockingStore]) -> Store:
+        config, stats, secret = self._resolved.config, self._settings.stats, self._settings.credentials.secret
         seal = PageSeal(
             checksums=config.integrity != "off", secret=None if secret is None else secret.reveal()
         )
-        context: Store.Context = self._resolved.context(spec, seal=seal, connect=self._connect)
-        return context
+        context = self._resolved.context(spec, seal=seal, connect=self._connect)
+        with NamedExhaustion(f"opening {spec.called}"):
+            library()  # no store works without it
+            store: Store | BlockingStore = made(spec, context, factory=factory)
+            if isinstance(store, BlockingStore):
+                store = ExecutedStore(store, name=spec.name, seal=seal, timeout_s=config.timeout_s)
+        store.staging = Staging(store, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
+        store.recorder = StoreRecorder(stats, watch_store(store, spec.name, config, stats))
+        return store
 
     def _connect(self, address: str, timeout: float | None) -> Store.Link:
         peers = ControlPeers(self._settings, connect=address)
         return peers.connect(0, PURPOSE, timeout=timeout, retry=False)
-
-    def _recorded(self, spec: StoreSpec, made: Any) -> Store:
-        if not isinstance(made, Store):
-            raise PluginError(f"store {spec.name!r} made {made!r}, which is not a Store; subclass it")
-        config, stats = self._resolved.config, self._settings.stats
-        made.staging = Staging(made, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
-        made.recorder = StoreRecorder(stats, watch_store(made, spec.name, config, stats))
-        return made
 
 
 def build_store(config: Config, name: str | None = None, *, registry: Registry | None = None) -> Store:

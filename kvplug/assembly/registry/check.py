@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvplug.assembly.making import made
@@ -136,14 +136,10 @@ def options_of(registry: Registry, spec: Any, options: Tables) -> Any:
         ConfigError: with every fault of these options.
         PluginError: the options class does not load.
     """
-    theirs: set[str] = set()
-    for _, other in registry:
-        if other.name == spec.name and other != spec:
-            theirs |= _keys(other)
-    if theirs:
-        theirs -= _keys(spec)
-    given = {key: value for key, value in options.get(spec.name, {}).items() if key not in theirs}
     cls = spec.load_options()
+    sharing = (other for _, other in registry if other.name == spec.name and other != spec)
+    theirs = {key for other in sharing for key in _keys(other)}.difference(_keys(spec))
+    given = {key: value for key, value in options.get(spec.name, {}).items() if key not in theirs}
     if cls is not None:
         return check_options(cls, given, where=f"options.{spec.name}")
     if given:
@@ -151,12 +147,12 @@ def options_of(registry: Registry, spec: Any, options: Tables) -> Any:
     return None
 
 
-def _keys(spec: Any) -> set[str]:
+def _keys(spec: Any) -> Iterable[str]:
     try:
         cls = None if isinstance(spec, CommandSpec) else spec.load_options()
     except PluginError:
-        return set()  # reported when the other spec is checked
-    return set() if cls is None else set(option_fields(cls))
+        return ()  # reported when the other spec is checked
+    return () if cls is None else option_fields(cls)
 
 
 def _spec_faults(registry: Registry, spec: Any, options: Tables) -> tuple[str, ...]:
