@@ -553,27 +553,28 @@ class Draft:
     def of(cls, layers: Iterable[Layer]) -> Draft:
         """Combine sources. Later ones override earlier ones."""
         layers = tuple(layers)
+        files = [layer.source for layer in layers if layer.source not in ("", "environment", "command line")]
         given = {key: each for layer in layers for key, each in layer.values.items()}
         faults = [fault for layer in layers for fault in layer.faults]
         values: dict[str, Any] = {}
         options: dict[str, dict[str, Any]] = {}
-        for key, each in given.items():
+        for key, (value, source) in given.items():
             wrong: tuple[Fault, ...]
             if key in KEYS:
-                value, wrong = structured(Config, key, each.value)
-                values |= {} if wrong else {key: value}
+                found, wrong = structured(Config, key, value)
+                values |= {} if wrong else {key: found}
             elif key.startswith("options."):
-                wrong = sources.put_option(options, key, each.value)
+                wrong = sources.put_option(options, key, value)
             else:
-                wrong = (sources.unknown(key, each.value, (*KEYS, "options")),)
-            faults += (fault.at(each.place) for fault in wrong)
+                wrong = (sources.unknown(key, value, (*KEYS, "options")),)
+            place = "" if source in files else source.rpartition(": ")[2]
+            faults += (fault.at(place) for fault in wrong)
         defaults = {key: _plain_default(key) for key in KEYS if key not in given}
         faults += map(Fault.of, _cross_faults({**defaults, **values}))
-        files = [layer.source for layer in layers if layer.source not in ("", "environment", "command line")]
         return cls(
             values=values,
             options=options,
-            sources={key: each.source for key, each in given.items()},
+            sources={key: source for key, (_, source) in given.items()},
             source=", ".join(files),
             faults=tuple(faults),
         )

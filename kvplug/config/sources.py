@@ -65,41 +65,30 @@ _TABLE_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _UNQUOTED = re.compile(r"""\s*([\w.-]+)\s*=\s*([^\s"'\[{#][^#]*?)\s*(?:#.*)?""")
 
 
-@attrs.frozen
-class Given:
-    """One value and its source."""
-
-    value: Any
-    source: str
-    place: str = ""
-    """The place that faults name besides the key: a variable, one of vLLM's keys, the command line. Empty for
-    a file."""
-
-
 @attrs.define
 class Layer:
-    """The values and faults of one source. Options are flat, with keys ``options.<name>.<option>``."""
+    """The values and faults of one source."""
 
     source: str
-    values: dict[str, Given] = attrs.field(factory=dict)
+    """A file, ``environment``, ``command line``, or what a program stated."""
+    values: dict[str, tuple[Any, str]] = attrs.field(factory=dict)
+    """Each value and its source: the file, a variable, one of vLLM's keys, or the command line. Options are
+    flat, with keys ``options.<name>.<option>``."""
     faults: list[Fault] = attrs.field(factory=list)
 
     def add(self, data: Mapping[Any, Any], source: str) -> None:
         """Add kvplug's own keys."""
-        for key, value in data.items():
-            if key != "options":
-                self.values[str(key)] = Given(value, source)
-            elif not isinstance(value, Mapping):
-                self.faults.append(bad_value("options", value, "one table for each name"))
-            else:
-                self._add_options(value, source)
-
-    def _add_options(self, tables: Mapping[Any, Any], source: str) -> None:
+        flat = {str(key): value for key, value in data.items() if key != "options"}
+        tables = data.get("options", {})
+        if not isinstance(tables, Mapping):
+            self.faults.append(bad_value("options", tables, "one table for each name"))
+            tables = {}
         for name, table in tables.items():
             if isinstance(table, Mapping):
-                self.values |= {f"options.{name}.{key}": Given(value, source) for key, value in table.items()}
+                flat |= {f"options.{name}.{key}": value for key, value in table.items()}
             else:
                 self.faults.append(bad_value(f"options.{name}", table, "a table"))
+        self.values |= {key: (value, source) for key, value in flat.items()}
 
 
 # -- dicts and files -----------------------------------------------------------------------------
@@ -123,7 +112,7 @@ def _add_vllm(layer: Layer, data: Mapping[Any, Any]) -> None:
     known = (*VLLM_KEYS, VLLM_EXTRA, *VLLM_IGNORED)
     for key, value in data.items():
         if key in VLLM_KEYS and value is not None:  # vLLM writes None for what was not given
-            layer.values[VLLM_KEYS[key]] = Given(value, f"{prefix}{key}", key)
+            layer.values[VLLM_KEYS[key]] = value, f"{prefix}{key}"
         elif key not in known:
             near = nearest(str(key), known)
             hint = f"did you mean {near!r}?" if near else f"kvplug's own keys go into {VLLM_EXTRA}"
@@ -226,9 +215,9 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
             services.append(name)
         elif name in keys:
             if text.strip():
-                layer.values[keys[name]] = Given(text, name, name)
+                layer.values[keys[name]] = text, name
         elif found := _OPTION.fullmatch(name.lower()):
-            layer.values[f"options.{found[1].replace('_', '-')}.{found[2]}"] = Given(text, name, name)
+            layer.values[f"options.{found[1].replace('_', '-')}.{found[2]}"] = text, name
         elif name.startswith(f"{PREFIX}OPTION"):
             text = f"the variable of an option is {_OPTION_FORM}, with two underscores in both places"
             layer.faults.append(_of_variable(name, text, _OPTION_FORM))
@@ -262,7 +251,7 @@ def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "
         if not equals or not key.strip():
             layer.faults.append(Fault(f"{shown(each)} was given; allowed is key=value", place=source))
         else:
-            layer.values[key.strip()] = Given(text, source, source)
+            layer.values[key.strip()] = text, source
     return layer
 
 
