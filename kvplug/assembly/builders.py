@@ -19,7 +19,7 @@ from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.communicator import DeviceCommunicator
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.lookup import LookupEndpoint
-from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, QueueEndpoint
+from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
 from kvplug.transport.spec import Kind
 
 _OF_CONNECTORS: Final = (
@@ -28,7 +28,6 @@ _OF_CONNECTORS: Final = (
     "peers",
     "peers_lease_s",
     "queue",
-    "queue_warning_interval_s",
     "lookup_buffer",
     "communicator",
     "device",
@@ -44,13 +43,12 @@ def build_queue(
     local_reader_ranks: Iterable[int] | None = None,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
     max_chunks: int = MAX_CHUNKS,
-    warning_interval_s: float | None = None,
+    warning_interval_s: float = WARNING_INTERVAL_S,
     registry: Registry | None = None,
 ) -> QueueEndpoint:
     """Build the endpoint of the message queue that the config's ``queue`` names. The endpoint makes the ends.
 
-    The arguments are those of :class:`~kvplug.transport.QueueEndpoint.Context`; ``warning_interval_s``
-    defaults to the config's ``queue_warning_interval_s``.
+    The arguments are those of :class:`~kvplug.transport.QueueEndpoint.Context`.
 
     Raises:
         ConfigError: the options are wrong; every fault at once.
@@ -59,8 +57,6 @@ def build_queue(
         InsecureAddressError: other hosts can reach the config's host, but no secret is set.
         ResourceExhaustedError: the process has no free descriptor or memory.
     """
-    if warning_interval_s is None:
-        warning_interval_s = config.queue_warning_interval_s
     endpoint: QueueEndpoint = ResolvedConfig.to_build(config, registry, "queue").build(
         Kind.QUEUE,
         n_reader=n_reader,
@@ -190,7 +186,7 @@ def build_page_cache(
     store = StoreOpener(links).open(config.stores[0])
     try:
         labels = {"connector": engine, "side": "worker", "role": "both"}
-        reporter = Reporter(links.stats, resolved.sinks(), labels)
+        reporter = Reporter(links.stats, (), labels, owned=resolved.sinks())
         return PageCache(
             store,
             engine=engine,

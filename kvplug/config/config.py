@@ -288,12 +288,6 @@ class Config:
         unit="seconds",
         above=0,
     )
-    queue_warning_interval_s: float = option(
-        60.0,
-        help="A queue call that waits logs a warning each time it has waited this long.",
-        unit="seconds",
-        above=0,
-    )
     device: str = option(
         "cpu",
         help="Device of the KV that moves: cpu, cuda, cuda:1.",
