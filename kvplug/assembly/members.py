@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Final
 
 import attrs
@@ -168,7 +168,7 @@ class DirectoryMembers(Members):
         """The last ``is_stale`` that the listener got."""
         self._failure = ""
         """The logged reason why the directory does not answer; empty while it answers."""
-        self._rejected: dict[str, str] = {}
+        self._rejected: dict[str, tuple[Reason, str]] = {}
         """The names of rejected entries, with the logged reasons."""
         self._closed = False
         self._thread: BackgroundThread | None = None
@@ -246,7 +246,13 @@ class DirectoryMembers(Members):
                 entry = announced.to_bytes(self._key)
                 self._directory.announce(announced.name, entry, self._lease_s)
         except Exception as e:
-            self._note_failure(e)
+            self._stats.fail(Op.MEMBERS, reason_of(e))
+            reason = f"{type(e).__name__}: {e}"
+            if reason != self._failure and not self._closed:
+                self._failure = reason
+                _log.warning(
+                    "the directory of engines does not answer; its last answer stays in use: %s", reason
+                )
             if listener is not None and time.monotonic() - self._answered_at > self._lease_s:
                 self._notify(listener, is_stale=True)
             return
@@ -271,61 +277,35 @@ class DirectoryMembers(Members):
         except Exception:
             _log.exception("the connector failed to process a change of the engines in the directory")
 
-    def _note_failure(self, error: Exception) -> None:
-        self._stats.fail(Op.MEMBERS, reason_of(error))
-        reason = f"{type(error).__name__}: {error}"
-        if reason != self._failure and not self._closed:
-            self._failure = reason
-            _log.warning("the directory of engines does not answer; its last answer stays in use: %s", reason)
-
     def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:
         """Return the other engines that have announced all their workers, sorted by id."""
-        workers: dict[str, dict[int, Announcement]] = {}
-        contacts: set[str] = set()
-        """The contacts of this engine's workers."""
-        rejected: dict[str, str] = {}
+        known: dict[str, Announcement] = {}
+        rejected: dict[str, tuple[Reason, str]] = {}
         for name, entry in entries.items():
             found = Announcement.from_bytes(name, entry, self._key)
             if isinstance(found, Reason):
-                if self._listener is not None:
-                    rejected[name] = _WHY[found]
-                    self._stats.fail(Op.MEMBERS, found)
-            elif found.engine_id != self._about.engine_id:
-                workers.setdefault(found.engine_id, {})[found.rank] = found
+                rejected[name] = found, _WHY[found]
             else:
-                contacts.add(found.contact)
-                if self._kept is not None and found.name == self._kept.name and found != self._kept:
-                    rejected[name] = _WHY[Reason.REFUSED]
-        engines = []
-        for engine_id, of in sorted(workers.items()):
-            ours = [each.name for each in of.values() if each.contact in contacts]
-            if ours and self._listener is not None:
-                rejected.update(dict.fromkeys(ours, _OURS % engine_id))
-                self._stats.fail(Op.MEMBERS, Reason.REFUSED)
-            if ours:  # dialling them would reach this engine itself
-                continue
-            first = of[min(of)]
-            alike = {(each.num_workers, each.role, each.model) for each in of.values()}
-            if len(of) == first.num_workers and len(alike) == 1:
-                epochs = {rank: of[rank].epoch for rank in sorted(of)}
-                contacts_of = {
-                    rank: f"{of[rank].contact}#{identity_of(engine_id, epoch)}"
-                    for rank, epoch in epochs.items()
-                }
-                engines.append(
-                    Engine(
-                        engine_id=engine_id,
-                        epochs=tuple(epochs.values()),
-                        contacts=contacts_of,
-                        role=first.role,
-                        model=first.model,
-                    )
-                )
-        for name, why in rejected.items():
-            if self._rejected.get(name) != why:
+                known[name] = found
+        ours = {each.contact for each in known.values() if each.engine_id == self._about.engine_id}
+        workers: dict[str, list[Announcement]] = {}
+        for name, each in known.items():
+            if each.engine_id != self._about.engine_id:
+                workers.setdefault(each.engine_id, []).append(each)
+                if each.contact in ours:
+                    why = f"its address is this engine's own; set host at {each.engine_id!r} to an address"
+                    rejected[name] = Reason.REFUSED, f"{why} of its own that all other engines reach"
+        if self._listener is None:  # only followers judge what others announce
+            rejected = {}
+        if self._kept is not None and known.get(self._kept.name, self._kept) != self._kept:
+            rejected[self._kept.name] = Reason.REFUSED, _WHY[Reason.REFUSED]
+        for name, (reason, why) in rejected.items():
+            self._stats.fail(Op.MEMBERS, reason)
+            if self._rejected.get(name) != (reason, why):
                 _log.warning("the announcement %r is ignored: %s", name, why)
         self._rejected = rejected
-        return tuple(engines)
+        every = (_engine_of(of, ours) for _, of in sorted(workers.items()))
+        return tuple(engine for engine in every if engine is not None)
 
     def _leave(self) -> None:
         try:
@@ -336,9 +316,23 @@ class DirectoryMembers(Members):
             _log.debug("this engine's announcement was not withdrawn: %s", e)
 
 
-_OURS: Final = (
-    "its address is this engine's own; set host at %r to an address of its own that all other engines reach"
-)
+def _engine_of(workers: list[Announcement], ours: Container[str]) -> Engine | None:
+    """Return the engine of these workers. ``None``: not all are there and agree, or dialling them would reach
+    this engine itself, whose contacts are ``ours``."""
+    workers = sorted(workers, key=lambda each: each.rank)
+    first = workers[0]
+    alike = {(each.num_workers, each.role, each.model) for each in workers}
+    if len(workers) != first.num_workers or len(alike) > 1 or any(each.contact in ours for each in workers):
+        return None
+    return Engine(
+        engine_id=first.engine_id,
+        epochs=tuple(each.epoch for each in workers),
+        contacts={each.rank: f"{each.contact}#{identity_of(each.engine_id, each.epoch)}" for each in workers},
+        role=first.role,
+        model=first.model,
+    )
+
+
 _WHY: Final = {
     Reason.FORGED: "it is not proven with this deployment's secret",
     Reason.FORMAT: "it is of another version of kvplug",
