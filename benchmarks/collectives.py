@@ -1,4 +1,4 @@
-"""Collectives of the communicator "cpu" beside those of torch.distributed with gloo, which they are made of.
+"""Collectives of the communicator "cpu" beside those of torch.distributed with gloo.
 
 What deadlines, the comparison of what the ranks are about to do, and the watch on each other cost. Fresh
 processes, the candidates alternating in each round, content compared outside of the timed part. Each is used
@@ -31,7 +31,7 @@ DEMO = {"1 token": 576 * 4, "48 tokens": 48 * 576 * 4, "256 tokens": 256 * 576 *
 OPS = ("all_reduce", "all_gather", "broadcast")
 LIFE_S = 300.0
 TIMEOUT_S = 60.0
-GLOO, KVPLUG, GIVEN = "gloo", "cpu", "cpu, given group"
+GLOO, KVPLUG = "gloo", "cpu"
 
 
 class Collectives(abc.ABC):
@@ -77,23 +77,18 @@ class Plain(Collectives):
 
 
 class Kvplug(Collectives):
-    """The communicator "cpu", over a group of its own, or over one of torch's that it was given."""
+    """The communicator "cpu"."""
 
-    def __init__(self, parent: peers.Parent, rank: int, world_size: int, below: Plain | None) -> None:
+    def __init__(self, parent: peers.Parent, rank: int, world_size: int) -> None:
         import kvplug
 
-        self.below = below
         listener = kvplug.StatelessGroup.listen("unix:") if rank == 0 else None
         if listener is not None:
             parent.send(listener.contact)
         self.group = kvplug.StatelessGroup.create(
             listener or parent.recv(), rank=rank, world_size=world_size, timeout=TIMEOUT_S
         )
-        self.made = kvplug.build_communicator(
-            kvplug.Config(communicator="cpu"),
-            self.group,
-            device_group=None if below is None else below.dist.group.WORLD,
-        )
+        self.made = kvplug.build_communicator(kvplug.Config(communicator="cpu"), self.group)
 
     def all_reduce(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return self.made.all_reduce(tensor, timeout=TIMEOUT_S)
@@ -108,16 +103,13 @@ class Kvplug(Collectives):
         self.group.barrier()
         self.made.destroy()
         self.group.close()
-        if self.below is not None:
-            self.below.close()
 
 
 def run_rank(
     parent: peers.Parent, name: str, op: str, nbytes: int, rank: int, world_size: int, meet_at: str
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
-    below = None if name == KVPLUG else Plain(rank, world_size, meet_at)
-    end = below if below is not None and name == GLOO else Kvplug(parent, rank, world_size, below)
+    end = Plain(rank, world_size, meet_at) if name == GLOO else Kvplug(parent, rank, world_size)
     call = getattr(end, op)
     count = nbytes // 4
     whole = torch.zeros(world_size * count)
@@ -154,7 +146,7 @@ def _check(op: str, got: torch.Tensor, count: int, world_size: int) -> None:
 
 def one_cell(name: str, op: str, nbytes: int, world_size: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        env = {"GLOO_SOCKET_IFNAME": "lo"}  # where the communicator's sockets are, too
+        env = {"GLOO_SOCKET_IFNAME": "lo"}
         given = (name, op, nbytes)
         children = [
             stack.enter_context(
@@ -199,12 +191,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--size", nargs="+", choices=SIZES | DEMO, default=list(SIZES))
-    parser.add_argument("--given", action="store_true", help="also over a process group that is given")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     given = parser.parse_args()
     sizes = SIZES | DEMO
-    names = [GLOO, KVPLUG, *([GIVEN] if given.given else [])]
+    names = [GLOO, KVPLUG]
     rounds = []
     for number in range(given.rounds):
         print(f"round {number + 1} of {given.rounds}", file=sys.stderr)

@@ -375,8 +375,8 @@ class Config:
     )
     allow_unauthenticated_data_plane: bool = option(
         False,
-        help="Permit transports that cannot authenticate their peers (NCCL, gloo) at addresses that other"
-        " hosts can reach.",
+        help="Permit transports that cannot authenticate their peers (NCCL, Mooncake) at addresses that"
+        " other hosts can reach.",
     )
     options: Mapping[str, Mapping[str, Any]] = attrs.field(
         factory=dict,

@@ -158,7 +158,7 @@ class NamedExhaustion(contextlib.ContextDecorator):
     @staticmethod
     def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
         """Check that this many descriptors and threads are available. For libraries that end the process if
-        they are not: gloo, ZeroMQ.
+        they are not, such as UCX.
 
         Raises:
             ResourceExhaustedError: they are not available.

@@ -3,7 +3,6 @@ call."""
 
 from __future__ import annotations
 
-import abc
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,19 +52,22 @@ SUMMED: Final = frozenset(
     {"uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 )
 MOVED: Final = SUMMED | {"bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"}
+_SUMMED_WHOLE_BYTES: Final = 64 * 1024
+"""The largest tensor that all ranks send whole to each other, in one step instead of two."""
 REFUSALS: Final = (UnsupportedError, TensorMismatchError, ConfigError, BusyError, ClosedError)
 """After these errors the communicator stays usable: no rank has begun the call."""
 _EP = re.compile(r"(?<![a-zA-Z0-9])ep(?![a-zA-Z0-9])")
 
 
-class GroupRank(abc.ABC):
+class GroupRank:
     """What all calls of a device communicator share: attributes, checks, and the methods that a transport
     implements.
 
-    A transport's methods are called only if there is more than one rank. Their tensors are contiguous, of one
-    dtype and on ``self.device``; the tensors of a list to gather into or to scatter are adjacent in memory.
-    Each method raises a TimeoutError or PeerGoneError that names the missing ranks, and ClosedError after
-    ``_destroy``.
+    A transport connects the mesh, or implements ``_exchange``; the collectives are made of it unless the
+    transport has its own. Its methods are called only if there is more than one rank. Their tensors are
+    contiguous, of one dtype and on ``self.device``; the tensors of a list to gather into or to scatter are
+    adjacent in memory. Each method raises a TimeoutError or PeerGoneError that names the missing ranks, and
+    ClosedError after ``_destroy``.
     """
 
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
@@ -145,21 +147,59 @@ class GroupRank(abc.ABC):
 
     # -- what a transport writes ------------------------------------------------------------------
 
-    @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, deadline: Deadline) -> None:
-        """Replace the tensor with the sum of all ranks' tensors."""
+        """Replace the tensor with the sum of all ranks' tensors.
 
-    @abc.abstractmethod
+        By default, each rank sums one part for all ranks. A small tensor is summed whole at every rank.
+        """
+        flat = tensor.view(-1)
+        if tensor.nbytes > _SUMMED_WHOLE_BYTES:
+            parts = [*flat.tensor_split(self.world_size)]
+            mine = parts[self.rank_in_group]
+            self._reduce_scatter(mine, parts, deadline)
+            self._all_gather(parts, mine, deadline)
+            return
+        _, everyones = in_one(flat, [flat.shape] * self.world_size)
+        self._all_gather(everyones, flat, deadline)
+        total, *others = everyones
+        for each in others:  # in the order of ranks, so that the sum has the same bits at every rank
+            total.add_(each)
+        flat.copy_(total)
+
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
         """Fill ``outputs[r]`` with rank r's tensor. Shapes may differ, and tensors may be empty."""
+        self._all_to_all([tensor] * self.world_size, outputs, deadline)
 
-    @abc.abstractmethod
     def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
-        """Fill ``output`` with the sum of all ranks' ``inputs[this rank]``. Shapes may differ by rank."""
+        """Fill ``output`` with the sum of all ranks' ``inputs[this rank]``. Shapes may differ by rank.
 
-    @abc.abstractmethod
+        ``output`` may be ``inputs[this rank]``.
+        """
+        _, parts = in_one(output, [output.shape] * self.world_size)
+        parts[self.rank_in_group] = output
+        self._all_to_all(inputs, parts, deadline)
+        for rank in self._others:
+            output.add_(parts[rank])
+
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         """Fill the tensor with the tensor of rank ``src``."""
+        if self.rank_in_group == src:
+            sends, recvs = [(tensor, rank) for rank in self._others], []
+        else:
+            sends, recvs = [], [(tensor, src)]
+        with self._mesh.diagnose():
+            self._exchange(sends, recvs, deadline)
+
+    def _all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], deadline: Deadline) -> None:
+        """Send ``inputs[r]`` to each rank r, and fill ``outputs[r]`` from it."""
+        outputs[self.rank_in_group].copy_(inputs[self.rank_in_group])
+        sends, recvs = ([(tensors[rank], rank) for rank in self._others] for tensors in (inputs, outputs))
+        with self._mesh.diagnose():
+            self._exchange(sends, recvs, deadline)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank_in_group]
 
     def _exchange(self, sends: Pairs, recvs: Pairs, deadline: Deadline) -> None:
         """Send each tensor of ``sends`` to its rank, and fill each tensor of ``recvs`` from its rank, all at
@@ -205,13 +245,13 @@ class GroupRank(abc.ABC):
         """
         self._mesh.give_up(error)
 
-    def _synchronize(self, deadline: Deadline) -> None:  # noqa: B027 - not every transport has to
+    def _synchronize(self, deadline: Deadline) -> None:
         """Wait for the device if calls return before it is done. By default they do not."""
 
-    def _suspend(self) -> None:  # noqa: B027 - not every transport has to
+    def _suspend(self) -> None:
         """Release what ``_resume`` can recreate."""
 
-    def _resume(self) -> None:  # noqa: B027 - not every transport has to
+    def _resume(self) -> None:
         """Recreate what ``_suspend`` released."""
 
     # -- checks ------------------------------------------------------------------------------------

@@ -187,7 +187,6 @@ class Mesh:
                 missing = [rank for rank in missing if not self._ends[rank].early]
                 if missing:
                     raise TimeoutError(f"{_all(missing)} sent no call in time")
-        self._check_ends()  # the library must not wait for a rank that gave up earlier
         return found
 
     def compare(self, call: bytes, deadline: Deadline) -> list[bytes]:
@@ -245,13 +244,20 @@ class Mesh:
         except BaseException:
             # The caller may now change tensors that are still queued, so no rank may receive them. But a rank
             # that is cut off in the middle of a tensor receives nothing more from this rank, and treats this
-            # rank as gone. So give the transfers a moment to end.
+            # rank as gone. So give the transfers a moment to end, and take what other ranks are sending.
             soon = Deadline.after(_DRAIN_S)
             for rank, transfer in transfers:
-                with contextlib.suppress(KvplugError):
-                    transfer.wait(soon.remaining())
+                while not transfer.done() and not soon.expired:
+                    with contextlib.suppress(KvplugError):
+                        for each in self._ends:
+                            self._look(each, Deadline.after(_STEP_S / len(self._ends)))
+                        transfer.wait(0.001)
                 if not transfer.done():
-                    self._ends[rank].pipe.abort()
+                    end = self._ends[rank]
+                    end.bad = end.bad or functools.partial(
+                        TimeoutError, f"rank {rank} took no tensor in time"
+                    )
+                    end.pipe.abort()
             raise
 
     def _send(self, tensor: torch.Tensor, rank: int, deadline: Deadline) -> Transfer:
@@ -347,6 +353,8 @@ class Mesh:
         try:
             yield
         except (TimeoutError, TransportError) as e:
+            if not self._ends:
+                raise
             self.give_up()
             try:
                 if isinstance(e, (*own, ResourceExhaustedError)):

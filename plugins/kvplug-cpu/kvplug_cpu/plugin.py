@@ -32,11 +32,11 @@ def kvplug_transports() -> list[TransportSpec]:
             name="cpu",
             factory="kvplug_cpu.communicator:CpuCommunicator",
             probe="kvplug_cpu.probe:describe",
-            summary="Collectives of CPU tensors over gloo, with deadlines",
+            summary="Collectives of CPU tensors over pipes, with deadlines",
             capabilities=Capabilities(
                 devices={"cpu"},
                 cross_host=True,
-                authenticated=False,  # gloo's connections; the pipes beside them are
+                authenticated=True,
                 cost=Capabilities.Cost(latency_us=400.0, gb_per_s=1.0),
             ),
         ),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import pytest
 
 from kvplug_testing import DeviceCommunicatorContract
@@ -12,11 +9,6 @@ from kvplug_testing import DeviceCommunicatorContract
 
 class TestCpuCommunicator(DeviceCommunicatorContract):
     transport = "cpu"
-    waivers: ClassVar[Mapping[str, str]] = {
-        "test_a_forked_child_holds_none_of_the_descriptors": (
-            "gloo keeps its sockets, and has no call that closes them in a forked child"
-        )
-    }
 
 
 @pytest.mark.variant
