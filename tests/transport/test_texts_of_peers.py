@@ -15,7 +15,7 @@ from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identi
 from kvplug.transport.communicator.calls import Call, check_same
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.mesh import connect_ranks
-from kvplug.transport.queue.endpoint import _agreed
+from kvplug.transport.queue import _agreed
 
 ODD = "no room\n\x1b[2J\x1b]0;root\x07\N{RIGHT-TO-LEFT OVERRIDE}" + "x" * 100_000
 LONGEST = 3000
