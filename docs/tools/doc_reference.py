@@ -35,7 +35,7 @@ HOOKS: Final = {
     ),
     "DeviceCommunicator": (
         *("_all_reduce", "_all_gather", "_reduce_scatter", "_broadcast", "_exchange", "_destroy"),
-        *("_compare", "_compare_pairs", "_give_up", "_synchronize", "_suspend", "_resume"),
+        *("_compare", "_give_up", "_synchronize", "_suspend", "_resume"),
     ),
 }
 """Methods that only a subclass implements or calls, by their class."""

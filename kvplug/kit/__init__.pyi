@@ -72,7 +72,7 @@ from kvplug.net.wire.tensors import (
 from kvplug.transport.capabilities import (
     UNSTATED as UNSTATED,
 )
-from kvplug.transport.communicator.rank import (
+from kvplug.transport.communicator.communicator import (
     MOVED as MOVED,
     SUMMED as SUMMED,
 )

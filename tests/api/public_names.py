@@ -48,7 +48,7 @@ WIRE = {
 }
 """Public as well, where plugins import them from. Other names of those modules are kvplug's own."""
 PROTECTED = (
-    *("_addresses", "_compare", "_compare_pairs", "_connect", "_deadline", "_destroy", "_dial", "_drain"),
+    *("_addresses", "_compare", "_connect", "_deadline", "_destroy", "_dial", "_drain"),
     *("_exchange", "_fail", "_give_up", "_join", "_join_threads", "_listener", "_on_failure"),
     *("_on_peer_gone", "_peer_gone", "_receive_blocks", "_resume", "_send_blocks", "_suspend"),
     *("_is_in_use", "_synchronize", "_taken", "_wait"),

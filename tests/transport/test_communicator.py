@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvplug.transport import TensorMismatchError, WireError
-from kvplug.transport.communicator.calls import PAIRED, Call, check_paired, check_same, describe
+from kvplug.transport.communicator.calls import Call, check_paired, check_same, describe, paired
 
 
 @attrs.frozen
@@ -62,9 +62,10 @@ def test_a_refusal_counts_even_where_all_refuse_in_the_same_words() -> None:
 
 
 def test_who_is_in_a_collective_neither_sends_nor_receives() -> None:
-    check_paired(0, {1: Call(PAIRED, sends=(said(2),))}, {1: Call(PAIRED, recvs=(said(2),))})
+    ours, theirs = paired([said(2)], []), paired([], [said(2)])
+    check_paired(0, {1: ours}, {1: theirs}, {1: theirs})
     with pytest.raises(TensorMismatchError, match="rank 1: all_reduce with dtype"):
-        check_paired(0, {1: Call(PAIRED)}, {1: Call("all_reduce", said(2))})
+        check_paired(0, {1: ours}, {1: theirs}, {1: Call("all_reduce", said(2))})
 
 
 @pytest.mark.parametrize("sent", [None, 7, "a word", ["a"], b"", b"\xc1", b"\x80", b"\x81\xa4call\x07"])
@@ -74,5 +75,5 @@ def test_what_is_no_call_of_another_rank_is_refused(sent: Any) -> None:
 
 
 def test_a_call_crosses_unchanged() -> None:
-    for call in (Call("all_reduce", said(2), tokens=3), Call(PAIRED, sends=("a",), refused="no"), Call("x")):
+    for call in (Call("all_reduce", said(2), tokens=3), paired(["a"], []), Call("x")):
         assert Call.decoded(1, call.encoded()) == call

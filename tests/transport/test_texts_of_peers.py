@@ -139,7 +139,6 @@ def test_of_a_rank_that_cannot_make_its_end_of_a_queue(said: Any) -> None:
         {"call": "all_reduce", "refused": ODD},
         {"call": ODD, "arguments": "dtype float32"},
         {"call": "all_reduce", "arguments": ODD},
-        {"call": "send and recv", "sends": [ODD]},
     ],
 )
 def test_of_a_ranks_call(theirs: dict[str, Any]) -> None:

@@ -33,10 +33,6 @@ class Call:
     """Why that rank refuses to begin the call; ``None`` if it does not refuse."""
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The number of the rank's tokens for experts, which may differ by rank."""
-    sends: tuple[str, ...] = ()
-    """The tensors that a paired call sends to the other rank, in words."""
-    recvs: tuple[str, ...] = ()
-    """The tensors that a paired call receives from the other rank, in words."""
 
     def encoded(self) -> bytes:
         """Encode the call for the other ranks. Equal calls have equal bytes."""
@@ -51,20 +47,17 @@ class Call:
         return from_plain(decode(data), cls, what)
 
     def __str__(self) -> str:
-        arguments = (
-            f"sends {list(self.sends)}, recvs {list(self.recvs)}" if self.is_paired else self.arguments
-        )
-        rest = f" with {arguments}" if self.refused is None else f", refused there: {self.refused}"
+        rest = f" with {self.arguments}" if self.refused is None else f", refused there: {self.refused}"
         return peer_text(self.call + rest)
 
     def same_as(self, other: Call) -> bool:
         """Whether both ranks make the same collective."""
         return (self.call, self.arguments, self.refused) == (other.call, other.arguments, other.refused)
 
-    @property
-    def is_paired(self) -> bool:
-        """Whether only some ranks take part."""
-        return self.call == PAIRED
+
+def paired(sends: Sequence[str], recvs: Sequence[str]) -> Call:
+    """Return the call of a rank that sends and receives tensors, in words, to and from one other rank."""
+    return Call(PAIRED, f"sends {list(sends)}, recvs {list(recvs)}")
 
 
 def describe(
@@ -133,17 +126,21 @@ def check_same(name: str, calls: Sequence[Call]) -> None:
     raise TensorMismatchError(f"{name}: every rank must make the same call; nothing was done:{lines}")
 
 
-def check_paired(rank: int, calls: Mapping[int, Call], theirs: Mapping[int, Call]) -> None:
+def check_paired(
+    rank: int, calls: Mapping[int, Call], wanted: Mapping[int, Call], found: Mapping[int, Call]
+) -> None:
     """Check that each of two ranks receives what the other sends, in the same order.
+
+    ``calls`` are this rank's, by the other rank; ``wanted`` are the calls that fit them.
 
     Raises:
         TensorMismatchError: what one rank sends is not what the other receives.
     """
     for peer, call in calls.items():
-        if theirs[peer] != Call(PAIRED, sends=call.recvs, recvs=call.sends):
+        if found[peer] != wanted[peer]:
             raise TensorMismatchError(
                 f"{PAIRED}: one rank must receive what the other sends, and nothing was done:"
-                f"\n  rank {rank}: {call}\n  rank {peer}: {theirs[peer]}"
+                f"\n  rank {rank}: {call}\n  rank {peer}: {found[peer]}"
             )
 
 

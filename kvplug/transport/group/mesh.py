@@ -189,14 +189,17 @@ class Mesh:
                     raise TimeoutError(f"{_all(missing)} sent no call in time")
         return found
 
-    def compare(self, call: bytes, deadline: Deadline) -> list[bytes]:
-        """Exchange calls before a collective. Return every rank's call in the order of ranks, including this
-        rank's. Raises as :meth:`recv`.
+    def compare(
+        self, calls: Mapping[int, bytes], deadline: Deadline, *, collective: bool = True
+    ) -> dict[int, bytes]:
+        """Exchange calls with these ranks, and return theirs. Raises as :meth:`recv`.
+
+        ``collective``: these are all other ranks, and a collective of all follows.
         """
-        self._collectives += 1
-        self.send(dict.fromkeys(self._ends, call), deadline)
-        found = self.recv(self._ends, deadline)
-        return [found.get(rank, call) for rank in range(len(self._ends) + 1)]
+        if collective:
+            self._collectives += 1
+        self.send(calls, deadline)
+        return self.recv(calls, deadline)
 
     def check(self) -> None:
         """Check that all ranks still take part.

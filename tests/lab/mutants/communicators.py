@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -143,9 +143,9 @@ class LeavesLate(MemoryCommunicator):
 class TestNamesNobody(MemoryCommunicator):
     """A TimeoutError says that not all have come."""
 
-    def _compare(self, *args: Any) -> Any:
+    def _compare(self, *args: Any, **given: Any) -> Any:
         try:
-            return super()._compare(*args)
+            return super()._compare(*args, **given)
         except TimeoutError:
             raise TimeoutError("not all ranks have come") from None
 
@@ -167,8 +167,8 @@ class TestGoesOnAfterATimeout(MemoryCommunicator):
 class TestWaitsForEver(MemoryCommunicator):
     """No deadline is kept."""
 
-    def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
-        return super()._compare(call, Deadline.after(8.0))
+    def _compare(self, calls: Any, deadline: Deadline, **given: Any) -> Any:
+        return super()._compare(calls, Deadline.after(8.0), **given)
 
 
 @breaks(Mutant, "COMM-2", "ALL-2", caught_by="test_a_rank_that_is_gone_is_named_at_all_others")
@@ -337,9 +337,9 @@ class Apart(DeviceCommunicatorContract):
 
 
 class _Impatient(MemoryCommunicator):
-    def _compare(self, *args: Any) -> Any:
+    def _compare(self, *args: Any, **given: Any) -> Any:
         try:
-            return super()._compare(*args)
+            return super()._compare(*args, **given)
         except TimeoutError as e:
             raise PeerGoneError(str(e)) from e
 
@@ -352,9 +352,9 @@ class TestTakesAStoppedRankForDead(Apart):
 
 
 class _Patient(MemoryCommunicator):
-    def _compare(self, *args: Any) -> Any:
+    def _compare(self, *args: Any, **given: Any) -> Any:
         try:
-            return super()._compare(*args)
+            return super()._compare(*args, **given)
         except PeerGoneError as e:
             time.sleep(3)
             raise TimeoutError(str(e)) from e

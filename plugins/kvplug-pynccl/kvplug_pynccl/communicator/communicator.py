@@ -81,8 +81,9 @@ class PyncclCommunicator(DeviceCommunicator):
         hello = RankHello.of(
             self.rank_in_group, self.world_size, self._nccl, self._gpu, check_order=self.compares
         )
-        messages = self._mesh.compare(encode(to_plain(hello)), deadline)
-        unique_id, hellos = agree([decode(each) for each in messages])
+        ours = encode(to_plain(hello))
+        found = {self.rank_in_group: ours, **self._mesh.compare(dict.fromkeys(self._others, ours), deadline)}
+        unique_id, hellos = agree([decode(found[rank]) for rank in sorted(found)])
         comm = MonitoredCommunicator(
             self._nccl,
             unique_id,
@@ -101,7 +102,7 @@ class PyncclCommunicator(DeviceCommunicator):
             "NCCL did not start in time, though all ranks are there",
             lambda error: explain_invalid_usage(error, hellos),
         )
-        self._mesh.compare(b"ready", deadline)
+        self._mesh.compare(dict.fromkeys(self._others, b"ready"), deadline)
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -227,14 +228,11 @@ class PyncclCommunicator(DeviceCommunicator):
 
     # -- beside NCCL -------------------------------------------------------------------------------
 
-    def _compare(self, call: bytes, deadline: Deadline) -> Sequence[bytes]:
+    def _compare(
+        self, calls: Mapping[int, bytes], deadline: Deadline, *, collective: bool
+    ) -> Mapping[int, bytes]:
         with self._running().exclusive_mesh() as mesh:
-            return mesh.compare(call, deadline)
-
-    def _compare_pairs(self, calls: Mapping[int, bytes], deadline: Deadline) -> Mapping[int, bytes]:
-        with self._running().exclusive_mesh() as mesh:
-            mesh.send(calls, deadline)
-            return mesh.recv(calls, deadline)
+            return mesh.compare(calls, deadline, collective=collective)
 
     def _give_up(self, error: BaseException) -> None:
         if self._inflight is not None:
