@@ -12,7 +12,7 @@ import pytest
 
 import c_header
 from kvplug_pynccl.nccl import abi
-from kvplug_pynccl.nccl.abi import Config, DataType, Properties, RedOp, Result, UniqueId
+from kvplug_pynccl.nccl.abi import Config, DataType, RedOp, Result, UniqueId
 from kvplug_pynccl.nccl.errors import _ERRORS, _MEANINGS
 from kvplug_pynccl.nccl.places import PACKAGE
 from kvplug_pynccl.nccl.prototypes import PROTOTYPES
@@ -32,12 +32,9 @@ TYPES = {
     "cudaStream_t": ctypes.c_void_p,
     "ncclComm_t": ctypes.c_void_p,
     "ncclComm_t*": POINTER(ctypes.c_void_p),
-    "ncclWindow_t": ctypes.c_void_p,
-    "ncclWindow_t*": POINTER(ctypes.c_void_p),
     "ncclUniqueId": UniqueId,
     "ncclUniqueId*": POINTER(UniqueId),
     "ncclConfig_t*": POINTER(Config),
-    "ncclCommProperties_t*": POINTER(Properties),
     "ncclResult_t": ctypes.c_int,
     "ncclResult_t*": POINTER(ctypes.c_int),
     "ncclDataType_t": ctypes.c_int,
@@ -60,8 +57,7 @@ def test_every_result_that_is_a_failure_has_an_error() -> None:
     assert {*_ERRORS} == {*_MEANINGS} == {*Result} - {Result.SUCCESS, Result.IN_PROGRESS}
 
 
-FLAGS = {"NCCL_WIN_": abi.WindowFlag, "NCCL_SUSPEND_": abi.SuspendFlag}
-NO_FLAG = {"NCCL_WIN_REQUIRED_ALIGNMENT"}
+FLAGS = {"NCCL_SUSPEND_": abi.SuspendFlag}
 MAIN = """
 static ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
 config.version = %d;
@@ -84,17 +80,11 @@ def test_what_has_a_number_a_size_or_a_place_has_it_as_the_compiler_says(text: s
             expected["nccl" + "".join(part.capitalize() for part in each.name.split("_"))] = each.value
     for prefix, flags in FLAGS.items():
         mine = {f"{prefix}{name}": each.value for name, each in flags.__members__.items()}
-        assert {*re.findall(rf"#define\s+({prefix}\w+)\s+(?:0x)?\d", text)} - NO_FLAG == {*mine}
+        assert {*re.findall(rf"#define\s+({prefix}\w+)\s+(?:0x)?\d", text)} == {*mine}
         expected |= mine
-    for structure, name in ((Config, "ncclConfig_t"), (Properties, "ncclCommProperties_t")):
-        expected[f"sizeof({name})"] = ctypes.sizeof(structure)
-        for field, *_ in structure._fields_:
-            expected[f"offsetof({name}, {field})"] = getattr(structure, field).offset
-    # The header of the last structure is C++; the structure itself is C.
-    found = re.search(r"struct ncclCommProperties\w*\s*{([^}]*)}", text)
-    assert found
-    body = re.sub(r"\bnccl\w+_t\b", "int", found[1])
-    properties = f"typedef struct {{{body}}} ncclCommProperties_t;"
+    expected["sizeof(ncclConfig_t)"] = ctypes.sizeof(Config)
+    for field, *_ in Config._fields_:
+        expected[f"offsetof(ncclConfig_t, {field})"] = getattr(Config, field).offset
     for name, code in (
         (
             "cuda_runtime.h",
@@ -105,7 +95,8 @@ def test_what_has_a_number_a_size_or_a_place_has_it_as_the_compiler_says(text: s
         ("cuda_bf16.h", "#define __CUDA_BF16_TYPES_EXIST__\n"),
     ):
         (tmp_path / name).write_text(code)
-    before = f"#include <nccl.h>\n{properties}"
-    initial, *numbers = c_header.compiled(before, MAIN % abi.HEADER.code, expected, tmp_path, INCLUDE)
+    initial, *numbers = c_header.compiled(
+        "#include <nccl.h>", MAIN % abi.HEADER.code, expected, tmp_path, INCLUDE
+    )
     assert dict(zip(expected, map(int, numbers), strict=True)) == expected
     assert initial == bytes(Config()).hex(), "the config is not initialised as the header does"

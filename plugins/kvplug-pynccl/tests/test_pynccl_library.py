@@ -97,10 +97,10 @@ def test_the_real_library_answers_and_listens_where_it_is_told_to(when: str) -> 
         (None, "cannot be loaded"),
         (b"not a library", "cannot be loaded.*(invalid ELF header|file too short)"),
         (4000, "is incomplete: [0-9]+ bytes are missing at its end"),
-        ("int something(void) { return 1; }", "is not NCCL: it lacks ncclGetErrorString, .*, \\.\\.\\."),
+        ("int something(void) { return 1; }", "is not NCCL: it lacks ncclGetLastError, .*, \\.\\.\\."),
         (
             "int ncclGetVersion(int *version) { *version = 22005; return 0; }",
-            "is NCCL 2.20.5, and lacks ncclGetErrorString, .*, \\.\\.\\.",
+            "is NCCL 2.20.5, and lacks ncclGetLastError, .*, \\.\\.\\.",
         ),
     ],
     ids=["not there", "a text", "the first 4000 bytes", "another", "too little"],

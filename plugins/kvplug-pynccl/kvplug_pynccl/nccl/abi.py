@@ -78,16 +78,6 @@ class RedOp(enum.IntEnum):
     AVG = 4
 
 
-class WindowFlag(enum.IntFlag):
-    """``NCCL_WIN_*``: how memory is registered."""
-
-    DEFAULT = 0x00
-    COLL_SYMMETRIC = 0x01
-    STRICT_ORDERING = 0x02
-    GIN_ONLY = 0x04
-    CFT_COUNTED = 0x08
-
-
 class SuspendFlag(enum.IntFlag):
     """``NCCL_SUSPEND_*``: what a suspended communicator gives back."""
 
@@ -164,34 +154,3 @@ class Config(ctypes.Structure):
         super().__init__(
             size=ctypes.sizeof(type(self)), magic=API_MAGIC, version=version.code, **{**unset, **values}
         )
-
-
-class Properties(ctypes.Structure):
-    """``ncclCommProperties_t``. NCCL fills what ``version`` had, and refuses one above its own."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("rank", ctypes.c_int),
-        ("nRanks", ctypes.c_int),
-        ("cudaDev", ctypes.c_int),
-        ("nvmlDev", ctypes.c_int),
-        ("deviceApiSupport", ctypes.c_bool),
-        ("multimemSupport", ctypes.c_bool),
-        ("ginType", ctypes.c_int),
-        ("nLsaTeams", ctypes.c_int),
-        ("hostRmaSupport", ctypes.c_bool),
-        ("railedGinType", ctypes.c_int),
-        ("commHash", ctypes.c_uint64),
-        ("ginMinStride", ctypes.c_int),
-        ("ginConnectionType", ctypes.c_int),
-        ("ginSupport", ctypes.c_bool * 64),
-        ("devCommRuntimeVersionSize", ctypes.c_size_t),
-        ("cftSupport", ctypes.c_bool),
-        ("cftMulticastSupport", ctypes.c_bool),
-        ("cftCountedSupport", ctypes.c_bool),
-    )
-
-    def __init__(self, *, version: Version = HEADER) -> None:
-        super().__init__(size=ctypes.sizeof(type(self)), magic=API_MAGIC, version=min(version, HEADER).code)

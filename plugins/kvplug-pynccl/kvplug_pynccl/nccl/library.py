@@ -18,13 +18,11 @@ from kvplug_pynccl.nccl.abi import (
     HEADER,
     Config,
     DataType,
-    Properties,
     RedOp,
     Result,
     SuspendFlag,
     UniqueId,
     Version,
-    WindowFlag,
 )
 from kvplug_pynccl.nccl.elf import missing_bytes
 from kvplug_pynccl.nccl.errors import NcclError, NcclLibraryError, error_of
@@ -106,9 +104,6 @@ class Library:
 
     # -- what needs no communicator --------------------------------------------------------------------
 
-    def get_error_string(self, result: int) -> str:
-        return _text(self._function("ncclGetErrorString")(result))
-
     def get_last_error(self, comm: int = 0) -> str:
         """The last warning of any communicator of this process; empty if there was none."""
         return _text(self._function("ncclGetLastError")(comm or None)).strip()
@@ -171,10 +166,6 @@ class Library:
             return Result(state)
         raise error_of(state, what, self.get_last_error(comm))
 
-    def comm_finalize(self, comm: int) -> Result:
-        """End it politely: all ranks complete what they began."""
-        return self._call("ncclCommFinalize", comm)
-
     def comm_abort(self, comm: int) -> Result:
         """End it at once: what the device is doing for it ends undone. Frees the communicator."""
         return self._freed(comm, self._call("ncclCommAbort", comm))
@@ -183,41 +174,11 @@ class Library:
         """Free the communicator. Waits for its operations."""
         return self._freed(comm, self._call("ncclCommDestroy", comm))
 
-    def comm_count(self, comm: int) -> int:
-        return self._query("ncclCommCount", comm)
-
-    def comm_cu_device(self, comm: int) -> int:
-        return self._query("ncclCommCuDevice", comm)
-
-    def comm_user_rank(self, comm: int) -> int:
-        return self._query("ncclCommUserRank", comm)
-
     def comm_suspend(self, comm: int, flags: int = SuspendFlag.MEM) -> Result:
         return self._call("ncclCommSuspend", comm, flags)
 
     def comm_resume(self, comm: int) -> Result:
         return self._call("ncclCommResume", comm)
-
-    def comm_window_register(
-        self, comm: int, buff: int, nbytes: int, flags: int = WindowFlag.COLL_SYMMETRIC
-    ) -> tuple[ctypes.c_void_p, Result]:
-        """All ranks call it, with memory of one size.
-
-        Read the window's ``value`` when the communicator is no longer in progress. ``None``: NCCL does not
-        use that memory.
-        """
-        window = ctypes.c_void_p()
-        result = self._call("ncclCommWindowRegister", comm, buff, nbytes, ctypes.byref(window), flags)
-        self._keep_alive(comm, window)
-        return window, result
-
-    def comm_window_deregister(self, comm: int, window: int) -> Result:
-        return self._call("ncclCommWindowDeregister", comm, window)
-
-    def comm_query_properties(self, comm: int) -> Properties:
-        properties = Properties(version=self.version)
-        self._call("ncclCommQueryProperties", comm, ctypes.byref(properties))
-        return properties
 
     # -- operations: enqueued on the stream, and not done when the call returns ------------------------------
 
@@ -298,11 +259,6 @@ class Library:
         if result in _GOES_ON:
             return Result(result)
         raise error_of(result, name, self.get_last_error())
-
-    def _query(self, name: str, comm: int) -> int:
-        value = ctypes.c_int()
-        self._call(name, comm, ctypes.byref(value))
-        return value.value
 
 
 def _loaded(path: str) -> ctypes.CDLL:
