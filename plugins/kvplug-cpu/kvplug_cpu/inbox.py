@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import functools
 import mmap
-import threading
+import select
+import socket
+import struct
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -28,11 +30,14 @@ from kvplug.transport import (
     PartialMessage,
     WireError,
 )
-from kvplug_cpu.data_connection import SPLIT, DataConnection, parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+SPLIT = 1
+"""Flag: the tensor's bytes are spread over all connections."""
+_PAGE = 4096
+_LONGEST_POLL_S = 1e6
 _STAGE_BYTES = 32 * 1024
 _HUGE_PAGE: Final = 2 * 1024 * 1024
 _ALWAYS_FRESH_BYTES: Final = 32 * 1024 * 1024
@@ -40,11 +45,74 @@ _ALWAYS_FRESH_BYTES: Final = 32 * 1024 * 1024
 pages was measured to cost more than it saves (64 MiB: 4.7 against 2.7 GB/s; 16 MiB: twice the CPU time)."""
 
 
-class _Stage:
-    """Bytes of connection 0 that were read before their destination is known."""
+class _Stream:
+    """One connected socket, from which bytes go straight into their memory."""
 
-    def __init__(self, connection: DataConnection) -> None:
-        self._connection = connection
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._is_limited = False
+        self.ended = False
+        """The stream has been read to its end: nothing more will come."""
+
+    def receive_now(self, view: memoryview) -> int:
+        """Read what has arrived, without waiting; 0 if nothing has, or if the stream has ended."""
+        return self._received(view, socket.MSG_DONTWAIT) or 0
+
+    def receive(self, view: memoryview, deadline: Deadline) -> int:
+        """Fill ``view``; returns fewer bytes only at the deadline or at the end of the stream."""
+        got = 0
+        while got < len(view):
+            left = deadline.remaining()
+            if left == 0.0:
+                n = self._received(view[got:], socket.MSG_DONTWAIT)
+            else:
+                # A signal ends the call if a byte has arrived; if none has, Python would restart it with its
+                # whole time limit.
+                if left is not None and not self.wait_readable(deadline):
+                    continue
+                self._limit(left)
+                n = self._received(view[got:], socket.MSG_WAITALL)
+                if n is None:
+                    continue
+            if not n:
+                break
+            got += n
+        return got
+
+    def _received(self, view: memoryview, flags: int) -> int | None:
+        """Return how many bytes came: 0 at the end of the stream, ``None`` if none came in time."""
+        try:
+            n = self._sock.recv_into(view, 0, flags)
+        except BlockingIOError:
+            return None
+        except OSError:
+            n = 0
+        self.ended = n == 0
+        return n
+
+    def wait_readable(self, deadline: Deadline) -> bool:
+        """Wait until ``receive_now`` would return bytes or notice the end; False at the deadline."""
+        left = deadline.remaining()
+        return bool(self._readable.poll(None if left is None else min(left, _LONGEST_POLL_S) * 1000))
+
+    def _limit(self, seconds: float | None) -> None:
+        # When the kernel's own receive timeout passes, it returns the bytes that have arrived, as resuming
+        # needs. Zero means no timeout.
+        if seconds is None and not self._is_limited:
+            return
+        micros = 0 if seconds is None else max(1, int(seconds * 1e6))
+        timeval = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        self._is_limited = seconds is not None
+
+
+class _Stage(_Stream):
+    """Connection 0: bytes may be read before their destination is known."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
         self._memory = memoryview(bytearray(_STAGE_BYTES))
         self._begin = self._end = 0
 
@@ -55,9 +123,9 @@ class _Stage:
                 rest = bytes(self._memory[self._begin : self._end])
                 self._memory[: len(rest)] = rest
                 self._begin, self._end = 0, len(rest)
-            n = self._connection.receive_now(self._memory[self._end :])
+            n = self.receive_now(self._memory[self._end :])
             self._end += n
-            if not n and (self._connection.ended or not self._connection.wait_readable(deadline)):
+            if not n and (self.ended or not self.wait_readable(deadline)):
                 return False
         return True
 
@@ -108,7 +176,7 @@ class _SideReader:
 
     def __init__(
         self,
-        connection: DataConnection,
+        sock: socket.socket,
         index: int,
         *,
         descriptors: DescriptorGuard,
@@ -116,7 +184,7 @@ class _SideReader:
         fail: Callable[[str], None],
         stop: Callable[[], None],
     ) -> None:
-        self.connection = connection
+        self.stream = _Stream(sock)
         self._index = index
         self._descriptors = descriptors
         self._lost = lost
@@ -151,8 +219,8 @@ class _SideReader:
     def _read(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                got = self.connection.receive(*job)
-                if self.connection.ended:
+                got = self.stream.receive(*job)
+                if self.stream.ended:
                     self._lost()  # in the middle of a message: the other connections need not be waited for
                 self._results.put(got)
                 del job
@@ -171,7 +239,7 @@ class Inbox:
 
     def __init__(
         self,
-        connections: list[DataConnection],
+        socks: list[socket.socket],
         *,
         peer: str,
         message_limit: MessageLimit,
@@ -186,12 +254,11 @@ class Inbox:
         self._lifecycle = lifecycle
         self._lost = lost
         self._fail = fail
-        self._first = connections[0]
-        self._num_connections = len(connections)
-        self._stage = _Stage(connections[0])
+        self._first = _Stage(socks[0])
+        self._num_connections = len(socks)
         self._side = [
             _SideReader(each, k, descriptors=descriptors, lost=self._end_of_stream, fail=fail, stop=stop)
-            for k, each in enumerate(connections[1:], 1)
+            for k, each in enumerate(socks[1:], 1)
         ]
         self._incoming: _Incoming | None = None
 
@@ -219,30 +286,30 @@ class Inbox:
         for reader in self._side:
             reader.stop()
 
-    def join(self) -> None:
-        for reader in self._side:
-            if reader.thread is not None and reader.thread is not threading.current_thread():
-                reader.thread.join(1.0)
+    @property
+    def threads(self) -> list[BackgroundThread | None]:
+        """The side readers' threads."""
+        return [reader.thread for reader in self._side]
 
     def _announced(self, deadline: Deadline) -> _Incoming:
-        stage = self._stage
+        first = self._first
         size = HEADER_SIZE
         try:
             while True:
                 self._need(size, deadline)
                 # Usually the whole prefix has arrived, so the second pass is the last.
-                wanted = prefix_size(stage.peek(max(size, SHORTEST_TENSOR_PREFIX)))
+                wanted = prefix_size(first.peek(max(size, SHORTEST_TENSOR_PREFIX)))
                 if wanted <= size:
                     break
                 size = wanted
-            announcement = read_prefix(stage.peek(size))
+            announcement = read_prefix(first.peek(size))
         except WireError as e:
             self._fail(f"what arrives is not a message: {e}")
             raise
         if announcement.goodbye:
             self._lost(Lifecycle.CLOSED_BY_PEER)
             raise self._lifecycle.error()
-        stage.drop(size)
+        first.drop(size)
         meta = announcement.meta
         if meta is None:
             return _Incoming(None, [])
@@ -252,7 +319,7 @@ class Inbox:
         )
 
     def _need(self, count: int, deadline: Deadline) -> None:
-        if self._stage.has(count, deadline):
+        if self._first.has(count, deadline):
             return
         if self._first.ended:
             raise self._end_of_stream()
@@ -268,7 +335,7 @@ class Inbox:
             raise
         if message.got == message.nbytes:
             return True
-        if self._first.ended or any(reader.connection.ended for reader in self._side):
+        if self._first.ended or any(reader.stream.ended for reader in self._side):
             raise self._end_of_stream()
         if self._lifecycle.closed or self._lifecycle.broken:
             raise self._lifecycle.error()
@@ -283,7 +350,7 @@ class Inbox:
                 reader.start(memory[start:stop], deadline)
                 started.append((k, reader))
         start, stop = message.left(0)
-        message.add(0, self._stage.move_into(memory[start:stop]))
+        message.add(0, self._first.move_into(memory[start:stop]))
         start, stop = message.left(0)
         if start < stop:
             message.add(0, self._first.receive(memory[start:stop], deadline))
@@ -320,3 +387,9 @@ def _madvise() -> Callable[[int, int, int], int]:
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     function.restype = ctypes.c_int
     return function
+
+
+def parts(nbytes: int, count: int) -> list[tuple[int, int]]:
+    """(start, stop) of each connection's part of a split tensor: whole pages, as even as possible."""
+    share = -(-nbytes // (count * _PAGE)) * _PAGE
+    return [(min(k * share, nbytes), min((k + 1) * share, nbytes)) for k in range(count)]

@@ -9,9 +9,8 @@ from kvplug.net.trust.credentials import Secret
 from kvplug.net.wire.messages import tensor_prefix
 from kvplug.net.wire.tensors import memory_of
 from kvplug.transport import Connection, Credentials, Deadline, PipeEndpoint
-from kvplug_cpu.data_connection import SPLIT, parts
-from kvplug_cpu.endpoint import CpuContact, CpuEndpoint
-from kvplug_cpu.join import CONTROL, PURPOSE, Join
+from kvplug_cpu.endpoint import CONTROL, CpuContact, CpuEndpoint, Join
+from kvplug_cpu.inbox import SPLIT, parts
 from kvplug_cpu.options import CpuOptions
 from kvplug_testing.resources import Resources
 
@@ -36,7 +35,7 @@ def num_sockets() -> int:
 
 def guest(contact: str) -> Connection:
     """A connection to a listener that has proved itself, and does not join."""
-    return Connection.dial(CpuContact.parse(contact).addresses[0], SECRET, PURPOSE, 5)
+    return Connection.dial(CpuContact.parse(contact).addresses[0], SECRET, CpuEndpoint.PURPOSE, 5)
 
 
 class PeerByHand:
