@@ -23,8 +23,8 @@ from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import Limits, decode, encode
-from kvplug.transport.group.remote import PURPOSE, RemoteStore, StoreServer
-from kvplug.transport.group.store import ERRORS, OK
+from kvplug.transport.group.remote import RemoteStore
+from kvplug.transport.group.store import ERRORS, OK, PURPOSE, Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +67,7 @@ class StatelessGroup:
 
     def __init__(
         self,
-        access: StoreServer | RemoteStore,
+        access: Store | RemoteStore,
         rank: int,
         world_size: int,
         timeout_s: float | None,
@@ -131,13 +131,13 @@ class StatelessGroup:
         deadline = Deadline.after(timeout, timeout_s)
         label = label or f"rank {rank}"
         listener: Listener | None = None
-        access: StoreServer | RemoteStore
+        access: Store | RemoteStore
         if rank == 0:
             if isinstance(address, Listener):
                 listener = address
             elif world_size > 1:
                 listener = cls.listen(address, credentials, label=label)
-            access = StoreServer(listener, world_size, label)
+            access = Store(world_size, label, listener)
         elif isinstance(address, Listener):
             raise ConfigError(f"rank {rank} dials rank 0: give it the contact, not a listener")
         else:

@@ -1,14 +1,12 @@
-"""Access to rank 0's store: the server at rank 0, and the client at each of the other ranks."""
+"""Access to the store of rank 0 from each of the other ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from typing import Any
 
 from kvplug.errors import (
-    CapacityError,
     ClosedError,
     KvplugError,
     PeerGoneError,
@@ -16,142 +14,17 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
-from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.identity import PeerIdentity
-from kvplug.net.trust.listener import Listener
-from kvplug.transport.acceptor import Acceptor, hang_up
-from kvplug.transport.group.store import ERRORS, OK, Store
+from kvplug.transport.group.store import ERRORS, OK, PURPOSE
 
-logger = logging.getLogger(__name__)
-
-PURPOSE = "group"
-"""The purpose of a group's listener."""
-_ANSWER_TIMEOUT_S = 30.0
-_LAST_ANSWERS_S = 1.0
 _GRACE_S = 1.0  # rank 0 answers at the deadline, and its answer may take this long to arrive
-_CONNECTIONS_PER_RANK = 256
-"""The most connections per rank that are served at once, each in a thread. A rank has one connection for its
-membership, and one for each of its threads that waits."""
-
-
-class StoreServer:
-    """Serves a :class:`Store` at a listener, which it takes over.
-
-    A rank's first connection is its membership. The rank joins over it and then only holds it open: when this
-    connection ends (seen by pidfd, hang-up, or TCP's keep-alive probes), the rank has ended. Requests arrive
-    over other connections.
-    """
-
-    def __init__(self, listener: Listener | None, world_size: int, label: str) -> None:
-        """Take over the listener, even if this raises.
-
-        Raises:
-            ResourceExhaustedError: the process can start no more threads, or has no free descriptor.
-        """
-        self.store = Store(world_size)
-        self._lock = threading.Lock()
-        self._answered = threading.Condition(self._lock)
-        self._answers = 0
-        self._acceptor: Acceptor[None] | None = None
-        try:
-            with NamedExhaustion("serving a group"):
-                self.store.add_self(PeerIdentity.of_this_process(label))
-                if listener is not None:
-                    self._acceptor = Acceptor(
-                        [listener],
-                        self._serve,
-                        what="the group",
-                        name="kvplug-group",
-                        max_served=_CONNECTIONS_PER_RANK * world_size,
-                        end=self._end,
-                    )
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-
-    def _end(self, connection: Connection) -> None:
-        """End the thread of a connection, even if it waits for another rank."""
-        self.store.close()
-        hang_up(connection)
-
-    def _serve(self, connection: Connection) -> None:
-        with Channel(connection, timeout_s=_ANSWER_TIMEOUT_S) as channel:
-            try:
-                match channel.recv():
-                    case ("join", int(rank), int(world_size)):
-                        self._membership(channel, rank, world_size)
-                    case ("ask", int(rank)):
-                        self._requests(channel, rank)
-                    case _:
-                        raise WireError("the first message must be 'join' or 'ask'")
-            except (ClosedError, PeerGoneError):
-                pass
-            except KvplugError as e:
-                logger.warning("a connection of %s to the group ends: %s", channel.peer, e)
-
-    def _membership(self, channel: Channel, rank: int, world_size: int) -> None:
-        try:
-            self.store.join(rank, world_size, channel.peer)
-        except WireError as e:
-            channel.send(("refused", str(e)))
-            return
-        absent = "is gone"
-        try:
-            channel.send((OK, None))
-            if channel.recv(None) == ("leave",):
-                absent = "has left"
-        finally:
-            self.store.part(rank, absent)
-
-    def _requests(self, channel: Channel, rank: int) -> None:
-        if not self.store.is_member(rank, channel.peer):
-            channel.send(("refused", f"{channel.peer} is not rank {rank} of this group"))
-            return
-        channel.send((OK, None))
-        while True:
-            request = channel.recv(None)
-            with self._lock:
-                self._answers += 1
-            try:
-                answer = self.store.answer(rank, request)
-                if type(request) is tuple and request[:1] == ("taken",):
-                    continue
-                try:
-                    channel.send(answer)
-                except CapacityError as e:
-                    channel.send(("large", f"the answer is too large: {e}"))
-            finally:
-                with self._lock:
-                    self._answers -= 1
-                    self._answered.notify_all()
-
-    def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        """Return the status and answer of a request of rank 0 itself."""
-        return self.store.answer(0, request)
-
-    def send(self, request: tuple[Any, ...]) -> None:
-        """Perform a request of rank 0 that has no answer."""
-        self.store.answer(0, request)
-
-    def close(self, deadline: Deadline) -> None:
-        """Wait until the other ranks have fetched their values, at most until the deadline. Then end all
-        threads."""
-        self.store.drain(deadline)
-        self.store.close()
-        with self._lock:
-            # Ranks that were waiting now receive the reason.
-            self._answered.wait_for(lambda: not self._answers, _LAST_ANSWERS_S)
-        if self._acceptor is not None:
-            self._acceptor.close()
 
 
 class RemoteStore:
-    """The client. Each request takes an idle connection or opens a new one, so that no thread waits for the
+    """Each request takes an idle connection or opens a new one, so that no thread waits for the
     request of another thread."""
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The store of rank 0. It holds keys, and the values that ranks give each other in calls that several ranks
-make.
+"""The store of rank 0, which serves the other ranks. It holds keys, and the values that ranks give each other
+in calls that several ranks make.
 
 Values are opaque bytes here. A value for particular ranks is kept until each of them has confirmed it or is
 gone, and is then deleted, so memory does not grow with the number of calls.
@@ -7,6 +7,7 @@ gone, and is then deleted, so memory does not grow with the number of calls.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import attrs
 
 from kvplug.errors import (
     CapacityError,
+    ClosedError,
     KvplugError,
     PeerGoneError,
     ResourceExhaustedError,
@@ -22,8 +24,23 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import values
+from kvplug.transport.acceptor import Acceptor, hang_up
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "group"
+"""The purpose of a group's listener."""
+_ANSWER_TIMEOUT_S = 30.0
+_LAST_ANSWERS_S = 1.0
+_CONNECTIONS_PER_RANK = 256
+"""The most connections per rank that are served at once, each in a thread. A rank has one connection for its
+membership, and one for each of its threads that waits."""
 
 MAX_KEY = 512
 """The most characters of a key, or of the name of a call."""
@@ -62,13 +79,26 @@ class _Given:
 
 
 class Store:
-    """A thread-safe store in memory. ``answer`` serves requests. A request that waits ends at the latest when
-    its rank or the store ends."""
+    """A thread-safe store in memory. ``answer`` performs requests. A request that waits ends at the latest
+    when its rank or the store ends.
 
-    def __init__(self, world_size: int) -> None:
+    A rank's first connection is its membership. The rank joins over it and then only holds it open: when this
+    connection ends (seen by pidfd, hang-up, or TCP's keep-alive probes), the rank has ended. Requests arrive
+    over other connections.
+    """
+
+    def __init__(self, world_size: int, label: str = "", listener: Listener | None = None) -> None:
+        """Serve the other ranks at ``listener``, which is taken over even if this raises.
+
+        Raises:
+            ResourceExhaustedError: the process can start no more threads, or has no free descriptor.
+        """
         self._world_size = world_size
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._answered = threading.Condition(self._lock)
+        self._answers = 0
+        """How many requests of other ranks have no answer yet."""
         self._closed = False
         self._members: dict[int, _JoinedRank] = {}
         self._keys: dict[str, bytes] = {}
@@ -77,6 +107,23 @@ class Store:
         the rank that gave the value."""
         self.nbytes = 0
         """Bytes that count against ``MAX_BYTES``."""
+        self._acceptor: Acceptor[None] | None = None
+        try:
+            with NamedExhaustion("serving a group"):
+                self._members[0] = _JoinedRank(PeerIdentity.of_this_process(label))
+                if listener is not None:
+                    self._acceptor = Acceptor(
+                        [listener],
+                        self._serve,
+                        what="the group",
+                        name="kvplug-group",
+                        max_served=_CONNECTIONS_PER_RANK * world_size,
+                        end=self._end,
+                    )
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
 
     @property
     def num_entries(self) -> int:
@@ -104,10 +151,6 @@ class Store:
             self._members[rank] = _JoinedRank(identity)
             self._changed.notify_all()
 
-    def add_self(self, identity: PeerIdentity) -> None:
-        """Add rank 0 as a member."""
-        self._members[0] = _JoinedRank(identity)
-
     def is_member(self, rank: int, identity: PeerIdentity) -> bool:
         """Whether this process is that rank and still takes part."""
         member = self._members.get(rank)
@@ -133,6 +176,59 @@ class Store:
         member = self._members.get(rank)
         return member.absent if member is not None else ""
 
+    # -- serving ---------------------------------------------------------------------------------
+
+    def _serve(self, connection: Connection) -> None:
+        with Channel(connection, timeout_s=_ANSWER_TIMEOUT_S) as channel:
+            try:
+                match channel.recv():
+                    case ("join", int(rank), int(world_size)):
+                        self._membership(channel, rank, world_size)
+                    case ("ask", int(rank)):
+                        self._requests(channel, rank)
+                    case _:
+                        raise WireError("the first message must be 'join' or 'ask'")
+            except (ClosedError, PeerGoneError):
+                pass
+            except KvplugError as e:
+                logger.warning("a connection of %s to the group ends: %s", channel.peer, e)
+
+    def _membership(self, channel: Channel, rank: int, world_size: int) -> None:
+        try:
+            self.join(rank, world_size, channel.peer)
+        except WireError as e:
+            channel.send(("refused", str(e)))
+            return
+        absent = "is gone"
+        try:
+            channel.send((OK, None))
+            if channel.recv(None) == ("leave",):
+                absent = "has left"
+        finally:
+            self.part(rank, absent)
+
+    def _requests(self, channel: Channel, rank: int) -> None:
+        if not self.is_member(rank, channel.peer):
+            channel.send(("refused", f"{channel.peer} is not rank {rank} of this group"))
+            return
+        channel.send((OK, None))
+        while True:
+            request = channel.recv(None)
+            with self._lock:
+                self._answers += 1
+            try:
+                answer = self.answer(rank, request)
+                if type(request) is tuple and request[:1] == ("taken",):
+                    continue
+                try:
+                    channel.send(answer)
+                except CapacityError as e:
+                    channel.send(("large", f"the answer is too large: {e}"))
+            finally:
+                with self._lock:
+                    self._answers -= 1
+                    self._answered.notify_all()
+
     # -- requests ------------------------------------------------------------------------------
 
     def answer(self, rank: int, request: Any) -> tuple[str, Any]:
@@ -142,6 +238,13 @@ class Store:
                 return OK, self._perform(rank, request)
         except KvplugError as e:
             return next((name for name, kind in ERRORS.items() if isinstance(e, kind)), "refused"), str(e)
+
+    def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
+        """Answer a request of rank 0 itself."""
+        return self.answer(0, request)
+
+    send = ask
+    """The same, for a request that has no answer."""
 
     def _perform(self, rank: int, request: Any) -> Any:
         match request:
@@ -274,11 +377,26 @@ class Store:
         ranks = range(self._world_size) if self._given[key].by_all else ()
         return all((call, number, rank) in self._given for rank in ranks)
 
-    def close(self) -> None:
-        """Make all waiting and later requests raise ``PeerGoneError``, which names what was missing."""
+    def close(self, deadline: Deadline) -> None:
+        """Wait until the other ranks have fetched their values, at most until the deadline. Then end all
+        requests with ``PeerGoneError``, which names what was missing, and all connections."""
+        self.drain(deadline)
+        self._refuse()
+        with self._lock:
+            # Ranks that were waiting now receive the reason.
+            self._answered.wait_for(lambda: not self._answers, _LAST_ANSWERS_S)
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+    def _refuse(self) -> None:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
+
+    def _end(self, connection: Connection) -> None:
+        """End the thread of a connection, even if it waits for another rank."""
+        self._refuse()
+        hang_up(connection)
 
 
 def _all_int(*lists: Iterable[object]) -> bool:

@@ -33,7 +33,7 @@ from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.transport.group.group import StatelessGroup
-from kvplug.transport.group.remote import PURPOSE
+from kvplug.transport.group.store import PURPOSE
 from kvplug_testing import peers
 from kvplug_testing.pairs import accepting
 from kvplug_testing.waits import Call

@@ -27,9 +27,9 @@ from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener
-from kvplug.transport.group import remote
+from kvplug.transport.group import store
 from kvplug.transport.group.group import StatelessGroup
-from kvplug.transport.group.remote import PURPOSE
+from kvplug.transport.group.store import PURPOSE
 from kvplug_testing import peers
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
@@ -200,7 +200,7 @@ def test_addresses_and_secrets_are_checked_as_everywhere() -> None:
 def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     # Strangers are put up with for longer than the ranks wait: who is delayed by one fails.
     patience_s, wait_s = 600, 60
-    monkeypatch.setattr(remote, "_ANSWER_TIMEOUT_S", patience_s)
+    monkeypatch.setattr(store, "_ANSWER_TIMEOUT_S", patience_s)
     monkeypatch.setattr("kvplug.net.trust.listener._PROOF_TIMEOUT_S", patience_s)
     listener = Listener.open("127.0.0.1:0", SECRET, PURPOSE)
     port = int(listener.contact.rsplit(":", 1)[1])

@@ -18,7 +18,6 @@ def identity(rank: int) -> PeerIdentity:
 @pytest.fixture
 def store() -> Store:
     made = Store(3)
-    made.add_self(identity(0))
     for rank in (1, 2):
         made.join(rank, 3, identity(rank))
     return made
