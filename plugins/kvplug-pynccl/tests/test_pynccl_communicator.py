@@ -185,14 +185,13 @@ def test_one_rank_alone_loads_and_opens_nothing(groups: Any, fake_path: str) -> 
 
 
 def hello(number: int, **given: Any) -> dict[str, Any]:
-    usual = {"rank": number, "world_size": 2, "nccl": 23203, "check_order": False, "gpu": ""}
+    usual = {"nccl": 23203, "check_order": False, "gpu": ""}
     return {**usual, "id": b"" if number else bytes(range(128)), **given}
 
 
 @pytest.mark.parametrize(
     ("second", "kind", "words"),
     [
-        ({"world_size": 3}, ConfigError, "rank 1 of 2 says that it is rank 1 of 3"),
         ({"nccl": 22005}, TransportError, "rank 0 has 2.32.3, rank 1 has 2.20.5"),
         ({"check_order": True}, ConfigError, "rank 0 has False, rank 1 has True"),
         ({"id": bytes(128)}, WireError, "one unique id"),
@@ -203,6 +202,6 @@ def test_ranks_that_agree_have_rank_0s_id_and_others_are_quoted(
 ) -> None:
     unique_id, hellos = agree([hello(0), hello(1)])
     assert bytes(unique_id) == bytes(range(128))
-    assert [each.rank for each in hellos] == [0, 1]
+    assert [each.id for each in hellos] == [bytes(range(128)), b""]
     with pytest.raises(kind, match=words):
         agree([hello(0), hello(1, **second)])

@@ -20,8 +20,6 @@ from kvplug_pynccl.nccl.library import Library
 class RankHello:
     """What a rank tells the others before NCCL starts."""
 
-    rank: int
-    world_size: int
     nccl: int
     """``NCCL_VERSION_CODE``."""
     check_order: bool
@@ -31,11 +29,9 @@ class RankHello:
     """The unique id of NCCL, which rank 0 makes."""
 
     @classmethod
-    def of(cls, rank: int, world_size: int, nccl: Library, device: Device, *, check_order: bool) -> RankHello:
+    def of(cls, rank: int, nccl: Library, device: Device, *, check_order: bool) -> RankHello:
         """Raises NcclError: NCCL gives rank 0 no id."""
         return cls(
-            rank=rank,
-            world_size=world_size,
             nccl=nccl.version.code,
             check_order=check_order,
             gpu=device.identity,
@@ -47,25 +43,19 @@ def agree(messages: Sequence[Any]) -> tuple[UniqueId, list[RankHello]]:
     """The unique id and the hellos of all ranks, whose plain values these are, in order. Pure.
 
     Raises:
-        ConfigError: they do not agree on the world size, on their ranks, or on an option.
+        ConfigError: they do not agree on an option.
         TransportError: they have different releases of NCCL.
         WireError: a message is not a hello, or the unique id is not rank 0's.
     """
     hellos = [
         from_plain(each, RankHello, f"the first message of rank {rank}") for rank, each in enumerate(messages)
     ]
-    for number, each in enumerate(hellos):
-        if (each.rank, each.world_size) != (number, len(hellos)):
-            raise ConfigError(
-                f"rank {number} of {len(hellos)} says that it is rank {each.rank} of {each.world_size};"
-                " all ranks must have one world size, and each a rank of its own"
-            )
     first = hellos[0]
     if any(each.nccl != first.nccl for each in hellos):
-        have = ", ".join(f"rank {each.rank} has {Version.of(each.nccl)}" for each in hellos)
+        have = ", ".join(f"rank {rank} has {Version.of(each.nccl)}" for rank, each in enumerate(hellos))
         raise TransportError(f"the ranks of a communicator need the same release of NCCL: {have}")
     if any(each.check_order != first.check_order for each in hellos):
-        have = ", ".join(f"rank {each.rank} has {each.check_order}" for each in hellos)
+        have = ", ".join(f"rank {rank} has {each.check_order}" for rank, each in enumerate(hellos))
         raise ConfigError(f"check_order must be the same at every rank: {have}")
     if len(first.id) != UNIQUE_ID_BYTES or any(each.id for each in hellos[1:]):
         raise WireError("exactly one unique id of NCCL must come, from rank 0")
@@ -75,9 +65,9 @@ def agree(messages: Sequence[Any]) -> tuple[UniqueId, list[RankHello]]:
 def explain_invalid_usage(error: NcclInvalidUsageError, hellos: Sequence[RankHello]) -> NcclInvalidUsageError:
     """The same error; where ranks have the same GPU it names them."""
     by_gpu: dict[str, list[str]] = {}
-    for each in hellos:
+    for rank, each in enumerate(hellos):
         if each.gpu:
-            by_gpu.setdefault(each.gpu, []).append(f"rank {each.rank}")
+            by_gpu.setdefault(each.gpu, []).append(f"rank {rank}")
     shared = [
         f"{' and '.join(ranks)} have the same GPU ({gpu})" for gpu, ranks in by_gpu.items() if len(ranks) > 1
     ]

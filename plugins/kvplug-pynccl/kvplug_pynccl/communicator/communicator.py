@@ -14,13 +14,12 @@ from kvplug.net.wire import decode, encode, to_plain
 from kvplug.transport import Deadline, DeviceCommunicator, Mesh
 from kvplug_pynccl.communicator.bootstrap import RankHello, agree, explain_invalid_usage
 from kvplug_pynccl.communicator.inflight import Call, Inflight
-from kvplug_pynccl.communicator.memory import Part, are_contiguous
 from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
 from kvplug_pynccl.device import CudaDevice, Device
 from kvplug_pynccl.interface import bind_to
 from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.abi import DataType, RedOp
-from kvplug_pynccl.nccl.dtypes import reduced_as
+from kvplug_pynccl.nccl.dtypes import moved_as, reduced_as
 from kvplug_pynccl.nccl.library import load
 from kvplug_pynccl.nccl.prototypes import OPTIONAL
 from kvplug_pynccl.options import PyncclCommunicatorOptions
@@ -31,6 +30,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SUSPEND: Final = "ncclCommSuspend"
+
+
+@attrs.frozen
+class _Part:
+    """A contiguous tensor: its address, and how many elements of which type."""
+
+    address: int
+    count: int
+    dtype: DataType
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Part:
+        """For moving it: as bytes, where NCCL has no such type."""
+        carried = moved_as(tensor.dtype)
+        return cls(tensor.data_ptr(), tensor.numel() * carried.per_element, carried.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.nbytes
+
+
+def _are_contiguous(parts: Sequence[_Part]) -> bool:
+    """Whether they have one size and follow one another in memory, in this order."""
+    first = parts[0]
+    return all(
+        part.count == first.count and part.address == first.address + number * first.nbytes
+        for number, part in enumerate(parts)
+    )
 
 
 class PyncclCommunicator(DeviceCommunicator):
@@ -78,9 +105,7 @@ class PyncclCommunicator(DeviceCommunicator):
             raise
 
     def _start(self, deadline: Deadline, run_ahead: int) -> None:
-        hello = RankHello.of(
-            self.rank_in_group, self.world_size, self._nccl, self._gpu, check_order=self.compares
-        )
+        hello = RankHello.of(self.rank_in_group, self._nccl, self._gpu, check_order=self.compares)
         ours = encode(to_plain(hello))
         found = {self.rank_in_group: ours, **self._mesh.compare(dict.fromkeys(self._others, ours), deadline)}
         unique_id, hellos = agree([decode(found[rank]) for rank in sorted(found)])
@@ -112,9 +137,9 @@ class PyncclCommunicator(DeviceCommunicator):
         self._run("all_reduce", [call] if count else [], [tensor], deadline)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
-        given, parts = Part.of(tensor), [Part.of(output) for output in outputs]
+        given, parts = _Part.of(tensor), [_Part.of(output) for output in outputs]
         calls: list[Call]
-        if are_contiguous(parts):
+        if _are_contiguous(parts):
             calls = [
                 functools.partial(
                     self._nccl.all_gather, given.address, parts[0].address, given.count, given.dtype
@@ -138,9 +163,9 @@ class PyncclCommunicator(DeviceCommunicator):
         )
 
     def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
-        into, parts, kind = Part.of(output), [Part.of(each) for each in inputs], self._summed_as(output)
+        into, parts, kind = _Part.of(output), [_Part.of(each) for each in inputs], self._summed_as(output)
         calls: list[Call]
-        if are_contiguous(parts):
+        if _are_contiguous(parts):
             calls = [
                 functools.partial(
                     self._nccl.reduce_scatter,
@@ -164,7 +189,7 @@ class PyncclCommunicator(DeviceCommunicator):
         )
 
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
-        part = Part.of(tensor)
+        part = _Part.of(tensor)
         call = functools.partial(
             self._nccl.broadcast, part.address, part.address, part.count, part.dtype, src
         )
@@ -180,7 +205,7 @@ class PyncclCommunicator(DeviceCommunicator):
             functools.partial(function, part.address, part.count, part.dtype, peer)
             for function, each in ((self._nccl.send, sends), (self._nccl.recv, recvs))
             for tensor, peer in each
-            if (part := Part.of(tensor)).count
+            if (part := _Part.of(tensor)).count
         ]
         pairs = [*sends, *recvs]
         peers = {peer for _, peer in pairs}
