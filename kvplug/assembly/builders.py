@@ -97,7 +97,6 @@ def build_communicator(
     ranks: Iterable[int] | None = None,
     global_world_size: int | None = None,
     data_parallel_size: int = 1,
-    all2all_backend: str = "",
     registry: Registry | None = None,
 ) -> DeviceCommunicator:
     """Build this rank's end of the device communicator that the config's ``communicator`` names.
@@ -122,7 +121,6 @@ def build_communicator(
         ranks=ranks,
         global_world_size=global_world_size,
         data_parallel_size=data_parallel_size,
-        all2all_backend=all2all_backend,
     )
     return communicator
 

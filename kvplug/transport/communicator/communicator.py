@@ -51,7 +51,7 @@ from kvplug.transport.communicator.calls import (
     row_bytes,
     write_back,
 )
-from kvplug.transport.communicator.experts import DEFAULT_BACKEND, NAIVE, TokenSplit, width_of
+from kvplug.transport.communicator.experts import TokenSplit, width_of
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.mesh import Mesh
 
@@ -99,8 +99,7 @@ class DeviceCommunicator:
     ClosedError after ``_destroy``.
 
     Raises:
-        ConfigError: the number of the context's ``ranks`` differs from the size of the group, or its
-            ``all2all_backend`` is unknown.
+        ConfigError: the number of the context's ``ranks`` differs from the size of the group.
     """
 
     @attrs.frozen(kw_only=True)
@@ -130,8 +129,6 @@ class DeviceCommunicator:
         """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
         data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
         """How many replicas of the model share their experts."""
-        all2all_backend: str = ""
-        """How ranks exchange tokens for experts: "naive", or "allgather_reducescatter" (the default)."""
         timeout_s: float = 30.0
         """The default timeout of a collective."""
 
@@ -196,15 +193,8 @@ class DeviceCommunicator:
         """Whether the communicator serves expert parallelism: whether its name contains the word "ep"."""
         self.use_all2all = self.is_ep_communicator and context.data_parallel_size > 1
         """Whether ranks exchange tokens for experts: with expert parallelism and several replicas."""
-        self.all2all_backend = context.all2all_backend or DEFAULT_BACKEND
-        """How ranks exchange tokens for experts."""
         self._width = width_of(self.world_size, context.data_parallel_size) if self.use_all2all else 1
         """How many ranks share their tokens."""
-        if self.use_all2all and self.all2all_backend not in (NAIVE, DEFAULT_BACKEND):
-            raise ConfigError(
-                f"all2all_backend={self.all2all_backend!r} is unknown; {type(self).__name__} knows"
-                f" {DEFAULT_BACKEND!r} and {NAIVE!r}"
-            )
         self._split: TokenSplit | None = None
         self._mesh = Mesh({})
         """Pipes to all other ranks, which a transport may connect. They carry calls, and the causes of failed
@@ -531,7 +521,7 @@ class DeviceCommunicator:
 
     def _returned(self, hidden_states: Tensor, split: TokenSplit, deadline: Deadline) -> Tensor:
         """Return this rank's rows of the sum. Ranks that share their tokens need the same rows."""
-        if self.all2all_backend != NAIVE and not split.shared:
+        if not split.shared:
             return self._scattered(hidden_states, 0, split.sizes, deadline)
         total = plain(hidden_states).clone()
         self._all_reduce(total, deadline)
@@ -574,7 +564,6 @@ class DeviceCommunicator:
                 return (
                     f"rows {[f'{dtype_name(each.dtype)} {list(each.shape[1:])}' for each in found]},"
                     f" is_sequence_parallel {bool(is_sequence_parallel)},"
-                    f" all2all_backend {self.all2all_backend},"
                     f" data_parallel_size {self.context.data_parallel_size}"
                 )
 
@@ -587,25 +576,12 @@ class DeviceCommunicator:
                     what = f"a tensor with the {split.total} tokens of all ranks"
                     limit.check_size(split.total * row_bytes(tensor), what)
                 if self.world_size > 1:
-                    found = [self._dispatched(tensor, split, deadline) for tensor in found]
+                    own = split.sizes[self.rank_in_group]
+                    found = [self._gathered(tensor[:own], 0, split.sizes, deadline) for tensor in found]
                 self._split = split
         if extra_tensors is None:
             return tuple(found)
         return (*found[: len(tensors)], found[len(tensors) :])
-
-    def _dispatched(self, tensor: Tensor, split: TokenSplit, deadline: Deadline) -> Tensor:
-        """Return the rows of all ranks."""
-        here = self.rank_in_group
-        if self.all2all_backend != NAIVE:
-            return self._gathered(tensor[: split.sizes[here]], 0, split.sizes, deadline)
-        whole = empty(tensor, (split.total, *tensor.shape[1:]))
-        for rank, size in enumerate(split.sizes):
-            if size:
-                part = whole[split.rows(rank)]
-                if rank == here:
-                    part.copy_(tensor.detach())
-                self._broadcast(part, rank, deadline)
-        return whole
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import attrs
 
 from kvplug.errors import ConfigError, TensorMismatchError
-
-NAIVE: Final = "naive"
-"""Each rank broadcasts its tokens, and all ranks sum all results."""
-DEFAULT_BACKEND: Final = "allgather_reducescatter"
-"""Tokens are gathered. Results are reduced and scattered: each rank receives the rows of its own tokens."""
 
 
 @attrs.frozen

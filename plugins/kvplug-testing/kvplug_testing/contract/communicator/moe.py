@@ -57,12 +57,11 @@ class ExpertLayers(CommunicatorSuite):
     """``dispatch``, ``dispatch_router_logits`` and ``combine``, in a group that exchanges experts' tokens."""
 
     @law("COMM-4")
-    @pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
     @pytest.mark.parametrize("counts", [[3], [5, 0], [1, 4, 0, 2], [0, 0]], ids=str)
-    def test_tokens_of_all_ranks_come_and_their_sums_go_back(self, backend: str, counts: list[int]) -> None:
+    def test_tokens_of_all_ranks_come_and_their_sums_go_back(self, counts: list[int]) -> None:
         world = len(counts)
         size = max(2, world)
-        ranks = self.ranks(world, unique_name="ep:0", data_parallel_size=size, all2all_backend=backend)
+        ranks = self.ranks(world, unique_name="ep:0", data_parallel_size=size)
         for seed in range(2):
             given = [tokens(count, seed + rank) for rank, count in enumerate(counts)]
             check_layer(ranks, given, range(world), parallel=bool(seed))
@@ -123,7 +122,7 @@ class ExpertLayers(CommunicatorSuite):
     def test_it_serves_experts_if_its_name_has_ep_as_a_word(self, name: str) -> None:
         serves = name in _SERVE_EXPERTS
         for size in (1, 2):
-            ranks = self.ranks(1, unique_name=name, data_parallel_size=size, all2all_backend="naive")
+            ranks = self.ranks(1, unique_name=name, data_parallel_size=size)
             assert ranks.ask(0, "is_ep_communicator") is serves, f"{name!r}, which has ep: {serves}"
             assert ranks.ask(0, "use_all2all") is (serves and size > 1)
             if isinstance(rank := ranks.every[0], LocalHandle):  # a model is not sent to a process

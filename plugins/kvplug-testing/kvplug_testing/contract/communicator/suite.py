@@ -69,7 +69,7 @@ class CommunicatorSuite(General):
     """The context's ``timeout_s``: what counts where a call says nothing."""
     lies = 30
     _lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"unique_name": "ep:0", "data_parallel_size": 2, "all2all_backend": "naive"}
+        {"unique_name": "ep:0", "data_parallel_size": 2}
     )
 
     def make_communicator(self, context: DeviceCommunicator.Context) -> DeviceCommunicator:
