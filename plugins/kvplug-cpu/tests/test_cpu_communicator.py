@@ -16,17 +16,17 @@ RANKS = cpu_ranks.__file__
 
 
 @pytest.mark.parametrize(
-    ("method", "fault", "kind", "timeout"),
+    ("method", "fault", "kind", "timeout", "world_size"),
     [
-        ("all_reduce", KILL, "PeerGoneError", None),
-        ("all_reduce", STOP, "TimeoutError", 1.0),
-        ("batch_isend_irecv", STOP, "TimeoutError", 1.0),
+        ("all_reduce", KILL, "PeerGoneError", None, 3),
+        ("all_reduce", STOP, "TimeoutError", 1.0, 4),
+        ("batch_isend_irecv", STOP, "TimeoutError", 1.0, 3),
     ],
 )
 def test_a_rank_that_is_struck_in_the_middle_is_named_and_the_others_go_on_without_it(
-    ranks: Any, method: str, fault: int, kind: str, timeout: float | None
+    ranks: Any, method: str, fault: int, kind: str, timeout: float | None, world_size: int
 ) -> None:
-    children = ranks("survivor", RANKS, 3, {}, method, timeout, fault)
+    children = ranks("survivor", RANKS, world_size, {}, method, timeout, fault)
     check_survivors(
         children, kind, named=method != "batch_isend_irecv"
     )  # there a waiting one may be the first
