@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Final
 
 from kvplug.assembly.budgets import budgets_of, shortage_of
-from kvplug.assembly.doctor.finding import Finding, from_fault, judged, note, ok, problem
+from kvplug.assembly.doctor.finding import Finding, from_fault, from_reasons, judged, note, ok, problem
 from kvplug.assembly.host import secret_source
 from kvplug.assembly.members import unreachable_contact
 from kvplug.assembly.registry import Registry
@@ -27,7 +27,7 @@ from kvplug.assembly.resolve import (
 from kvplug.config.config import Config, Role
 from kvplug.config.messages import Fault
 from kvplug.config.units import bytes_in_words
-from kvplug.errors import ConfigError, HandshakeError, PluginError, Reason
+from kvplug.errors import ConfigError, HandshakeError, PluginError
 from kvplug.negotiation.select import AUTO
 from kvplug.net.memory.room import free_memory, machine_memory
 from kvplug.net.trust.tls import TlsFiles, validity_of
@@ -218,14 +218,10 @@ def _transports(resolved: ResolvedConfig) -> Iterator[Finding]:
         where = "another host" if cross_host else "this host"
         required = Requirements(device=device, cross_host=cross_host, authenticated=must_authenticate(config))
         try:
-            found = resolved.select(required)
+            chosen, *rest = resolved.select(required).candidates
         except HandshakeError as e:
-            head, *others = (each for each in e.reasons if isinstance(each, Reason))
-            what = f"with a peer like this one on {where}: {head.what}"
-            why = (each.removeprefix("transport ") for each in others)
-            yield problem("transport", what, *why, change=f'transport = "auto"    ({head.change})')
+            yield from from_reasons(e.reasons, f"a peer like this one on {where}")
         else:
-            chosen, *rest = found.candidates
             what = f"{device} tensors to a peer like this one on {where} go by {chosen}"
             yield ok("transport", what, *map(str, rest))
 
