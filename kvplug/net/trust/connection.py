@@ -40,7 +40,7 @@ from kvplug.net.wire.frames import HEADER_SIZE, MAGIC, FrameKind, decode_header,
 
 DIAL_TIMEOUT_S = 10.0
 """The default timeout of :meth:`Connection.dial`."""
-_RETRY_FIRST_S, _RETRY_MAX_S = 0.01, 0.25
+_RETRY_FIRST_S, _RETRY_MAX_S, _SHORTEST_TRY_S = 0.01, 0.25, 0.05
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 
 _SIZE_OF_FD: Final = array.array("i").itemsize
@@ -140,29 +140,24 @@ class Connection:
         """
         began, pause, address = time.monotonic(), _RETRY_FIRST_S, Address.parse_contact(contact)
         stop = stop or threading.Event()
-        # The last answer of the listener, if it reported a shortage. A try without an answer keeps it, since
-        # the last try may be short.
-        shortage: ResourceExhaustedError | None = None
+        last: KvplugError | None = None
         while not stop.is_set():
-            left = deadline.remaining()
-            limit = DIAL_TIMEOUT_S if left is None else max(0.05, min(left, DIAL_TIMEOUT_S))
+            limit = max(_SHORTEST_TRY_S, deadline.within(DIAL_TIMEOUT_S).remaining() or 0.0)
             try:
                 return cls.dial(contact, credentials, purpose, limit, label=label)
             except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
-                if isinstance(e, ResourceExhaustedError):
-                    if e.__cause__ is not None:
-                        raise  # this process lacks it; the listener's shortage may end in a moment
-                    shortage = e
-                elif isinstance(e, PeerGoneError):
-                    shortage = None
+                if isinstance(e, ResourceExhaustedError) and e.__cause__ is not None:
+                    raise  # this process lacks it; the listener's shortage may end in a moment
+                # A try without an answer keeps the listener's shortage, since the last try may be short.
+                if not (isinstance(e, TimeoutError) and isinstance(last, ResourceExhaustedError)):
+                    last = e
                 if deadline.expired:
-                    where = f"at {address} in {time.monotonic() - began:.1f} s (last: {shortage or e})"
-                    if shortage is not None:
+                    where = f"at {address} in {time.monotonic() - began:.1f} s (last: {last})"
+                    if isinstance(last, ResourceExhaustedError):
                         text = f"no connection was made {where}"
-                        raise ResourceExhaustedError(text, resource=shortage.resource) from e
+                        raise ResourceExhaustedError(text, resource=last.resource) from e
                     raise TimeoutError(f"no listener answered {where}") from e
-            left = deadline.remaining()
-            stop.wait(pause if left is None else min(pause, left))
+            stop.wait(deadline.within(pause).remaining())
             pause = min(pause * 2, _RETRY_MAX_S)
         raise ClosedError(f"stopped waiting for {address}: this end was closed")
 
