@@ -19,7 +19,7 @@ from kvplug.net.threads import ExitGuard
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
-from kvplug.transport.acceptor import MAX_SERVED, Acceptor
+from kvplug.transport.acceptor import Acceptor
 
 CONTROL = "control"
 """The purpose bound into the proof of every control channel."""
@@ -120,7 +120,7 @@ class ControlPeers(Peers):
         """See :meth:`Peers.serve`. The server's ``accept`` returns the results of ``serve_link``."""
         address = self._listen or self._settings.config.control_address(self._rank)
         listener = Listener.open(address, self._settings.credentials, CONTROL)
-        server = LinkServer(self._settings, listener, serve_link, discard, max_served or MAX_SERVED)
+        server = LinkServer(self._settings, listener, serve_link, discard, max_served)
         _log.info("listening for peers at %s", server.contact)
         with self._lock:
             self._servers.append(server)
