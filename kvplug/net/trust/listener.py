@@ -272,6 +272,8 @@ class Listener:
         sock, deadline, binding = stranger.sock, stranger.deadline, b""
         sock.settimeout(deadline.remaining())
         first = sock.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise EOFError
         if stranger.tls is None and first == _TLS_RECORD:
             raise RefusedError(Refusal.CREDENTIALS, "has no TLS")
         if stranger.tls is not None:

@@ -185,6 +185,14 @@ def test_unix_sockets_use_no_tls(both: Credentials) -> None:
     theirs.close()
 
 
+def test_a_client_that_connects_and_hangs_up_did_not_fail_a_handshake(both: Credentials) -> None:
+    with accepting("127.0.0.1:0", both, "test") as listener:
+        host, port = listener.contact.split(":")
+        socket.create_connection((host, int(port)), 10).close()
+        until(lambda: listener.refusals, what="the refusal")
+        assert listener.refusals == {"silent": 1}
+
+
 def test_strangers_at_a_tls_listener_delay_no_honest_client(
     both: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
