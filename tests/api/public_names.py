@@ -43,7 +43,7 @@ WIRE = {
     "kvplug.net.wire.token_ids": ("pack_tokens", "unpack_tokens"),
     "kvplug.net.wire.tensors": (
         *("TensorMeta", "as_bits", "copy_into", "dense", "dtype_name", "dtype_of", "empty_like_meta"),
-        *("encode_meta", "is_dense", "memory_of", "memory_of_writable", "meta_of"),
+        *("encode_meta", "is_dense", "memory_of", "memory_of_writable", "meta_of", "split_meta"),
     ),
 }
 """Public as well, where plugins import them from. Other names of those modules are kvplug's own."""

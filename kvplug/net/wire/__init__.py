@@ -18,6 +18,7 @@ from kvplug.net.wire.tensors import (
     memory_of,
     memory_of_writable,
     meta_of,
+    split_meta,
 )
 from kvplug.net.wire.validate import DEFAULT_LIMITS, Limits
 from kvplug.net.wire.values import (
@@ -54,5 +55,6 @@ __all__ = [
     "memory_of",
     "memory_of_writable",
     "meta_of",
+    "split_meta",
     "to_plain",
 ]

@@ -75,7 +75,6 @@ _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _PREFIX = struct.Struct("<BB")
 META_PREFIX_SIZE: Final = _PREFIX.size
 """The first bytes of a meta, enough for :func:`meta_size`."""
-_LONGEST_META: Final = META_PREFIX_SIZE + 8 * MAX_DIMS
 
 
 def _itemsize_of(dtype: str) -> int:
@@ -166,15 +165,23 @@ def name_of_code(code: int) -> str:
     return name
 
 
+def split_meta(buf: Buffer) -> tuple[TensorMeta, memoryview]:
+    """Return the meta at the start of ``buf``, and the bytes after it.
+
+    Raises:
+        WireError: these are not the bytes of a meta.
+    """
+    view = memoryview(buf)
+    size = META_PREFIX_SIZE + 8 * (view[1] if view.nbytes > 1 else 0)
+    return _decoded(bytes(view[:size])), view[size:]
+
+
 def decode_meta(buf: Buffer) -> TensorMeta:
     """Decode a meta that fills ``buf`` exactly. Check its ``nbytes`` before allocating memory for the tensor.
 
     Raises:
         WireError: these are not the bytes of a meta.
     """
-    nbytes = memoryview(buf).nbytes
-    if nbytes > _LONGEST_META:
-        raise WireError(f"a tensor's meta cannot have {nbytes} bytes; the longest has {_LONGEST_META}")
     return _decoded(bytes(buf))
 
 

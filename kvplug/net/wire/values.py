@@ -399,11 +399,12 @@ class _Received:
         payload = payload.cast("B")
         if code == Leaf.DTYPE:
             return tensors.dtype_of(tensors.name_of_code(payload[0]))
-        size = tensors.meta_size(payload)
-        meta, flat = tensors.decode_meta(payload[:size]), payload[size:]
-        is_apart = not flat.nbytes and bool(self._memories)
+        is_apart = bool(self._memories) and payload.nbytes == tensors.META_PREFIX_SIZE + 8 * payload[1]
         if is_apart:
+            meta = tensors.decode_meta(payload)
             flat, self._memories = self._memories[: meta.nbytes], self._memories[aligned(meta.nbytes) :]
+        else:
+            meta, flat = tensors.split_meta(payload)
         if meta.nbytes != flat.nbytes:
             raise WireError(
                 f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
