@@ -97,7 +97,10 @@ class TransferStats:
         """
         with self._lock:
             self._changes += 1
-            numbers = self._ops[op if op in self._ops else "other"]
+            try:
+                numbers = self._ops[op]
+            except KeyError:
+                numbers = self._ops["other"]
             numbers[0] += count
             numbers[1] += count * nbytes
             numbers[2] += count * tokens
