@@ -85,7 +85,11 @@ def _itemsize_of(dtype: str) -> int:
 
 @attrs.frozen
 class TensorMeta:
-    """How to interpret a run of bytes: dtype and shape."""
+    """How to interpret a run of bytes: dtype and shape.
+
+    Raises:
+        UnsupportedError: kvplug cannot carry this dtype, or this number or size of dimensions.
+    """
 
     dtype: str
     """torch's name without ``torch.``."""
