@@ -86,7 +86,7 @@ class StoreOpener:
             store: Store | BlockingStore = made(spec, context, factory=factory)
             if isinstance(store, BlockingStore):
                 store = ExecutedStore(store, name=spec.name, seal=seal, timeout_s=config.timeout_s)
-        store.staging = Staging(store, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
+        store.staging = Staging(store, timeout_s=config.timeout_s, memory=self._memory)
         store.recorder = StoreRecorder(stats, watch_store(store, spec.name, config, stats))
         return store
 

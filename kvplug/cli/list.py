@@ -113,7 +113,6 @@ def _row(registry: Registry, plugin: PluginInfo, spec: Spec | None, *, load: boo
         "capabilities": able and attrs.asdict(able),
         "persistent": store and store.persistent,
         "cross_host": store and store.cross_host,
-        "devices": store and store.devices,
         "summary": spec.summary if spec else "",
     }
 

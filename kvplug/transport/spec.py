@@ -20,7 +20,7 @@ import attrs
 from kvplug.errors import PluginError, PluginLoadError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
-from kvplug.transport.capabilities import Capabilities, device_names
+from kvplug.transport.capabilities import Capabilities
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _MADE = (type, types.FunctionType)
@@ -274,9 +274,6 @@ class StoreSpec(_ProbedSpec):
     """Whether the pages outlive the processes that use the store."""
     cross_host: bool = False
     """Whether processes of several hosts can use the store."""
-    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=device_names)
-    """Types of devices whose memory the store itself can copy from and into. For other devices, kvplug stages
-    the pages through host memory."""
 
     def load_client(self) -> Callable[..., Any]:
         """Load ``client``. Raises as :meth:`load_factory`."""

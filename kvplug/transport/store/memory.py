@@ -106,8 +106,8 @@ class PageMemory(abc.ABC):
     format: PageFormat
     """The format of all these pages."""
     device: str = "cpu"
-    """Where the memory is, such as "cpu" or "cuda:1". A store that serves CPU memory only never receives
-    other memory."""
+    """Where the memory is, such as "cpu" or "cuda:1". A store itself never receives other memory than
+    "cpu"."""
 
     @abc.abstractmethod
     def __len__(self) -> int:

@@ -135,8 +135,8 @@ class Store(abc.ABC):
     recorder: Recorder | None = None
     """Counts and measures its requests; set by the program that has opened the store."""
     staging: Staging | None = None
-    """Serves memory on devices that the store does not serve itself; set by the program that has opened the
-    store. Without staging, requests must have memory that the store serves."""
+    """Serves memory on devices; set by the program that has opened the store. Without staging, requests must
+    have CPU memory."""
 
     @property
     def is_shared(self) -> bool:
@@ -226,10 +226,7 @@ class Store(abc.ABC):
 
     def _staging_of(self, memory: PageMemory) -> Staging | None:
         """Return the staging that serves this memory, or ``None`` if the store serves it."""
-        staging = self.staging
-        if staging is None or memory.device.partition(":")[0] in staging.direct:
-            return None
-        return staging
+        return None if memory.device.partition(":")[0] == "cpu" else self.staging
 
     def _submitted(
         self,

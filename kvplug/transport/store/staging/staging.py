@@ -45,7 +45,7 @@ _CLOSE_S: Final = 1.0
 
 
 class Staging:
-    """Serves memory on devices for one store that does not serve them itself."""
+    """Serves memory on devices for one store."""
 
     def __init__(
         self,
@@ -53,20 +53,16 @@ class Staging:
         *,
         timeout_s: float = 30.0,
         memory: PinnedMemory | None = None,
-        devices: frozenset[str] = frozenset({"cpu"}),
     ) -> None:
         """
         Args:
             timeout_s: the default deadline of a job.
             memory: pinned memory, which stores of this process may share; by default its own, of
                 :data:`MAX_BYTES`. Requests wait for free memory, and large ones are staged in pieces.
-            devices: types of devices for which the store needs no staging.
         """
         self._store = store
         self._timeout_s = timeout_s
         self._memory = PinnedMemory(MAX_BYTES) if memory is None else memory
-        self.direct = devices
-        """Types of devices that need no staging."""
         self._gets, self._puts = (JobEngine(f"staging-{op}", _THREADS) for op in ("get", "put"))
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, type[Transfer]], Lane] = {}

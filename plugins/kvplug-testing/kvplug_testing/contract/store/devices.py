@@ -79,10 +79,9 @@ class Devices(StoreSuite):
     """Each seed is one order in which the device runs what is queued on its streams."""
 
     def _staged(self, store: Store, **given: Any) -> Store:
-        """The store, staged for devices that it does not serve itself."""
+        """The store, staged for devices."""
         pytest.importorskip("torch")
-        devices = self.spec.devices if self.spec is not None else frozenset({"cpu"})
-        store.staging = Staging(store, timeout_s=self.timeout_s, devices=devices, **given)
+        store.staging = Staging(store, timeout_s=self.timeout_s, **given)
         self.later(store.abort)
         return store
 
