@@ -287,6 +287,10 @@ class OfferPipe(DuplexPipe):
     MAX_RUNS: ClassVar[int] = 1024
     """Blocks of more layers than this are gathered and scattered, instead of moved where they lie."""
 
+    AWAITS_DEVICE: ClassVar[bool] = False
+    """Whether a message is moved into new memory, too, only when the caller's stream is done: for a transport
+    that has no streams of its own, and waits for copies that a busy device would hold up."""
+
     @attrs.frozen(kw_only=True)
     class Settings(DuplexPipe.Settings):
         """What a pipe takes from its endpoint's context and options. A transport adds its own."""
@@ -621,7 +625,8 @@ class OfferPipe(DuplexPipe):
                 message.own = self._new_tensor(message.meta)
             memory = [message.own]
         try:
-            writable = self._device.now(memory[0].device) if in_place else None
+            must_wait = in_place or self.AWAITS_DEVICE
+            writable = self._device.now(memory[0].device) if must_wait else None
             is_whole = (
                 writable is None or self._poll(writable.is_done, self._coming.check, deadline)
             ) and self._move(message, memory, deadline, in_place=in_place)

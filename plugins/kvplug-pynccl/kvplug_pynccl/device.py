@@ -1,4 +1,4 @@
-"""The only module that uses CUDA: streams, events, memory. Nothing here waits for a whole device.
+"""The only module that uses CUDA: streams and events. Nothing here waits for a whole device.
 
 Pipe and communicator need an order between streams of their own and the stream that their caller works on:
 an event is recorded on the one, and the device waits for it on the other. The host only polls events.
@@ -7,22 +7,17 @@ an event is recorded on the one, and the device waits for it on the other. The h
 from __future__ import annotations
 
 import abc
-import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from kvplug import ConfigError, TimeoutError, TransportError
-from kvplug.net.wire import TensorMeta
-from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import Deadline, NamedExhaustion, StreamPool
+from kvplug import TransportError, UnsupportedError
+from kvplug.net.wire import copy_into, memory_of
+from kvplug.net.wire.tensors import as_bits
+from kvplug.transport import NamedExhaustion, OfferPipe, StreamPool
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_FIRST_PAUSE_S: Final = 20e-6
-_LONGEST_PAUSE_S: Final = 1e-3
-_NEVER: Final = Deadline.after(None)
 
 
 class Event(abc.ABC):
@@ -44,8 +39,12 @@ class Stream(abc.ABC):
     """A ``cudaStream_t``."""
 
     @abc.abstractmethod
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which torch queues work on this stream, and allocates memory for it."""
+
+    @abc.abstractmethod
     def record(self) -> Event:
-        """An event after everything that was enqueued so far."""
+        """Return an event after everything that was enqueued so far."""
 
     @abc.abstractmethod
     def wait(self, event: Event) -> None:
@@ -60,11 +59,11 @@ class Stream(abc.ABC):
         """Enqueue nothing more. What is enqueued is still done, without a wait here. Idempotent."""
 
 
-class Device(abc.ABC):
+class Device(OfferPipe.Device):
     """Where the tensors are that a pipe or communicator moves."""
 
-    name: str
-    """As torch spells it, with an index where there may be several."""
+    stages_cpu_tensors = False
+    """Whether a pipe accepts CPU tensors, too, and copies them to the device."""
 
     @property
     @abc.abstractmethod
@@ -72,69 +71,44 @@ class Device(abc.ABC):
         """Identifies this GPU among those of all hosts; empty if unknown."""
 
     @abc.abstractmethod
-    def current(self) -> AbstractContextManager[Any]:
-        """Makes it the current device of this thread inside the block, as calls of NCCL need it."""
-
-    @abc.abstractmethod
     def new_stream(self) -> Stream:
         """Raises TransportError: the device makes no stream."""
 
     @abc.abstractmethod
-    def now(self) -> Event | None:
-        """An event after everything that the caller's current stream was given; ``None``: all is done."""
+    def now(self, on: Any = None) -> Event | None:
+        """Mark the end of everything that the caller's current stream was given; ``None``: all is done."""
 
     @abc.abstractmethod
     def follow(self, event: Event) -> None:
         """What the caller's current stream is given from now on begins after ``event``."""
 
-    @abc.abstractmethod
-    def is_capturing(self) -> bool:
-        """Whether the caller's current stream is being captured (a CUDA graph)."""
+    def holds(self, tensor: Tensor) -> bool:
+        return super().carries(tensor)
 
-    @abc.abstractmethod
-    def upload(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """A copy of a CPU tensor, enqueued on the current stream, and the memory that the copy reads."""
+    def carries(self, given: Any) -> bool:
+        return super().carries(given) or (self.stages_cpu_tensors and given.device.type == "cpu")
 
-    @abc.abstractmethod
-    def download(self, tensor: Tensor) -> Tensor:
-        """A copy in CPU memory, enqueued on the current stream: it is complete after :meth:`finish`."""
+    def check(self, given: Any, verb: str) -> None:
+        if given.device.type == "cpu" and not self.carries(given):
+            raise UnsupportedError(
+                f"this pipe 'pynccl' {verb} tensors on {self.name}, and this is a CPU tensor: move it there,"
+                " set stage_cpu_tensors to have it staged through pinned memory, or use a pipe for CPU"
+                " tensors"
+            )
+        super().check(given, verb)
 
-    def finish(self, deadline: Deadline = _NEVER) -> None:
-        """Wait until everything on this thread's current stream is done.
+    def staged(self, tensor: Tensor) -> Tensor:
+        return tensor if self.holds(tensor) else tensor.pin_memory().to(self.torch, non_blocking=True)
 
-        Raises:
-            TimeoutError: it is not done in time. The stream goes on with it.
-            TransportError: the device failed.
-        """
-        event = self.now()
-        pause = _FIRST_PAUSE_S
-        while event is not None and not event.is_done():
-            if deadline.expired:
-                raise TimeoutError(f"the work that {self.name} was given before has not ended in time")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-    @abc.abstractmethod
-    def hand_over(self, tensor: Tensor) -> None:
-        """Memory that was allocated before, maybe on another stream, is used on the current one now."""
-
-    def owns(self, tensor: Tensor) -> bool:
-        return str(tensor.device) == self.name
-
-    def empty(self, meta: TensorMeta) -> Tensor:
-        """New memory.
-
-        Raises:
-            ResourceExhaustedError: there is not enough.
-            UnsupportedError: the torch installed here lacks the dtype.
-        """
-        import torch
-
-        dtype = dtype_of(meta.dtype)
-        with NamedExhaustion(f"a tensor of {meta.nbytes} bytes on {self.name}; the message stays"):
-            # From bytes: torch may have to fill what it makes, and has no kernels for every dtype.
-            flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
-        return flat.view(dtype).view(meta.shape)
+    def copy(self, out: Tensor, message: Tensor) -> None:
+        if self.holds(out):
+            super().copy(out, message)
+            return
+        stream = self.new_stream()  # the message is complete, so the copy waits for nothing
+        with stream.current():
+            staged = as_bits(message).cpu()
+        stream.close()
+        copy_into(out, memory_of(staged))
 
 
 class CudaEvent(Event):
@@ -157,6 +131,11 @@ class CudaStream(Stream):
         self._closed = False
         self.handle = int(self._stream.cuda_stream)
 
+    def current(self) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return,unused-ignore]
+
     def record(self) -> Event:
         return CudaEvent(self._stream.record_event())
 
@@ -178,74 +157,33 @@ class CudaDevice(Device):
 
     def __init__(self, name: str) -> None:
         """Raises ConfigError: it is not a GPU, or not one of this machine."""
-        import torch
-
-        try:
-            device = torch.device(name)
-        except RuntimeError as e:
-            raise ConfigError(f"device: torch does not know {name!r}: {e}") from e
-        if device.type != "cuda":
-            raise ConfigError(f"'pynccl' moves CUDA tensors, and the device is {name!r}")
-        if not torch.cuda.is_available():
-            raise ConfigError(f"'pynccl' needs a GPU, and torch {torch.__version__} finds none here")
-        try:
-            index = torch.cuda.current_device() if device.index is None else device.index
-            count = torch.cuda.device_count()
-        except RuntimeError as e:  # in a forked child of a process that has used the GPU
-            raise ConfigError(f"the GPU cannot be used in this process: {e}") from e
-        if index >= count:
-            raise ConfigError(f"device: there is no {name!r}; there are {count} GPUs")
-        self._device = torch.device("cuda", index)
-        self.name = str(self._device)
+        super().__init__(str(self.gpu(name, "pynccl")))
 
     @property
     def identity(self) -> str:
         import torch
 
-        return str(getattr(torch.cuda.get_device_properties(self._device), "uuid", ""))
+        return str(getattr(torch.cuda.get_device_properties(self.torch), "uuid", ""))
 
     def current(self) -> AbstractContextManager[Any]:
         import torch
 
-        return torch.cuda.device(self._device)  # type: ignore[no-any-return,unused-ignore]
+        return torch.cuda.device(self.torch)  # type: ignore[no-any-return,unused-ignore]
 
     def new_stream(self) -> Stream:
         try:
-            return CudaStream(self._device)
+            return CudaStream(self.torch)
         except RuntimeError as e:
             NamedExhaustion.check(e, f"a stream of {self.name}")
             raise TransportError(f"{self.name} makes no stream: {e}") from e
 
-    def now(self) -> Event | None:
+    def now(self, on: Any = None) -> CudaEvent:
         import torch
 
-        return CudaEvent(torch.cuda.current_stream(self._device).record_event())
+        return CudaEvent(torch.cuda.current_stream(self.torch).record_event())
 
     def follow(self, event: Event) -> None:
         import torch
 
         assert isinstance(event, CudaEvent)
-        torch.cuda.current_stream(self._device).wait_event(event.raw)
-
-    def is_capturing(self) -> bool:
-        import torch
-
-        with self.current():
-            return bool(torch.cuda.is_current_stream_capturing())
-
-    def hand_over(self, tensor: Tensor) -> None:
-        import torch
-
-        tensor.record_stream(torch.cuda.current_stream(self._device))
-
-    def upload(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        with self.current():
-            pinned = tensor.pin_memory()
-            return pinned.to(self._device, non_blocking=True), pinned
-
-    def download(self, tensor: Tensor) -> Tensor:
-        import torch
-
-        with self.current():
-            staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return staged.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(self.torch).wait_event(event.raw)

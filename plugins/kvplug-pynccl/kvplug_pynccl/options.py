@@ -39,11 +39,6 @@ class PyncclPipeOptions:
         default=False,
         help="Accept CPU tensors too, and stage them through pinned memory. Without it they are refused.",
     )
-    check_order: bool = option(
-        default=False,
-        help="Send the dtype and shape of what this end is about to receive, which the peer compares with"
-        " what it is about to send. For debugging.",
-    )
     library: str = _library()
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import device_pipes
 from kvplug.transport import Credentials, PipeEndpoint
+from kvplug.transport.pipe import content as content
 from kvplug_lab.gpu import fake
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.options import PyncclPipeOptions
-from kvplug_pynccl.pipe import content as content
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 
 PATIENCE_S = device_pipes.PATIENCE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 import pynccl_ends as ends
 from device_pipes import PipesOverAFake, assert_works, noise
@@ -19,14 +19,15 @@ from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, Transp
 from kvplug.metrics.record import PipeRecorder
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.wire.messages import NONE, tensor_prefix
-from kvplug.transport import Connection, Credentials, PeerIdentity, Watch, WireError
+from kvplug.transport import Channel, Connection, Credentials, PeerIdentity
+from kvplug.transport.pipe import offers
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.device import CudaDevice
 from kvplug_pynccl.nccl.abi import Result
-from kvplug_pynccl.pipe import join, worker
+from kvplug_pynccl.pipe import join, pipe as pipes
 from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
-from kvplug_pynccl.pipe.frames import Announcement, Frame, FrameParser, FrameType
+from kvplug_pynccl.pipe.pipe import PyncclPipe
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import Call, until
 
@@ -39,36 +40,41 @@ class TestPipeOverTheFake(PipesOverAFake):
     ends = ends
     factory = PyncclEndpoint
     lies = {  # noqa: RUF012
-        "no frame": b"x" * 16,
-        "a kind that there is not": Frame(FrameType.HEARTBEAT).pack().replace(b"\x04", b"\x09", 1),
-        "a message out of order": Announcement(1, PREFIX, None).pack(),
-        "an announcement that is cut short": Frame(FrameType.ANNOUNCE, 0, b"\x01").pack(),
-        "an announcement without a prefix": Frame(FrameType.ANNOUNCE, 0, b"\x01\x00").pack(),
-        "a prefix that contradicts itself": Announcement(0, PREFIX + b"x", None).pack(),
-        "no pieces": Announcement(0, PREFIX, None, 0).pack(),
-        "pieces that it does not have": Announcement(0, PREFIX, None, 3).pack(),
-        "None in pieces": Announcement(0, NONE, None, 2).pack(),
-        "clear for what was not announced": Frame(FrameType.CLEAR, 0).pack(),
-        "taken what was not announced": Frame(FrameType.TAKEN, 0).pack(),
-        "more than the window": [Announcement(n, NONE, None).pack() for n in range(1000)],
+        "no value": ("hello",),
+        "a kind that there is not": (["push", 1],),
+        "a message within another": (["offer", PREFIX, 20, 1],),
+        "a prefix that contradicts itself": (["offer", PREFIX + b"x", 40, 1],),
+        "no pieces": (["offer", PREFIX, 40, 0],),
+        "pieces that it does not have": (["offer", PREFIX, 40, 3],),
+        "None in pieces": (["offer", NONE, 0, 2],),
+        "clear for what was not offered": (["clear", 1],),
+        "taken what was not offered": (["taken", 1],),
+        "more offers than may be untaken": [["offer", NONE, 0, 0]] * 1000,
     }
     nonsense = (
         b"",
         b"x" * 1000,
-        join.Join(step=join.Step.READY).pack(),
-        join.Join(step=join.Step.HELLO, version=7).pack(),
+        True,
+        {"sees_death": True, "heartbeat_ms": 100, "own": {"version": 7}},
+        {"failed": "no room\n\x1b[2J" * 999},
     )
 
     def gpu(self, name: str, path: str) -> CudaDevice:
         return CudaDevice(name)
 
     def lie(self, liar: Any, lie: Any) -> None:
-        liar.control.send(b"".join(lie) if isinstance(lie, list) else lie)
+        with contextlib.suppress(PeerGoneError, ClosedError):  # the other end may see it before all is sent
+            for value in lie:
+                liar.channel.send(value)
 
     def join(self, contact: str, nonsense: Any) -> Any:
         connection = Connection.dial(PyncclContact.parse(contact).reachable()[0], Credentials(), join.PURPOSE)
-        connection.sock.sendall(nonsense)
-        return connection
+        if isinstance(nonsense, bytes):
+            connection.sock.sendall(nonsense)
+            return connection
+        channel = Channel(connection)
+        channel.send(nonsense)
+        return channel
 
 
 # -- order with the caller's stream ------------------------------------------------------------------
@@ -78,7 +84,7 @@ class TestPipeOverTheFake(PipesOverAFake):
 def test_a_receiver_hears_of_a_message_only_when_the_senders_device_has_made_it(
     local_pair: Any, gated: Any, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
-    monkeypatch.setattr(worker, "_IDLE_CHECK_S", 3600.0)  # what wakes the sender's thread is the message
+    monkeypatch.setattr(offers, "_POLL_S", 3600.0)  # what wakes the sender's thread is the message
     one, other = local_pair(device=gated.device, copy_bytes=1000 if copied else 0)
     source, after = torch.arange(250, dtype=torch.float32), torch.arange(5)
     gated.shut()
@@ -95,32 +101,6 @@ def test_a_receiver_hears_of_a_message_only_when_the_senders_device_has_made_it(
     assert_same(source, out)
     assert_same(after, other.recv_tensor(timeout=PATIENCE_S))
     assert other.recv_tensor(timeout=PATIENCE_S) is None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("where", ["strided", "blocks"])
-def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
-    local_pair: Any, gated: Any, controls: Any, calls: list[str], where: str
-) -> None:
-    one, other = local_pair(device=gated.device)
-    source, memory = torch.rand(2, 3, 5000), torch.zeros(2, 6, 5000)
-
-    def receive(timeout: float) -> None:
-        if where == "strided":
-            other.recv_tensor(memory[:, 1::2], timeout=timeout)
-        else:
-            other.recv_blocks(list(memory), [1, 3, 5], timeout=timeout)
-
-    controls.set(hold=1)
-    one.send_tensor(source)
-    receiving = Call(lambda: receive(4.0))
-    until(lambda: "recv" in calls)
-    gated.shut()
-    controls.set(hold=0)
-    assert "has not ended" in str(receiving.raised(TimeoutError))
-    gated.open()
-    receive(PATIENCE_S)
-    assert_same(source, memory[:, 1::2])
 
 
 def test_a_small_tensor_is_the_callers_again_once_it_was_copied(local_pair: Any) -> None:
@@ -241,59 +221,28 @@ def test_only_a_peer_that_closes_is_no_failure_in_the_metrics(
     assert stats.snapshot()["failures"] == ({} if closes else {"recv": {"peer_gone": 1}})
 
 
-@pytest.mark.parametrize("half", ["outbox", "inbox", "control"])
-def test_an_abort_waits_for_no_lock_and_wakes_every_caller_once_it_is_free(
-    local_pair: Any, half: str
-) -> None:
-    # A signal's handler may abort the pipe: its own thread may hold one lock, and the worker another one
-    # while it waits for the first.
-    one, other = local_pair()
-    receiving = Call(lambda: one.recv_tensor(timeout=None))
-    assert receiving.is_blocked(0.1)
-    with getattr(one, half).lock:
-        Call(one.abort).result(PATIENCE_S)
-        with pytest.raises(ClosedError):
-            one.send_tensor(noise(100))
-    receiving.raised(ClosedError, PATIENCE_S)
-
-    def interrupted() -> None:
-        with getattr(other, half).lock:
-            other.abort()
-
-    Call(interrupted).result()
-
-
 def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(
     remote_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     one, _ = remote_pair("echo", heartbeat_timeout_s=PATIENCE_S)
-    step, behind = one.outbox.step, [0.0]
+    step, behind = vars(PyncclPipe)["_step"], [0.0]
 
-    def stopped_in_here() -> bool:
+    def stopped_in_here(pipe: PyncclPipe) -> bool:
         if not behind[0]:
-            one.send_tensor(None)
-            assert select.select([one.control.sock], [], [], PATIENCE_S)[0]  # it is alive: its frames arrive
             behind[0] = 10 * PATIENCE_S
-        return bool(step())
+            one.send_tensor(None)
+            assert select.select([one.channel], [], [], PATIENCE_S)[0]  # it is alive: its values arrive
+        return bool(step(pipe))
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + behind[0], sleep=time.sleep)
-    monkeypatch.setattr(worker, "time", clock)
-    monkeypatch.setattr(one.outbox, "step", stopped_in_here)
-    one.control.wake()
+    monkeypatch.setattr(offers, "time", clock)
+    monkeypatch.setattr(PyncclPipe, "_step", stopped_in_here)
+    one.send_tensor(None)
+    assert one.recv_tensor(timeout=PATIENCE_S) is None
     for _ in range(2):  # what came before the pipe looked at the time is received in any case
         assert one.recv_tensor(timeout=PATIENCE_S) is None
         one.send_tensor(None)
-
-
-def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end() -> None:
-    settings: Any = SimpleNamespace(heartbeat_timeout_s=10.0)
-    for terms, silence_s in (
-        (Watch.Terms(False, 0), 0.05),
-        (Watch.Terms(False, 2**32 - 1), 10.0),
-        (Watch.Terms(True, 2**32 - 1), None),
-    ):
-        assert join.Join(step=join.Step.ID, terms=terms).silence_s(settings) == silence_s
 
 
 # -- NCCL ----------------------------------------------------------------------------------------------
@@ -335,7 +284,7 @@ def test_an_abort_or_a_call_of_nccl_that_hangs_blocks_no_caller(
     fault: str,
     how: str,
 ) -> None:
-    monkeypatch.setattr(worker, "_STUCK_S", 0.5)
+    monkeypatch.setattr(pipes, "_STUCK_S", 0.5)
     pipe, child = remote_pair("echo" if fault == "call" else "wait")
     controls.set(**{f"{fault}_hangs": 1})
     transfers = [pipe.send_tensor(noise()) for _ in range(2)]
@@ -361,42 +310,31 @@ def test_an_abort_or_a_call_of_nccl_that_hangs_blocks_no_caller(
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
-    [
-        (Frame(FrameType.CLEAR, 1), "cannot be"),
-        (Frame(FrameType.TAKEN, 0), "cannot be"),
-        (Frame(FrameType.CLEAR, 0, PREFIX), r"disagree.*100000.*10.*check_order"),
-        (Frame(FrameType.CLEAR, 0), "cannot be"),
-    ],
-    ids=["clears the next", "has it already", "expects another", "clears what was not announced"],
+    "value",
+    [["clear", 3], ["clear", 0], ["clear", 1 << 40], ["taken", 1], ["taken", 2]],
+    ids=["other pieces", "no pieces", "too many pieces", "has it already", "has more"],
 )
-def test_a_peer_that_answers_what_cannot_be_to_an_announcement_ends_the_pipe(
-    local_pair: Any, gated: Any, frame: Frame, words: str
-) -> None:
-    one, other = local_pair(device=gated.device)
-    if frame == Frame(FrameType.CLEAR, 0):
-        gated.shut()
+def test_a_peer_that_answers_what_cannot_be_to_an_offer_ends_the_pipe(local_pair: Any, value: Any) -> None:
+    one, other = local_pair()
     transfer = one.send_tensor(torch.zeros(100_000))
-    other.control.send(frame.pack())
-    with pytest.raises(TransportError, match=words):
+    other.channel.send(value)
+    with pytest.raises(TransportError, match="cannot be"):
+        transfer.wait(PATIENCE_S)
+
+
+def test_a_message_that_is_not_ready_cannot_be_cleared(local_pair: Any, gated: Any) -> None:
+    one, other = local_pair(device=gated.device)
+    gated.shut()
+    transfer = one.send_tensor(torch.zeros(100_000))
+    other.channel.send(["clear", 1])
+    with pytest.raises(TransportError, match="cannot be"):
         transfer.wait(PATIENCE_S)
     gated.open()
 
 
 def test_memory_is_allocated_for_a_message_only_when_a_call_receives_it(local_pair: Any) -> None:
     one, other = local_pair()
-    one.control.send(Announcement(0, HUGE, None).pack())
+    one.channel.send(["offer", HUGE, 2**55, 1])
     for _ in range(2):  # it does not end the pipe
         with pytest.raises(KvplugError, match="this process can have"):
             other.recv_tensor(timeout=PATIENCE_S)
-
-
-@given(st.lists(st.binary(max_size=200)))
-def test_whatever_comes_is_frames_or_a_wire_error(chunks: list[bytes]) -> None:
-    frames = FrameParser()
-    try:
-        for chunk in chunks:
-            frames.feed(chunk)
-    except WireError:
-        pass
-    assert len(frames.held) < 2000

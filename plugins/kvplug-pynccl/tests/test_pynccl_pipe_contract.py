@@ -35,7 +35,12 @@ class TestPyncclPipe(PipeContract):
 
     def late_kernels(self) -> Any:
         from device_pipes import LateKernelsOfAFake  # which no process of the suite's has
+        from kvplug_pynccl.pipe.pipe import PyncclPipe
 
+        # Calls with little time left copy with torch, which is not queued on the fake's streams.
+        in_place = pytest.MonkeyPatch()
+        in_place.setattr(PyncclPipe, "_moves_in_place", lambda pipe, deadline: True)
+        self.later(in_place.undo)
         kernels = LateKernelsOfAFake(self.options["library"])
         self.later(kernels.caller.close)
         self.caller = kernels.caller
@@ -48,5 +53,5 @@ class TestPyncclPipe(PipeContract):
 
 
 @pytest.mark.variant
-class TestPyncclPipeThatComparesAndCopiesLittle(TestPyncclPipe):
-    options: ClassVar[dict[str, Any]] = {"check_order": True, "copy_bytes": 4096}
+class TestPyncclPipeThatCopiesLittle(TestPyncclPipe):
+    options: ClassVar[dict[str, Any]] = {"copy_bytes": 4096}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import pynccl_ends as ends
 from device_pipes import CHILD
 from kvplug import ConfigError, TimeoutError, TransportError, UnsupportedError
-from kvplug.transport import Connection, Credentials, PeerIdentity
+from kvplug.transport import Channel, Connection, Credentials, PeerIdentity
 from kvplug_lab.gpu.fake import GPU_VARIABLE, NCCL
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl import interface
@@ -22,8 +22,6 @@ from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.pipe import join
 from kvplug_pynccl.pipe.contact import PyncclContact
-from kvplug_pynccl.pipe.content import check_out, content_of
-from kvplug_pynccl.pipe.frames import Announcement, Frame, FrameType
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 
@@ -51,7 +49,7 @@ def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
     [
         ({"init_result": Result.INTERNAL_ERROR}, ["NcclInternalError: "], "ncclInternalError"),
         ({"version": 22105}, ["2.21.5", "2.32.3", "same release"], "same release"),
-        ({"init_hangs": 1}, None, "hung up"),
+        ({"init_hangs": 1}, None, "is gone"),
     ],
     ids=["fails", "of another release", "is killed"],
 )
@@ -115,28 +113,33 @@ def test_a_peer_elsewhere_gets_an_error_that_nccl_listens_on_loopback_only(
 @pytest.mark.parametrize(
     ("then", "words"),
     [
-        (None, "hung up"),
-        (join.Join(step=join.Step.FAILED, reason="its GPU fell off\n\x1b[2J"), "its GPU fell off"),
-        (join.Join(step=join.Step.READY), "does not join"),
+        (None, "is gone"),
+        ({"failed": "its GPU fell off\n\x1b[2J"}, "its GPU fell off"),
+        ("ready", "does not join"),
     ],
     ids=["hangs up", "says why", "lies"],
 )
 def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts(
-    fake_path: str, controls: Any, pipe_pairs: Any, nccl: Any, caplog: Any, then: join.Join | None, words: str
+    fake_path: str, controls: Any, pipe_pairs: Any, nccl: Any, caplog: Any, then: Any, words: str
 ) -> None:
     with (
         ends.endpoint(fake_path).listen() as listener,
-        Connection.dial(
-            PyncclContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE
-        ) as connection,
+        contextlib.closing(
+            Channel(
+                Connection.dial(
+                    PyncclContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE
+                )
+            )
+        ) as channel,
     ):
-        connection.sock.sendall(join.Join(step=join.Step.HELLO, version=nccl.version.code).pack())
+        channel.send({"sees_death": True, "heartbeat_ms": 100, "own": {"version": nccl.version.code}})
         until(lambda: controls.get("communicators") == 1)
-        connection.sock.sendall(join.Join(step=join.Step.READY).pack())
+        if then != "ready":
+            channel.send(True)
         if then is None:
-            connection.sock.shutdown(socket.SHUT_WR)
+            channel.close()
         else:
-            connection.sock.sendall(then.pack())
+            channel.send(then)
         until(lambda: " failed: " in caplog.text)
     assert words in caplog.text
 
@@ -144,22 +147,35 @@ def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts
 # -- what is refused -----------------------------------------------------------------------------------
 
 
-def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name_or_staged(fake_path: str) -> None:
+def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name(fake_path: str) -> None:
     class Gpu(HostDevice):
         name = "cuda:0"
 
-        def owns(self, tensor: Any) -> bool:
-            return False
-
     gpu, tensor = Gpu(fake_path), torch.rand(50)
     with pytest.raises(UnsupportedError, match="stage_cpu_tensors"):
-        content_of(tensor, gpu, stage=False, copy_bytes=0)
-    content = content_of(tensor, gpu, stage=True, copy_bytes=0)
-    assert content.owned and content.memory is not None and content.memory.piece_bytes == 200
-    meta = Announcement.unpack(Frame(FrameType.ANNOUNCE, 0, b"\x01\x00" + content.prefix)).meta
-    with pytest.raises(UnsupportedError, match="stage_cpu_tensors"):
-        check_out(tensor, meta, gpu, stage=False)
-    check_out(tensor, meta, gpu, stage=True)
+        gpu.check(tensor, "sends")
+    gpu.stages_cpu_tensors = True
+    gpu.check(tensor, "receives into")
+    assert not gpu.holds(tensor)
+
+
+def test_a_cpu_tensor_is_staged_both_ways(pipe_pairs: Any, fake_path: str) -> None:
+    class Gpu(HostDevice):
+        uploaded = 0
+
+        def holds(self, tensor: Any) -> bool:
+            return False
+
+        def staged(self, tensor: Any) -> Any:
+            self.uploaded += 1
+            return tensor.clone()
+
+    gpu, out = Gpu(fake_path), torch.zeros(50)
+    one, other = pipe_pairs.local(ends.endpoint(fake_path, device=gpu, stage_cpu_tensors=True))
+    message = torch.rand(50)
+    one.send_tensor(message)
+    assert other.recv_tensor(out, timeout=PATIENCE_S) is out
+    assert torch.equal(message, out) and gpu.uploaded == 1
 
 
 # -- where NCCL listens ---------------------------------------------------------------------------------

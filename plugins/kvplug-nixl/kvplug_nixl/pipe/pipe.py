@@ -99,6 +99,7 @@ class NixlPipe(OfferPipe):
     NAME = "nixl"
     MAX_OFFERS = 32  # with inline messages they fit the buffers of a connection
     MAX_RUNS = 64
+    AWAITS_DEVICE = True
 
     def __init__(
         self,

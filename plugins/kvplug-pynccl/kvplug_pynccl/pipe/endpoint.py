@@ -32,6 +32,7 @@ class PyncclEndpoint(DuplexEndpoint):
         super().__init__(context)
         options: PyncclPipeOptions = context.options if context.options is not None else PyncclPipeOptions()
         device = CudaDevice(context.device) if device is None else device
+        device.stages_cpu_tensors = options.stage_cpu_tensors
         bind_to(context.host)
         self._settings = PyncclPipeSettings.of(
             context,
@@ -39,8 +40,6 @@ class PyncclEndpoint(DuplexEndpoint):
             device=device,
             max_in_flight_bytes=options.max_in_flight_bytes,
             copy_bytes=options.copy_bytes,
-            stage_cpu_tensors=options.stage_cpu_tensors,
-            check_order=options.check_order,
         )
 
     def _addresses(self) -> tuple[str, ...]:

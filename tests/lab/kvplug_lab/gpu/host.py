@@ -85,11 +85,5 @@ class HostDevice:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def upload(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        return tensor.clone(), tensor
-
-    def download(self, tensor: Tensor) -> Tensor:
-        return tensor
-
     def hand_over(self, tensor: Tensor) -> None:
         """Do nothing: host memory belongs to no stream."""
