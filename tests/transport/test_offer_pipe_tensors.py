@@ -139,9 +139,9 @@ def test_whole_messages_outlive_a_goodbye_and_parts_of_one_do_not(pairs: PipePai
 def test_no_caller_waits_for_a_late_kernel_and_messages_keep_their_order(pairs: PipePairs) -> None:
     simulated.enable()
     one, other = pairs.local(endpoint("simulated"))
-    source, computed = torch.zeros(3000, device="simulated"), torch.ones(3000, device="simulated")
+    source, first, second = (torch.full((3000,), n).to("simulated") for n in range(3))
     with simulated.stalled():
-        source.copy_(computed)
+        source.copy_(first)
         transfers = [one.send_tensor(each) for each in (source, None)]
         with pytest.raises(TimeoutError, match="no message has arrived"):
             other.recv_tensor(timeout=0.2)
@@ -151,7 +151,7 @@ def test_no_caller_waits_for_a_late_kernel_and_messages_keep_their_order(pairs: 
         other.recv_tensor()
     one, other = pairs.local(endpoint("simulated"))
     with simulated.stalled():
-        source.copy_(computed + 1)
+        source.copy_(second)
         transfers = [one.send_tensor(each) for each in (source, None)]
     assert bool((other.recv_tensor().cpu() == 2).all())
     assert other.recv_tensor() is None
