@@ -8,6 +8,13 @@ that the endpoint returns. The code that all pipes between two processes share i
 - :mod:`~kvplug.transport.pipe.transfer`: a message being sent, and the sender's window
 - :mod:`~kvplug.transport.pipe.partial`: a message that has partly arrived
 - :mod:`~kvplug.transport.pipe.blocks`: blocks of a paged cache as one message
+
+Pipes whose receiver moves messages out of the sender's memory share more:
+
+- :mod:`~kvplug.transport.pipe.offers`: their base, from sending to the end
+- :mod:`~kvplug.transport.pipe.content`: the memory of a message
+- :mod:`~kvplug.transport.pipe.device`: the order with the caller's stream, and new memory
+- :mod:`~kvplug.transport.pipe.join`: how a proven connection becomes a pipe
 """
 
 from kvplug.transport.pipe.blocks import Blocks

@@ -43,6 +43,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import no_fork
 from kvplug.net.liveness import Watch
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.wire.messages import read_prefix
@@ -338,11 +339,13 @@ class OfferPipe(DuplexPipe):
         """Held while memory of the peer's is in use."""
         self._hung: list[object] = []
         """Memory that a device which hangs may still write to."""
+        self._wake_fd: int | None = None
         with contextlib.ExitStack() as undo:
             self._stream = settings.device.new_stream()
             """For what is received: only this pipe uses it."""
             undo.callback(self._stream.close)
-            self._wake_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            with no_fork:
+                self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             undo.pop_all()
         self._runs = queue.SimpleQueue[bool]()
         self._worker = BackgroundThread(self._work, name=f"kvplug-{self.NAME}", stop=self.abort)
@@ -721,7 +724,7 @@ class OfferPipe(DuplexPipe):
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        with self._lock:
+        with self._lock, no_fork:
             for fd in (self._pidfd, self._wake_fd):
                 if fd is not None:
                     os.close(fd)

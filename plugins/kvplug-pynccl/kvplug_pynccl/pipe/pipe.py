@@ -14,7 +14,6 @@ with little time left receive into memory of the pipe's, and the next call resum
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -102,7 +101,7 @@ class PyncclPipe(OfferPipe):
             undo.callback(self._send_stream.close)
             # The worker notices the peer's end itself, unless a call of NCCL does not return.
             self._watch = Watch(
-                pidfd=None if join.pidfd is None else os.dup(join.pidfd),
+                pidfd=join.channel.peer.open_pidfd(),
                 sock=join.channel.socket(),
                 on_gone=self._supervise,
             )
