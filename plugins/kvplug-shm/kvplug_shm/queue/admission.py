@@ -146,10 +146,16 @@ class Admission:
                         self._close_memory()  # no other reader needs it
 
     def _admit_remote(self, connection: Connection, reader: join.Asked, deadline: Deadline) -> None:
-        rank = reader.rank
+        rank, remote_readers = reader.rank, self.remote_readers
         try:
-            join.admit(connection, reader, self._reader_table.index_of(rank), self._sizes, (), deadline)
-            join.welcome(connection, deadline)
+            link = remote_readers.prepare(rank, connection, reader.take_pidfd(), reader.silence_s)
+            try:
+                index = self._reader_table.index_of(rank)
+                join.admit(connection, reader, index, self._sizes, (), deadline)
+                join.welcome(connection, deadline)
+            except BaseException:
+                remote_readers.cancel(link)
+                raise
         except BaseException:
             self._reader_table.dismiss(rank)
             raise
@@ -157,7 +163,7 @@ class Admission:
         with self._lock:
             if self._reader_table.all_came:
                 self._close_memory()
-        self.remote_readers.serve(rank, connection, reader.take_pidfd(), reader.silence_s)
+        remote_readers.serve(link)
 
     def _admit_local(self, connection: Connection, reader: join.Asked, deadline: Deadline) -> None:
         rank, on_gone = reader.rank, join.LateCall()

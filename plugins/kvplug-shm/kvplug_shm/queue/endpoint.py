@@ -155,7 +155,6 @@ class ShmQueueEndpoint(QueueEndpoint):
             heartbeat_timeout_s = context.heartbeat_timeout_s
             writer = join.ask(connection, queue, rank, heartbeat_timeout_s, deadline, shares_memory=False)
             with contextlib.closing(writer):
-                join.confirm(connection, deadline)
                 source = RemoteSource(
                     connection,
                     writer.take_pidfd(),
@@ -168,7 +167,8 @@ class ShmQueueEndpoint(QueueEndpoint):
             connection.close()
             raise
         try:
-            source.wait_until_joined(deadline)
+            join.confirm(connection, deadline)
+            source.begin(deadline)
         except BaseException:
             source.leave(died=True)
             raise

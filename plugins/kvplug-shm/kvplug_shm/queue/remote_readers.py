@@ -29,13 +29,15 @@ _MOST_REASON: Final = 500
 
 
 @attrs.define(eq=False)
-class _Link:
-    """A remote reader that has joined."""
+class Link:
+    """A remote reader that is joining, or has joined."""
 
     rank: int
     stream: Stream
     changed: threading.Condition
     """There is something to send, or the link has ended."""
+    is_joining: bool = True
+    sender: BackgroundThread | None = None
     sent: int = 0
     """Messages whose sending has begun."""
     arrived: int = 0
@@ -53,7 +55,7 @@ class RemoteReaders:
         self._reader_table = reader_table
         self._lock = threading.RLock()  # a signal handler may close the queue
         self._arrived = threading.Condition(self._lock)
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
         self._closing = False
 
     # -- for the writer's thread ---------------------------------------------------------------
@@ -108,40 +110,65 @@ class RemoteReaders:
 
     # -- the threads ---------------------------------------------------------------------------
 
-    def serve(self, rank: int, connection: Connection, pidfd: int | None, silence_s: float | None) -> None:
-        """Serve a reader that has joined, until it is gone. Owns the connection and the ``pidfd``."""
+    def prepare(self, rank: int, connection: Connection, pidfd: int | None, silence_s: float | None) -> Link:
+        """Make what a reader that is joining needs here. :meth:`serve` or :meth:`cancel` must follow.
+
+        Owns the ``pidfd``, also if it raises, and otherwise the connection.
+
+        Raises:
+            RuntimeError: this process can have no more threads. The connection is open.
+        """
         table = self._reader_table
         stream = Stream(connection, pidfd, silence_s, lambda: header(FrameKind.ALIVE, table.published()))
-        link = _Link(rank, stream, threading.Condition(self._lock))
-        sender = BackgroundThread(
+        link = Link(rank, stream, threading.Condition(self._lock))
+        link.sender = BackgroundThread(
             self._send, args=(link,), name=f"kvplug-shm-reader-{rank}", stop=stream.hang_up
         )
-        why, died = "", True
         try:
-            with self._lock:
-                self._links.append(link)
-            sender.start()
+            link.sender.start()
+        except BaseException:
+            stream.close_pidfd()
+            raise
+        return link
+
+    def cancel(self, link: Link) -> None:
+        """The reader has not joined."""
+        self._end(link)
+
+    def serve(self, link: Link) -> None:
+        """Serve a reader that has joined, until it is gone."""
+        table, why, died = self._reader_table, "", True
+        with self._lock:
+            self._links.append(link)
+            link.is_joining = False
+            link.changed.notify()
+        try:
             self._receive(link)
             why, died = HAS_LEFT, False
         except WireError as e:
             why = f"it sent nonsense: {e}"
-        except (KvplugError, RuntimeError) as e:  # RuntimeError: no thread can be started
+        except KvplugError as e:
             why = link.fault or str(e)
         finally:
             if not self._closing:
-                table.evict(rank, why, died=died)
+                table.evict(link.rank, why, died=died)
                 reason = why.encode("utf-8", "replace")[:_MOST_REASON]
-                stream.send_now(header(FrameKind.OVER, table.published(), False, len(reason)) + reason)
-            stream.hang_up()
-            with self._lock:
-                self._links.remove(link)
-                link.changed.notify()
-                self._arrived.notify_all()
-            if sender.is_alive():
-                sender.join()
-            stream.close()
+                link.stream.send_now(header(FrameKind.OVER, table.published(), False, len(reason)) + reason)
+            self._end(link)
 
-    def _receive(self, link: _Link) -> None:
+    def _end(self, link: Link) -> None:
+        link.stream.hang_up()
+        with self._lock:
+            if link in self._links:
+                self._links.remove(link)
+            link.is_joining = False
+            link.changed.notify()
+            self._arrived.notify_all()
+        if link.sender is not None:
+            link.sender.join()
+        link.stream.close()
+
+    def _receive(self, link: Link) -> None:
         """Take the reader's reports, until it leaves.
 
         Raises:
@@ -170,9 +197,14 @@ class RemoteReaders:
                     link.waits_for_ready = True
                     link.changed.notify()
 
-    def _send(self, link: _Link) -> None:
+    def _send(self, link: Link) -> None:
         table, stream = self._reader_table, link.stream
         try:
+            with self._lock:
+                while link.is_joining:
+                    link.changed.wait()
+                if link not in self._links:
+                    return
             stream.send(header(FrameKind.ALIVE, table.published()))  # what it must have to have joined
             while self._wait_for_work(link):
                 if link.sent < table.published():
@@ -195,7 +227,7 @@ class RemoteReaders:
             link.fault = f"a fault at the writer's end: {e}"
             stream.hang_up()
 
-    def _wait_for_work(self, link: _Link) -> bool:
+    def _wait_for_work(self, link: Link) -> bool:
         """Wait until :meth:`_send` has something to do. False when the link has ended."""
         table = self._reader_table
         with self._lock:

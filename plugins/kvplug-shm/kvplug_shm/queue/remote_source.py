@@ -51,7 +51,7 @@ class RemoteSource:
         """Takes ownership of the connection and the ``pidfd``, also if it raises.
 
         Raises:
-            ResourceExhaustedError: this process can have no more threads.
+            RuntimeError: this process can have no more threads.
         """
         self._rank = rank
         self._most = max_message_bytes + max_message_bytes // 64 + POOLED_FROM  # memories are aligned
@@ -67,8 +67,9 @@ class RemoteSource:
         self._arrived_bytes = self._read_bytes = 0
         self._all_ready = False
         self._stream = Stream(connection, pidfd, silence_s, self._report_of)
+        self._has_joined = threading.Event()
         self._thread = BackgroundThread(
-            self._run, name=f"kvplug-shm-reader-{rank}", stop=self._stream.hang_up
+            self._run, name=f"kvplug-shm-reader-{rank}", stop=partial(self.leave, died=True)
         )
         try:
             self._thread.start()
@@ -76,12 +77,15 @@ class RemoteSource:
             self._stream.close()
             raise
 
-    def wait_until_joined(self, deadline: Deadline) -> None:
-        """Wait for the messages that were enqueued before the join, so that none is lost if the writer dies.
+    def begin(self, deadline: Deadline) -> None:
+        """The writer has welcomed this reader: receive from here on.
+
+        Returns when everything that was enqueued before the join is here: else it is lost if the writer dies.
 
         Raises:
             TimeoutError, PeerGoneError, TransportError, WireError, CapacityError: they did not arrive.
         """
+        self._has_joined.set()
         with self._lock:
             while self._awaited is None or self._arrived < self._awaited:
                 self._check_end()
@@ -125,6 +129,7 @@ class RemoteSource:
             self._report(Flag.LEAVES)
             self._thread.join(LINGER_S)  # the writer hangs up; closing with unread bytes could discard it
         self._stream.hang_up()
+        self._has_joined.set()
 
     def drop(self) -> None:
         """Nothing: the messages are in the pool's memory."""
@@ -157,6 +162,7 @@ class RemoteSource:
 
     def _run(self) -> None:
         end: Callable[[], KvplugError]
+        self._has_joined.wait()
         try:
             while (over := self._receive_frame()) is None:
                 pass

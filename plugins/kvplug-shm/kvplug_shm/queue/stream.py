@@ -185,6 +185,10 @@ class Stream:
 
     def _close_descriptors(self) -> None:
         self._sock.close()
+        self.close_pidfd()
+
+    def close_pidfd(self) -> None:
+        """Close the other end's pidfd alone."""
         pidfd, self._pidfd = self._pidfd, None
         if pidfd is not None:
             os.close(pidfd)
