@@ -1,4 +1,4 @@
-"""Compiles a file of C into the wheel, where there is a compiler; else the wheel is pure Python.
+"""Compiles a file of C into the wheel, where there is a compiler; else the wheel is made without it.
 
 Which file, and what the library is called, is said by ``source`` and ``library`` in the table
 ``tool.hatch.build.hooks.custom`` of pyproject.toml. ``HATCH_BUILD_NO_HOOKS=true`` leaves it out. ``CC`` names
@@ -58,7 +58,7 @@ class CompiledSteps(BuildHookInterface):
             if done.returncode == 0:
                 return True
             why = done.stderr.strip()
-        self.app.display_warning(f"{source.name} is not compiled, and Python does without it: {why}")
+        self.app.display_warning(f"{source.name} is not compiled: {why}")
         with contextlib.suppress(OSError):
             library.unlink()
         return False

@@ -44,10 +44,6 @@ class ShmPipeOptions:
         at_least=0,
         help="Spin for this long before sleeping. Longer lowers wake-up latency and uses more CPU.",
     )
-    native: bool = option(
-        default=True,
-        help="Use the compiled helper where it was built. Without it Python does the same, slower.",
-    )
 
 
 @attrs.frozen(kw_only=True)
@@ -80,8 +76,4 @@ class ShmQueueOptions:
         unit="microseconds",
         at_least=0,
         help="Spin for this long before sleeping. Longer lowers wake-up latency and uses more CPU.",
-    )
-    native: bool = option(
-        default=True,
-        help="Use the compiled helper where it was built. Without it Python does the same, slower.",
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 
+from kvplug import ResourceExhaustedError, TransportError
 from kvplug.transport import Memfd, NamedExhaustion, PeerIdentity, Probe
+from kvplug_shm.native.library import library
 
 
 def describe() -> Probe:
-    """Works on Linux on x86-64, between ends of one host that can reach each other's abstract sockets.
+    """Works on Linux of 64 bits, between ends of one host that can reach each other's abstract sockets.
 
     Raises:
         ResourceExhaustedError: the process has no free descriptor or memory to find out.
@@ -22,13 +23,17 @@ def describe() -> Probe:
 def _missing() -> str:
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, and this is {sys.platform}"
-    if platform.machine() != "x86_64" or sys.maxsize < 2**32:
-        bits = 64 if sys.maxsize > 2**32 else 32
-        return f"it needs the order of stores of x86-64, and this is {bits}-bit {platform.machine()}"
+    if sys.maxsize < 2**32:
+        return "it needs a Python of 64 bits, and this one has 32"
     if not hasattr(os, "memfd_create"):
         return "it needs memfd_create, which this Python was built without"
     try:
+        library()
         os.close(Memfd.create("kvplug-probe"))
+    except ResourceExhaustedError:
+        raise
+    except TransportError as e:
+        return str(e)
     except OSError as e:
         NamedExhaustion.check(e, "making anonymous memory")
         return f"the system makes no anonymous memory: {e}"

@@ -80,20 +80,9 @@ static void check(const unsigned char *memory, const struct shape *shape, int nu
         }
 }
 
-/* Until the reader has moved: `park` of protocol.py, or a spin. */
+/* Until the reader has moved: a sleep, or a spin. */
 static void wait_for_room(struct end *end, int sleeps) {
-    if (!sleeps) {
-        kvplug_spin_for_room(end, LINE, 100000);
-        return;
-    }
-    uint64_t seen = load(end, tail(0));
-    if (room_of(end) >= LINE)
-        return;
-    struct timespec nap = {1, 0};
-    word_t *own = word_at(end, WRITER_ASLEEP);
-    atomic_store(own, 1);
-    syscall(SYS_futex, end->words + tail(0) * LINE, FUTEX_WAIT, (uint32_t)seen, &nap, NULL, 0);
-    atomic_store(own, 0);
+    kvplug_poll_room(end, LINE, sleeps ? 0 : 100000, sleeps ? 1000000000 : 0);
 }
 
 static void *write_all(void *given) {
@@ -111,7 +100,7 @@ static void *write_all(void *given) {
         int64_t any = INT64_MAX / 4;
         int done = shape.at_once &&
                    (number % 2 ? kvplug_put(&end, &message, source, any)
-                               : kvplug_put_long(&end, &message, source, any, 2 * LINE, 1 << 16)) == 1;
+                               : kvplug_put_in_pieces(&end, &message, source, any, 2 * LINE, 1 << 16)) == 1;
         int64_t sent = done ? shape.nbytes : 0, before = LINE;
         while (sent < shape.nbytes) {
             uint64_t published = end.count;
@@ -129,9 +118,9 @@ static void *write_all(void *given) {
 
 static void wait_for_units(struct end *end, int64_t count, int sleeps) {
     if (sleeps)
-        kvplug_poll(end, count, 1000, 1000000000);
+        kvplug_poll_units(end, count, 1000, 1000000000);
     else
-        kvplug_spin_for_units(end, count, 100000);
+        spin_for_units(end, count, 100000);
 }
 
 static void *read_all(void *given) {

@@ -1,6 +1,7 @@
 """Every interleaving of the ends of a ring, on CPUs with store buffers.
 
-The explorer runs the real code of the ends. Before each memory access of one end, any other end may run.
+The explorer runs the real code of the ends, and the compiled steps of ring.c. Before each memory access of
+one end, any other end may run.
 
 Each CPU has a store buffer, whose stores other CPUs see in order at any later time (x86-TSO; P. Sewell et
 al., "x86-TSO: a rigorous and usable programmer's model for x86 multiprocessors", CACM 53(7), 2010). It is
@@ -35,6 +36,7 @@ from ring_processes import (
     Local,
     Process,
     Program,
+    Steps,
 )
 
 
@@ -64,9 +66,11 @@ def _unmeasured() -> Iterator[None]:
 class Explorer:
     """``late=False``: stores are visible at once. The kernel compares the lowest ``bits`` of a word."""
 
-    def __init__(self, num_words: int, programs: list[Program], *, late: bool = True, bits: int = 32) -> None:
+    def __init__(
+        self, num_words: int, programs: list[Program], steps: Steps, *, late: bool = True, bits: int = 32
+    ) -> None:
         self._num_words = num_words
-        self._processes = [Process(program, late=late) for program in programs]
+        self._processes = [Process(program, steps, late=late) for program in programs]
         self._late = late
         self._mask = (1 << bits) - 1
         self._calm: set[Any] = set()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import shutil
 import subprocess
+import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,3 +43,28 @@ def build(folder: Path, *changes: Change, flags: Sequence[str] = ()) -> Path:
     command = [compiler() or "cc", *FLAGS, *flags, f"-DSOURCE_CRC32={zlib.crc32(source.read_bytes())}u"]
     subprocess.run([*command, "-o", str(made), str(source)], check=True, timeout=120)
     return made
+
+
+@functools.cache
+def explored(*, has_fence: bool = True) -> ctypes.CDLL:
+    """The steps of ring.c for the explorer (ring_explored.c), with or without an announcement's fence."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "explored.so")
+        defined = [
+            f'-DRING_C="{SOURCE}"',
+            '-DRING_MEMORY="/dev/null"',
+            *([] if has_fence else ["-DNO_FENCE"]),
+        ]
+        source = Path(__file__).with_name("ring_explored.c")
+        command = [compiler() or "cc", *FLAGS, *defined, "-o", str(made), str(source)]
+        subprocess.run(command, check=True, timeout=120)
+        library = ctypes.CDLL(str(made))
+    library.explored.restype = ctypes.c_int64
+    library.explored.argtypes = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        *[ctypes.c_int64] * 2,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+    )
+    return library

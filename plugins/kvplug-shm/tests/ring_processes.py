@@ -1,4 +1,4 @@
-"""The processes of an explorer: real code, run again up to each of its memory accesses.
+"""The processes of an explorer: the compiled steps, run again up to each of their memory accesses.
 
 Their memory is a recording: it stops the code at the first access without a recorded answer. The explorer
 then runs the code again from the beginning of its turn, with one more answer.
@@ -6,8 +6,10 @@ then runs the code again from the beginning of its turn, with one more answer.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 LOAD, STORE, FENCE, WAIT, WAKE = "load", "store", "fence", "wait", "wake"
 CHOOSE, DEATH = "choose", "death"
@@ -29,29 +31,85 @@ class _Stopped(BaseException):
     pass
 
 
-class Recording:
-    """A memory that returns recorded answers, and stops at the first access without one."""
+STEPS = (
+    *("publish", "release", "end_writing", "end_reading", "evict", "evict_writer", "evicted", "room"),
+    *("available", "poll_room", "poll_units"),
+)
+"""In the order of ring_explored.c."""
+_OPS = (LOAD, STORE, FENCE, WAIT, WAKE)
+_STOPPED = -(2**63)
 
-    def __init__(self, answers: tuple[int, ...]) -> None:
+
+class _Access(ctypes.Structure):
+    _fields_ = (("what", ctypes.c_int64), ("word", ctypes.c_int64), ("value", ctypes.c_uint64))
+
+
+class Steps:
+    """The compiled steps of ring.c, whose accesses are a recording's."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._explored = library.explored
+        self._num_used = ctypes.c_int64.in_dll(library, "explored_answers")
+        self._asked = _Access.in_dll(library, "explored_access")
+        self.recording: Recording | None = None
+        for number, name in enumerate(STEPS):
+            setattr(self, name, functools.partial(self._call, number))
+
+    def _call(self, step: int, end: Any, count: int = 0, _: int = 0, nap_ns: int = 0) -> int:
+        recording = self.recording
+        assert recording is not None
+        left = recording.left()
+        given = (ctypes.c_uint64 * len(left))(*left)
+        result = int(self._explored(step, end, count, nap_ns, given, len(left)))
+        recording.use(self._num_used.value)
+        if result == _STOPPED:
+            asked = self._asked
+            recording.stop(Op(_OPS[asked.what], asked.word, asked.value))
+        return result
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., int]: ...
+
+
+class Recording:
+    """Words that return recorded answers, and stop the code at the first access without one."""
+
+    address = 0
+
+    def __init__(self, answers: tuple[int, ...], steps: Steps) -> None:
         self._answers = answers
         self._at = 0
         self.asked: Op | None = None
         self.words = self
+        self.steps = steps
+        steps.recording = self
+
+    def left(self) -> tuple[int, ...]:
+        """Answers that were not used yet."""
+        return self._answers[self._at :]
+
+    def use(self, count: int) -> None:
+        self._at += count
+
+    def stop(self, op: Op) -> NoReturn:
+        self.asked = op
+        raise _Stopped
+
+    def check(self) -> None:
+        """The memory is not released."""
+
+    def nap_ns(self, seconds: float | None) -> int:
+        return 0 if seconds == 0.0 else 1
+
+    def load(self, word: int) -> int:
+        return self[word]
 
     def __getitem__(self, word: int) -> int:
         return self._access(Op(LOAD, word))
 
     def __setitem__(self, word: int, value: int) -> None:
         self._access(Op(STORE, word, value))
-
-    def fence(self) -> None:
-        self._access(Op(FENCE))
-
-    def wait(self, word: int, seen: int, seconds: float | None) -> None:
-        self._access(Op(WAIT, word, seen))
-
-    def wake(self, word: int) -> None:
-        self._access(Op(WAKE, word))
 
     def choose(self) -> bool:
         """The explorer tries both results."""
@@ -62,12 +120,10 @@ class Recording:
         return bool(self._access(Op(DEATH, process)))
 
     def _access(self, op: Op) -> int:
-        if self.asked is None and self._at < len(self._answers):
+        if self._at < len(self._answers):
             self._at += 1
             return self._answers[self._at - 1]
-        if self.asked is None:
-            self.asked = op
-        raise _Stopped
+        self.stop(op)
 
 
 Turn = Callable[[Any, Any], Hashable]
@@ -100,7 +156,8 @@ class Local:
 class Process:
     """All positions of one process. A node is (state, answers so far, next access)."""
 
-    def __init__(self, program: Program, *, late: bool) -> None:
+    def __init__(self, program: Program, steps: Steps, *, late: bool) -> None:
+        self._steps = steps
         self.name, self._turn, self.killable = program.name, program.turn, program.killable
         self._late = late
         self._locals: dict[Any, Local] = {}
@@ -162,7 +219,7 @@ class Process:
 
     def _settle(self, state: Hashable, answers: tuple[int, ...]) -> Any:
         while state is not None:
-            memory = Recording(answers)
+            memory = Recording(answers, self._steps)
             try:
                 state, answers = self._turn(state, memory), ()
             except _Stopped:

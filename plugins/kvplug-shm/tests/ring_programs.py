@@ -102,9 +102,7 @@ class Programs:
             if not self.case.writer_vanishes:
                 end.end()
             return None
-        waits = end.blocked_on(sizes[done])
-        if waits is not None:
-            end.park(waits)
+        if not end.poll(sizes[done], nap_s=None):
             return done
         self._fill(memory, end, sizes[done])
         return done + 1
@@ -116,9 +114,7 @@ class Programs:
             return None
         room = _honest(end.room)
         if not room:
-            waits = end.blocked_on()
-            if waits is not None:
-                end.park(waits)
+            end.poll(nap_s=None)
             return sent
         self._fill(memory, end, min(room, self.case.total - sent))
         return end.sent
@@ -141,13 +137,11 @@ class Programs:
                 end.end()
                 return None
             size = 1 if case.streams else sizes.get(done, 1)
-            waits = end.blocked_on(size)
-            if waits is not None:
-                if end.writer_over(size):
-                    self._all_read(reader, done)
-                    end.end()
-                    return None
-                end.park(waits)
+            if end.writer_over(size):
+                self._all_read(reader, done)
+                end.end()
+                return None
+            if not end.poll(size, nap_s=None):
                 return done
             if case.streams:
                 size = _honest(end.available)

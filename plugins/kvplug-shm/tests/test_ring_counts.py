@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.transport import WireError
+from kvplug.transport import Segment, WireError
+from kvplug_shm.memory.words import Words
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
+from kvplug_testing.waits import Call, until
 
 STARTS = [0, 1, 2**31 - 3, 2**31, 2**32 - 2, 2**32, 2**33 - 1, 2**62]
 
 
-class Memory:
-    """Of one thread: who sleeps is woken by a line of the test."""
-
-    def __init__(self, num_readers: int, start: int = 0) -> None:
-        self.words = memoryview(bytearray(8 * protocol.num_words(num_readers))).cast("Q")
-        self.words[protocol.HEAD] = protocol.word_of(start)
-        for reader in range(num_readers):
-            self.words[protocol.tail(reader)] = protocol.word_of(start)
-        self.woken: list[int] = []
-        self.slept: list[tuple[int, int, float | None, list[int]]] = []
-
-    def fence(self) -> None:
-        pass
-
-    def wait(self, word: int, seen: int, seconds: float | None) -> None:
-        self.slept.append((word, seen, seconds, list(self.words)))
-
-    def wake(self, word: int) -> None:
-        self.woken.append(word)
+def words_of(num_readers: int, start: int = 0) -> Words:
+    segment, fd = Segment.create("test", Words.size(protocol.num_words(num_readers)))
+    os.close(fd)
+    words = Words(segment, 0, protocol.num_words(num_readers))
+    for word in (protocol.HEAD, *map(protocol.tail, range(num_readers))):
+        words.store(word, protocol.word_of(start))
+    return words
 
 
-def ring(places: int, num_readers: int = 1, start: int = 0) -> tuple[Memory, WritingEnd, list[ReadingEnd]]:
-    memory = Memory(num_readers, start)
-    readers = [ReadingEnd(memory, reader, places, read=start) for reader in range(num_readers)]
-    return memory, WritingEnd(memory, num_readers, places, sent=start), readers
+def ring(places: int, num_readers: int = 1, start: int = 0) -> tuple[Words, WritingEnd, list[ReadingEnd]]:
+    words = words_of(num_readers, start)
+    readers = [ReadingEnd(words, reader, places, read=start) for reader in range(num_readers)]
+    return words, WritingEnd(words, num_readers, places, sent=start), readers
 
 
 @given(st.data())
 def test_room_and_what_has_come_add_up_to_the_places(data: Any) -> None:
     places, start = data.draw(st.integers(1, 9)), data.draw(st.sampled_from(STARTS))
-    memory, writer, readers = ring(places, 3, start)
+    words, writer, readers = ring(places, 3, start)
     sent, read, taking_part = start, [start] * 3, {0, 1, 2}
     for _ in range(data.draw(st.integers(0, 30))):
         reader = data.draw(st.integers(0, 2))
@@ -74,36 +65,36 @@ def test_room_and_what_has_come_add_up_to_the_places(data: Any) -> None:
             assert (waits is None) == (count <= room)
             if waits is not None:
                 assert waits in [
-                    (protocol.tail(each), memory.words[protocol.tail(each)]) for each in taking_part
+                    (protocol.tail(each), words.load(protocol.tail(each))) for each in taking_part
                 ]
+            assert writer.poll(count) == (waits is None)
             for each in taking_part:
-                comes = (protocol.HEAD, memory.words[protocol.HEAD]) if count > sent - read[each] else None
-                assert readers[each].blocked_on(count) == comes
+                assert readers[each].poll(count) == (count <= sent - read[each])
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, protocol.MAX_PLACES), st.integers(0, 2**63 - 1))
 def test_no_word_makes_more_room_or_more_units_than_there_are_places(
     word: int, places: int, count: int
 ) -> None:
-    memory = Memory(2, start=count)
-    memory.words[protocol.tail(1)] = word
+    words = words_of(2, start=count)
+    words.store(protocol.tail(1), word)
     try:
-        assert 0 <= WritingEnd(memory, 2, places, sent=count).room() <= places
+        assert 0 <= WritingEnd(words, 2, places, sent=count).room() <= places
     except WireError:
         assert not word & protocol.OVER and not 0 <= count - (word >> 1) <= places
-    memory.words[protocol.HEAD] = word
+    words.store(protocol.HEAD, word)
     try:
-        assert 0 <= ReadingEnd(memory, 0, places, read=count).available() <= places
+        assert 0 <= ReadingEnd(words, 0, places, read=count).available() <= places
     except WireError:
         assert (word >> 1) - count > places
 
 
 def test_a_reader_that_was_evicted_may_be_overtaken_and_finds_out() -> None:
-    memory, writer, [reader] = ring(2)
+    words, writer, [reader] = ring(2)
     writer.publish(2)
     writer.evict(0)
     reader.release()  # it was only stopped: the bit is lost
-    assert not protocol.is_over(memory.words[protocol.tail(0)])
+    assert not protocol.is_over(words.load(protocol.tail(0)))
     assert (writer.over(0), writer.room(), writer.blocked_on(2)) == (True, 2, None)
     writer.publish(2)
     writer.publish(2)
@@ -134,38 +125,33 @@ def test_a_reader_that_evicts_the_writer_knows_whether_it_had_ended_itself(ends_
 
 
 def test_what_a_writer_had_published_before_it_was_evicted_can_be_read() -> None:
-    memory, writer, [reader] = ring(4)
+    words, writer, [reader] = ring(4)
     writer.publish(2)
     reader.evict_writer()
     assert (reader.available(), reader.writer_over(), reader.writer_over(3)) == (2, False, True)
     reader.release(2)
-    memory.words[protocol.HEAD] = protocol.word_of(2)  # the bit is lost
+    words.store(protocol.HEAD, protocol.word_of(2))  # the bit is lost
     assert reader.writer_over()
 
 
 def test_an_end_says_that_it_sleeps_only_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, writer, [reader] = ring(1)
-    reader.park((protocol.HEAD, 0), 0.5)
-    writer.publish()
-    writer.park((protocol.tail(0), 0))
-    (*slept, words), (*other_slept, other_words) = memory.slept
-    assert (slept, words[protocol.asleep(0)]) == ([protocol.HEAD, 0, 0.5], 1)
-    assert (other_slept, other_words[protocol.WRITER_ASLEEP]) == ([protocol.tail(0), 0, None], 1)
-
-    def interrupted(word: int, seen: int, seconds: float | None) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(memory, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        reader.park((protocol.HEAD, 0))
-    assert memory.words[protocol.asleep(0)] == memory.words[protocol.WRITER_ASLEEP] == 0
+    monkeypatch.setattr(Words, "NAP_S", 1000.0)
+    words, writer, [reader] = ring(1)
+    for end, asleep, wakes in (
+        (reader, protocol.asleep(0), writer.publish),
+        (writer, protocol.WRITER_ASLEEP, reader.release),
+    ):
+        sleeps = Call(lambda end=end: end.poll(nap_s=None))  # type: ignore[misc]
+        until(lambda asleep=asleep: words.load(asleep))  # type: ignore[misc]
+        wakes()
+        assert sleeps.result() is True
+        assert not words.load(asleep)
 
 
-def test_no_end_sleeps_on_the_word_of_an_end_that_is_over() -> None:
-    memory, writer, [reader] = ring(4)
+def test_no_end_sleeps_on_the_word_of_an_end_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Words, "NAP_S", 1000.0)
+    _, writer, [reader] = ring(4)
     writer.publish()
     writer.end()
-    comes = reader.blocked_on(2)
-    assert comes is not None
-    reader.park(comes)
-    assert memory.slept == []
+    assert not Call(lambda: reader.poll(2, nap_s=None)).result()
+    assert reader.poll(1, nap_s=None)

@@ -14,15 +14,6 @@ class TestShmPipe(PipeContract):
 
 
 @pytest.mark.variant
-class TestShmPipeInPython(PipeContract):
-    """Without the compiled steps."""
-
-    transport = "shm"
-    options: ClassVar[dict[str, Any]] = {"native": False}
-    lies = 15
-
-
-@pytest.mark.variant
 class TestShmPipeThatNeverSpins(PipeContract):
     """Everybody who waits sleeps, and most messages are larger than a ring."""
 

@@ -12,7 +12,7 @@ import torch
 import shm_pipe_ends as ends
 from kvplug import ClosedError, ConfigError, PeerGoneError, TransportError
 from kvplug.transport import PeerIdentity
-from kvplug_shm.memory import waiting
+from kvplug_shm.memory.words import Words
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 @pytest.fixture
 def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a wake ends a sleep."""
-    monkeypatch.setattr(waiting, "NAP_S", 3600.0)
+    monkeypatch.setattr(Words, "NAP_S", 3600.0)
 
 
 # -- races -----------------------------------------------------------------------------------------

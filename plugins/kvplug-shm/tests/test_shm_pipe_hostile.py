@@ -21,7 +21,6 @@ from kvplug_shm.pipe import join
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.geometry import LINE, segment_size
 from kvplug_shm.pipe.join import Join
-from kvplug_shm.pipe.native import NativeIncoming
 from kvplug_shm.pipe.rings import Incoming
 from kvplug_shm.ring.protocol import HEAD
 from kvplug_testing import peers
@@ -126,12 +125,9 @@ def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
     assert peer.connection.sock.recv(1) == b"", "it did not hang up"
 
 
-@pytest.mark.parametrize("ring", [NativeIncoming, Incoming])
-def test_a_header_that_changes_between_two_looks_is_read_once(
-    monkeypatch: pytest.MonkeyPatch, ring: type[Incoming]
-) -> None:
+def test_a_header_that_changes_between_two_looks_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is checked is a copy: nothing of it is looked at in shared memory again."""
-    next_line, looks = ring.next_line, 0
+    next_line, looks = Incoming.next_line, 0
 
     def counted(self: Any, spin_s: float = 0.0) -> tuple[int, bytes]:
         nonlocal looks
@@ -140,9 +136,9 @@ def test_a_header_that_changes_between_two_looks_is_read_once(
         peer.out.bytes[:16] = secrets.token_bytes(16)
         return found
 
-    monkeypatch.setattr(ring, "next_line", counted)
+    monkeypatch.setattr(Incoming, "next_line", counted)
     sent = torch.arange(5)
-    with ends.endpoint(native=ring is NativeIncoming).listen() as listener:
+    with ends.endpoint().listen() as listener:
         peer = ends.PeerByHand(listener.contact)
         with peer.connection, listener.accept() as other:
             peer.lay(ends.prefix_of(sent) + ends.content_of(sent))

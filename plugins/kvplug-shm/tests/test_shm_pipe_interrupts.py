@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,33 +13,27 @@ import torch
 import shm_pipe_ends as ends
 from kvplug import ClosedError, PeerGoneError, TransportError
 from kvplug.transport import Watch
-from kvplug_shm.pipe.content import Content
+from kvplug_shm.pipe.rings import Outgoing
 
 local_pair, by_hand = ends.local_pair, ends.by_hand
 
 MIB = 1024 * 1024
 
 
-def raises(error: type[BaseException]) -> Callable[..., Any]:
-    def call(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return call
-
-
 def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
     by_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer, one = by_hand(native=False)  # whose copies can be held up
+    peer, one = by_hand()
     source = torch.ones(20 * MIB, dtype=torch.uint8)
     transfer = one.send_tensor(source)
     copying, go_on = threading.Event(), threading.Event()
 
-    def held(self: Content, *_: Any) -> None:
+    def held(*_: Any, **__: Any) -> int:
         copying.set()
         assert go_on.wait(ends.PATIENCE_S)
+        return 0
 
-    monkeypatch.setattr(Content, "copy", held)
+    monkeypatch.setattr(Outgoing, "push", held)
     peer.read()
     assert copying.wait(ends.PATIENCE_S)
     kept = weakref.ref(source.untyped_storage())
@@ -60,8 +53,14 @@ def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
     local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = local_pair()
+    push = Outgoing.push
+
+    def interrupted(*args: Any, **given: Any) -> int:
+        push(*args, **given)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(Content, "leave", raises(KeyboardInterrupt))  # what the ring has no room for
+        patch.setattr(Outgoing, "push", interrupted)
         with pytest.raises(KeyboardInterrupt):
             one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
     with pytest.raises(TransportError, match="the rest of a message is not sent"):

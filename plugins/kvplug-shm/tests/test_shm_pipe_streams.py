@@ -16,7 +16,6 @@ from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import Call
 
 local_pair, by_hand = ends.local_pair, ends.by_hand
-compiled_only = pytest.mark.parametrize("local_pair", [True], indirect=True)
 
 MIB = 1024 * 1024
 
@@ -99,7 +98,6 @@ def test_blocks_of_any_layout_go_through_any_ring(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@compiled_only
 @pytest.mark.parametrize("row_bytes", [2048, 2049, 6000])
 def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
     local_pair: Any, row_bytes: int

@@ -44,7 +44,7 @@ def test_a_head_or_a_tail_that_cannot_be_is_an_error(queue: Any, memory_of: Any,
     assert reader.dequeue() == "one"
     words[protocol.HEAD] = count << 1
     for _ in range(2):
-        with pytest.raises(WireError, match="places"):
+        with pytest.raises(WireError, match="units came than"):
             another.dequeue(timeout=1)
 
 

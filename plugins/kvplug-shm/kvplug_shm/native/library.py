@@ -1,42 +1,56 @@
-"""The compiled steps of a ring (ring.c), if they were built with this package. They are optional."""
+"""The compiled steps of a ring (ring.c), which are built with this package."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
-
+from kvplug import TransportError
 from kvplug.transport import NamedExhaustion
-
-logger = logging.getLogger(__name__)
 
 _FILE: Final = Path(__file__).with_name("_ring.so")
 _SOURCE: Final = Path(__file__).with_name("ring.c")
 
-_POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _INT, _I64, _U64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 MAX_AXES: Final = 4
 """Of the runs of a row, as in ring.c."""
+LONGEST_NS: Final = 5_000_000
+"""The longest single call that does not sleep: after it deadlines are checked and signals handled."""
 _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (what it returns, its arguments)
-    "kvplug_publish": (None, _POINTER, _I64),
-    "kvplug_release": (None, _POINTER, _I64),
-    "kvplug_spin_for_units": (ctypes.c_int, _POINTER, _I64, _I64),
-    "kvplug_poll": (ctypes.c_int, _POINTER, _I64, _I64, _I64),
-    "kvplug_spin_for_room": (ctypes.c_int, _POINTER, _I64, _I64),
-    "kvplug_put": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64),
-    "kvplug_put_long": (ctypes.c_int, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64),
-    "kvplug_peek": (_I64, _POINTER, _POINTER, _I64),
-    "kvplug_take": (None, _POINTER, _POINTER, _I64),
-    "kvplug_push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
-    "kvplug_copy_one_of": (None, _POINTER, _POINTER, _I64, _I64),
-    "kvplug_pull": (_I64, _POINTER, _POINTER, *[_I64] * 7),
+    "load": (_U64, _POINTER, _I64),
+    "store": (None, _POINTER, _I64, _U64),
+    "wait": (None, _POINTER, _I64, _U64, _I64),
+    "wake": (None, _POINTER, _I64),
+    "publish": (None, _POINTER, _I64),
+    "release": (None, _POINTER, _I64),
+    "end_writing": (None, _POINTER),
+    "end_reading": (None, _POINTER),
+    "evict": (None, _POINTER, _I64),
+    "evict_writer": (None, _POINTER),
+    "evicted": (_INT, _POINTER),
+    "room": (_I64, _POINTER),
+    "available": (_I64, _POINTER),
+    "blocked_on": (_I64, _POINTER, _I64, _POINTER),
+    "poll_room": (_INT, _POINTER, _I64, _I64, _I64),
+    "poll_units": (_INT, _POINTER, _I64, _I64, _I64),
+    "copy_one_of": (None, _POINTER, _POINTER, _I64, _I64),
+    "put": (_INT, _POINTER, _POINTER, _POINTER, _I64),
+    "put_in_pieces": (_INT, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64),
+    "peek": (_I64, _POINTER, _POINTER, _I64),
+    "take": (None, _POINTER, _POINTER, _I64),
+    "push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
+    "pull": (_I64, _POINTER, _POINTER, *[_I64] * 7),
 }
+_RELEASE_THE_LOCK: Final = frozenset(
+    {"wait", "poll_room", "poll_units", "copy_one_of", "put_in_pieces", "long_peek", "long_push", "long_pull"}
+)
+"""Functions that let other threads of the interpreter run. The others have the smaller fixed cost; some are
+there twice."""
 
 
 class EndStruct(ctypes.Structure):
@@ -45,8 +59,8 @@ class EndStruct(ctypes.Structure):
     _fields_ = (
         ("words", _POINTER),
         ("bytes", _POINTER),
-        ("places", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
+        ("places", _U64),
+        ("count", _U64),
         ("readers", _I64),
     )
 
@@ -82,67 +96,45 @@ class SpanStruct(ctypes.Structure):
     )
 
 
-@attrs.frozen
 class Library:
-    """The functions of ring.c, twice: those that keep the interpreter's lock have the smaller fixed cost."""
+    """The functions of ring.c."""
 
-    publish: Callable[..., None]
-    release: Callable[..., None]
-    put: Callable[..., int]
-    peek: Callable[..., int]
-    take: Callable[..., None]
-    push: Callable[..., int]
-    pull: Callable[..., int]
-    # These release the interpreter's lock.
-    spin_for_units: Callable[..., int]
-    spin_for_room: Callable[..., int]
-    poll: Callable[..., int]
-    long_peek: Callable[..., int]
-    long_put: Callable[..., int]
-    long_push: Callable[..., int]
-    long_pull: Callable[..., int]
-    copy_one_of: Callable[..., None]
+    def __init__(self, file: Path, source: Path) -> None:
+        """Raises TransportError: it cannot be used here; says why."""
+        try:
+            keeps, releases = ctypes.PyDLL(str(file)), ctypes.CDLL(str(file))
+            if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(source.read_bytes()):
+                raise TransportError(f"{file} was built from another {source.name}; install kvplug-shm again")
+            for name in (*_PROTOTYPES, "long_peek", "long_push", "long_pull"):
+                short = name.removeprefix("long_")
+                function = (releases if name in _RELEASE_THE_LOCK else keeps)[f"kvplug_{short}"]
+                function.restype, *function.argtypes = _PROTOTYPES[short]
+                setattr(self, name, function)
+        except (OSError, AttributeError) as e:
+            NamedExhaustion.check(e, f"loading {file}")
+            raise TransportError(f"{file} cannot be loaded: {e}") from e
 
-
-class _UnusableError(Exception):
-    """The compiled steps are there and cannot be used."""
-
-
-def library() -> Library | None:
-    """``None``: it was not built, or cannot be loaded here, which is logged.
-
-    Raises:
-        ResourceExhaustedError: the process has no free descriptor or memory to load it.
-    """
-    try:
-        return _loaded() if _FILE.exists() else None
-    except (OSError, AttributeError, _UnusableError) as e:
-        NamedExhaustion.check(e, f"loading {_FILE}")
-        logger.warning("%s cannot be used (%s); using Python instead", _FILE, e)
-        return None
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Of a name that is no function of ring.c."""
+        raise AttributeError(name)
 
 
 @functools.cache  # of what it returns; what it raises is not kept
-def _loaded() -> Library:
-    keeps, lets_go = ctypes.PyDLL(str(_FILE)), ctypes.CDLL(str(_FILE))
-    if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(_SOURCE.read_bytes()):
-        raise _UnusableError("it was built from another ring.c")
-    kept = ("publish", "release", "put", "peek", "take", "push", "pull")
-    return Library(
-        **{name: _function(keeps, name) for name in kept},
-        spin_for_units=_function(lets_go, "spin_for_units"),
-        spin_for_room=_function(lets_go, "spin_for_room"),
-        poll=_function(lets_go, "poll"),
-        long_peek=_function(lets_go, "peek"),
-        long_put=_function(lets_go, "put_long"),
-        long_push=_function(lets_go, "push"),
-        long_pull=_function(lets_go, "pull"),
-        copy_one_of=_function(lets_go, "copy_one_of"),
-    )
+def library() -> Library:
+    """The compiled steps.
+
+    Raises:
+        TransportError: they were not built, or cannot be used here; says why.
+        ResourceExhaustedError: the process has no free descriptor or memory to load them.
+    """
+    if not _FILE.exists():
+        raise TransportError(
+            'the transports "shm" need compiled code, and this kvplug-shm has none: install a wheel for this'
+            " platform, or a C compiler (CC, else cc) and kvplug-shm again"
+        )
+    return Library(_FILE, _SOURCE)
 
 
-def _function(library: ctypes.CDLL, name: str) -> Any:
-    name = f"kvplug_{name}"
-    function = library[name]
-    function.restype, *function.argtypes = _PROTOTYPES[name]
-    return function
+def in_ns(seconds: float) -> int:
+    """As the compiled steps count."""
+    return int(min(seconds, 1e6) * 1e9)

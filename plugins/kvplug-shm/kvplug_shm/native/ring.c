@@ -1,8 +1,7 @@
-/* The steps of a ring that are faster without an interpreter: spinning, copying, announcing.
+/* The steps of a ring: every access of its words, spinning, sleeping, copying and announcing.
  *
- * kvplug_shm/ring/protocol.py describes the protocol: `announce` here is `announce` there, and the counts are
- * checked as kvplug_shm/ring/ends.py checks them. The unusual cases (an end that has ended, an impossible word)
- * are left to Python: these functions then return early.
+ * kvplug_shm/ring/protocol.py describes the protocol. What an unusual case means (an end that has ended, an impossible
+ * word) is left to Python: the functions that move bytes return early then.
  *
  * Loads acquire and stores release, so that nothing here depends on a processor's order of stores.
  */
@@ -83,13 +82,38 @@ struct message {
     int64_t cost; /* its cost in the window while it is unread */
 };
 
-static word_t *word_at(const struct end *end, int64_t word) {
-    return (word_t *)(end->words + word * LINE);
+/* The accesses of words. The explorer of the tests has others, which it records. */
+#ifdef RING_MEMORY
+#include RING_MEMORY
+#else
+static word_t *word_at(unsigned char *words, int64_t word) {
+    return (word_t *)(words + word * LINE);
 }
 
-static uint64_t load(const struct end *end, int64_t word) {
-    return atomic_load_explicit(word_at(end, word), memory_order_acquire);
+static uint64_t load_word(unsigned char *words, int64_t word) {
+    return atomic_load_explicit(word_at(words, word), memory_order_acquire);
 }
+
+static void store_word(unsigned char *words, int64_t word, uint64_t value) {
+    atomic_store_explicit(word_at(words, word), value, memory_order_release);
+}
+
+/* Earlier stores are visible to all before any later load. */
+static void fence(void) { atomic_thread_fence(memory_order_seq_cst); }
+
+/* Sleep until woken, for `nap_ns` at most, unless the low half of the word differs from that of `seen`. The kernel
+ * compares it after all stores of this thread are visible. May return without a reason. */
+static void sleep_on(unsigned char *words, int64_t word, uint64_t seen, int64_t nap_ns) {
+    struct timespec nap = {nap_ns / 1000000000, nap_ns % 1000000000};
+    syscall(SYS_futex, words + word * LINE, FUTEX_WAIT, (uint32_t)seen, &nap, NULL, 0);
+}
+
+static void wake(unsigned char *words, int64_t word) {
+    syscall(SYS_futex, words + word * LINE, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+#endif
+
+static uint64_t load(const struct end *end, int64_t word) { return load_word(end->words, word); }
 
 static int64_t tail(int64_t reader) { return 2 + 3 * reader; }
 static int64_t asleep(int64_t reader) { return 3 + 3 * reader; }
@@ -145,14 +169,39 @@ static int leave_processor(const struct end *end) {
 
 /* Store the word that other ends wait for, and wake the sleeping ones: `count` of them, every third word. */
 static void announce(struct end *end, int64_t word, uint64_t value, int64_t first, int64_t count) {
-    atomic_store_explicit(word_at(end, word), value, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst);
+    store_word(end->words, word, value);
+    fence();
     for (int64_t each = 0; each < count; each++)
         if (load(end, first + 3 * each)) {
-            syscall(SYS_futex, end->words + word * LINE, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+            wake(end->words, word);
             return;
         }
 }
+
+/* Sleep until `word` differs from `seen`; `own` says that this end sleeps. Nothing sleeps on the word of an end that
+ * has ended: evicting that end would not change the word. */
+static void park(struct end *end, int64_t word, uint64_t seen, int64_t own, int64_t nap_ns) {
+    if (seen & OVER || nap_ns <= 0)
+        return;
+    store_word(end->words, own, 1);
+    sleep_on(end->words, word, seen, nap_ns);
+    store_word(end->words, own, 0);
+}
+
+/* Words beside the two of this protocol, and what Python says of an end in messages. */
+uint64_t kvplug_load(unsigned char *words, int64_t word) { return load_word(words, word); }
+
+void kvplug_store(unsigned char *words, int64_t word, uint64_t value) {
+    store_word(words, word, value);
+    fence();
+    wake(words, word);
+}
+
+void kvplug_wait(unsigned char *words, int64_t word, uint64_t seen, int64_t nap_ns) {
+    sleep_on(words, word, seen, nap_ns);
+}
+
+void kvplug_wake(unsigned char *words, int64_t word) { wake(words, word); }
 
 /* The checksum of this file at build time: Python does not use a build of another version. */
 #ifndef SOURCE_CRC32
@@ -168,6 +217,32 @@ void kvplug_publish(struct end *end, uint64_t count) {
 void kvplug_release(struct end *end, uint64_t count) {
     end->count += count;
     announce(end, tail(end->readers), end->count << 1, WRITER_ASLEEP, 1);
+}
+
+/* An end says that it publishes, or reads, nothing more. */
+void kvplug_end_writing(struct end *end) {
+    announce(end, HEAD, end->count << 1 | OVER, asleep(0), end->readers);
+}
+
+void kvplug_end_reading(struct end *end) {
+    announce(end, tail(end->readers), end->count << 1 | OVER, WRITER_ASLEEP, 1);
+}
+
+/* The writer never waits for this reader again. It may be alive, and store its tail once more. */
+void kvplug_evict(struct end *end, int64_t reader) {
+    store_word(end->words, evicted(reader), 1);
+    announce(end, tail(reader), load(end, tail(reader)) | OVER, WRITER_ASLEEP, 1);
+}
+
+/* A reader marks the writer as ended: no more units than the published ones. */
+void kvplug_evict_writer(struct end *end) {
+    announce(end, HEAD, load(end, HEAD) | OVER, asleep(end->readers), 1);
+}
+
+/* Whether the writer has evicted this reader; after that, bytes that were copied before may be of a later unit. */
+int kvplug_evicted(const struct end *end) {
+    atomic_thread_fence(memory_order_acquire); /* the copy's loads come before */
+    return load(end, evicted(end->readers)) != 0;
 }
 
 /* Units that can be written; in a ring without readers all of them. */
@@ -232,35 +307,45 @@ static int look_again(struct patience *patience, int64_t spin_ns) {
     return now < patience->until_ns;
 }
 
-/* Whether `count` units can be read, after spinning for `spin_ns`. */
-int kvplug_spin_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
+int64_t kvplug_room(const struct end *end) { return room_of(end); }
+
+int64_t kvplug_available(const struct end *end) { return available_to(end); }
+
+static int have_come(const struct end *end, uint64_t seen, int64_t count) {
+    return (int64_t)((seen >> 1) - end->count) >= count;
+}
+
+/* The writer's word, after spinning for `spin_ns` for `count` units. */
+static uint64_t look_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
     struct patience patience = patience_of(spin_ns);
     for (;;) {
         uint64_t seen = load(end, HEAD);
-        if ((int64_t)((seen >> 1) - end->count) >= count)
-            return 1;
-        if (seen & OVER || !look_again(&patience, spin_ns))
-            return 0;
+        if (have_come(end, seen, count) || seen & OVER || !look_again(&patience, spin_ns))
+            return seen;
     }
 }
 
-/* The same, with one sleep of `nap_ns` at most after spinning: `park` of protocol.py. */
-int kvplug_poll(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
-    if (kvplug_spin_for_units(end, count, spin_ns))
+/* Whether `count` units can be read, after spinning for `spin_ns`. */
+static int spin_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
+    return have_come(end, look_for_units(end, count, spin_ns), count);
+}
+
+/* The same; if not, sleep once for `nap_ns` at most. */
+static int sleep_for_units(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
+    uint64_t seen = look_for_units(end, count, spin_ns);
+    if (have_come(end, seen, count))
         return 1;
-    uint64_t seen = load(end, HEAD);
-    if (!(seen & OVER) && (int64_t)((seen >> 1) - end->count) < count) {
-        word_t *own = word_at(end, asleep(end->readers));
-        struct timespec nap = {nap_ns / 1000000000, nap_ns % 1000000000};
-        atomic_store(own, 1);
-        syscall(SYS_futex, end->words + HEAD * LINE, FUTEX_WAIT, (uint32_t)seen, &nap, NULL, 0);
-        atomic_store(own, 0);
-    }
-    return (int64_t)((load(end, HEAD) >> 1) - end->count) >= count;
+    park(end, HEAD, seen, asleep(end->readers), nap_ns);
+    return 0;
+}
+
+/* Whether `count` units can be read, after spinning for `spin_ns` and one sleep of `nap_ns` at most. */
+int kvplug_poll_units(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
+    return sleep_for_units(end, count, spin_ns, nap_ns) || (nap_ns > 0 && have_come(end, load(end, HEAD), count));
 }
 
 /* Whether `count` units can be written, after spinning for `spin_ns`. */
-int kvplug_spin_for_room(const struct end *end, int64_t count, int64_t spin_ns) {
+static int spin_for_room(const struct end *end, int64_t count, int64_t spin_ns) {
     struct patience patience = patience_of(spin_ns);
     for (;;) {
         int64_t room = room_of(end);
@@ -269,6 +354,36 @@ int kvplug_spin_for_room(const struct end *end, int64_t count, int64_t spin_ns) 
         if (!look_again(&patience, spin_ns))
             return 0;
     }
+}
+
+/* The word of a reader that must change before `count` units can be written, and its value; -1: they can. */
+int64_t kvplug_blocked_on(const struct end *end, int64_t count, uint64_t *seen) {
+    for (int64_t reader = 0; reader < end->readers; reader++) {
+        *seen = load(end, tail(reader));
+        int64_t unread = (int64_t)(end->count + (uint64_t)count - (*seen >> 1));
+        if (unread > (int64_t)end->places && !(*seen & OVER) && !load(end, evicted(reader)))
+            return tail(reader);
+    }
+    return -1;
+}
+
+/* Whether `count` units can be written, after spinning for `spin_ns`; if not, sleep once for `nap_ns` at most. */
+static int sleep_for_room(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
+    uint64_t seen;
+    if (spin_ns > 0 && spin_for_room(end, count, spin_ns))
+        return 1;
+    int64_t word = kvplug_blocked_on(end, count, &seen);
+    if (word < 0)
+        return 1;
+    park(end, word, seen, WRITER_ASLEEP, nap_ns);
+    return 0;
+}
+
+/* Whether `count` units can be written, after spinning for `spin_ns` and one sleep of `nap_ns` at most. 1 too if a
+ * reader's word is impossible. */
+int kvplug_poll_room(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
+    uint64_t seen;
+    return sleep_for_room(end, count, spin_ns, nap_ns) || (nap_ns > 0 && kvplug_blocked_on(end, count, &seen) < 0);
 }
 
 static void write_at(struct end *end, uint64_t at, const void *source, uint64_t nbytes) {
@@ -504,7 +619,7 @@ int kvplug_put(struct end *end, const struct message *message, const void *sourc
 /* How many units have arrived, after spinning for `spin_ns` for a line, and a copy of that line. */
 int64_t kvplug_peek(const struct end *end, void *line, int64_t spin_ns) {
     if (spin_ns > 0)
-        kvplug_spin_for_units(end, LINE, spin_ns);
+        spin_for_units(end, LINE, spin_ns);
     int64_t here = available_to(end);
     if (here >= LINE)
         read_at(end, end->count % end->places, line, LINE);
@@ -532,7 +647,7 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
         int64_t least = prefix_bytes ? prefix_bytes : LINE, room = room_of(end) & -(int64_t)LINE;
         if (room < least) {
             /* A reader that shows room and withdraws it must not hold this call. */
-            if (room < 0 || spin_ns <= 0 || !kvplug_spin_for_room(end, least, spin_ns) || now_ns() >= stop_ns)
+            if (room < 0 || spin_ns <= 0 || !spin_for_room(end, least, spin_ns) || now_ns() >= stop_ns)
                 break;
             continue;
         }
@@ -560,7 +675,7 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
 
 /* Publish a whole message in pieces, if it fits: for large ones, which the other end begins to read meanwhile.
  * Returns whether it was published; 0 too if the reader was evicted in the middle. */
-int kvplug_put_long(struct end *end, const struct message *message, const void *source, int64_t limit,
+int kvplug_put_in_pieces(struct end *end, const struct message *message, const void *source, int64_t limit,
                     int64_t smallest, int64_t largest) {
     int there = fits(end, message, limit);
     if (there == 1) {
@@ -593,7 +708,7 @@ int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int6
             step &= -(int64_t)LINE;
         if (step <= 0) {
             /* Nor a writer that shows units and withdraws them. */
-            if (spin_ns <= 0 || !kvplug_spin_for_units(end, unreleased + LINE, spin_ns) || now_ns() >= stop_ns)
+            if (spin_ns <= 0 || !spin_for_units(end, unreleased + LINE, spin_ns) || now_ns() >= stop_ns)
                 break;
             continue;
         }

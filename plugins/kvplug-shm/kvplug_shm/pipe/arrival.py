@@ -32,12 +32,7 @@ class Flat:
     """Contiguous memory that a message is received into."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.address = tensor.data_ptr()
-        self.span: Span | None = Span.flat(self.address)
-
-    def take(self, ring: Incoming, count: int, done: int, nbytes: int) -> None:
-        """Copy ``nbytes`` from byte ``count`` of the stream on; ``done`` bytes were copied before."""
-        ring.copy(count, self.address + done, nbytes)
+        self.span = Span.flat(tensor.data_ptr())
 
 
 def announced(ring: Incoming, wait: Callable[[int], bool]) -> Arrival | None:
@@ -56,5 +51,5 @@ def announced(ring: Incoming, wait: Callable[[int], bool]) -> Arrival | None:
     padded = lines(size)
     if not wait(padded):
         return None
-    meta = meta_in(ring.peek(ring.end.read, size))
+    meta = meta_in(ring.peek(size))
     return Arrival(meta, padded)

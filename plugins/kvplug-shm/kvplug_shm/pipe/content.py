@@ -10,7 +10,6 @@ from kvplug.net.wire.copying import address_of
 from kvplug.net.wire.tensors import is_dense, memory_of
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.header import NONE_HEADER, header_of
-from kvplug_shm.pipe.rings import Outgoing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,18 +48,11 @@ class Content:
         return self.header.nbytes
 
     @property
-    def span(self) -> Span | None:
-        """The memory for the compiled steps; ``None``: only :meth:`copy` can copy it."""
+    def span(self) -> Span:
+        """The memory for the compiled steps."""
         if self._span is None:
             self._span = Span.flat(self.address)
         return self._span
-
-    def copy(self, ring: Outgoing, count: int, done: int, nbytes: int) -> None:
-        """Copy ``nbytes`` of the tensor, from byte ``done`` on, to byte ``count`` of the stream."""
-        ring.copy(count, self.address + done, nbytes)
-
-    def leave(self, done: int) -> None:
-        """Prepare the bytes after the first ``done`` for another thread."""
 
     def drop(self) -> None:
         """Release the caller's memory."""

@@ -22,6 +22,7 @@ class ShmEndpoint(DuplexEndpoint):
     def __init__(self, context: PipeEndpoint.Context) -> None:
         if context.device.partition(":")[0] != "cpu":
             raise ConfigError(f"the pipe 'shm' moves CPU tensors, and the device is {context.device!r}")
+        library()  # raises, here rather than at the first pipe
         super().__init__(context)
         options: ShmPipeOptions = context.options if context.options is not None else ShmPipeOptions()
         slot_bytes = lines(options.slot_bytes)
@@ -37,7 +38,6 @@ class ShmEndpoint(DuplexEndpoint):
             max_in_flight_bytes=options.max_in_flight_bytes,
             spin_s=options.spin_us / 1e6,
             pool=Pool(options.pool_bytes),
-            library=library() if options.native else None,
         )
 
     def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:

@@ -45,16 +45,9 @@ class Pieces:
     largest: int
 
     @classmethod
-    def of(cls, ring_bytes: int, slot_bytes: int, *, native: bool) -> Pieces:
-        """``native``: with the compiled steps, whose fixed cost is negligible."""
+    def of(cls, ring_bytes: int, slot_bytes: int) -> Pieces:
         largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
         smallest = max(LINE, largest // 4 & -LINE)
         at_once = min(smallest, RELEASE_GIL_BYTES)
-        if native:
-            largest, smallest = min(largest, 256 * 1024), min(smallest, 64 * 1024)
+        largest, smallest = min(largest, 256 * 1024), min(smallest, 64 * 1024)
         return cls(at_once, smallest, largest)
-
-    def next(self, done: int, left: int) -> int:
-        """Bytes of the next step of a message, of which ``done`` bytes were copied."""
-        fair = left // 4 & -LINE if done else 0
-        return min(left, max(self.smallest, min(self.largest, fair)))

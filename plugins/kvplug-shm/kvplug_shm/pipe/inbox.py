@@ -11,18 +11,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-import torch
-
 from kvplug import KvplugError, TimeoutError
-from kvplug.transport import Deadline, Lifecycle, MessageLimit, PartialMessage, WireError
-from kvplug_shm.memory import waiting
+from kvplug.transport import Blocks, Deadline, Lifecycle, MessageLimit, PartialMessage, WireError
 from kvplug_shm.memory.pool import Pool
+from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.announcement import small_in
 from kvplug_shm.pipe.arrival import Arrival, Flat, announced
 from kvplug_shm.pipe.blocks import BlockTarget
 from kvplug_shm.pipe.content import is_plain
 from kvplug_shm.pipe.geometry import LINE, LONGEST_LOOK_S, Pieces, lines
-from kvplug_shm.pipe.native import NativeIncoming
 from kvplug_shm.pipe.rings import Incoming
 
 if TYPE_CHECKING:
@@ -216,7 +213,7 @@ class Inbox:
             tensor = message.receive(
                 out,
                 allocate=self._pool.tensor,
-                fill=lambda memory: self._fill(ring, message, Flat(memory), deadline),
+                fill=lambda memory: self._fill(ring, message, Flat(memory).span, deadline),
                 fail=self._fail_pipe,
                 peer=self._peer,
                 limit=self._limit,
@@ -231,17 +228,19 @@ class Inbox:
         return tensor
 
     def _scatter(self, ring: Incoming, message: Arrival, target: BlockTarget, deadline: Deadline) -> None:
-        if message.own is not None:
-            if self._fill(ring, message, Flat(message.own), deadline):
-                target.fill(message.own)
+        if message.own is None and target.span is not None:
+            if self._fill(ring, message, target.span, deadline, target.blocks):
                 return
-        elif self._fill(ring, message, target, deadline):
-            return
-        elif message.got:
-            own = message.allocate_own(self._pool.tensor, self._fail_pipe)
-            target.taken(own.view(-1).view(torch.uint8)[: message.got])
-            message.own = own
-        raise message.late(self._peer)
+            if message.got:
+                own = message.allocate_own(self._pool.tensor, self._fail_pipe)
+                target.take_back(own, message.got)
+                message.own = own
+            raise message.late(self._peer)
+        if message.own is None:
+            message.own = message.allocate_own(self._pool.tensor, self._fail_pipe)
+        if not self._fill(ring, message, Flat(message.own).span, deadline):
+            raise message.late(self._peer)
+        target.fill(message.own)
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> Arrival:
         """The first line has arrived: read the announcement."""
@@ -250,34 +249,24 @@ class Inbox:
             raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
         return message
 
-    def _fill(self, ring: Incoming, message: Arrival, memory: Flat | BlockTarget, deadline: Deadline) -> bool:
+    def _fill(
+        self, ring: Incoming, message: Arrival, span: Span, deadline: Deadline, blocks: Blocks | None = None
+    ) -> bool:
         """Copy the tensor's bytes out of the ring; False at the deadline."""
-        end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
-        blocks = memory.blocks if isinstance(memory, BlockTarget) else None
+        nbytes = message.nbytes
         while message.got < nbytes:
             if self._stopped:
                 raise self._lifecycle.error()
-            if memory.span is not None and isinstance(ring, NativeIncoming):
-                step = ring.pull(
-                    memory.span,
-                    message.got,
-                    nbytes,
-                    message.unreleased,
-                    piece,
-                    patient=not deadline.expired,
-                    enough=None if blocks is None else blocks.awaited_bytes,
-                )
-                if step == 0:
-                    end.available()  # raises, if the writer's words are the cause
-            else:
-                left = nbytes - message.got
-                step = min(left, piece, end.available() - message.unreleased)
-                if step < left:
-                    step &= -LINE
-                if step > 0:
-                    memory.take(ring, end.read + message.unreleased, message.got, step)
-                    end.release(message.unreleased + lines(step))
-            if step > 0:
+            step = ring.pull(
+                span,
+                message.got,
+                nbytes,
+                message.unreleased,
+                self._pieces.largest,
+                patient=not deadline.expired,
+                enough=None if blocks is None else blocks.awaited_bytes,
+            )
+            if step:
                 message.unreleased = 0
                 message.got += step
                 if blocks is not None:
@@ -301,10 +290,10 @@ class Inbox:
             PeerGoneError: they will never arrive.
             ClosedError, TransportError: the pipe was ended here meanwhile.
         """
-        end = ring.end
-        if not looked and deadline.remaining() != 0.0 and end.spin(count, self._spin_s):
-            return True
-        while (awaited := end.blocked_on(count)) is not None:
+        end, left = ring.end, deadline.remaining()
+        spin_s = 0.0 if looked or left == 0.0 else self._spin_s
+        while not end.poll(count, spin_s):
+            spin_s = 0.0
             if self._stopped:
                 raise self._lifecycle.error()
             if end.writer_over(count):
@@ -315,5 +304,5 @@ class Inbox:
             left = deadline.remaining()
             if left == 0.0:
                 return False
-            waiting.wait(end, awaited, left)
+            end.poll(count, nap_s=left)
         return True

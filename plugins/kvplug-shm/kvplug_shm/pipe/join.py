@@ -153,7 +153,7 @@ def _shared(
     segment: Segment, slots: int, slot_bytes: int, settings: ShmPipeSettings, *, accepted: bool
 ) -> Shared:
     ring_bytes = slots * slot_bytes
-    pieces = Pieces.of(ring_bytes, slot_bytes, native=settings.library is not None)
+    pieces = Pieces.of(ring_bytes, slot_bytes)
     return Shared(segment=segment, ring_bytes=ring_bytes, pieces=pieces, accepted=accepted)
 
 

@@ -21,12 +21,10 @@ from kvplug.transport import (
     Transfer,
     WireError,
 )
-from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, Pieces, lines
+from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, Pieces
 from kvplug_shm.pipe.header import Header
 from kvplug_shm.pipe.message import Message, Progress
-from kvplug_shm.pipe.native import NativeOutgoing
 from kvplug_shm.pipe.rings import Outgoing
 
 
@@ -148,7 +146,7 @@ class Outbox:
             raise self._lifecycle.error()
         try:
             if not window.in_flight:
-                ring.end.spin(window.room_for(message.cost), self._spin_s)
+                ring.end.poll(window.room_for(message.cost), self._spin_s)
             with self._lock:
                 window.wait_for_room(content.nbytes, deadline)
                 message.progress = Progress.ADMITTED
@@ -174,7 +172,7 @@ class Outbox:
                     if self._push(ring, message, patient=not deadline.expired):
                         if message.complete:
                             return
-                    elif deadline.expired or not ring.end.spin(_least(message), self._spin_s):
+                    elif deadline.expired or not ring.end.poll(_least(message), self._spin_s):
                         return
         except _NotTakenError:
             self._not_taken()
@@ -184,8 +182,6 @@ class Outbox:
 
     def _accepted(self, message: Message) -> Transfer:
         window = self._window
-        if not message.complete and not window.ended:
-            message.content.leave(message.done)
         with self._lock:
             complete, ended = message.complete, window.ended
             if not ended:
@@ -217,10 +213,9 @@ class Outbox:
     # -- the ring ------------------------------------------------------------------------------------
 
     def _push(self, ring: Outgoing, message: Message, *, patient: bool = True) -> bool:
-        """Copy as much of the oldest message as there is room for, and publish it. Returns whether any was.
+        """Copy as much of the oldest message as possible without sleeping, and publish it.
 
-        One piece at most, or with the compiled steps as much as possible without sleeping; they spin for room
-        if ``patient``. Only for the thread that holds ``_writing``.
+        Returns whether any was. Spins for room if ``patient``. Only for the thread that holds ``_writing``.
 
         Raises:
             _NotTakenError: the peer has ended reading.
@@ -233,30 +228,13 @@ class Outbox:
         prefix = b"" if message.announced else content.header.prefix
         if room < (len(prefix) or LINE):
             return False
-        span = content.span if isinstance(ring, NativeOutgoing) else None
-        if span is not None:
-            assert isinstance(ring, NativeOutgoing)
-            _touch(message)
-            before = end.sent
-            message.done += ring.push(
-                prefix, span, message.done, content.nbytes, self._pieces, patient=patient
-            )
-            if end.sent == before:
-                return False
-        else:
-            nbytes = min(self._pieces.next(message.done, content.nbytes - message.done), room - len(prefix))
-            if not prefix and not nbytes:
-                return False
-            _touch(message)
-            if prefix:
-                ring.write(end.sent, prefix)
-            if nbytes:
-                content.copy(ring, end.sent + len(prefix), message.done, nbytes)
-            with self._lock:
-                if self._window.ended:
-                    return False  # the message has failed: its memory is the caller's, and may have changed
-                end.publish(len(prefix) + lines(nbytes))
-            message.done += nbytes
+        _touch(message)
+        before = end.sent
+        message.done += ring.push(
+            prefix, content.span, message.done, content.nbytes, self._pieces, patient=patient
+        )
+        if end.sent == before:
+            return False
         message.announced = True
         return True
 
@@ -327,7 +305,7 @@ class Outbox:
                 if self._queue:
                     return self._queue[0]
                 wanted = window.wanted
-                if ring.end.blocked_on(wanted) is None:
+                if ring.end.poll(wanted):
                     window.wanted = 0
                     window.room.notify_all()
                     continue
@@ -335,10 +313,7 @@ class Outbox:
             self._sleep(ring, wanted)
 
     def _sleep(self, ring: Outgoing, count: int) -> None:
-        if not ring.end.spin(count, self._spin_s):
-            awaited = ring.end.blocked_on(count)
-            if awaited is not None:
-                waiting.wait(ring.end, awaited, None)
+        ring.end.poll(count, self._spin_s, None)
 
     def _sent(self, message: Message) -> None:
         with self._lock:

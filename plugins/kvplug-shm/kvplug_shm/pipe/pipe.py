@@ -21,14 +21,13 @@ from kvplug.transport import (
     Watch,
 )
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.native.library import Library
 from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
 from kvplug_shm.pipe.content import Content, is_plain
 from kvplug_shm.pipe.geometry import Pieces
 from kvplug_shm.pipe.header import NONE_HEADER, header_of
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
-from kvplug_shm.pipe.native import incoming, outgoing
 from kvplug_shm.pipe.outbox import Outbox
+from kvplug_shm.pipe.rings import Incoming, Outgoing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +42,6 @@ class ShmPipeSettings(DuplexPipe.Settings):
     slot_bytes: int
     spin_s: float
     pool: Pool
-    library: Library | None
-    """The compiled steps, if they are used."""
 
 
 @attrs.frozen(kw_only=True)
@@ -97,12 +94,10 @@ class ShmPipe(DuplexPipe):
         super().__init__(control.describe, settings)
         self._control = control
         self._pool = settings.pool
-        self._native = settings.library is not None
         self._closing = threading.RLock()  # also for the handler of a signal
         outgoing_ring, incoming_ring = (0, 1) if shared.accepted else (1, 0)
-        steps = settings.library, settings.spin_s
         self._outbox = Outbox(
-            outgoing(shared.segment, outgoing_ring, shared.ring_bytes, *steps),
+            Outgoing(shared.segment, outgoing_ring, shared.ring_bytes, settings.spin_s),
             peer=self._peer,
             limit=settings.max_in_flight_bytes,
             pieces=shared.pieces,
@@ -113,7 +108,7 @@ class ShmPipe(DuplexPipe):
             stop=self.abort,
         )
         self._inbox = Inbox(
-            incoming(shared.segment, incoming_ring, shared.ring_bytes, *steps),
+            Incoming(shared.segment, incoming_ring, shared.ring_bytes, settings.spin_s),
             pool=settings.pool,
             peer=self._peer,
             message_limit=self._limit,
@@ -164,11 +159,11 @@ class ShmPipe(DuplexPipe):
         return tensor
 
     def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
-        content = BlockContent(blocks, self._pool, native=self._native)
+        content = BlockContent(blocks, self._pool)
         return self._outbox.send(content, self._deadline(timeout))
 
     def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
-        self._inbox.receive_blocks(BlockTarget(blocks, native=self._native), self._deadline(timeout))
+        self._inbox.receive_blocks(BlockTarget(blocks), self._deadline(timeout))
 
     # -- how it ends -------------------------------------------------------------------------------------
 

@@ -6,107 +6,109 @@ A ring is a ring of bytes; each message begins at a multiple of a cache line.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-
-import torch
+from typing import Final
 
 from kvplug.transport import Segment
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
 from kvplug_shm.memory.words import Words
-from kvplug_shm.pipe.geometry import (
-    LINE,
-    LONGEST_LOOK_S,
-    NUM_WORDS,
-    PAGE,
-    SMALLEST_COST,
-    Pieces,
-    lines,
-)
+from kvplug_shm.native.library import LONGEST_NS, in_ns
+from kvplug_shm.native.spans import Span
+from kvplug_shm.pipe.geometry import LINE, NUM_WORDS, PAGE, Pieces
 from kvplug_shm.pipe.header import Header
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
-# The same function twice: one releases the interpreter's lock, the other has the smaller fixed cost.
-_let_go = ctypes.memmove
-_keep: ctypes._CFunctionType = ctypes.PYFUNCTYPE(
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
+_ANY: Final = 2**63 - 1
+_LARGE: Final = 1024 * 1024
+"""With this many bytes of a message left, or more, an end spins for :data:`_WAKE_UP_NS` before it sleeps."""
+_WAKE_UP_NS: Final = 1_000_000
+"""The time that a sleeping peer may need until it copies: half a millisecond on an idle virtual machine.
+Sleeping in the middle of a large message costs two wake-ups, during which nothing is copied."""
 
 
 class _Ring:
-    def __init__(self, segment: Segment, index: int, nbytes: int) -> None:
+    def __init__(self, segment: Segment, index: int, nbytes: int, spin_s: float) -> None:
         self.nbytes = nbytes
         self.words = Words(segment, index * Words.size(NUM_WORDS), NUM_WORDS)
         begin = PAGE + index * -(-nbytes // PAGE) * PAGE
         self.bytes = segment.view[begin : begin + nbytes]
         self._segment = segment  # whose address is good for as long as it is mapped
-        self.address = segment.address + begin
-        self._tensor: torch.Tensor | None = None  # over the bytes, made when first needed
+        self._address = segment.address + begin
+        self._steps = self.words.steps
+        self._own_spin_ns = min(in_ns(spin_s), LONGEST_NS)
 
-    def parts(self, count: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """The bytes of the stream from ``count`` on, as views of the ring: one, or two at the ring's end."""
-        if self._tensor is None:
-            self._tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
-        at = count % self.nbytes
-        first = min(nbytes, self.nbytes - at)
-        yield self._tensor[at : at + first]
-        if first < nbytes:
-            yield self._tensor[: nbytes - first]
+    def _spin_ns(self, left: int, *, patient: bool) -> int:
+        """How long to spin for the other end with ``left`` bytes of a message to go."""
+        own_ns = self._own_spin_ns
+        if not patient or not own_ns or left < RELEASE_GIL_BYTES:
+            return 0
+        return max(own_ns, _WAKE_UP_NS) if left >= _LARGE else own_ns
 
 
 class Outgoing(_Ring):
     """The ring that this process writes. ``ring`` 0 is the accepting end's."""
 
-    def __init__(self, segment: Segment, ring: int, nbytes: int) -> None:
-        super().__init__(segment, ring, nbytes)
-        self.end = WritingEnd(self.words, 1, nbytes)
+    def __init__(self, segment: Segment, ring: int, nbytes: int, spin_s: float = 0.0) -> None:
+        super().__init__(segment, ring, nbytes, spin_s)
+        self.end = end = WritingEnd(self.words, 1, nbytes)
+        end.state.bytes = self._address
+        self._end = end.pointer
+        self._half = nbytes // 2
+        self._put, self._put_in_pieces = self._steps.put, self._steps.put_in_pieces
 
     def put(self, header: Header, address: int, pieces: Pieces, limit: int) -> bool:
-        """Publish a whole small message, if there is room, with ``limit`` bytes unread at most.
+        """Publish a whole message, if it is not large and there is room, with ``limit`` bytes unread at most.
 
-        Returns whether it was published; a large one never is. Raises WireError if the reader's word is
-        impossible.
+        Returns whether it was published. Raises WireError if the reader's word is impossible.
         """
-        end, prefix, nbytes = self.end, header.prefix, header.nbytes
-        if nbytes > pieces.at_once:
-            return False
-        taken = len(prefix) + lines(nbytes)
-        room = end.room()
-        unread = self.nbytes - room
-        if taken > room or (unread + max(SMALLEST_COST, nbytes) > limit if unread else end.over(0)):
-            return False
-        self.write(end.sent, prefix)
-        if nbytes:
-            self.copy(end.sent + len(prefix), address, nbytes)
-        end.publish(taken)
-        return True
-
-    def write(self, count: int, data: bytes) -> None:
-        """Copy small ``data`` to byte ``count`` of the stream, wrapping around at the ring's end."""
-        at = count % self.nbytes
-        stop = at + len(data)
-        if stop <= self.nbytes:
-            self.bytes[at:stop] = data
+        limit = min(limit, _ANY)
+        if header.nbytes <= pieces.at_once:
+            done: int = self._put(self._end, header.pointer, address, limit)
+        elif header.nbytes <= self._half:
+            done = self._put_in_pieces(
+                self._end, header.pointer, address, limit, pieces.smallest, pieces.largest
+            )
         else:
-            first = self.nbytes - at
-            self.bytes[at:] = data[:first]
-            self.bytes[: stop - self.nbytes] = data[first:]
+            return False
+        if done < 0:
+            self.end.room()  # says why
+        return done == 1
 
-    def copy(self, count: int, source: int, nbytes: int) -> None:
-        """The same, for ``nbytes`` at the address ``source``."""
-        at = count % self.nbytes
-        move = _keep if nbytes < RELEASE_GIL_BYTES else _let_go
-        first = min(nbytes, self.nbytes - at)
-        move(self.address + at, source, first)
-        if first < nbytes:
-            move(self.address, source + first, nbytes - first)
+    def push(
+        self, prefix: bytes, span: Span, done: int, nbytes: int, pieces: Pieces, *, patient: bool
+    ) -> int:
+        """Publish as much of a message as possible without sleeping, from byte ``done`` of ``nbytes`` on.
+
+        ``patient``: spin for room. Returns the number of bytes, without the prefix before them. Writes
+        nothing if the reader has ended, or if its word is invalid.
+        """
+        left = nbytes - done
+        push = self._steps.push if left < RELEASE_GIL_BYTES else self._steps.long_push
+        pushed: int = push(
+            self._end,
+            prefix,
+            len(prefix),
+            span.pointer,
+            done,
+            nbytes,
+            pieces.smallest,
+            pieces.largest,
+            self._spin_ns(left, patient=patient),
+            LONGEST_NS,
+        )
+        return pushed
 
 
 class Incoming(_Ring):
     """The ring that this process reads."""
 
-    def __init__(self, segment: Segment, ring: int, nbytes: int) -> None:
-        super().__init__(segment, ring, nbytes)
-        self.end = ReadingEnd(self.words, 0, nbytes)
+    def __init__(self, segment: Segment, ring: int, nbytes: int, spin_s: float = 0.0) -> None:
+        super().__init__(segment, ring, nbytes, spin_s)
+        self.end = end = ReadingEnd(self.words, 0, nbytes)
+        end.state.bytes = self._address
+        self._end = end.pointer
+        self._line = ctypes.create_string_buffer(LINE)
+        self._line_at = ctypes.c_void_p(ctypes.addressof(self._line))
+        self._peek, self._take = self._steps.peek, self._steps.take
 
     def next_line(self, spin_s: float = 0.0) -> tuple[int, bytes]:
         """The number of bytes that have arrived, and a copy of their first line, if it is whole.
@@ -114,31 +116,49 @@ class Incoming(_Ring):
         If it is not, spin for ``spin_s`` seconds at most. A copy, since the peer could change the ring
         between two reads. Raises WireError if the writer's word is impossible.
         """
-        end = self.end
-        here = end.available()
-        if here < LINE and spin_s and end.spin(LINE, min(spin_s, LONGEST_LOOK_S)):
-            here = end.available()
-        return here, b"" if here < LINE else self.peek(end.read, LINE)
+        here: int = self._peek(self._end, self._line_at, 0)
+        if 0 <= here < LINE and spin_s:
+            here = self._steps.long_peek(self._end, self._line_at, min(in_ns(spin_s), LONGEST_NS))
+        if here < 0:
+            self.end.available()  # says why
+        return here, self._line.raw if here >= LINE else b""
 
-    def take(self, address: int, nbytes: int) -> None:
-        """Copy the ``nbytes`` after the first line to ``address``, and release line and bytes."""
-        if nbytes:
-            self.copy(self.end.read + LINE, address, nbytes)
-        self.end.release(LINE + lines(nbytes))
-
-    def peek(self, count: int, nbytes: int) -> bytes:
-        """A copy of a few bytes from byte ``count`` of the stream on."""
-        at = count % self.nbytes
+    def peek(self, nbytes: int) -> bytes:
+        """A copy of the first few bytes that have arrived."""
+        at = self.end.read % self.nbytes
         stop = at + nbytes
         if stop <= self.nbytes:
             return bytes(self.bytes[at:stop])
         return bytes(self.bytes[at:]) + bytes(self.bytes[: stop - self.nbytes])
 
-    def copy(self, count: int, target: int, nbytes: int) -> None:
-        """Copy ``nbytes`` from byte ``count`` of the stream on to the address ``target``."""
-        at = count % self.nbytes
-        move = _keep if nbytes < RELEASE_GIL_BYTES else _let_go
-        first = min(nbytes, self.nbytes - at)
-        move(target, self.address + at, first)
-        if first < nbytes:
-            move(target + first, self.address, nbytes - first)
+    def take(self, address: int, nbytes: int) -> None:
+        """Copy the ``nbytes`` after the first line to ``address``, and release line and bytes."""
+        self._take(self._end, address, nbytes)
+
+    def pull(
+        self,
+        span: Span,
+        done: int,
+        nbytes: int,
+        unreleased: int,
+        largest: int,
+        *,
+        patient: bool,
+        enough: int | None = None,
+    ) -> int:
+        """Take as much of a message as arrives without sleeping, from byte ``done`` of ``nbytes`` on.
+
+        ``patient``: spin for more. ``enough``: return once so many bytes of the message were taken, counting
+        those before ``done``. Returns the number of bytes. If there are any, ``unreleased`` bytes before them
+        are released too. Raises WireError if the writer's word is invalid, and reads nothing then.
+        """
+        left = nbytes - done
+        pull = self._steps.pull if left < RELEASE_GIL_BYTES else self._steps.long_pull
+        enough = nbytes if enough is None else enough
+        spin_ns = self._spin_ns(left, patient=patient)
+        taken: int = pull(
+            self._end, span.pointer, done, nbytes, enough, unreleased, largest, spin_ns, LONGEST_NS
+        )
+        if taken == 0:
+            self.end.available()  # says why, if the writer's word is the cause
+        return taken

@@ -21,7 +21,6 @@ from kvplug.transport import (
     WireError,
 )
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.native.ends import writing_end
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.admission import Admission
@@ -33,6 +32,7 @@ from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.remote_source import RemoteSource
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
 from kvplug_shm.queue.writer import ShmWriter
+from kvplug_shm.ring.ends import WritingEnd
 
 NAME: Final = "shm"
 _NOWHERE: Final = "-"
@@ -72,7 +72,7 @@ class ShmQueueEndpoint(QueueEndpoint):
             undo.callback(ring.close)
             with contextlib.ExitStack() as undo_memory:
                 undo_memory.callback(os.close, fd)
-                end = writing_end(ring.words, sizes.n_reader, sizes.max_chunks, native=options.native)
+                end = WritingEnd(ring.words, sizes.n_reader, sizes.max_chunks)
                 reader_table = ReaderTable(ring, end, ranks)
                 undo_memory.pop_all()
             admission = Admission(
@@ -142,7 +142,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         context, options = self.context, self._options
         connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())
         joined = join.join(connection, queue, rank, context.heartbeat_timeout_s, deadline)
-        source = LocalSource(joined, options.spin_us * 1e-6, native=options.native)
+        source = LocalSource(joined, options.spin_us * 1e-6)
         limits = limits_of(joined.ring.sizes.max_message_bytes)
         return ShmReader(context, handle, rank, source, limits, Pool(options.pool_bytes))
 

@@ -9,26 +9,25 @@ from collections.abc import Callable
 
 from kvplug import PeerGoneError, TransportError
 from kvplug.transport import MessageQueue, WireError, close_after_fork
-from kvplug_shm.memory.waiting import NAP_S
-from kvplug_shm.native.ends import copy_for_one_of, reading_end
 from kvplug_shm.queue.join import Joined, hang_up
 from kvplug_shm.queue.ring_buffer import QueueMessage
 from kvplug_shm.ring import protocol
+from kvplug_shm.ring.ends import ReadingEnd, copy_for_one_of
 
 
 class LocalSource:
     """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.reader.Source`."""
 
-    def __init__(self, joined: Joined, spin_s: float, *, native: bool) -> None:
+    def __init__(self, joined: Joined, spin_s: float) -> None:
         """Takes ownership of ``joined``."""
         self._ring = joined.ring
         self._index = joined.index
-        self._end = reading_end(joined.ring.words, joined.index, joined.ring.sizes.max_chunks, native=native)
+        self._end = ReadingEnd(joined.ring.words, joined.index, joined.ring.sizes.max_chunks)
         self._connection = joined.connection
         self._spin_s = spin_s
         self._gone = ""
         self._watch = joined.watch
-        self.copy = copy_for_one_of(joined.ring.sizes.n_reader, native=native)
+        self.copy = copy_for_one_of(joined.ring.sizes.n_reader)
         close_after_fork(self)
         joined.on_gone.be(self._writer_gone)
 
@@ -51,8 +50,7 @@ class LocalSource:
         while True:
             check()
             self._check_writer()
-            pause = wait.pause()
-            if end.poll(1, spin_s, NAP_S if pause is None or pause > NAP_S else pause):
+            if end.poll(1, spin_s, wait.pause()):
                 message = self.poll()
                 if message is not None:
                     return message
@@ -65,25 +63,23 @@ class LocalSource:
     def wait_until_ready(self, wait: MessageQueue.Wait, check: Callable[[], None]) -> None:
         words = self._ring.words
         own = self._ring.ready_word(self._index)
-        words.words[own] = 1
-        words.wake(own)
+        words.store(own, 1)
         while True:
             check()
-            gone = self._gone or protocol.is_over(words.words[protocol.HEAD])
+            gone = self._gone or protocol.is_over(words.load(protocol.HEAD))
             word = self._unready()
             self.check_evicted()
             if word is None:
                 return
             if gone:
                 raise PeerGoneError(f"{self.writer} has ended ({self._why()}) before all were ready")
-            pause = wait.pause()
-            words.wait(word, 0, NAP_S if pause is None else min(pause, NAP_S))
+            words.wait(word, 0, wait.pause())
 
     def check_evicted(self) -> None:
         """Raises TransportError if the writer has evicted this reader; says how many messages it lost."""
         end = self._end
         if end.evicted():
-            lost = protocol.count_in(self._ring.words.words[protocol.HEAD]) - end.read
+            lost = protocol.count_in(self._ring.words.load(protocol.HEAD)) - end.read
             raise TransportError(
                 f"{self.writer} has evicted this reader, and at least {lost} messages are lost to it"
             )
@@ -136,14 +132,14 @@ class LocalSource:
 
     def _unready(self) -> int | None:
         """A word that must change before all are ready."""
-        words = self._ring.words.words
+        load = self._ring.words.load
         writer = self._ring.ready_word(None)
-        if not words[writer]:
+        if not load(writer):
             return writer
         for reader in range(self._ring.sizes.n_reader):
-            over = protocol.is_over(words[protocol.tail(reader)]) or words[protocol.evicted(reader)]
+            over = protocol.is_over(load(protocol.tail(reader))) or load(protocol.evicted(reader))
             word = self._ring.ready_word(reader)
-            if not over and not words[word]:
+            if not over and not load(word):
                 return word
         return None
 

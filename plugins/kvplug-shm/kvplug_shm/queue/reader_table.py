@@ -76,11 +76,10 @@ class ReaderTable:
         """The readers that take part and are not ready yet. Raises ClosedError."""
         with self._lock:
             ring, _ = self._memory()
-            words = ring.words.words
             return [
                 self._reader(member)
                 for member in self._members.values()
-                if not words[ring.ready_word(member.index)] and not self._reader(member).gone
+                if not ring.words.load(ring.ready_word(member.index)) and not self._reader(member).gone
             ]
 
     def close(self) -> None:
@@ -163,9 +162,7 @@ class ReaderTable:
         with self._lock:
             if self._shared is not None:
                 ring, _ = self._shared
-                word = ring.ready_word(index)
-                ring.words.words[word] = 1
-                ring.words.wake(word)
+                ring.words.store(ring.ready_word(index), 1)
 
     def all_ready(self) -> bool:
         """Whether the writer and all its live readers are ready. Readers on this host report it in shared
@@ -174,7 +171,7 @@ class ReaderTable:
             if self._shared is None:
                 return False
             ring, _ = self._shared
-            writer_is = bool(ring.words.words[ring.ready_word(None)])
+            writer_is = bool(ring.words.load(ring.ready_word(None)))
         return writer_is and not self.unready()
 
     # -- the end of a reader -------------------------------------------------------------------------------

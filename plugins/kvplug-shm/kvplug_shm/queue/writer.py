@@ -10,9 +10,7 @@ from typing import Any, Final
 from kvplug import CapacityError, PeerGoneError
 from kvplug.net.wire import aligned, encode_out_of_band
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, NamedExhaustion, QueueEndpoint, QueueHandle, Timeout
-from kvplug_shm.memory import waiting
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into
-from kvplug_shm.memory.waiting import NAP_S
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import ShmEnd, limits_of
@@ -80,9 +78,8 @@ class ShmWriter(ShmEnd):
             self._remote_readers.changed(deadline)
             while unready := reader_table.unready():
                 self._use_guard.check()
-                pause = wait.pause()
                 word = self._ring.ready_word(reader_table.index_of(unready[0].rank))
-                words.wait(word, 0, NAP_S if pause is None else min(pause, NAP_S))
+                words.wait(word, 0, wait.pause())
             self._use_guard.check()
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -168,13 +165,14 @@ class ShmWriter(ShmEnd):
         num_unread = max(1, _NEAR_BYTES // nbytes)
         if num_unread >= self._places:
             return
-        while (awaited := end.blocked_on(self._places - num_unread)) is not None:
+        room = self._places - num_unread
+        while (awaited := end.blocked_on(room)) is not None:
             left_s = deadline.remaining()
             if awaited == self._does_not_read or left_s == 0:
                 return
-            end.park(awaited, patience_s if left_s is None else min(patience_s, left_s))
+            end.poll(room, nap_s=patience_s if left_s is None else min(patience_s, left_s))
             self._use_guard.check()
-            if end.blocked_on(self._places - num_unread) == awaited:
+            if end.blocked_on(room) == awaited:
                 self._does_not_read = awaited
                 return
 
@@ -192,7 +190,7 @@ class ShmWriter(ShmEnd):
     def _wait_for_place(self, nbytes: int, deadline: Deadline) -> int:
         end, reader_table = self._writing, self._reader_table
         wait = self._wait("room for a message", reader_table.slowest, deadline)
-        looked = False
+        spin_s = self._spin_s
         while True:
             self._use_guard.check()
             if reader_table.all_left:
@@ -205,15 +203,8 @@ class ShmWriter(ShmEnd):
                 most = self._ring.sizes.large_nbytes
                 raise CapacityError(f"a message takes {nbytes} bytes, and the queue has room for {most}")
             # There is room for the entry, but not for its bytes: the slowest reader must release one more.
-            awaited = end.blocked_on(room + 1)
-            if awaited is None:
-                continue
-            pause = wait.pause()
-            if not looked:
-                looked = True
-                if end.spin(room + 1, self._spin_s):
-                    continue
-            waiting.wait(end, awaited, pause)
+            end.poll(room + 1, spin_s, wait.pause())
+            spin_s = 0.0
 
     def dequeue(
         self,

@@ -2,112 +2,110 @@
 
 Counts are in units: bytes, or messages. An end belongs to one thread at a time; only the methods that evict
 the other end (:meth:`WritingEnd.evict`, :meth:`ReadingEnd.evict_writer`) may be called by any thread at any
-time.
+time. After the memory was released, every call raises ValueError.
 """
 
 from __future__ import annotations
 
 import abc
-import os
-import time
+import ctypes
+from collections.abc import Callable
+from typing import Any
 
+from kvplug.net.wire.copying import LOCK_FREE_BYTES, CopyBytes, address_of, copy_bytes
 from kvplug.transport import WireError
+from kvplug_shm.memory.words import Words
+from kvplug_shm.native.library import LONGEST_NS, EndStruct, in_ns, library
 from kvplug_shm.ring import protocol
-from kvplug_shm.ring.protocol import HEAD, OVER, WRITER_ASLEEP, Memory
+from kvplug_shm.ring.protocol import HEAD, OVER
 
 
 class RingEnd(abc.ABC):
     """The common part of both ends: waiting for a word of the other one."""
 
-    @abc.abstractmethod
-    def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
-        """The word that must change before this end has ``count`` units, and its last seen value."""
+    _poll: Callable[..., int]
 
-    @abc.abstractmethod
-    def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        """Sleep until that word changes, for ``seconds`` at most. May return without a reason."""
+    def __init__(self, words: Words, readers: int, places: int, count: int) -> None:
+        """Raises ValueError for an invalid number of places."""
+        if not 0 < places <= protocol.MAX_PLACES:
+            raise ValueError(f"a ring has 1 to {protocol.MAX_PLACES} places, not {places}")
+        self._words = words
+        self._steps = words.steps
+        self._places = places
+        self.state = EndStruct(words=words.address, places=places, count=count, readers=readers)
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.state))
 
-    def spin(self, count: int, seconds: float) -> bool:
-        """Spin for ``count`` units for ``seconds``. Returns whether they are there."""
-        awaited = self.blocked_on
-        if awaited(count) is None:
-            return True
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            os.sched_yield()
-            if awaited(count) is None:
+    def poll(self, count: int = 1, spin_s: float = 0.0, nap_s: float | None = 0.0) -> bool:
+        """Whether there are ``count`` units, after spinning for ``spin_s`` and one sleep of ``nap_s`` seconds
+        at most; ``None``: the longest single sleep. True too if the other end's word is impossible.
+
+        It does not sleep if the other end has ended.
+        """
+        spin_ns, nap_ns = in_ns(spin_s), self._words.nap_ns(nap_s)
+        while spin_ns > LONGEST_NS:  # in pieces: between two, signals are handled
+            self._words.check()
+            if self._poll(self.pointer, count, LONGEST_NS, 0):
                 return True
-        return False
+            spin_ns -= LONGEST_NS
+        self._words.check()
+        return bool(self._poll(self.pointer, count, spin_ns, nap_ns))
 
 
 class WritingEnd(RingEnd):
     """The writer's end: writes units from ``sent`` on, as many as there is room for, then publishes them."""
 
-    def __init__(self, memory: Memory, num_readers: int, places: int, *, sent: int = 0) -> None:
+    def __init__(self, words: Words, num_readers: int, places: int, *, sent: int = 0) -> None:
         """Raises ValueError for an invalid number of places."""
-        self._memory = memory
-        self._places = _checked(places)
-        self._readers = [(protocol.tail(reader), protocol.evicted(reader)) for reader in range(num_readers)]
-        self._sleepers = [protocol.asleep(reader) for reader in range(num_readers)]
-        self.sent = sent
+        super().__init__(words, num_readers, places, sent)
+        self._poll = self._steps.poll_room
+
+    @property
+    def sent(self) -> int:
+        return int(self.state.count)
 
     def room(self) -> int:
         """How many units can be written now without overwriting units that a reader has not released.
 
         Raises WireError if a reader's word is impossible.
         """
-        words, places, sent = self._memory.words, self._places, self.sent
-        room = places
-        for tail, evicted in self._readers:
-            seen = words[tail]
-            if seen & OVER:
-                continue
-            left = places - sent + (seen >> 1)
-            if left < room or left > places:
-                if words[evicted]:
-                    continue
-                if not 0 <= left <= places:
-                    raise WireError(
-                        f"a reader says that it has read {seen >> 1} units of {sent}, with {places} places"
-                    )
-                room = left
-        return room
+        self._words.check()
+        room = self._steps.room(self.pointer)
+        if room < 0:
+            raise WireError(
+                f"a reader says that it has read other than {self.sent - self._places} to {self.sent} units"
+            )
+        return int(room)
 
     def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
         """The word of a reader that must change before ``count`` units fit, as (word, seen)."""
-        words, sent, places = self._memory.words, self.sent, self._places
-        for tail, evicted in self._readers:
-            seen = words[tail]
-            if not protocol.has_room(seen, sent, places, count) and not words[evicted]:
-                return tail, seen
-        return None
-
-    def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        protocol.park(self._memory, *awaited, WRITER_ASLEEP, seconds)
+        self._words.check()
+        seen = ctypes.c_uint64()
+        word = self._steps.blocked_on(self.pointer, count, ctypes.byref(seen))
+        return None if word < 0 else (word, seen.value)
 
     def publish(self, count: int = 1) -> None:
         """Publish ``count`` written units to the readers."""
-        self.sent += count
-        protocol.announce(self._memory, HEAD, self.sent << 1, self._sleepers)
+        self._words.check()
+        self._steps.publish(self.pointer, count)
 
     def end(self) -> None:
         """End: nothing more is published."""
-        protocol.announce(self._memory, HEAD, protocol.word_of(self.sent, over=True), self._sleepers)
+        self._words.check()
+        self._steps.end_writing(self.pointer)
 
     def evict(self, reader: int) -> None:
         """Never wait for this reader again. It may be alive: it notices the eviction."""
-        words, (tail, evicted) = self._memory.words, self._readers[reader]
-        words[evicted] = 1
-        protocol.announce(self._memory, tail, words[tail] | OVER, [WRITER_ASLEEP])
+        self._words.check()
+        self._steps.evict(self.pointer, reader)
 
     def over(self, reader: int) -> bool:
         """Whether this reader has ended or was evicted."""
-        tail, evicted = self._readers[reader]
-        return protocol.is_over(self._memory.words[tail]) or bool(self._memory.words[evicted])
+        load = self._words.load
+        return bool(load(protocol.tail(reader)) & OVER or load(protocol.evicted(reader)))
 
     def lag(self, reader: int) -> int:
         """How many published units this reader has not released. For messages only: not validated."""
-        return self.sent - protocol.count_in(self._memory.words[protocol.tail(reader)])
+        return self.sent - protocol.count_in(self._words.load(protocol.tail(reader)))
 
 
 class ReadingEnd(RingEnd):
@@ -117,46 +115,25 @@ class ReadingEnd(RingEnd):
     """Whether this end has marked the writer as ended."""
     _writer_ended = False
 
-    def __init__(self, memory: Memory, reader: int, places: int, *, read: int = 0) -> None:
+    def __init__(self, words: Words, reader: int, places: int, *, read: int = 0) -> None:
         """Raises ValueError for an invalid number of places."""
-        self._memory = memory
-        self._places = _checked(places)
-        self._tail = protocol.tail(reader)
-        self._asleep = protocol.asleep(reader)
-        self._evicted = protocol.evicted(reader)
-        self.read = read
+        super().__init__(words, reader, places, read)
+        self._poll = self._steps.poll_units
+
+    @property
+    def read(self) -> int:
+        return int(self.state.count)
 
     def available(self) -> int:
         """How many units have arrived and are not released: at most as many as there are places.
 
         Raises WireError if the writer's word says more and it has not evicted this reader.
         """
-        seen = self._memory.words[HEAD]
-        available = (seen >> 1) - self.read
-        if available > self._places:
-            if not self.evicted():
-                raise WireError(f"the writer says that {available} units came, with {self._places} places")
-            return self._places
-        return max(available, 0)
-
-    def blocked_on(self, count: int = 1) -> tuple[int, int] | None:
-        """The writer's word, if it must change before ``count`` units can be read, as (word, seen)."""
-        seen = self._memory.words[HEAD]
-        return None if protocol.has_come(seen, self.read, count) else (HEAD, seen)
-
-    def park(self, awaited: tuple[int, int], seconds: float | None = None) -> None:
-        protocol.park(self._memory, *awaited, self._asleep, seconds)
-
-    def poll(self, count: int, spin_s: float, nap_s: float) -> bool:
-        """Whether ``count`` units have arrived, after spinning for ``spin_s`` and one sleep of ``nap_s``
-        seconds at most. May return spuriously.
-        """
-        if self.spin(count, spin_s):
-            return True
-        awaited = self.blocked_on(count)
-        if awaited is not None:
-            self.park(awaited, nap_s)
-        return self.blocked_on(count) is None
+        self._words.check()
+        available = self._steps.available(self.pointer)
+        if available < 0:
+            raise WireError(f"the writer says that more units came than the {self._places} places can hold")
+        return int(available)
 
     def evicted(self) -> bool:
         """Whether the writer has evicted this reader: then bytes that were copied before may be of a later
@@ -164,39 +141,49 @@ class ReadingEnd(RingEnd):
 
         Check it after copying, before using the copy.
         """
-        return bool(self._memory.words[self._evicted])
+        self._words.check()
+        return bool(self._steps.evicted(self.pointer))
 
     def release(self, count: int = 1) -> None:
         """Release ``count`` read units to the writer."""
-        self.read += count
-        protocol.announce(self._memory, self._tail, self.read << 1, [WRITER_ASLEEP])
+        self._words.check()
+        self._steps.release(self.pointer, count)
 
     def end(self) -> None:
         """End: nothing more is read."""
-        protocol.announce(self._memory, self._tail, protocol.word_of(self.read, over=True), [WRITER_ASLEEP])
+        self._words.check()
+        self._steps.end_reading(self.pointer)
 
     def evict_writer(self) -> None:
         """Mark the writer as ended: no more units than the published ones. All readers see the mark."""
         # Read first: if another thread marks the writer meanwhile, it has set `writer_evicted` before.
-        ended = protocol.is_over(self._memory.words[HEAD])
+        ended = protocol.is_over(self._words.load(HEAD))
         if not self.writer_evicted:
             self._writer_ended = ended
         self.writer_evicted = True
-        protocol.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
+        self._steps.evict_writer(self.pointer)
 
     def writer_over(self, count: int = 1) -> bool:
         """Whether the next ``count`` units will never arrive: the writer has ended, and fewer are left."""
         over = self.writer_evicted
-        seen = self._memory.words[HEAD]
-        return (over or protocol.is_over(seen)) and not protocol.has_come(seen, self.read, count)
+        seen = self._words.load(HEAD)
+        return (over or protocol.is_over(seen)) and protocol.count_in(seen) - self.read < count
 
     @property
     def writer_ended(self) -> bool:
         """Whether the writer has said itself that it ended."""
-        return self._writer_ended if self.writer_evicted else protocol.is_over(self._memory.words[HEAD])
+        return self._writer_ended if self.writer_evicted else protocol.is_over(self._words.load(HEAD))
 
 
-def _checked(places: int) -> int:
-    if not 0 < places <= protocol.MAX_PLACES:
-        raise ValueError(f"a ring has 1 to {protocol.MAX_PLACES} places, not {places}")
-    return places
+def copy_for_one_of(num_readers: int) -> CopyBytes:
+    """How a reader copies a large message out of memory from which others copy it, too."""
+    copy_one_of: Any = library().copy_one_of
+    copies = num_readers + 1  # the ring has one as well
+
+    def copy(target: memoryview, source: memoryview) -> None:
+        if source.nbytes < LOCK_FREE_BYTES or source.nbytes != target.nbytes:
+            copy_bytes(target, source)  # raises for the latter
+        else:
+            copy_one_of(address_of(target), address_of(source), source.nbytes, copies)
+
+    return copy

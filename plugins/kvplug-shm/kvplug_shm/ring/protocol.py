@@ -1,4 +1,4 @@
-"""The protocol of a ring: the operations of its ends on the shared words, and their order.
+"""The protocol of a ring: the shared words, and the order of the operations on them (native/ring.c).
 
 One writer, any number of readers, a fixed number of places. Units, which are bytes or messages, are counted
 from 0, and unit ``number`` lies in place ``number % places``. The words, and which end stores them:
@@ -18,14 +18,13 @@ before it uses the copy.
 
 Going to sleep needs no second check: the kernel compares the word with the seen value, and enqueues the
 sleeper, in one step after all stores of this end. Announcing needs the fence: without it a processor may load
-``asleep`` before the announcement is visible to others, and a sleeper would not be woken. All other steps are
-in program order on processors with total store order, such as x86.
+``asleep`` before the announcement is visible to others, and a sleeper would not be woken. For all other steps
+it is enough that loads acquire and stores release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 HEAD: Final = 0
 WRITER_ASLEEP: Final = 1
@@ -53,30 +52,6 @@ def num_words(num_readers: int) -> int:
     return 2 + 3 * num_readers
 
 
-class AtomicWords(Protocol):
-    """Words of memory; each load and each store of one is atomic."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, word: int, /) -> int: ...
-    def __setitem__(self, word: int, value: int, /) -> None: ...
-
-
-class Memory(Protocol):
-    """The words that the ends share, with a fence, sleeping and waking."""
-
-    @property
-    def words(self) -> AtomicWords: ...
-
-    def fence(self) -> None:
-        """A full fence: earlier stores are visible to all before any later load."""
-
-    def wait(self, word: int, seen: int, seconds: float | None) -> None:
-        """Sleep until woken, unless the word differs from ``seen``. May return spuriously."""
-
-    def wake(self, word: int) -> None:
-        """Wake every thread that waits for the word."""
-
-
 def word_of(count: int, *, over: bool = False) -> int:
     return count << 1 | over
 
@@ -87,39 +62,3 @@ def count_in(word: int) -> int:
 
 def is_over(word: int) -> bool:
     return bool(word & OVER)
-
-
-def has_room(tail_word: int, sent: int, places: int, count: int = 1) -> bool:
-    """Whether this reader has released the places of the next ``count`` units."""
-    return sent + count - (tail_word >> 1) <= places or bool(tail_word & OVER)
-
-
-def has_come(head_word: int, read: int, count: int = 1) -> bool:
-    """Whether the next ``count`` units can be read."""
-    return (head_word >> 1) - read >= count
-
-
-def announce(memory: Memory, word: int, value: int, sleepers: Iterable[int]) -> None:
-    """Store the word that other ends wait for, and wake the sleeping ones."""
-    words = memory.words
-    words[word] = value
-    memory.fence()
-    for each in sleepers:
-        if words[each]:
-            memory.wake(word)
-            return
-
-
-def park(memory: Memory, word: int, seen: int, own: int, seconds: float | None = None) -> None:
-    """Sleep until ``word`` differs from ``seen``; ``own`` is this end's word for being asleep.
-
-    No end sleeps on the word of an end that has ended: evicting that end would not change the word.
-    """
-    if seen & OVER:
-        return
-    words = memory.words
-    words[own] = 1
-    try:
-        memory.wait(word, seen, seconds)
-    finally:
-        words[own] = 0
