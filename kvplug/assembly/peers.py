@@ -41,15 +41,16 @@ class LinkServer(Acceptor[T], PeerServer):
     def __init__(
         self,
         settings: LinkSettings,
-        listener: Listener,
+        address: str,
         complete: Callable[[ControlLink, Deadline], T | None],
-        discard: Callable[[T], None],
-        max_served: int,
+        discard: Callable[[T], None] = lambda result: None,
+        max_served: int = 0,
     ) -> None:
+        """Raises InsecureAddressError, AddressInUseError, ResourceExhaustedError: it cannot listen."""
         self._settings = settings
         self._complete = complete
         super().__init__(
-            [listener],
+            [Listener.open(address, settings.credentials, CONTROL)],
             self._make_of,
             what="a link",
             name="kvplug-link",
@@ -57,6 +58,14 @@ class LinkServer(Acceptor[T], PeerServer):
             timeout_s=settings.config.timeout_s,
             max_served=max_served,
         )
+        ExitGuard.register(self)
+        _log.info("listening for peers at %s", self.contact)
+
+    def _end_at_exit(self) -> None:
+        self.close()
+
+    def _is_in_use(self) -> bool:
+        return False  # it waits only on sockets
 
     def _make_of(self, connection: Connection) -> T | None:
         channel = Channel(connection)
@@ -119,9 +128,7 @@ class ControlPeers(Peers):
     ) -> LinkServer[T]:
         """See :meth:`Peers.serve`. The server's ``accept`` returns the results of ``serve_link``."""
         address = self._listen or self._settings.config.control_address(self._rank)
-        listener = Listener.open(address, self._settings.credentials, CONTROL)
-        server = LinkServer(self._settings, listener, serve_link, discard, max_served)
-        _log.info("listening for peers at %s", server.contact)
+        server = LinkServer(self._settings, address, serve_link, discard, max_served)
         with self._lock:
             self._servers.append(server)
             closed = self._closed.is_set()

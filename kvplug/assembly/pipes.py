@@ -71,42 +71,39 @@ class _Reporting:
             (self._reporter.close if may_wait else self._reporter.end)()
 
 
-def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] | None) -> LinkSettings:
-    stats = TransferStats()
+def _settings(
+    config: Config, registry: Registry | None, wrap_pipe: Callable[[Pipe], Pipe] | None
+) -> LinkSettings:
+    resolved, stats = _resolve(config, registry), TransferStats()
     return LinkSettings(
         resolved=resolved,
         stats=stats,
-        device=resolved.config.device.partition(":")[0],
+        device=config.device.partition(":")[0],
         wrap_pipe=wrap_pipe,
         on_pipe=_Reporting(resolved, stats).use,
     )
 
 
-class PipeServer:
-    """Accepts pipes from other programs; made by :func:`listen_pipe`."""
+class PipeServer(LinkServer[Pipe]):
+    """Accepts pipes from other programs; made by :func:`listen_pipe`.
 
-    def __init__(self, settings: LinkSettings, peers: ControlPeers, on_end: Callable[[bool], object]) -> None:
-        self._settings = settings
-        self._peers = peers
-        self._on_end = on_end
-        self._server: LinkServer[Pipe] = peers.serve(self._open, lambda pipe: pipe.abort())
-        self.contact: str = self._server.contact
-        """The contact that the other process passes to :func:`connect_pipe`."""
+    ``contact`` is what the other process passes to :func:`connect_pipe`. ``accept`` returns the pipe to the
+    next program, over the transport that both ends agreed on. Pipes to several programs are opened
+    concurrently, in threads. A program that is slow, stopped or gone does not delay the others, and pipes
+    that one program connects in sequence may be accepted in another order. A pipe that fails to open, or is
+    not open within the config's ``timeout_s``, is logged. Pipes that are still being opened when ``accept``
+    times out are kept for the next call. ``close`` ends the pipes that were not accepted; the others stay
+    open.
+    """
 
-    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        """Return the pipe to the next program, over the transport that both ends agreed on.
-
-        The server opens pipes to several programs concurrently, in threads. A program that is slow, stopped
-        or gone does not delay the others, and pipes that one program connects in sequence may be accepted in
-        another order. A pipe that fails to open, or is not open within the config's ``timeout_s``, is logged.
-
-        Raises:
-            TimeoutError: no pipe became ready within ``timeout`` seconds (default: the config's
-                ``timeout_s``). Call again: pipes that are still being opened are kept.
-            ResourceExhaustedError: no pipe became ready in time, and the latest one lacked a resource.
-            ClosedError: the server is closed.
-        """
-        return self._server.accept(timeout)
+    def __init__(self, settings: LinkSettings, address: str | None) -> None:
+        self._on_end = settings.on_pipe()
+        try:
+            address = address or settings.config.control_address()
+            super().__init__(settings, address, self._open, lambda pipe: pipe.abort())
+        except BaseException:
+            self._on_end(False)
+            raise
 
     def _open(self, link: ControlLink, deadline: Deadline) -> Pipe:
         try:
@@ -115,16 +112,9 @@ class PipeServer:
             link.close()
 
     def close(self) -> None:
-        """Stop listening. Accepted pipes stay open; the others end. Idempotent."""
-        self._peers.close()
+        super().close()
         on_end, self._on_end = self._on_end, unreported()
         on_end(True)
-
-    def __enter__(self) -> PipeServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @NamedExhaustion("listening for pipes")
@@ -148,16 +138,10 @@ def listen_pipe(
         UnknownTransportError, AmbiguousNameError: no plugin offers the config's transport, or two do.
         ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
-    resolved = _resolve(config, registry)
-    settings = _link_settings(resolved, wrap_pipe)
-    if (lack := resolved.explain_missing_pipe()) is not None:
+    settings = _settings(config, registry, wrap_pipe)
+    if (lack := settings.resolved.explain_missing_pipe()) is not None:
         logger.warning("every peer that connects will be refused: %s", lack)
-    on_end = settings.on_pipe()
-    try:
-        return PipeServer(settings, ControlPeers(settings, listen=address), on_end)
-    except BaseException:
-        on_end(False)
-        raise
+    return PipeServer(settings, address)
 
 
 @NamedExhaustion("building the endpoint of a pipe")
@@ -199,7 +183,7 @@ def connect_pipe(
         HandshakeError, AuthenticationError: the two ends cannot work together; the error lists the reasons.
         ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
-    settings = _link_settings(_resolve(config, registry), wrap_pipe)
+    settings = _settings(config, registry, wrap_pipe)
     on_end = settings.on_pipe()
     deadline = Deadline.after(timeout, config.connect_timeout_s)
     try:

@@ -122,8 +122,12 @@ class StoreStats:
     """The number of programs that use the store now."""
 
 
-class StoreServer:
-    """Serves one store to other programs until it is closed; made by :func:`serve_store`."""
+class StoreServer(LinkServer[None]):
+    """Serves one store to other programs until it is closed; made by :func:`serve_store`.
+
+    Other programs reach the store at its ``contact``. :meth:`close` hangs up on every program, and closes the
+    store.
+    """
 
     def __init__(
         self, store: Store, settings: LinkSettings, address: str | None, *, name: str = "store"
@@ -132,18 +136,16 @@ class StoreServer:
         """The store that is served."""
         self.name = name
         """The store's name, as configs use it."""
-        self._peers = ControlPeers(settings, listen=address)
         self._links: set[ControlLink] = set()
-        self._server: LinkServer[None] = self._peers.serve(self._serve, max_served=_MAX_CLIENTS)
-        self.contact: str = self._server.contact
-        """The contact at which other programs reach the store."""
+        address = address or settings.config.control_address()
+        super().__init__(settings, address, self._serve_link, max_served=_MAX_CLIENTS)
 
     @property
     def num_clients(self) -> int:
         """The number of connected programs."""
         return sum(link.agreement.purpose == PURPOSE for link in self._links.copy())
 
-    def _serve(self, link: ControlLink, _: Deadline) -> None:
+    def _serve_link(self, link: ControlLink, _: Deadline) -> None:
         purpose = link.agreement.purpose
         if purpose == STATS_PURPOSE:
             link.channel.send(to_plain(self.stats()))
@@ -172,15 +174,8 @@ class StoreServer:
         )
 
     def close(self) -> None:
-        """Stop listening, hang up on every program, and close the store. Idempotent."""
-        self._peers.close()
+        super().close()
         self.store.close()
-
-    def __enter__(self) -> StoreServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _host_of(address: str) -> str:

@@ -14,8 +14,7 @@ import pytest
 from kvplug import ClosedError, Config, HandshakeError, KvplugError, PeerGoneError, Registry
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import CONTROL, ControlPeers, LinkServer
-from kvplug.assembly.pipes import _link_settings, _resolve
-from kvplug.assembly.resolve import EPOCH
+from kvplug.assembly.resolve import EPOCH, ResolvedConfig
 from kvplug.engine import PeerLink
 from kvplug.negotiation.exchange import identity_of
 from kvplug.net.trust.channel import Channel
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.timeout(30)
 
 def settings(**more: Any) -> LinkSettings:
     config = Config.from_dict({"timeout_s": 20, "connect_timeout_s": 20, **more})
-    return _link_settings(_resolve(config, Registry()), None)
+    return LinkSettings(resolved=ResolvedConfig(config, Registry()))
 
 
 def peers_of(engine_id: str, **more: Any) -> ControlPeers:

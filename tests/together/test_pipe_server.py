@@ -26,9 +26,10 @@ from kvplug import (
     listen_pipe,
 )
 from kvplug.assembly import links as links_of_peers
-from kvplug.assembly.links import ControlLink
+from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import ControlPeers
-from kvplug.assembly.pipes import PipeServer, _link_settings, _resolve
+from kvplug.assembly.pipes import PipeServer
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.transport import Pipe
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, raises, until
@@ -47,7 +48,7 @@ def hold(parent: peers.Parent, contact: str, transport: str) -> None:
 
 def agree_only(parent: peers.Parent, contact: str) -> None:
     """A client that never opens its pipe."""
-    link = ControlPeers(_link_settings(_resolve(CONFIG, None), None), connect=contact).connect(0, "pipe")
+    link = ControlPeers(LinkSettings(resolved=ResolvedConfig(CONFIG)), connect=contact).connect(0, "pipe")
     parent.send(str(link.agreement.transports["cpu"].chosen))
     parent.recv()
 
@@ -86,7 +87,7 @@ def accepted(server: PipeServer, count: int) -> list[Pipe]:
 
 @pytest.mark.parametrize("at_once", [128, 5])
 def test_a_server_that_polls_turns_no_client_away(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvplug.assembly.peers.MAX_SERVED", at_once)
+    monkeypatch.setattr("kvplug.transport.acceptor.MAX_SERVED", at_once)
     with listen_pipe(CONFIG, "unix:") as server:
         calls = [Call(lambda: connect_pipe(CONFIG, server.contact)) for _ in range(CLIENTS)]
         theirs = accepted(server, CLIENTS)
@@ -166,10 +167,10 @@ def links(*, accepts: Any = None, joins: Any = None) -> Iterator[tuple[Any, Any]
     """Two ends of a link, the accepted one first, whose pipes are made by these endpoints."""
 
     def made_by(endpoint: Any) -> Any:
-        resolved = _resolve(CONFIG, None)
+        resolved = ResolvedConfig(CONFIG)
         if endpoint is not None:
             resolved.pipe_endpoint = lambda *_: endpoint
-        return _link_settings(resolved, None)
+        return LinkSettings(resolved=resolved)
 
     with ExitStack() as stack:
         server = ControlPeers(made_by(accepts), listen="unix:")

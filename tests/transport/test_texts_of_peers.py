@@ -9,7 +9,7 @@ import pytest
 
 from kvplug import Config, HandshakeError, KvplugError, Registry, TransportError
 from kvplug.assembly.links import ControlLink, LinkSettings
-from kvplug.assembly.pipes import _link_settings, _resolve
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.errors import TensorMismatchError, WireError
 from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
 from kvplug.transport.communicator.calls import Call, check_same
@@ -59,7 +59,7 @@ class Scripted:
 
 @pytest.fixture
 def settings() -> LinkSettings:
-    return _link_settings(_resolve(Config.from_dict({}), Registry()), None)
+    return LinkSettings(resolved=ResolvedConfig(Config.from_dict({}), Registry()))
 
 
 @pytest.mark.parametrize("error", [ODD, None, ["x"] * 9999])
