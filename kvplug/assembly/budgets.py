@@ -30,9 +30,13 @@ def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict
     if connector is not None and not connector.moves_pages:
         keys -= {"stores"}
     for spec in _used(config, registry, keys):
-        for name, value in _memory_options(config, registry, spec):
-            key = "buffer_size" if value is None else f"options.{spec.name}.{name}"
-            found[key] = config.buffer_size if value is None else value
+        with contextlib.suppress(PluginError, ConfigError):  # these faults are reported elsewhere
+            options = options_of(registry, spec, config.options)
+            for name, field in () if options is None else option_fields(type(options)).items():
+                if field.metadata.get(MEMORY):
+                    value = getattr(options, field.name)
+                    key = "buffer_size" if value is None else f"options.{spec.name}.{name}"
+                    found[key] = config.buffer_size if value is None else value
     holds_entries = "lookup_buffer" in keys
     if "connector" in keys:
         holds_entries = connector is not None and connector.uses_lookup_buffer
@@ -57,15 +61,6 @@ def _used(config: Config, registry: Registry, keys: frozenset[str]) -> Iterator[
         # A consumer puts nothing into a store of its own process.
         if spec is not None and (config.role is not Role.CONSUMER or spec.client is None):
             yield spec
-
-
-def _memory_options(config: Config, registry: Registry, spec: Any) -> Iterator[tuple[str, int | None]]:
-    """Yield the name and value in bytes of each option that sets a budget; ``None`` means ``buffer_size``."""
-    with contextlib.suppress(PluginError, ConfigError):  # these faults are reported elsewhere
-        options = options_of(registry, spec, config.options)
-        for name, field in () if options is None else option_fields(type(options)).items():
-            if field.metadata.get(MEMORY):
-                yield name, getattr(options, field.name)
 
 
 @attrs.frozen

@@ -36,46 +36,29 @@ from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.tensors import DTYPES
 from kvplug.transport.pipe import Pipe
-from kvplug.transport.spec import Kind
+from kvplug.transport.spec import ConnectorSpec, Kind
 
 
-def engine_facts(
+def _engine_facts(
     config: Config,
     model: ModelInfo,
     cache: KVCacheConfig,
-    parallelism: Parallelism,
+    place: Parallelism,
     side: Side,
-    *,
-    splits_heads: bool = False,
+    spec: ConnectorSpec,
 ) -> EngineFacts:
-    """Return one side's facts about its engine. A scheduler side does not belong to a shard."""
-    layout = cache.groups[0].layout
-    is_worker = side is Side.WORKER
-    return EngineFacts(
-        role=str(config.require_role()),
-        model=model,
-        layers=(parallelism.first_layer, parallelism.end_layer or model.num_layers) if is_worker else None,
-        cache_layers=sum(len(group.layer_names) for group in cache.groups) if is_worker else None,
-        tensor_parallel_size=parallelism.tensor_size,
-        tensor_parallel_rank=parallelism.tensor_rank if is_worker else None,
-        layout=layout.axes,
-        block_size=layout.block_size,
-        block_format=layout.block_format if is_worker else "",
-        rank=parallelism.worker_rank,
-        world_size=parallelism.num_workers,
-        splits_heads=splits_heads,
-    )
+    """Return one side's facts about its engine. A scheduler side does not belong to a shard.
 
-
-def _check_facts(model: ModelInfo, cache: KVCacheConfig, parallelism: Parallelism) -> None:
-    """Raise ConfigError if the engine's facts about its model are impossible or do not match its cache."""
+    Raises:
+        ConfigError: the facts are impossible, or those of the model do not match the cache.
+    """
+    layout, heads = cache.groups[0].layout, max(1, model.num_kv_heads // place.tensor_size)
     faults = []
     if model.dtype not in DTYPES:
         hint = did_you_mean(model.dtype, DTYPES) or f"; allowed is one of {', '.join(DTYPES)}"
         faults.append(f"dtype: {model.dtype!r} is not a dtype of a KV cache{hint}")
-    layout, heads = cache.groups[0].layout, max(1, model.num_kv_heads // parallelism.tensor_size)
     if layout.has_values and layout.num_kv_heads != heads:
-        split = f", split over {parallelism.tensor_size} workers" if parallelism.tensor_size > 1 else ""
+        split = f", split over {place.tensor_size} workers" if place.tensor_size > 1 else ""
         faults.append(
             f"num_kv_heads: the model has {model.num_kv_heads}{split}, and the cache's layout has"
             f" {layout.num_kv_heads}; {heads} were expected"
@@ -86,6 +69,21 @@ def _check_facts(model: ModelInfo, cache: KVCacheConfig, parallelism: Parallelis
         )
     if faults:
         raise ConfigError(*faults, source="the engine's facts")
+    is_worker = side is Side.WORKER
+    return EngineFacts(
+        role=str(config.require_role()),
+        model=model,
+        layers=(place.first_layer, place.end_layer or model.num_layers) if is_worker else None,
+        cache_layers=sum(len(group.layer_names) for group in cache.groups) if is_worker else None,
+        tensor_parallel_size=place.tensor_size,
+        tensor_parallel_rank=place.tensor_rank if is_worker else None,
+        layout=layout.axes,
+        block_size=layout.block_size,
+        block_format=layout.block_format if is_worker else "",
+        rank=place.worker_rank,
+        world_size=place.num_workers,
+        splits_heads=spec.splits_heads,
+    )
 
 
 class _Starts:
@@ -156,18 +154,16 @@ def build_connector(
     resolved.check()
     spec = resolved.registry.get(Kind.CONNECTOR, config.connector)
     parallelism = parallelism or Parallelism()
-    _check_facts(model, cache, parallelism)
     weights = config.weights or model.weights
     if not weights:
         begun = start or _starts.of(config.engine_id, which, parallelism.worker_rank)
         weights = ModelInfo.unknown_weights(model.name, begun, warns=which is Side.SCHEDULER)
     model = attrs.evolve(model, weights=weights)
     stats = TransferStats()
-    facts = engine_facts(config, model, cache, parallelism, which, splits_heads=spec.splits_heads)
     settings = LinkSettings(
         resolved=resolved,
         stats=stats,
-        engine=facts,
+        engine=_engine_facts(config, model, cache, parallelism, which, spec),
         moves_kv=which is Side.WORKER,
         device=resolved.device_of_links,
         wrap_pipe=wrap_pipe,
