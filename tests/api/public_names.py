@@ -55,8 +55,9 @@ PROTECTED = (
     *("_forget", "_free", "_is_unused", "_look", "_moves_in_place", "_next_offer", "_on_value", "_place_of"),
     *("_poll", "_prepare", "_read_place", "_revoke", "_start", "_step", "_survives", "_take", "_taken_back"),
     *("_copying", "_tell"),
+    *("_all_gather", "_all_reduce", "_broadcast", "_reduce_scatter"),
 )
-"""Private methods with a body that subclasses of abstract classes override or call, beside abstract ones."""
+"""Private methods with a body that subclasses override or call, beside abstract ones."""
 ABSTRACT = "abstract method"
 PUBLIC_ELSEWHERE = {
     *vars(collections.abc),
@@ -146,7 +147,7 @@ def _members(cls: type, public: Mapping[type, str]) -> Iterator[tuple[str, str, 
         signature = _signature(vars(cls)["__init__"])
         if _names_only_public(signature, public):  # otherwise kvplug alone makes them
             yield "__init__", "method", signature
-    subclassed = bool(getattr(cls, "__abstractmethods__", None))
+    subclassed = bool(getattr(cls, "__abstractmethods__", None)) or cls is kvplug.transport.DeviceCommunicator
     for name in dir(cls):
         owner = next(base for base in cls.__mro__ if name in vars(base) or base is object)
         if not owner.__module__.startswith("kvplug") or (owner is not cls and owner in public):
