@@ -53,12 +53,13 @@ def test_a_changed_word_is_not_slept_on_and_a_sleep_has_an_end(segment: Segment)
 def test_another_process_is_woken_by_the_word_it_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Words, "NAP_S", 1000.0)
     segment, fd = Segment.create("test", SIZE)
+    ours = os.dup(fd)  # the child closes the other one
     words = Words(segment, 0, 4)
     before = (1 << 40) + 2
     words.store(1, before)
 
     def sleep() -> str:
-        theirs = Words(Segment.attach(fd, SIZE), 0, 4)
+        theirs = Words(Segment.attach(ours, SIZE), 0, 4)
         while theirs.load(1) == before:
             theirs.store(3, theirs.load(3) + 1)
             theirs.wait(1, before, 60)
@@ -70,3 +71,4 @@ def test_another_process_is_woken_by_the_word_it_sleeps_on(monkeypatch: pytest.M
     words.store(1, 42)
     assert sleeps.result() == "42"
     os.close(fd)
+    os.close(ours)

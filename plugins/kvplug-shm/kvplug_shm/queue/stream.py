@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplug import PeerGoneError
-from kvplug.transport import Connection, NamedExhaustion, Watch, close_after_fork
+from kvplug.transport import Connection, NamedExhaustion, Watch
 
 HEADER: Final = struct.Struct("<BB6xQQQ")
 """Kind, whether the message is a chunk, number of published messages, bytes of the head and of the body."""
@@ -74,6 +74,7 @@ class Stream:
 
         ``silence_s``: the silence that counts as death; ``None``: both ends have a pidfd.
         """
+        self._connection = connection
         self._sock = connection.sock
         self._pidfd = pidfd
         self._silence_s = silence_s
@@ -85,7 +86,6 @@ class Stream:
         self._is_dead = False
         self._sending = threading.RLock()
         self.num_sent_bytes = 0
-        close_after_fork(self)
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Send all bytes of the parts, waiting for room.
@@ -181,10 +181,7 @@ class Stream:
         """Close the descriptors. For the receiving thread, as its last call."""
         self.hang_up()
         with self._sending:
-            self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
-        self._sock.close()
+            self._connection.close()
         self.close_pidfd()
 
     def close_pidfd(self) -> None:
@@ -192,9 +189,6 @@ class Stream:
         pidfd, self._pidfd = self._pidfd, None
         if pidfd is not None:
             os.close(pidfd)
-
-    def _after_fork_in_child(self) -> None:
-        self._close_descriptors()
 
 
 def _first_step(views: list[memoryview]) -> list[memoryview]:
