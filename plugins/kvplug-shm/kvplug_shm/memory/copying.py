@@ -1,4 +1,4 @@
-"""Bytes into shared memory and out of it.
+"""Bytes into shared memory.
 
 A slice assignment holds the interpreter's lock and has the smaller fixed cost; memmove, through ctypes,
 releases the lock, so that an engine's other threads run during a large copy.
@@ -20,8 +20,3 @@ stops the copy: it keeps the lock for 5 ms each time (64 KiB: 0.04 GB/s, against
 def into(view: memoryview, offset: int, source: memoryview) -> None:
     """Copy ``source`` to ``offset`` of ``view``; both are flat bytes. Raises ValueError if it is too long."""
     copy_bytes(view[offset : offset + len(source)], source, RELEASE_GIL_BYTES)
-
-
-def out_of(view: memoryview, offset: int, target: memoryview) -> None:
-    """Fill ``target`` with the bytes at ``offset`` of ``view``. Raises ValueError if there are fewer."""
-    copy_bytes(target, view[offset : offset + len(target)], RELEASE_GIL_BYTES)
