@@ -19,7 +19,7 @@ from kvplug import (
 )
 from kvplug.engine import Role, SchedulerConnector, WorkerConnector
 from kvplug_vllm.logs import join_vllm
-from kvplug_vllm.metadata import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
+from kvplug_vllm.metadata import KvplugConnectorMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.metrics import KvplugPromMetrics
 from kvplug_vllm.plugin import register
 from kvplug_vllm.ranks import log_address_of
@@ -36,7 +36,7 @@ from kvplug_vllm.releases.base import (
     unknown_names,
 )
 from kvplug_vllm.releases.cache import layout_to_require
-from kvplug_vllm.scheduler import SchedulerSide
+from kvplug_vllm.scheduler import KvplugConnectorScheduler
 from kvplug_vllm.translate import (
     cache_of,
     can_rewind,
@@ -47,7 +47,7 @@ from kvplug_vllm.translate import (
     parallelism_of,
     replays_steps,
 )
-from kvplug_vllm.worker import WorkerSide
+from kvplug_vllm.worker import KvplugConnectorWorker
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -94,9 +94,9 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
         frees = frees_early(cache)
         if frees and not (FAILS_BY_REQUEST and ConnectorInfo(config, registry).connector_class.supports_hma):
             raise UnsupportedError(
-                f"connector {config.connector!r} serves one KV cache group that keeps its blocks, and this"
-                f" model has {len(cache.groups)} groups, or frees blocks that leave a window: start this"
-                " server with --disable-hybrid-kv-cache-manager"
+                f"connector {config.connector!r} supports one KV cache group that keeps its blocks, but this"
+                f" model has {len(cache.groups)} groups, or frees blocks outside a window: start this server"
+                " with --disable-hybrid-kv-cache-manager"
             )
         in_step = can_rewind(vllm_config) and not frees and not replays_steps(vllm_config)
         if side == "scheduler":
@@ -113,9 +113,9 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
             registry=registry,
         )
         if isinstance(built, WorkerConnector):
-            self._worker = WorkerSide(built, cache, which=which, fails_requests=frees)
+            self._worker = KvplugConnectorWorker(built, cache, which=which, fails_requests=frees)
         else:
-            self._scheduler = SchedulerSide(
+            self._scheduler = KvplugConnectorScheduler(
                 built,
                 which=which,
                 tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
@@ -133,15 +133,15 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # Where vLLM replays whole steps all loads are in the background, whatever the role, which it does not
-        # state here: what is left is how a producer saves.
+        # vLLM does not pass the role here. When it replays whole steps, every load runs in the background, so
+        # only a producer's saves can need the hooks.
         return ConnectorInfo(
             attrs.evolve(config_of_extra(extra_config), role=Role.PRODUCER)
         ).needs_layer_hooks
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return False  # cache_of refuses it where vLLM does not ask
+        return False  # cache_of refuses it if vLLM does not ask
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplugStats:
@@ -224,7 +224,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
         return self._scheduler.connector.requires_kv_delivery
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._scheduler.set_handshake_metadata({(0, rank): said for rank, said in metadata.items()})
+        self._scheduler.set_handshake_metadata({(0, rank): each for rank, each in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -248,7 +248,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
     ) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvplugMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvplugConnectorMetadata:
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -275,16 +275,16 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
         if self._scheduler.connector.reset_cache():
             return True
         _log.warning(
-            "vLLM fails what needs this reset. After a failed POST /pause the server is paused, and POST"
-            " /resume continues; POST /pause?clear_cache=false pauses it without a reset"
+            "vLLM fails the operation that needs this reset. After a failed POST /pause the server stays"
+            " paused until POST /resume; POST /pause?clear_cache=false pauses it without a reset"
         )
         return False
 
 
-def _ours(metadata: KVConnectorMetadata) -> KvplugMetadata:
-    if not isinstance(metadata, KvplugMetadata):
+def _ours(metadata: KVConnectorMetadata) -> KvplugConnectorMetadata:
+    if not isinstance(metadata, KvplugConnectorMetadata):
         raise ConfigError(
-            f"the metadata of this step is a {type(metadata).__name__}: scheduler and worker were given"
+            f"this step's metadata is a {type(metadata).__name__}: the scheduler and the worker have"
             " different connectors"
         )
     return metadata

@@ -1,4 +1,4 @@
-"""Which kinds of KV cache are served, and why the others are not."""
+"""The supported kinds of KV cache, and why the others are not supported."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 _WHY_NOT = {
-    "MambaSpec": "a recurrent state is overwritten by every token, and no page of tokens has that state",
-    "ChunkedLocalAttentionSpec": "blocks of earlier chunks are freed by another rule than a window's",
+    "MambaSpec": "every token overwrites its recurrent state, which a page of tokens does not contain",
+    "ChunkedLocalAttentionSpec": "blocks are freed by chunks, not by a sliding window",
     "SlidingWindowMLASpec": "several tokens share one state of compressed latent attention",
     "CrossAttentionSpec": "its KV belongs to an encoder's input, not to the prompt's tokens",
     "EncoderOnlyAttentionSpec": "it keeps no KV between steps",
-    "SinkFullAttentionSpec": "its blocks begin with attention sinks, which are no tokens",
+    "SinkFullAttentionSpec": "its blocks begin with attention sinks, which are not tokens",
     "RSWASpec": "blocks in the middle of a request are freed while it runs",
     "CircularBufferSpec": "its blocks are a ring that a running request overwrites",
     "HiddenStateCacheSpec": "its blocks are hidden states",
 }
-"""By the name of vLLM's class, which not every release has."""
+"""Reasons by the name of vLLM's class, since not every release has the class."""
 
 
 def spec_of(spec: KVCacheSpec) -> AttentionSpec:
     """The spec, if its blocks are keys and values (or latents) of ``block_size`` tokens.
 
     Raises:
-        UnsupportedError: they are something else; the message says which kind it is, and why it is not moved.
+        UnsupportedError: they are something else; the message names the kind and the reason.
     """
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -52,20 +52,20 @@ def spec_of(spec: KVCacheSpec) -> AttentionSpec:
         spec = spec_of_all(spec)
     name = type(spec).__name__
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
-        why = _WHY_NOT.get(name, "this kind is not known to kvplug-vllm")
+        why = _WHY_NOT.get(name, "kvplug-vllm does not know this kind")
         raise UnsupportedError(
             f"{name}: {why}; kvplug moves the KV of full attention, of sliding windows and of latent"
             " attention. Start this model without a connector"
         )
     if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         raise UnsupportedError(
-            f"a KV cache quantised as {spec.kv_quant_mode.name} is not moved: its scales differ from token to"
-            " token, and vLLM does not say where they lie. Set --kv-cache-dtype to fp8, fp8_e5m2 or auto"
+            f"a KV cache quantised as {spec.kv_quant_mode.name} is not supported: its scales differ between"
+            " tokens, and vLLM does not declare their place. Set --kv-cache-dtype to fp8, fp8_e5m2 or auto"
         )
     if extras := extras_of(spec):
         raise UnsupportedError(
-            f"{name} with {extras}: its blocks are not plain keys and values of each token, and nothing else;"
-            " start this model without a connector"
+            f"{name} with {extras}: its blocks are not plain keys and values of each token; start this model"
+            " without a connector"
         )
     if not is_latent(spec) and spec.head_size_v != spec.head_size:
         raise UnsupportedError(
@@ -100,19 +100,19 @@ def check_groups(cache: KVCacheConfig, specs: Sequence[AttentionSpec]) -> None:
     Raises:
         UnsupportedError: they cannot; the message says why, and what to change.
     """
-    alone = "start this server with --disable-hybrid-kv-cache-manager, or without a connector"
+    advice = "start this server with --disable-hybrid-kv-cache-manager, or without a connector"
     if len(specs) != len(cache.kv_cache_groups):
         raise UnsupportedError(
             f"{len(cache.kv_cache_groups) - len(specs)} of the {len(cache.kv_cache_groups)} KV cache groups"
-            " are copies that vLLM keeps out of transfers (HiSparse), and kvplug knows no loads without"
-            " them; start this server without a connector"
+            " are copies that vLLM does not transfer (HiSparse), and kvplug cannot load without them; start"
+            " this server without a connector"
         )
     if len(specs) == 1 and not frees_blocks(specs[0]):
         check_window(specs[0])
         return
     if any(getattr(group, "is_eagle_group", False) for group in groups_of(cache)):
         raise UnsupportedError(
-            f"a draft model beside layers with a window: it reads tokens after those of a page; {alone}"
+            f"a draft model beside layers with a window reads tokens after those of a page; {advice}"
         )
     shapes = {
         (is_latent(spec), spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype, spec.kv_quant_mode)
@@ -125,8 +125,8 @@ def check_groups(cache: KVCacheConfig, specs: Sequence[AttentionSpec]) -> None:
             for spec in dict.fromkeys(specs)
         )
         raise UnsupportedError(
-            f"blocks of the model's KV cache groups differ ({sizes}), and a page has the layers of all"
-            f" groups; {alone}"
+            f"blocks of the model's KV cache groups differ ({sizes}), but a page has the layers of all"
+            f" groups; {advice}"
         )
 
 
@@ -153,10 +153,10 @@ def quantisation_of(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
 
 
 def scales_of(vllm_config: VllmConfig, spec: AttentionSpec, layer_names: Iterable[str]) -> str:
-    """What a block format says of the scales of a quantised cache: a hash over those of all layers.
+    """The part of a block format for a quantised cache: a hash over the scales of all layers.
 
-    Pages of other scales are then pages of another format. Empty for a cache that is not quantised, and in
-    the scheduler's process, which has no layers.
+    So pages with other scales have another format. Empty for an unquantised cache, and in the scheduler's
+    process, which has no layers.
     """
     if not quantisation_of(vllm_config, spec):
         return ""

@@ -46,7 +46,7 @@ class StepLoads:
         )
 
     def end(self, invalid_block_ids: set[int]) -> set[int]:
-        """The step is reported. Returns the blocks that failed to load, or were computed from those."""
+        """End a reported step. Returns the blocks that failed to load, or were computed from such blocks."""
         blocks = set[int]()
         for load in self._loads:
             at = next((at for at, block in enumerate(load.block_ids) if block in invalid_block_ids), None)
@@ -58,27 +58,27 @@ class StepLoads:
 class CountedLoads:
     """Corrects a request's ``cached_tokens`` when its load has failed.
 
-    vLLM counts the tokens of a load when it is planned, and not again when it computes them itself.
+    vLLM counts a load's tokens when it is planned, and does not correct this if it computes them itself.
     """
 
     def __init__(self) -> None:
         self._loads: dict[str, tuple[VllmRequest, int, int]] = {}
 
     def add(self, request: VllmRequest, start: int, num_tokens: int) -> None:
-        """So many tokens from ``start`` on are to be loaded."""
+        """Record a planned load of ``num_tokens`` tokens from ``start`` on."""
         self._loads[request.request_id] = request, start, num_tokens
 
     def correct(self, scheduled: Iterable[ScheduledRequest]) -> None:
-        """A step is planned: a request that computes what was to be loaded has loaded less.
+        """Lower the counts of the planned step's requests that compute tokens of their load.
 
-        A request whose first token is out, or that was preempted, has been counted.
+        The count of a preempted request, or of one with its first token, is final.
         """
         for each in scheduled if self._loads else ():
             load = self._loads.get(each.request_id)
             if load is None:
                 continue
             request, start, num_tokens = load
-            stats = getattr(request, "prefill_stats", None)  # some releases count in another way
+            stats = getattr(request, "prefill_stats", None)  # some releases count differently
             if stats is None or request.num_preemptions:
                 self.forget(each.request_id)
                 continue
@@ -92,5 +92,5 @@ class CountedLoads:
                 self._loads[each.request_id] = request, start, loaded
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Remove an ended request."""
         self._loads.pop(request_id, None)

@@ -11,11 +11,11 @@ _VLLM = "vllm"
 
 
 def join_vllm(registry: Registry) -> None:
-    """Let kvplug and all its plugins log through vLLM's handlers, at vLLM's level.
+    """Make kvplug and all its plugins log through vLLM's handlers, at vLLM's level.
 
     Without a handler, Python prints only the text of warnings on stderr, and nothing below that level. A
-    logger that already has a handler or a level is not changed. If vLLM's logging is not configured, no
-    logger is changed.
+    logger with a handler or a level is not changed. If vLLM's logging is not configured, no logger is
+    changed.
     """
     theirs = logging.getLogger(_VLLM)
     targets = (spec.target if isinstance(spec, CommandSpec) else spec.factory for _, spec in registry)

@@ -17,7 +17,7 @@ from kvplug_vllm.releases.base import (
 
 
 @dataclasses.dataclass
-class KvplugMetadata(KVConnectorMetadata):
+class KvplugConnectorMetadata(KVConnectorMetadata):
     """From the scheduler side to every worker, once a step."""
 
     plan: Plain
@@ -26,7 +26,7 @@ class KvplugMetadata(KVConnectorMetadata):
     """Requests that are scheduled for the first time."""
     preempted: frozenset[str] = frozenset()
     unloaded: frozenset[int] = frozenset()
-    """Blocks to report as failed: vLLM counts on their load, and the connector has refused it."""
+    """Blocks to report as failed: vLLM expects their load, but the connector refused it."""
     newly_pending: NewlyPending = dataclasses.field(default_factory=NewlyPending)
     """Requests that vLLM waits for from this step on."""
 
@@ -61,8 +61,8 @@ class KvplugStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        """``stats["data"]``: before 0.30 vLLM reads the stats of a MultiConnector's children in this way, as
-        if they were serialised, and in an engine of one process they are not.
+        """``stats["data"]``: before 0.30, vLLM reads the stats of a MultiConnector's children as if they were
+        serialised, although a single-process engine does not serialise them.
         """
         return getattr(self, name)
 

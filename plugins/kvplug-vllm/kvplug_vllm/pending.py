@@ -1,4 +1,4 @@
-"""Which requests vLLM waits for: it keeps their blocks until a worker names them."""
+"""Tracks the requests whose blocks vLLM keeps until a worker reports them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class NewlyPending:
     """Requests that vLLM begins to wait for in one step."""
 
     held: frozenset[str] = frozenset()
-    """Their blocks are held until they are named as sent."""
+    """Their blocks are held until they are reported as sent."""
     loading: frozenset[str] = frozenset()
-    """They load until they are named as received."""
+    """They load until they are reported as received."""
     settling: frozenset[str] = frozenset()
-    """Those of ``loading`` whose load ends in the same step."""
+    """The loading requests whose load ends in the same step."""
     block_ids: Mapping[str, frozenset[int]] = attrs.field(factory=dict)
-    """The blocks of those of ``loading`` whose failure is reported by request."""
+    """The blocks of each loading request whose failure is reported by request."""
 
 
 class PendingRequests:
     """Requests that load, or that have ended and whose blocks are held.
 
-    vLLM frees a request's blocks when the request is named, and fails an assertion if it is named again, so
-    the connector makes it wait for one name only. In a MultiConnector, one child may load a request whose
-    blocks another child would hold.
+    vLLM frees a request's blocks when the request is reported, and fails an assertion if it is reported
+    again, so the connector makes it wait for one report only. In a MultiConnector, one child may load a
+    request whose blocks another child would hold.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class PendingRequests:
         self._new = NewlyPending()
 
     def allocate(self, request_id: str) -> None:
-        """The request has blocks, and this connector loads nothing for it in the background."""
+        """Record a request with blocks that this connector does not load in the background."""
         self._loaded_by_sibling.add(request_id)
 
     def load(self, request_id: str, *, settles: bool, block_ids: frozenset[int] | None = None) -> None:
-        """The request waits for a load.
+        """Record a request that waits for a load.
 
         Args:
-            settles: it ends in its step, without the connector's report.
+            settles: the load ends in its step, without the connector's report.
             block_ids: its blocks, if its failure is reported by request.
         """
         self._loading.add(request_id)
@@ -62,31 +62,31 @@ class PendingRequests:
         self._new = attrs.evolve(self._new, loading=loading, settling=settling)
 
     def end(self, request_id: str, *, keeps: bool) -> bool:
-        """The request has ended, and the connector may keep its blocks. Returns whether vLLM waits for it."""
-        elsewhere = request_id in self._loaded_by_sibling
+        """Record a request's end. Returns whether vLLM waits for it, if the connector keeps its blocks."""
+        loads_elsewhere = request_id in self._loaded_by_sibling
         self._loaded_by_sibling.discard(request_id)
         if not keeps:
             return False
-        if elsewhere:
+        if loads_elsewhere:
             _log.error(
                 "the connector keeps the blocks of %s, into which another connector still loads: they are"
                 " freed when that load has ended",
                 request_id,
             )
             return False
-        if request_id not in self._loading:  # a request that still loads is named as received instead
+        if request_id not in self._loading:  # a request that still loads is reported as received instead
             self._held.add(request_id)
             self._new = attrs.evolve(self._new, held=self._new.held | {request_id})
         return True
 
     def begin_step(self, scheduled: Iterable[str]) -> NewlyPending:
-        """A step is planned. Returns the requests that the workers must know of."""
+        """Begin a planned step. Returns the requests that the workers must track."""
         self._loaded_by_sibling.difference_update(scheduled)
         new, self._new = self._new, NewlyPending()
         return new
 
     def settle(self, sent: Set[str], received: Set[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """These requests were named. Returns those that this connector held, or loaded in the background."""
+        """Remove reported requests. Returns those that this connector held, or loaded in the background."""
         ours = frozenset(sent & self._held), frozenset(received & self._loading - self._settling)
         self._held -= sent
         self._loading -= received

@@ -1,4 +1,4 @@
-"""Ranks of data parallelism, each of which is an engine of its own."""
+"""Data-parallel ranks. Each is a separate engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _log = logging.getLogger(__name__)
 
 
 def log_address_of(rank: int, config: Config) -> None:
-    """Log where data-parallel rank ``rank`` is found, or that it loads from one rank of its producer only.
+    """Log the address of data-parallel rank ``rank``, or that it loads from one rank of its producer only.
 
-    vLLM gives a request to any rank, at both servers, and the numbers of ranks may differ. So a consumer has
-    to name each rank of its producer. An engine cannot check this: in a model without experts it knows
-    its rank, but not how many there are.
+    At both servers vLLM gives a request to any rank, and the numbers of ranks may differ. So a consumer must
+    name each rank of its producer. An engine cannot check this: for a model without experts it knows its
+    rank, but not the number of ranks.
     """
     if not rank:
         return
@@ -28,8 +28,8 @@ def log_address_of(rank: int, config: Config) -> None:
         )
     elif not config.peers:
         _log.warning(
-            'data-parallel rank %d has no "peers" in its extra config, so it looks for one rank of the'
-            " producer only, at %s; name the address of each rank of the producer there",
+            'data-parallel rank %d has no "peers" in its extra config, so it connects to only one rank of the'
+            " producer, at %s; list the addresses of all its ranks there",
             rank,
             address,
         )

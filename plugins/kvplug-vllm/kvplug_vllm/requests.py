@@ -35,7 +35,7 @@ class Requests:
         ):
             if known is not None and known.num_prompt_tokens == request.num_prompt_tokens:
                 extra = known.extra
-            else:  # also if a streaming session continues, perhaps with more media
+            else:  # also if a streaming session continues: it may add media
                 extra = extra_of(request)
             known = Request(
                 request_id=request.request_id,
@@ -51,7 +51,7 @@ class Requests:
         return known
 
     def token_ids(self, request_id: str) -> Sequence[int]:
-        """The tokens of a request that vLLM knows by now: no drafts, and no placeholders of a step ahead."""
+        """A request's tokens so far, without drafts and placeholders of a step planned ahead."""
         token_ids: Sequence[int] = self._live[request_id].all_token_ids
         return token_ids
 
@@ -61,7 +61,7 @@ class Requests:
 
 
 def extra_of(request: VllmRequest) -> bytes:
-    """The inputs besides its tokens that a request's KV depends on: those in vLLM's own block hashes.
+    """The inputs besides its tokens that a request's KV depends on, as in vLLM's block hashes.
 
     The adapter, by its name and its weights; every media item with its position; the cache salt; embeddings
     instead of tokens. Empty for a request of tokens only.

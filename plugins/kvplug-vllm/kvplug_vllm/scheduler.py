@@ -23,8 +23,8 @@ from kvplug.engine import (
 from kvplug.net.wire import decode
 from kvplug_vllm.loads import CountedLoads, StepLoads
 from kvplug_vllm.metadata import (
+    KvplugConnectorMetadata,
     KvplugHandshakeMetadata,
-    KvplugMetadata,
     KvplugStats,
     KvplugWorkerMetadata,
 )
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_LOGGED = 20
-"""Types of hints: their names come from outside."""
+"""How many types of hints are logged: clients choose their names."""
 _NULL_BLOCK = 0
-"""The first block of vLLM's pool, which no request gets: it stands where a request has no block."""
+"""The first block of vLLM's pool, which marks a missing block and belongs to no request."""
 
 
-class SchedulerSide:
+class KvplugConnectorScheduler:
     """One SchedulerConnector in vLLM's scheduler.
 
-    It also tracks the requests that vLLM waits for (:class:`PendingRequests`), and sends them to the workers:
-    a worker must not pass on a name that vLLM does not wait for, since that would end vLLM's engine.
+    It tracks the requests that vLLM waits for (:class:`PendingRequests`) and sends them to the workers: a
+    worker that reports any other request ends vLLM's engine.
 
-    And it ensures that KV whose load failed is not used. vLLM assumes at once that a load which its step
-    needs has succeeded; until the step is reported, other requests wait for it (:class:`StepLoads`). If vLLM
-    cannot rewind, that report is too late for the request itself: the next step is already planned, or
-    computes the missing tokens at the wrong position. If vLLM replays whole steps that it has captured, no
-    call between layers can wait. So there the connector is asked to load everything in the background. If it
-    cannot, the request waits as well: vLLM is told that the load is in the background,
-    and the workers name the request as received in the step that loads, which waits for the load. So it does
-    if vLLM has not bound its pool of blocks, from which the blocks of a failed load are evicted.
+    It also ensures that KV whose load failed is not used. If a step needs a load, vLLM assumes at once that
+    the load succeeds; other requests wait until the step is reported (:class:`StepLoads`). If vLLM cannot
+    rewind, that report is too late for the request itself: the next step is already planned, or computes the
+    missing tokens at the wrong position. If vLLM replays whole captured steps, no call between layers can
+    wait. In both cases the connector is asked to load everything in the background. If it cannot, the adapter
+    still declares a background load, so that the request waits; the workers report the request as received in
+    the step that loads, which waits for the load. The adapter does the same if vLLM has not bound its block
+    pool, from which the blocks of a failed load are evicted.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class SchedulerSide:
         """
         Args:
             loads_in_step: a load may be part of the step that needs it; otherwise the request waits for it.
-            fails_requests: vLLM is told of failed loads by their requests, not by their blocks.
+            fails_requests: failed loads are reported to vLLM by request, not by block.
         """
         self.connector = connector
         self._groups = tuple(groups)
         self._fails_requests = fails_requests
         self._loading: dict[str, frozenset[int]] = {}
-        """The blocks of requests that load, if their failures are told by request."""
+        """The blocks of loading requests, if failures are reported by request."""
         self._ended: set[str] = set()
-        """Requests that have ended since the last report: it may say that their load failed."""
+        """Requests that ended since the last report, which may still contain their failed loads."""
         self._which = which
         self._tensor_parallel_size = tensor_parallel_size
         self._loads_in_step = loads_in_step
@@ -94,34 +94,34 @@ class SchedulerSide:
         self._tables = block_tables()
         self._requests = Requests()
         self._step = 0
-        self._answers: dict[str, _Answer] = {}
-        """Answers about requests whose blocks are not yet allocated."""
+        self._matches: dict[str, _Match] = {}
+        """Matches of requests whose blocks are not yet allocated."""
         self._pending = PendingRequests()
         self._step_loads = StepLoads()
         self._counted = CountedLoads()
         self._unloaded = frozenset[int]()
-        """Blocks that vLLM counts on in the next step, and that the connector does not load."""
+        """Blocks whose load vLLM expects in the next step, but the connector refused."""
         self._worker_events: list[CacheEvent] = []
         self._stats = TransferStats()
-        """What the adapter itself counts."""
+        """The adapter's own counters."""
         self._ignored_hints: set[str] = set()
 
     # -- one request ---------------------------------------------------------------------------
 
     def on_new_request(self, request: VllmRequest) -> None:
-        self._note_hints(request)
+        self._count_hints(request)
         self.connector.on_new_request(self._requests[request])
 
-    def _note_hints(self, request: VllmRequest) -> None:
-        """Count hints of an orchestrator (since vLLM 0.32): no connector of kvplug follows any."""
+    def _count_hints(self, request: VllmRequest) -> None:
+        """Count an orchestrator's hints (since vLLM 0.32), which kvplug's connectors ignore."""
         hints = getattr(request, "kv_hints", None)
         for action in () if hints is None else hints.actions:
             self._stats.fail("hint", "ignored")
             if action.action_type not in self._ignored_hints and len(self._ignored_hints) < _MAX_LOGGED:
                 self._ignored_hints.add(action.action_type)
                 _log.warning(
-                    "KV hints of the type %.100r are ignored (and counted): KV is loaded when a request needs"
-                    " it, and kept by its use",
+                    "KV hints of the type %.100r are ignored (and counted): kvplug loads KV when a request"
+                    " needs it, and evicts the least recently used",
                     action.action_type,
                 )
 
@@ -129,17 +129,17 @@ class SchedulerSide:
         self, request: VllmRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache:
-            return 0, False  # it needs the outputs of all its tokens; some releases of vLLM ask all the same
+            return 0, False  # it needs the outputs of all its tokens; some releases of vLLM still ask
         asked = self._requests[request]
         if self._step_loads.are_shared_by(asked, num_computed_tokens):
-            return None, False  # not yet: the next step knows whether the load has succeeded
+            return None, False  # ask again: the next step knows whether the load succeeded
         found, in_background = self.connector.get_num_new_matched_tokens(asked, num_computed_tokens)
         if found is None:
             return None, False
         left = request.num_tokens - num_computed_tokens
         if not 0 <= found <= left:
             _log.error(
-                "the connector would load %d tokens of %s, where %d are left: none are loaded",
+                "the connector offers to load %d tokens of %s, but %d are left: none are loaded",
                 found,
                 request.request_id,
                 left,
@@ -147,20 +147,20 @@ class SchedulerSide:
             found = 0
         # vLLM computes the last token again only after a load in the background.
         settles = not in_background and (not self._loads_in_step or self._pool is None or found == left)
-        self._answers[request.request_id] = _Answer(num_computed_tokens, in_background, settles)
+        self._matches[request.request_id] = _Match(num_computed_tokens, in_background, settles)
         return found, bool(found) and (in_background or settles)
 
     def update_state_after_alloc(
         self, request: VllmRequest, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         request_id, block_ids = request.request_id, self._block_ids(blocks.get_block_ids())
-        answer = self._answers.pop(request_id, None)
-        start = 0 if answer is None else answer.num_computed_tokens
-        waits = answer is not None and (answer.in_background or answer.settles)
-        settles = answer is not None and answer.settles
+        match = self._matches.pop(request_id, None)
+        start = 0 if match is None else match.num_computed_tokens
+        waits = match is not None and (match.in_background or match.settles)
+        settles = match is not None and match.settles
         try:
             self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
-        except Exception as e:  # which would end vLLM's engine
+        except Exception as e:  # it would end vLLM's engine
             _log.error("nothing is loaded for request %s: %s", request_id, e)
             self._stats.fail("load", reason_of(e))
             if num_external_tokens:
@@ -180,13 +180,13 @@ class SchedulerSide:
             self._step_loads.add(self._requests[request], start, *block_ids)
 
     def get_hit_sources(self, request: VllmRequest, num_external_tokens: int) -> dict[Any, int]:
-        """By vLLM's ``CacheHitSource``; what it has no name for is its ``EXTERNAL_UNSPECIFIED``."""
+        """Tokens by vLLM's ``CacheHitSource``; other sources count as ``EXTERNAL_UNSPECIFIED``."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         names = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
         found: dict[Any, int] = {}
-        said = self.connector.get_hit_sources(self._requests[request], num_external_tokens)
-        for source, count in said.items():
+        sources = self.connector.get_hit_sources(self._requests[request], num_external_tokens)
+        for source, count in sources.items():
             name = names.get(source, CacheHitSource.EXTERNAL_UNSPECIFIED)
             found[name] = found.get(name, 0) + count
         return found
@@ -200,12 +200,12 @@ class SchedulerSide:
         )
         self._requests.forget(request_id)
         self._counted.forget(request_id)
-        self._answers.pop(request_id, None)
+        self._matches.pop(request_id, None)
         self._ended.add(request_id)
         return self._pending.end(request_id, keeps=keeps), params
 
     def _block_ids(self, tables: Iterable[Iterable[int]]) -> BlockIds:
-        """vLLM's block tables in kvplug's words: what a window has freed is vLLM's null block there."""
+        """vLLM's block tables in kvplug's form: vLLM's null block replaces those that a window freed."""
         return tuple(
             tuple(table)
             if group.window is None
@@ -214,7 +214,7 @@ class SchedulerSide:
         )
 
     def _blocks_from(self, num_computed_tokens: int, block_ids: BlockIds) -> frozenset[int]:
-        """The blocks that a load after these tokens writes into."""
+        """The blocks that a load after these tokens writes to."""
         return frozenset(
             block
             for table, group in zip(block_ids, self._groups, strict=True)
@@ -223,7 +223,7 @@ class SchedulerSide:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def build_connector_meta(self, output: VllmSchedulerOutput) -> KvplugMetadata:
+    def build_connector_meta(self, output: VllmSchedulerOutput) -> KvplugConnectorMetadata:
         self._step += 1
         preempted = frozenset(output.preempted_req_ids or ())
         tables, scheduled = self._tables(output), tuple(_scheduled(output))
@@ -239,7 +239,7 @@ class SchedulerSide:
             )
         )
         unloaded, self._unloaded = self._unloaded, frozenset()
-        return KvplugMetadata(
+        return KvplugConnectorMetadata(
             plan=plan,
             unloaded=unloaded,
             begun=frozenset(request.req_id for request in output.scheduled_new_reqs),
@@ -248,7 +248,7 @@ class SchedulerSide:
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        said, stats = output.kv_connector_worker_meta, output.kv_connector_stats
+        metadata, stats = output.kv_connector_worker_meta, output.kv_connector_stats
         sent, received = self._pending.settle(
             output.finished_sending or set(), output.finished_recving or set()
         )
@@ -261,14 +261,14 @@ class SchedulerSide:
         for request_id in {*(output.finished_recving or ()), *self._ended}:
             self._loading.pop(request_id, None)
         self._ended.clear()
-        if isinstance(said, KvplugWorkerMetadata):
-            self._worker_events += dict.fromkeys(said.events)  # several workers may report the same event
+        if isinstance(metadata, KvplugWorkerMetadata):
+            self._worker_events += dict.fromkeys(metadata.events)  # several workers may report one event
         self.connector.update_connector_output(
             WorkerOutput(
                 finished_sending=sent,
                 finished_recving=received,
                 invalid_block_ids=invalid,
-                worker_metadata=said.parts if isinstance(said, KvplugWorkerMetadata) else (),
+                worker_metadata=metadata.parts if isinstance(metadata, KvplugWorkerMetadata) else (),
                 stats=stats.data if isinstance(stats, KvplugStats) and stats.data else None,
             )
         )
@@ -299,9 +299,9 @@ class SchedulerSide:
         A MultiConnector passes the metadata of its first child that has any to all of its children.
         """
         ours = {
-            pipeline_rank * self._tensor_parallel_size + tensor_rank: decode(said.payload)
-            for (pipeline_rank, tensor_rank), said in metadata.items()
-            if isinstance(said, KvplugHandshakeMetadata) and said.which == self._which
+            pipeline_rank * self._tensor_parallel_size + tensor_rank: decode(each.payload)
+            for (pipeline_rank, tensor_rank), each in metadata.items()
+            if isinstance(each, KvplugHandshakeMetadata) and each.which == self._which
         }
         if metadata and not ours:
             _log.info("vLLM passes a sibling's handshake metadata, not that of %s", self._which)
@@ -309,14 +309,14 @@ class SchedulerSide:
 
 
 @attrs.frozen
-class _Answer:
-    """The connector's answer about a request's load."""
+class _Match:
+    """A load that the connector offers for a request."""
 
     num_computed_tokens: int
-    """The first token that it would load."""
+    """The first token to load."""
     in_background: bool
     settles: bool
-    """vLLM waits for it, and the connector ends it within its step."""
+    """vLLM waits for the load, which ends within its step."""
 
 
 def _scheduled(output: VllmSchedulerOutput) -> Iterator[ScheduledRequest]:

@@ -2,8 +2,8 @@
 "module_path": "kvplug_vllm.tier", ...}]``.
 
 vLLM copies chunks of its KV cache into host memory (the primary tier) and from there into secondary tiers. It
-calls a tier in its scheduler, where no call may wait: so lookups of one step are asked together at its end,
-and their answers are there in a later step.
+calls a tier in its scheduler, where no call may wait. So the lookups of one step are sent together at its
+end, and a later step gets their results.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ check_tiers()
 
 ENGINE: Final = "vllm-tier"
 _LEASE_S: Final = 60.0
-"""How long a page that was found is not evicted, at least, where the store can do that."""
+"""The minimum time that a found page is not evicted, if the store has leases."""
 _LATE_S: Final = 5.0
-"""How long after its deadline a job may still copy."""
+"""The time after its deadline that a job may still copy."""
 
 
 def namespace_of(spec: OffloadingSpec, own: str) -> bytes:
-    """What the bytes of a chunk depend on beside vLLM's key, as the files of vLLM's own tier name it.
+    """What a chunk's bytes depend on besides vLLM's key, as in the file names of vLLM's own tier.
 
-    ``own``: what the operator adds. The release of vLLM is part of it, since another one may order the inside
-    of blocks in another way.
+    It includes vLLM's release, since another one may order the inside of blocks differently. ``own``: the
+    operator's addition.
     """
     mapper = FileMapper.from_offloading_spec(
         root_dir="",
@@ -85,15 +85,15 @@ def _member(kind: Any, key: str, value: Any) -> Any:
 class KvplugTier(SecondaryTierManager):
     """Keeps the chunks of vLLM's primary tier in a kvplug store.
 
-    vLLM calls it from one thread at a time: its scheduler's, and since 0.33 others under a lock that it holds
-    meanwhile. No call waits but :meth:`drain_jobs` and :meth:`shutdown`. When a job is told as finished, the
-    store touches its part of the primary tier no more. A failure of the store is a miss or a failed job.
+    vLLM calls it from one thread at a time: its scheduler's, and since 0.33 also others, under vLLM's lock.
+    Only :meth:`drain_jobs` and :meth:`shutdown` wait. After a job is reported as finished, the store no
+    longer accesses its part of the primary tier. A failure of the store is a miss or a failed job.
 
     Raises (the constructor):
         kvplug.ConfigError: the configuration is wrong; lists every fault.
         kvplug.KvplugError: any other error of ``kvplug.build_page_cache``.
 
-    Importing the module raises ``kvplug.UnsupportedError`` where vLLM's tiers have another interface.
+    Importing the module raises ``kvplug.UnsupportedError`` if vLLM's tiers have another interface.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class KvplugTier(SecondaryTierManager):
         Args:
             offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM. The view is [chunk,
                 byte].
-            namespace: what chunks depend on beside vLLM's keys, such as the revision of the model. Without
-                it, and without ``weights`` in ``config``, no other engine finds them, nor this one after a
-                restart: vLLM does not tell a tier which weights it has loaded.
-            medium: "CPU" or "STORAGE": under which of them vLLM counts hits, and requests choose tiers.
-            locality: "LOCAL" or "REMOTE", for requests that choose tiers by it.
+            namespace: what chunks depend on besides vLLM's keys, such as the model's revision. Without it,
+                and without ``weights`` in ``config``, neither another engine nor this one after a restart
+                finds them, since vLLM does not tell a tier which weights it loaded.
+            medium: "CPU" or "STORAGE", by which vLLM counts hits and requests choose tiers.
+            locality: "LOCAL" or "REMOTE", by which requests choose tiers.
             config: kvplug's own configuration.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -137,14 +137,14 @@ class KvplugTier(SecondaryTierManager):
         self.cache = build_page_cache(
             parsed, engine=ENGINE, namespace=namespace_of(offloading_spec, namespace), registry=registry
         )
-        """Where the chunks are kept."""
+        """The store of the chunks."""
         self.lookups = Lookups(self.cache.lookup, self.cache.release, max(_LEASE_S, 2 * parsed.timeout_s))
         self._bytes = primary_kv_view.cast("B")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._num_live = 0
         self._finished: deque[tuple[JobResult, tuple[OffloadKey, ...]]] = deque()
-        """With the keys that are misses from now on."""
+        """Results, with the keys that are misses from now on."""
 
     # -- lookup --------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class KvplugTier(SecondaryTierManager):
         results = []
         while self._finished:
             result, missed = self._finished.popleft()
-            self.lookups.miss(missed)  # or vLLM would find them again, and load them in vain, for ever
+            self.lookups.miss(missed)  # otherwise vLLM would find and load them again, in vain
             results.append(result)
         return results
 
@@ -223,10 +223,10 @@ class KvplugTier(SecondaryTierManager):
                     raise TimeoutError(f"{self._num_live} jobs of {self.cache!r} do not end")
 
     def shutdown(self) -> None:
-        """Give everything back. Idempotent.
+        """Release all resources. Idempotent.
 
         Raises:
-            kvplug.TimeoutError: a copy hangs: the primary tier must not be given back.
+            kvplug.TimeoutError: a copy hangs: the primary tier must not be freed.
         """
         if not self.cache.close():
             raise TimeoutError(f"a copy of {self.cache!r} from or into the primary tier does not end")
@@ -235,21 +235,21 @@ class KvplugTier(SecondaryTierManager):
 
 @attrs.define(eq=False)
 class _Answer:
-    """What is known of one key."""
+    """The lookup of one key."""
 
     found: bool | None = None
-    """``None``: nothing yet."""
+    """``None``: not known yet."""
     is_asked: bool = False
     num_leases: int = 0
     requests: set[str] = attrs.field(factory=set)
-    """Those that have asked, and go on."""
+    """The live requests that asked for the key."""
 
 
 class Lookups:
-    """Questions whether pages are there, which are asked together at the end of a step.
+    """Lookups of pages, sent together at the end of a step.
 
-    An answer is kept as long as a request goes on that has asked for it, and with it the lease on the page. A
-    request that begins after a miss asks again. For one thread.
+    An answer and its lease on the page are kept while a request that asked for the page is live. A request
+    that begins after a miss asks again. Not thread-safe.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Lookups:
         release: Callable[[Sequence[bytes]], None],
         lease_s: float,
     ) -> None:
-        """``lookup``, ``release``: of a page cache."""
+        """``lookup``, ``release``: methods of a page cache."""
         self._lookup = lookup
         self._release = release
         self._lease_s = lease_s
@@ -268,11 +268,11 @@ class Lookups:
         self._arrived: queue.SimpleQueue[list[tuple[OffloadKey, _Answer, bool]]] = queue.SimpleQueue()
 
     def __len__(self) -> int:
-        """Keys of which something is remembered."""
+        """The number of keys with an answer."""
         return len(self._answers)
 
     def ask(self, key: OffloadKey, request: str) -> bool | None:
-        """Whether the page is there; ``None``: not known yet."""
+        """Whether the store has the page; ``None``: not known yet."""
         self._take()
         answer = self._answers.get(key)
         if answer is None:
@@ -307,7 +307,7 @@ class Lookups:
         self._lookup([key for key, _ in asked], lease_s=self._lease_s).add_done_callback(ended)
 
     def miss(self, keys: Iterable[OffloadKey]) -> None:
-        """The pages were found, and could not be loaded."""
+        """Record pages that were found but could not be loaded."""
         for key in keys:
             answer = self._answers.get(key)
             if answer is not None:
@@ -315,14 +315,14 @@ class Lookups:
                 self._end_leases(key, answer)
 
     def forget(self, request: str) -> None:
-        """The request has finished."""
+        """Remove a finished request."""
         for key in self._keys_of.pop(request, ()):
             answer = self._answers[key]
             answer.requests.discard(request)
             self._drop_unused(key, answer)
 
     def _take(self) -> None:
-        """Note the answers that have come."""
+        """Record the answers that have arrived."""
         while True:
             try:
                 arrived = self._arrived.get_nowait()
@@ -337,8 +337,7 @@ class Lookups:
                 self._drop_unused(key, answer)
 
     def _drop_unused(self, key: OffloadKey, answer: _Answer) -> None:
-        """Forget an answer that no request waits for, but not while it is on its way: a lease may come with
-        it."""
+        """Forget an answer that no request needs, unless its lookup is running, which may return a lease."""
         if not answer.requests and (answer.found is not None or not answer.is_asked):
             self._end_leases(key, answer)
             if self._answers.get(key) is answer:

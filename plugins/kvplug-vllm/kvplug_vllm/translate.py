@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 def config_of(vllm_config: VllmConfig) -> Config:
     """The connector's configuration: ``--kv-transfer-config``, with kvplug's keys in its extra config.
 
-    Each rank of data parallelism is an engine. On one address, a rank takes the ports after those of the
-    previous rank.
+    Each data-parallel rank is an engine. On one address, its ports follow those of the previous rank.
 
     Raises:
         ConfigError: the configuration is wrong; lists every fault.
@@ -47,12 +46,12 @@ def config_of(vllm_config: VllmConfig) -> Config:
         source="kv-transfer-config",
     )
     parallel = vllm_config.parallel_config
-    before = parallel.data_parallel_index * parallel.world_size
-    return attrs.evolve(config, port_offset=config.port_offset + before) if before else config
+    offset = parallel.data_parallel_index * parallel.world_size
+    return attrs.evolve(config, port_offset=config.port_offset + offset) if offset else config
 
 
 def config_of_extra(extra: Mapping[str, Any]) -> Config:
-    """The configuration as far as the extra config alone gives it: without the role that vLLM has.
+    """The configuration from the extra config alone, without vLLM's role.
 
     Raises:
         ConfigError: as :func:`config_of`.
@@ -72,20 +71,20 @@ def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise UnsupportedError(
-            "under an external launcher each rank schedules by itself and knows of its own loads only, so the"
+            "under an external launcher each rank schedules by itself and knows only its own loads, so the"
             " ranks would diverge; let vLLM start its workers (distributed_executor_backend 'mp' or 'ray')"
         )
     if getattr(parallel, "enable_fault_tolerance", False):
         raise UnsupportedError(
-            "with enable_fault_tolerance vLLM repeats the workers' reports of a failed step with those of the"
-            " next one, and kvplug takes one report of each worker and step; start this server without"
+            "with enable_fault_tolerance vLLM repeats the workers' reports of a failed step in the next one,"
+            " but kvplug expects one report per worker and step; start this server without"
             " --enable-fault-tolerance"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
             raise UnsupportedError(
-                f"{name} is {getattr(parallel, name)}: with it one rank holds some tokens of a block only,"
-                " and kvplug moves whole blocks; set it to 1"
+                f"{name} is {getattr(parallel, name)}: then a rank holds only some tokens of a block, but"
+                " kvplug moves whole blocks; set it to 1"
             )
     first, end = vllm_config.model_config.get_layers_start_end_indices(parallel)
     return Parallelism(
@@ -103,13 +102,13 @@ def can_rewind(vllm_config: VllmConfig) -> bool:
 
     It cannot if the next step is planned before the failure is known (asynchronous scheduling, pipeline
     parallelism), nor with vLLM's second model runner, which sets the number of computed tokens on its device
-    when the request starts, and afterwards only increases it (0.32).
+    when the request starts, and then only increases it (0.32).
     """
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
 
 
 def replays_steps(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM replays whole steps that it has captured (full CUDA graphs): no call between layers."""
+    """Whether vLLM replays whole captured steps (full CUDA graphs), without calls between layers."""
     return bool(vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
 
 
@@ -171,7 +170,7 @@ def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig
         )
     vllm_groups = groups_of(cache)
     if not vllm_groups:
-        raise UnsupportedError("this model has no KV cache that could be moved")
+        raise UnsupportedError("this model has no KV cache to move")
     specs = [spec_of(group.kv_cache_spec) for group in vllm_groups]
     check_groups(cache, specs)
     layers = sorted((name for group in vllm_groups for name in group.layer_names), key=_place_of)
@@ -194,10 +193,10 @@ def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig
 
 
 def frees_early(cache: KVCacheConfig) -> bool:
-    """Whether blocks of a running request may be gone, or be in several groups.
+    """Whether a running request may lose blocks, or has blocks in several groups.
 
-    vLLM then reports a failed load by its request (``failed_recving``): it cannot tell from blocks where the
-    request has to begin again.
+    Failed loads are then reported by request (``failed_recving``): from blocks alone, vLLM could not tell
+    where the request has to resume.
     """
     return len(cache.groups) > 1 or any(group.window is not None for group in cache.groups)
 
@@ -215,7 +214,7 @@ def in_memory_order(tensor: Tensor, layout: KVLayout) -> Tensor:
     """
     if layout.num_blocks is not None and tensor.shape[0] > layout.num_blocks:
         raise LayoutError(
-            f"vLLM's kernels work on {tensor.shape[0]} blocks where its scheduler counts {layout.num_blocks}:"
+            f"vLLM's kernels work on {tensor.shape[0]} blocks, but its scheduler counts {layout.num_blocks}:"
             f" choose a --block-size that they do not split (below {layout.block_size})"
         )
     tensor, letters = as_logical(tensor), "BHTD"

@@ -22,11 +22,11 @@ _FORMATS = frozenset(
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> str:
-    """The fingerprint of the safetensors files that this engine loads, a draft model's included; empty if
-    that of one of the models is not known.
+    """The fingerprint of the safetensors files that this engine loads, including a draft model's; empty if
+    either is unknown.
 
-    It is that of :func:`kvplug.engine.checkpoint_fingerprint`. Weights that are quantised while loading
-    differ from the files, so the fingerprint includes the quantisation.
+    It is :meth:`kvplug.engine.Checkpoint.fingerprint`. Weights that are quantised while loading differ from
+    the files, so the fingerprint includes the quantisation.
     """
     model, speculative = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
     draft = None if speculative is None else speculative.draft_model_config
@@ -42,7 +42,7 @@ def _fingerprint_of(model: ModelConfig, load: LoadConfig) -> str:
     folder = _folder_of(model.model_weights or model.model, model.revision, load.download_dir)
     files = _files_of(folder, load.load_format) if folder is not None else ()
     if not files:
-        _log.info("no safetensors files of %s are found", model.model)
+        _log.info("found no safetensors files of %s", model.model)
         return ""
     try:
         return Checkpoint.fingerprint(files) + _quantised(model)
@@ -52,10 +52,9 @@ def _fingerprint_of(model: ModelConfig, load: LoadConfig) -> str:
 
 
 def fingerprint_of_adapter(path: str) -> str:
-    """The fingerprint of the LoRA adapter in this folder; a text of this process's own if its files cannot be
-    read.
+    """The fingerprint of the LoRA adapter in this folder; unique to this process if its files cannot be read.
 
-    A second call is cheap: it looks at the files' times and sizes, and reads them only if those changed.
+    A second call is cheap: it reads the files only if their times or sizes changed.
     """
     folder = _folder_of(str(Path(path).expanduser()), None, None)
     try:
@@ -71,9 +70,9 @@ def fingerprint_of_adapter(path: str) -> str:
 @functools.cache  # one warning
 def _unknown_adapter(path: str, why: str) -> str:
     _log.warning(
-        "the weights of the LoRA adapter %s are unknown (%s): KV of its requests is this engine's own, and"
-        " neither other engines nor its next start can load it. If they may, give the adapter as PEFT's"
-        " files: adapter_model.safetensors, adapter_config.json",
+        "the weights of the LoRA adapter %s are unknown (%s): only this process can load the KV of its"
+        " requests. To share the KV, provide the adapter as PEFT's files: adapter_model.safetensors,"
+        " adapter_config.json",
         path,
         why,
     )

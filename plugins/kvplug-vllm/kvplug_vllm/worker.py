@@ -11,8 +11,8 @@ import torch
 from kvplug.engine import KVCacheConfig, KVLayout, LayoutError, WorkerConnector
 from kvplug.net.wire import encode
 from kvplug_vllm.metadata import (
+    KvplugConnectorMetadata,
     KvplugHandshakeMetadata,
-    KvplugMetadata,
     KvplugStats,
     KvplugWorkerMetadata,
 )
@@ -29,18 +29,17 @@ def _outside_inference_mode(call: _Call) -> _Call:
     return wrapped
 
 
-class WorkerSide:
+class KvplugConnectorWorker:
     """One WorkerConnector in one of vLLM's workers.
 
-    vLLM runs its model, and these calls, in torch's inference mode. A thread outside this mode can never
-    write to a tensor that was made inside it, and connectors have threads: so every call leaves the mode
-    first.
+    vLLM runs its model and these calls in torch's inference mode. A thread outside this mode can never write
+    to a tensor that was made inside it, and connectors have threads. So each call leaves the mode first.
     """
 
     def __init__(
         self, connector: WorkerConnector, cache: KVCacheConfig, *, which: str, fails_requests: bool = False
     ) -> None:
-        """``fails_requests``: vLLM is told of failed loads by their requests, not by their blocks."""
+        """``fails_requests``: failed loads are reported to vLLM by request, not by block."""
         self.connector = connector
         self._failures = _FailedRequests() if fails_requests else None
         self._which = which
@@ -53,7 +52,7 @@ class WorkerSide:
         self._sends = _AwaitedRequests("sent")
         self._receipts = _AwaitedRequests("received")
         self._settling: frozenset[str] = frozenset()
-        """Requests to be named as received in this step."""
+        """Requests to report as received in this step."""
         self._unloaded: frozenset[int] = frozenset()
 
     # -- at start ------------------------------------------------------------------------------
@@ -71,18 +70,18 @@ class WorkerSide:
 
     @_outside_inference_mode
     def get_handshake_metadata(self) -> KvplugHandshakeMetadata | None:
-        said = self.connector.get_handshake_metadata()
-        return None if said is None else KvplugHandshakeMetadata(encode(said), self._which)
+        plain = self.connector.get_handshake_metadata()
+        return None if plain is None else KvplugHandshakeMetadata(encode(plain), self._which)
 
     # -- each step -----------------------------------------------------------------------------
 
     @_outside_inference_mode
-    def handle_preemptions(self, metadata: KvplugMetadata) -> None:
+    def handle_preemptions(self, metadata: KvplugConnectorMetadata) -> None:
         if metadata.preempted:
             self.connector.handle_preemptions(metadata.preempted)
 
     @_outside_inference_mode
-    def bind(self, metadata: KvplugMetadata) -> None:
+    def bind(self, metadata: KvplugConnectorMetadata) -> None:
         self._running |= metadata.begun
         self._sends.add(metadata.newly_pending.held)
         self._receipts.add(metadata.newly_pending.loading)
@@ -126,10 +125,10 @@ class WorkerSide:
 
     @_outside_inference_mode
     def failed_among(self, received: set[str]) -> set[str]:
-        """Which of these requests, just named as received, have a failed load."""
+        """The requests whose load failed, of those just reported as received."""
         if self._failures is None:
             return set()
-        self._failures.hear(self._failed_blocks())
+        self._failures.fail(self._failed_blocks())
         return self._failures.take(received)
 
     @_outside_inference_mode
@@ -137,7 +136,7 @@ class WorkerSide:
         failed = self._failed_blocks()
         if self._failures is None:
             return set(failed)
-        self._failures.hear(failed)  # of requests that are named as received later
+        self._failures.fail(failed)  # their requests are reported as received later
         return set()
 
     def _failed_blocks(self) -> frozenset[int]:
@@ -151,14 +150,14 @@ class WorkerSide:
 
     @_outside_inference_mode
     def build_worker_metadata(self) -> KvplugWorkerMetadata | None:
-        events, said = tuple(self.connector.take_events()), self.connector.build_worker_metadata()
-        if said is None and not events:
+        events, plain = tuple(self.connector.take_events()), self.connector.build_worker_metadata()
+        if plain is None and not events:
             return None
-        return KvplugWorkerMetadata(() if said is None else (said,), events)
+        return KvplugWorkerMetadata(() if plain is None else (plain,), events)
 
 
 class _AwaitedRequests:
-    """Requests whose names vLLM waits for, once each. Any other name fails an assertion in vLLM's engine."""
+    """Requests that vLLM waits for. Reporting another one, or one twice, fails an assertion in vLLM."""
 
     def __init__(self, how: str) -> None:
         self._how = how
@@ -168,44 +167,44 @@ class _AwaitedRequests:
     def add(self, request_ids: frozenset[str]) -> None:
         self._awaited |= request_ids
 
-    def take(self, named: frozenset[str], early: Set[str] = frozenset()) -> set[str]:
-        """The named requests that are passed on to vLLM.
+    def take(self, reported: frozenset[str], early: Set[str] = frozenset()) -> set[str]:
+        """Return the reported requests to pass on to vLLM.
 
-        ``early``: requests that vLLM may wait for later. Their names are kept until then: a peer may have
+        ``early``: requests that vLLM may wait for later. Their reports are kept until then: a peer may have
         read all blocks of a request before this worker knows that the request has ended.
         """
-        self._early |= named & early
-        named = (named - early) | (self._early - early)
-        self._early -= named
-        stray = named - self._awaited
+        self._early |= reported & early
+        reported = (reported - early) | (self._early - early)
+        self._early -= reported
+        stray = reported - self._awaited
         if stray:
             _log.error(
-                "the connector named %s as %s, but did not keep it, or has named it before: not passed on",
+                "the connector reported %s as %s, but did not keep it, or reported it before: not passed on",
                 ", ".join(sorted(stray)),
                 self._how,
             )
-        self._awaited -= named
-        return set(named - stray)
+        self._awaited -= reported
+        return set(reported - stray)
 
 
 class _FailedRequests:
-    """Which requests have failed loads, by their blocks: a block that is loaded belongs to one request."""
+    """Finds the requests of failed loads by their blocks. A loaded block belongs to one request."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, frozenset[int]] = {}
         self._failed: set[str] = set()
 
     def add(self, block_ids: Mapping[str, frozenset[int]]) -> None:
-        """These requests load into these blocks."""
+        """Track requests that load into these blocks."""
         self._blocks |= block_ids
 
-    def hear(self, failed: frozenset[int]) -> None:
-        """Loads into these blocks failed."""
+    def fail(self, failed: frozenset[int]) -> None:
+        """Mark the requests whose loads into these blocks failed."""
         if failed:
             self._failed |= {name for name, blocks in self._blocks.items() if not failed.isdisjoint(blocks)}
 
     def take(self, received: set[str]) -> set[str]:
-        """These requests load no more. Returns those that failed."""
+        """Stop tracking these requests, whose loads have ended. Returns those that failed."""
         failed = self._failed & received
         self._failed -= received
         for request_id in received:

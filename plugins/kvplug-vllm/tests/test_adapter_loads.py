@@ -270,5 +270,5 @@ def test_what_an_aborted_request_left_in_groups_is_not_cached(windowed):
 @SEVERAL_GROUPS
 def test_a_connector_for_one_group_is_refused_with_what_to_do(made, monkeypatch):
     monkeypatch.setattr("kvplug_lookup.connector.scheduler.LookupScheduler.supports_hma", False)
-    with pytest.raises(Exception, match=r"'lookup' serves one KV cache group .* --disable-hybrid-kv-cache"):
+    with pytest.raises(Exception, match=r"'lookup' supports one KV cache group .* --disable-hybrid-kv-cache"):
         made(window=WINDOW)

@@ -39,7 +39,7 @@ def test_a_name_that_vllm_does_not_wait_for_is_not_passed_on(how, it, errors):
         it.step()  # it has ended, and nothing was kept; before, it runs and waits for nothing
     getattr(it.moves, how).add("a")
     it.step()
-    assert f"named a as {how}" in errors.text
+    assert f"reported a as {how}" in errors.text
     assert it.decides.ended == {"a": "finished"}
 
 
@@ -54,10 +54,10 @@ def test_an_idle_engine_frees_what_it_kept_when_the_connector_names_it_and_once_
     it.step()
     assert it.num_used_blocks == 0
     assert it.decides.sent == ["a"]
-    assert "named" not in errors.text
+    assert "reported" not in errors.text
     it.moves.sent.add("a")
     it.step()
-    assert "named a as sent" in errors.text
+    assert "reported a as sent" in errors.text
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -69,7 +69,7 @@ def test_a_request_may_be_named_before_the_worker_is_told_that_it_is_kept(keeps,
     it.moves.sent.add("a")
     it.steps(5)
     assert not it.requests
-    assert ("named a as sent" in errors.text) is not keeps
+    assert ("reported a as sent" in errors.text) is not keeps
 
 
 def test_a_load_is_received_once_and_what_failed_is_computed(it, errors):
@@ -80,12 +80,12 @@ def test_a_load_is_received_once_and_what_failed_is_computed(it, errors):
     it.moves.received.add("a")
     it.moves.failed = frozenset(it.decides.tables["a"][0][:2])
     it.step()
-    assert "named" not in errors.text
+    assert "reported" not in errors.text
     it.moves.received.add("a")
     plan = it.plan()
     assert it.computed(plan) == {"a": 0}
     it.finish(plan)
-    assert "named a as received" in errors.text
+    assert "reported a as received" in errors.text
     it.steps(3)
     assert it.decides.ended == {"a": "finished"}
 
@@ -97,12 +97,12 @@ def test_a_request_that_ends_while_it_loads_is_freed_when_received_and_not_when_
     it.abort("a")
     it.moves.sent.add("a")
     it.steps(3)
-    assert "named a as sent" in errors.text
+    assert "reported a as sent" in errors.text
     assert it.requests == ["a"], "something may still write to its blocks"
     errors.clear()
     it.moves.received.add("a")
     it.step()
-    assert "named" not in errors.text
+    assert "reported" not in errors.text
 
 
 def test_blocks_are_kept_until_every_worker_has_named_their_request(made):

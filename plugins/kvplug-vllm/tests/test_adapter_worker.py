@@ -16,9 +16,9 @@ from kvplug_testing.waits import Call
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from kvplug_vllm.metadata import KvplugMetadata, KvplugStats
+    from kvplug_vllm.metadata import KvplugConnectorMetadata, KvplugStats
     from kvplug_vllm.pending import NewlyPending
-    from kvplug_vllm.worker import WorkerSide
+    from kvplug_vllm.worker import KvplugConnectorWorker
 
 pytestmark = pytest.mark.smoke
 
@@ -60,22 +60,22 @@ def noting() -> Any:
     return connector
 
 
-def registered(side: WorkerSide) -> dict[str, torch.Tensor]:
+def registered(side: KvplugConnectorWorker) -> dict[str, torch.Tensor]:
     """The tensors that reached the connector."""
     ((caches,), _) = side.connector.register_kv_caches.call_args  # type: ignore[attr-defined]
     return dict(caches)
 
 
 @pytest.fixture
-def side() -> WorkerSide:
-    return WorkerSide(noting(), CACHE, which="it")
+def side() -> KvplugConnectorWorker:
+    return KvplugConnectorWorker(noting(), CACHE, which="it")
 
 
 def test_every_call_comes_outside_inference_mode(side):
     """A tensor that a connector makes in inference mode could never be written to by its threads."""
     connector: Any = side.connector
     newly_pending = NewlyPending(held=frozenset({"sent"}), loading=frozenset({"received"}))
-    metadata = KvplugMetadata(plan={}, preempted=frozenset({"a"}), newly_pending=newly_pending)
+    metadata = KvplugConnectorMetadata(plan={}, preempted=frozenset({"a"}), newly_pending=newly_pending)
     with torch.inference_mode():
         side.register_kv_caches(caches())
         assert side.get_handshake_metadata().which == "it"
@@ -125,5 +125,5 @@ def test_only_layers_that_have_a_cache_of_their_own_reach_the_connector(side):
     assert registered(side).keys() == {"one", "two"}
     side.wait_for_layer_load("three")
     side.save_kv_layer("three")
-    side.handle_preemptions(KvplugMetadata(plan={}))  # there are none
+    side.handle_preemptions(KvplugConnectorMetadata(plan={}))  # there are none
     assert side.connector.called.keys() == {"register_kv_caches"}

@@ -100,7 +100,7 @@ def test_where_no_layout_is_declared_the_adapter_requires_the_order_that_it_assu
     for axes, name, order in ((None, "HND", "BHTD"), ("BHTKD", "HND", "BHTD"), ("BTHKD", "NHD", "BTHD")):
         assert cache.layout_to_require(axes) == name
         assert cache.order_of(SimpleNamespace(), lambda axes=axes: axes) == order
-    with pytest.raises(ConfigError, match=r"'HBTKD', and vLLM has BHTKD, BTHKD"):
+    with pytest.raises(ConfigError, match=r"'HBTKD', but vLLM has BHTKD, BTHKD"):
         cache.layout_to_require("HBTKD")
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     assert cache.order_of(SimpleNamespace(), lambda: None) == "BTHD", "the variable counts, as in vLLM"

@@ -261,9 +261,9 @@ WIDE = dataclasses.replace(FULL, head_size=128, head_size_v=128)
 @pytest.mark.parametrize(
     ("specs", "why"),
     [
-        ([MAMBA], "MambaSpec: a recurrent state is overwritten by every token"),
-        ([CHUNKS], "ChunkedLocalAttentionSpec: blocks of earlier chunks are freed"),
-        ([BY_TOKEN], "INT8_PER_TOKEN_HEAD is not moved: its scales differ from token to token"),
+        ([MAMBA], "MambaSpec: every token overwrites its recurrent state"),
+        ([CHUNKS], "ChunkedLocalAttentionSpec: blocks are freed by chunks"),
+        ([BY_TOKEN], "INT8_PER_TOKEN_HEAD is not supported: its scales differ between tokens"),
         ([dataclasses.replace(FULL, head_size_v=32)], "keys have 64 elements per head and values 32"),
         ([dataclasses.replace(FULL, attention_chunk_size=64)], "not plain keys and values"),
         ([SLIDING, WIDE], "blocks of the model's KV cache groups differ"),

@@ -1,7 +1,7 @@
-"""vLLM's base class of connectors, and the classes beside it, if they have what the adapter needs.
+"""vLLM's base class of connectors and its companion classes, after a check that the adapter can use them.
 
-The adapter imports them from here: a release without one of them is refused with what was found, not by an
-``ImportError`` about a name.
+The adapter imports them from here, so that an unsupported release is refused with an explanation, not with an
+``ImportError``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from kvplug import UnsupportedError
 
 TRIED = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-"""The releases that the tests of this adapter run with, oldest first. Only texts name them."""
+"""The releases that this adapter is tested with, oldest first. Used in messages only."""
 
 _CLASSES = (
     "KVConnectorHandshakeMetadata",
@@ -36,7 +36,7 @@ _METHODS = (
     "set_xfer_handshake_metadata_pp_aware",
 )
 """Methods that the adapter relies on vLLM to call. A release whose base class lacks one never calls it, and
-the adapter would fail in silence: KV of a failed load would be used, or blocks would never be freed.
+the adapter would fail silently: KV of a failed load would be used, or blocks would never be freed.
 """
 _KNOWN = """
     bind_connector_metadata bind_gpu_block_pool bind_kv_cache_manager build_connector_meta
@@ -53,7 +53,7 @@ _KNOWN = """
     supports_divergent_local_hybrid_hits supports_sleep_mode take_events unregister_kv_caches
     update_connector_output update_state_after_alloc wait_for_layer_load wait_for_save
 """
-"""The public names of the base class in the releases that were looked at, 0.27.1 to 0.33.0."""
+"""The public names of the base class in releases 0.27.1 to 0.33.0."""
 
 
 def supported() -> str:
@@ -80,34 +80,34 @@ def require(module: ModuleType | Any, version: str) -> None:
             missing.append(f"KVConnectorBase_V1({', '.join(wanted[1:])}), but ({', '.join(parameters[1:])})")
     if missing:
         raise UnsupportedError(
-            f"the connector API of vLLM {version} is not one that kvplug-vllm knows: it has no"
+            f"kvplug-vllm does not know the connector API of vLLM {version}: it has no"
             f" {'; no '.join(missing)}. {supported()}: install one of them, or a newer kvplug-vllm"
         )
 
 
 def unknown_names(base: type) -> list[str]:
-    """Public names of vLLM's base class that no release had that was looked at: perhaps calls to answer."""
+    """Public names of vLLM's base class that no known release has. They may be new calls to implement."""
     return sorted(name for name in vars(base) if not name.startswith("_") and name not in _KNOWN.split())
 
 
 def require_implemented(connector: type) -> None:
-    """Check that vLLM's base class requires nothing that the adapter's class does not implement.
+    """Check that the adapter's class implements all abstract methods of vLLM's base class.
 
     Raises:
-        UnsupportedError: it does; the message names the methods.
+        UnsupportedError: it does not; the message names the methods.
     """
     missing = sorted(getattr(connector, "__abstractmethods__", ()))
     if missing:
         raise UnsupportedError(
             f"the connector API of vLLM {vllm.__version__} requires {', '.join(missing)}, which kvplug-vllm"
-            f" does not have. {supported()}: install one of them, or a newer kvplug-vllm"
+            f" does not implement. {supported()}: install one of them, or a newer kvplug-vllm"
         )
 
 
 def fails_by_request(module: ModuleType | Any) -> bool:
-    """Whether vLLM takes failed loads by request, which it needs where a model has several KV cache groups.
+    """Whether vLLM accepts failed loads by request, as a model with several KV cache groups requires.
 
-    Since 0.30. Before, the adapter declares no support for several groups, and vLLM makes one of them.
+    True since 0.30. Otherwise the adapter declares no support for several groups, and vLLM merges them.
     """
     results = getattr(module, "KVConnectorTransferResults", None)
     return hasattr(module, "SupportsHMA") and "failed_recving" in getattr(results, "__dataclass_fields__", ())
@@ -121,11 +121,11 @@ KVConnectorRole = _base.KVConnectorRole
 KVConnectorWorkerMetadata = _base.KVConnectorWorkerMetadata
 FAILS_BY_REQUEST = fails_by_request(_base)
 SUPPORTS_GROUPS: tuple[type, ...] = (_base.SupportsHMA,) if FAILS_BY_REQUEST else ()
-"""Further base classes of a connector: vLLM looks for this one to give a model several KV cache groups."""
+"""Further base classes of a connector. vLLM uses several KV cache groups only with this one."""
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """vLLM's answer of ``get_transfer_results``, which is called since 0.30."""
+    """The result of ``get_transfer_results``, which vLLM calls since 0.30."""
     return _base.KVConnectorTransferResults(
         finished_sending=sent, finished_recving=received, failed_recving=failed
     )

@@ -1,11 +1,11 @@
-"""In which order an attention kernel keeps the inside of a block: vLLM declares no such thing.
+"""The order in which an attention kernel stores the inside of a block, which vLLM does not declare.
 
-On CPUs it is found out: the backend's own kernel writes two blocks of known keys and values, and their bytes
-are hashed. Two engines whose blocks are equal have the same name of the format, whatever their releases; a
-kernel that keeps keys in another order under the same shape has another one. This takes a millisecond.
+On CPUs the adapter determines it: the backend's own kernel writes two blocks of known keys and values, and
+their bytes are hashed. Two engines whose blocks are equal use the same name for the format, whatever their
+releases; a kernel that orders keys differently under the same shape gets another one. This takes a
+millisecond.
 
-The kernels of other backends are not called before vLLM itself does, so there the format is named after the
-release and the backend.
+The adapter does not call the kernels of other backends. Their format is named after release and backend.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 _HEADS, _BLOCKS = 2, 2
-"""What is written. The number of heads in a model does not matter: heads lie beside one another."""
+"""The size of the test. The model's number of heads does not matter: heads lie side by side."""
 _KEYS, _VALUES = 251, 241
-"""Periods of the written numbers: primes, and so small that all dtypes represent them."""
+"""Periods of the written numbers: primes that all dtypes can represent."""
 
 
 def block_format_of(vllm_config: VllmConfig, layer_name: str, spec: AttentionSpec) -> str:
-    """The name of the order inside a layer's blocks.
-
-    In the scheduler's process, which has no layers, only that there is such an order.
+    """The name of the order inside a layer's blocks; "vllm" in the scheduler's process, without layers.
 
     Raises:
-        UnsupportedError: this release of vLLM has no such kernel, or calls it in another way.
+        UnsupportedError: this release of vLLM has no such kernel, or calls it differently.
     """
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     if layer is None:
@@ -49,7 +47,7 @@ def block_format_of(vllm_config: VllmConfig, layer_name: str, spec: AttentionSpe
 
 
 def _written_by_cpus(dtype: torch.dtype, cache_dtype: str, spec: AttentionSpec) -> str:
-    """The instruction set that the kernel for CPUs uses, and a hash of two blocks that it wrote."""
+    """The instruction set of the CPU kernel, and a hash of two blocks that it wrote."""
     tokens, size = spec.block_size, spec.head_size
     try:
         from vllm import _custom_ops as ops
@@ -70,7 +68,7 @@ def _written_by_cpus(dtype: torch.dtype, cache_dtype: str, spec: AttentionSpec) 
         )
     except (ImportError, AttributeError, TypeError, RuntimeError) as e:
         raise UnsupportedError(
-            f"vLLM {vllm.__version__} does not say in which order its kernels for CPUs keep a block"
+            f"cannot determine the order inside a block of vLLM {vllm.__version__}'s CPU kernels"
             f" ({type(e).__name__}: {e}). {supported()}: install one of them, or a newer kvplug-vllm"
         ) from e
     written = hashlib.blake2b(cache.view(torch.uint8).numpy().tobytes(), digest_size=8)
@@ -78,5 +76,5 @@ def _written_by_cpus(dtype: torch.dtype, cache_dtype: str, spec: AttentionSpec) 
 
 
 def _numbers(shape: tuple[int, ...], period: int, dtype: torch.dtype) -> Any:
-    """Whole numbers below ``period``, each place another than its neighbours."""
+    """Integers below ``period``, different at neighbouring places."""
     return (torch.arange(torch.Size(shape).numel()) % period).to(dtype).view(shape)

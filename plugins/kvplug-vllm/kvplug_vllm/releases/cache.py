@@ -1,11 +1,11 @@
 """The groups of layers in a KV cache, and the memory order of their tensors.
 
-Since 0.29 vLLM's config of a cache says which groups are moved (``transfer_groups``) and in which order it
-lies (``kv_cache_layout``, one of six names). Before, all groups are moved, and the orders are ``"HND"`` and
+Since 0.29, vLLM's cache config declares the groups to move (``transfer_groups``) and the memory order
+(``kv_cache_layout``, one of six names). Before, all groups are moved, and the order is ``"HND"`` or
 ``"NHD"``: vLLM's worker takes the one that its attention backend needs, else that of the variable
-``VLLM_KV_CACHE_LAYOUT``, else the one that the connector requires. The scheduler's process knows no backend.
-So that both sides state the same order, the adapter then requires one in any case; the strides of the tensors
-are checked against it.
+``VLLM_KV_CACHE_LAYOUT``, else the one that the connector requires. The scheduler's process does not know the
+backend. So that both sides state the same order, the adapter then always requires one; the strides of the
+tensors are checked against it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def groups_of(cache: KVCacheConfig) -> Sequence[KVCacheGroupSpec]:
 
 
 def order_of(cache: KVCacheConfig, required: Callable[[], str | None]) -> str:
-    """Axes of one layer's tensor in the order of memory: ``"BHTD"`` for vLLM's LBHNC.
+    """Axes of one layer's tensor in memory order: ``"BHTD"`` for vLLM's LBHNC.
 
     ``required``: returns the axes that the connector requires, if any.
 
@@ -57,9 +57,9 @@ def order_of(cache: KVCacheConfig, required: Callable[[], str | None]) -> str:
 
 
 def layout_to_require(axes: str | None) -> str | None:
-    """What the adapter answers to vLLM's ``get_required_kvcache_layout``.
+    """The adapter's result of vLLM's ``get_required_kvcache_layout``.
 
-    ``axes``: those that the connector requires, if any.
+    ``axes``: the connector's requirement, if any.
 
     Raises:
         ConfigError: vLLM has no such layout.
@@ -69,23 +69,23 @@ def layout_to_require(axes: str | None) -> str | None:
         return None if declares_layout() else _OLD_NAMES["BHTKD"]
     if axes not in names:
         raise ConfigError(
-            f"the connector requires the KV layout {axes!r}, and vLLM has {', '.join(sorted(names))}"
+            f"the connector requires the KV layout {axes!r}, but vLLM has {', '.join(sorted(names))}"
         )
     return names[axes]
 
 
 def as_logical(tensor: Tensor) -> Tensor:
-    """vLLM's tensor of a layer as ``[B, H, N, C]``: before 0.29 latent attention's has no axis of heads."""
+    """vLLM's tensor of a layer as ``[B, H, N, C]``. Before 0.29, latent attention has no axis of heads."""
     return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor
 
 
 def declares_layout() -> bool:
-    """Whether vLLM's config of a cache says how it lies."""
+    """Whether vLLM's cache config declares the memory order."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     return "kv_cache_layout" in KVCacheConfig.__dataclass_fields__
 
 
 def spec_of_all(spec: Any) -> Any:
-    """The spec of one layer of a group whose layers have equal specs, one each (a uniform-type spec)."""
+    """The spec of one layer in a uniform-type spec, whose layers have equal specs."""
     return next(iter(spec.kv_cache_specs.values()))

@@ -6,17 +6,17 @@ import logging
 from typing import Any
 
 _log = logging.getLogger(__name__)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def event_of(kind: Any, owner: str, **fields: Any) -> Any:
-    """An event of vLLM's class ``kind``, with its owner where that class has one.
+    """An event of vLLM's class ``kind``, with its owner if the class has that field.
 
-    An owner that is dropped is logged, once for each class.
+    A dropped owner is logged, once for each class.
     """
     if "ownership" in getattr(kind, "__struct_fields__", ()):
         return kind(**fields, ownership=owner or None)
-    if owner and kind.__name__ not in _told:
-        _told.add(kind.__name__)
-        _log.warning("vLLM's %s has no field for an owner: events say nothing about theirs", kind.__name__)
+    if owner and kind.__name__ not in _warned:
+        _warned.add(kind.__name__)
+        _log.warning("vLLM's %s has no field for an owner: its events omit the owner", kind.__name__)
     return kind(**fields)

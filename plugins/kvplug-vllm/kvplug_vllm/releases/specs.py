@@ -1,4 +1,4 @@
-"""Whether a layer's blocks are plain keys and values: the fields of a spec that say so have other names."""
+"""Whether a layer's blocks are plain keys and values. The names of the spec's fields differ by release."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PLAIN = {
     "attention_chunk_size": None,
     "topk_buffer_width": None,  # since 0.33; of sparse latent attention
 }
-"""For each field that one release or another has, its value in a spec of plain keys and values."""
+"""The fields of all releases, with their values in a spec of plain keys and values."""
 
 
 def extras_of(spec: Any) -> str:
-    """The fields by which a block is more than one vector of keys and one of values per token and head, with
-    their values; empty for a plain block."""
+    """The fields, with values, by which a block holds more than one key and one value vector per token and
+    head; empty for a plain block."""
     found = {name: getattr(spec, name, plain) for name, plain in _PLAIN.items()}
     return ", ".join(f"{name} {value}" for name, value in found.items() if value != _PLAIN[name])

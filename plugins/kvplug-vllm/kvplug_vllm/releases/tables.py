@@ -1,7 +1,7 @@
 """The block tables of the requests in a step.
 
-Since 0.30 vLLM offers them in a step's plan, by a method. Before, a plan has only what is new in each table,
-and the adapter keeps the tables itself; also for 0.29, which offers only tables that the step has changed.
+Since 0.30, a method of vLLM's step plan returns them. Before, a plan has only the additions to each table, so
+the adapter keeps the tables itself; also for 0.29, which only returns tables that the step has changed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class KeptTables:
         self._tables: dict[str, list[list[int]]] = {}
 
     def __len__(self) -> int:
-        """How many requests have a table."""
+        """The number of requests with a table."""
         return len(self._tables)
 
     def of(self, output: SchedulerOutput) -> Lookup:
-        """Follow one step's plan; returns its tables."""
+        """Apply one step's plan; returns its tables."""
         for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             self._tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:

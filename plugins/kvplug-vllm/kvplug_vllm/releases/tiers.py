@@ -1,8 +1,8 @@
-"""The interface of secondary tiers, as far as it differs.
+"""Differences in the interface of secondary tiers.
 
-Since 0.31 vLLM hands a tier its detector of back-pressure, and a tier tells how many bytes it has moved.
-Since 0.32 vLLM counts hits by where they come from. Since 0.33 it calls a tier from several threads, one at a
-time, under a lock of its own.
+Since 0.31 vLLM passes a tier its back-pressure detector, and a tier reports how many bytes it moved. Since
+0.32 vLLM counts hits by their source. Since 0.33 it calls a tier from several threads, one at a time, under
+its own lock.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from kvplug import UnsupportedError
 
 _BACKPRESSURE: Final = "vllm.v1.kv_offload.tiering.backpressure"
 _SOURCES: Final = {"CPU": "HOST", "STORAGE": "DISK"}
-"""Names of media, and of the sources of hits in them."""
+"""The name of the source of hits in each medium."""
 
 
 def check_tiers() -> None:
-    """
-    Raises:
-        UnsupportedError: tiers have another interface here.
-    """
+    """Raises UnsupportedError: vLLM's tiers have another interface."""
     try:
         found = importlib.util.find_spec(_BACKPRESSURE)
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # a parent package is missing
         found = None
     if found is None:
         raise UnsupportedError(
@@ -36,7 +33,7 @@ def check_tiers() -> None:
 
 
 def hit_source_of(medium: Any) -> Any | None:
-    """What vLLM counts a hit in this medium as; ``None``: it does not."""
+    """vLLM's source of hits in this medium; ``None`` if it does not count by source."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:

@@ -1,10 +1,9 @@
-"""Whether vLLM's kernel for CPUs computes layers with a window right that share a group with others.
+"""Whether vLLM's CPU kernel is correct for layers with a window that share a group with others.
 
-vLLM makes one group of all layers for a connector that knows one group only, and with
-``--disable-hybrid-kv-cache-manager``. The kernel splits the KV of a long request among threads by the window
-of the group. The layers have others, so a thread may have no token of a layer's window: what it adds then was
-never written. That was tried in 0.27.1 to 0.32.0, without kvplug: other tokens, or NaN. Without splitting all
-is right.
+vLLM puts all layers into one group for a connector that supports only one, and with
+``--disable-hybrid-kv-cache-manager``. The kernel splits the KV of a long request among threads by the group's
+window. A layer's window differs, so a thread may have no token inside it, and then adds memory that was never
+written. Tested in 0.27.1 to 0.32.0 without kvplug: wrong tokens, or NaN. Without splitting, all is correct.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def check_window(spec: AttentionSpec) -> None:
     if window is not None and _splits_kv():
         raise UnsupportedError(
             f"one KV cache group has layers with a window of {window} tokens and layers without one, and"
-            " vLLM's kernel for CPUs computes such a group wrong where it splits a request among threads. Set"
+            " vLLM's CPU kernel computes such a group wrong if it splits a request among threads. Set"
             " VLLM_CPU_ATTN_SPLIT_KV=0, or start this model without a connector"
         )
 
