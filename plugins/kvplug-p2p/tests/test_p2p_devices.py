@@ -27,7 +27,7 @@ def test_kv_crosses_the_pipe_of_the_device_once_and_no_other_memory(
     staged: list[Any] = []
     monkeypatch.setattr(streams, "pinned_bytes", staged.append)
     # On a GPU "auto" compares pipes for its tensors: here only these two.
-    registry = pipes.registry("cpu", "shm", "nixl", "sample", "testing", "lab")
+    registry = pipes.registry("cpu", "shm", "nixl", "sample", "testing")
     given = {
         "connector": "p2p",
         "transport": transport,
