@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from kvplug.transport.store.copy import PageCopy
 from kvplug.transport.store.format import PageFormat, Part, opaque_format
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.keys import Series
+from kvplug.transport.store.memory import PageBuffers, PageRows
 from kvplug.transport.store.results import MissReason
 
 PARTS = (Part(name="key", dtype="uint8", shape=(4, 2)), Part(name="value", dtype="uint8", shape=(4, 3)))
@@ -27,11 +29,15 @@ def series_of(seal: PageSeal) -> Series:
 
 def check(seal: PageSeal, series: Series, header: bytes, payload: bytes) -> MissReason | None:
     """As readers do."""
-    return (
-        seal.check_header(series, b"identity", header)
-        or seal.check_proof(header, memoryview(payload))
-        or seal.check_layers(FORM, header, 0, memoryview(payload))
-    )
+    reason = seal.check_header(series, b"identity", header) or seal.check_proof(header, memoryview(payload))
+    return reason or check_layers(seal, header, payload, range(FORM.num_layers))
+
+
+def check_layers(seal: PageSeal, header: bytes, payload: bytes, layers: range) -> MissReason | None:
+    copy = PageCopy(PageBuffers.empty(FORM, 1), seal)
+    row = memoryview(payload)
+    copy.use(0, PageRows.dense(row, 1, len(row)), [header])
+    return (copy.load(range(1), layers) or [None])[0]
 
 
 @pytest.mark.parametrize("seal", SEALS)
@@ -70,13 +76,12 @@ def test_pages_of_other_tokens_formats_or_protection_are_named() -> None:
 
 
 def test_layers_are_checked_alone_and_a_wrong_one_spoils_no_other() -> None:
-    seal, series, step = SEALS[0], series_of(SEALS[0]), FORM.layer_nbytes
+    seal, series = SEALS[0], series_of(SEALS[0])
     header = seal.header(series, b"identity", memoryview(PAYLOAD))
     wrong = bytearray(PAYLOAD)
-    wrong[step] ^= 1
-    assert seal.check_layers(FORM, header, 0, memoryview(wrong)[:step]) is None
-    assert seal.check_layers(FORM, header, 1, memoryview(wrong)[step : 2 * step]) is MissReason.CORRUPT
-    assert seal.check_layers(FORM, header, 2, memoryview(wrong)[2 * step :]) is None
+    wrong[FORM.layer_nbytes] ^= 1
+    found = [check_layers(seal, header, bytes(wrong), range(layer, layer + 1)) for layer in range(3)]
+    assert found == [None, MissReason.CORRUPT, None]
 
 
 def test_deployments_with_other_secrets_have_other_keys_and_no_id_shows_the_secret() -> None:
