@@ -346,6 +346,10 @@ class OfferPipe(DuplexPipe):
             undo.callback(self._stream.close)
             with no_fork:
                 self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._poller = select.poll()
+            for fd in (self.channel.fileno(), self._wake_fd, self._pidfd):
+                if fd is not None:
+                    self._poller.register(fd, select.POLLIN)
             undo.pop_all()
         self._runs = queue.SimpleQueue[bool]()
         self._worker = BackgroundThread(self._work, name=f"kvplug-{self.NAME}", stop=self.abort)
@@ -785,9 +789,9 @@ class OfferPipe(DuplexPipe):
         while not self._window.ended:
             if is_busy:
                 backoff.pause()
-            self._await_event(0 if is_busy else max(0.0, next_beat - time.monotonic()))
+            may_read = self._await_event(0 if is_busy else max(0.0, next_beat - time.monotonic()))
             looked = time.monotonic()
-            if self._read():
+            if may_read and self._read():
                 last_received = time.monotonic()  # not before: this process may have been stopped
                 backoff.reset()
             was_busy, is_busy = is_busy, self._step()
@@ -803,28 +807,25 @@ class OfferPipe(DuplexPipe):
             if self._lifecycle.broken:
                 self._end()
 
-    def _await_event(self, seconds: float) -> None:
-        """Wait until the peer sends something or has ended, :meth:`_wake` is called, or time is up."""
-        poller = select.poll()
-        for fd in (self.channel.fileno(), self._wake_fd, self._pidfd):
-            if fd is not None:
-                poller.register(fd, select.POLLIN)
-        poller.poll(1000 * seconds)
-        with contextlib.suppress(BlockingIOError):
-            if self._wake_fd is not None:
+    def _await_event(self, seconds: float) -> bool:
+        """Wait until the peer sends something or has ended, :meth:`_wake` is called, or time is up. Return
+        whether to :meth:`_read`."""
+        ready = [fd for fd, _ in self._poller.poll(1000 * seconds)]
+        if self._wake_fd in ready:
+            with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
+            ready.remove(self._wake_fd)
+        return bool(ready)
 
     def _read(self) -> bool:
-        """Handle the values that have arrived. Return whether there were any."""
-        has_received = False
-        while not self._window.ended:
-            try:
-                value = self.channel.recv(0)
-            except TimeoutError:
-                break
-            has_received = True
-            self._handle(value)
-        return has_received
+        """Handle the next value, if it has arrived. Return whether it had. One at a time: a look for another
+        would hold up the thread that this one has woken."""
+        try:
+            value = self.channel.recv(0)
+        except TimeoutError:
+            return False
+        self._handle(value)
+        return True
 
     def _handle(self, value: Any) -> None:
         match value:

@@ -216,8 +216,8 @@ class PyncclPipe(OfferPipe):
         if error.result in _CONNECTION_RESULTS:
             deadline = Deadline.after(_HANG_UP_S)
             while not deadline.expired and not self._window.ended:
-                self._await_event(0.01)
-                self._read()
+                if self._await_event(0.01):
+                    self._read()
 
     # -- receiving ---------------------------------------------------------------------------------------
 
