@@ -1,4 +1,4 @@
-"""The consumer's scheduler side: the producers that it knows, and its claims on their blocks."""
+"""The consumer's scheduler side: its connections to producers, and its claims on their blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvplug_p2p.reference import Reference
 _log = logging.getLogger(__name__)
 
 Peer = str | Mapping[int, str] | None
-"""As ``Peers.connect`` takes it."""
+"""An address, as ``Peers.connect`` takes it."""
 
 _CONNECT_S: Final = 10.0
 _RETRY_S: Final = 0.1
@@ -30,7 +30,7 @@ _SEND_S: Final = 0.2
 _JOIN_S: Final = 3.0
 _RENEWALS_PER_LEASE: Final = 3
 _MOST_NAMED: Final = 64
-"""Producers that are dialled since a request named them and a pattern allows it."""
+"""Limit on producers that requests named and a pattern of ``allowed`` permits."""
 
 
 @attrs.define(eq=False)
@@ -38,20 +38,20 @@ class Claim:
     """One request's claim on the blocks of a reference."""
 
     key: str
-    """Its name, which no other claim of this engine has."""
+    """Its name, unique in this engine."""
     reference: Reference
     text: bytes = attrs.field(repr=False)
     expires: Deadline
     moment: Deadline
-    """Until when a question about it waits for the answer, in all."""
+    """Until when calls about it wait for the producer's answer, in total."""
     engine: ProducerEngine | None = None
-    """Which it was sent to."""
+    """The producer that it was sent to."""
     unanswered: set[int] = attrs.field(factory=set)
-    """Ranks of the producer's workers."""
+    """Ranks of the producer's workers that have not answered."""
     refused: str = ""
-    """Why; empty: it is not."""
+    """Why it was refused; empty: it was not."""
     pull_ends: Deadline | None = None
-    """Until when its pull has ended at every worker that makes progress; ``None``: no pull is planned."""
+    """By when every worker that makes progress has ended its pull; ``None``: no pull is planned."""
 
     @property
     def is_granted(self) -> bool:
@@ -67,9 +67,9 @@ class _WorkerLink:
         self._rank = rank
         self.link: PeerLink | None = None
         self.error: Exception | None = None
-        """Why the latest try to connect failed."""
+        """Why the latest attempt to connect failed."""
         self.num_resets = 0
-        """As the worker counts them; it is odd if there may be KV from before a reset."""
+        """The worker's count of resets; odd if it may still hand off KV from before a reset."""
         self._closed = threading.Event()
         self._lease_s = _CONNECT_S
         self._thread = BackgroundThread(self._run, name="kvplug-p2p-ask", stop=self.end)
@@ -87,14 +87,14 @@ class _WorkerLink:
             self._thread.join(_JOIN_S)
 
     def send(self, message: Mapping[str, object]) -> bool:
-        """Whether it was sent."""
+        """Return whether the message was sent."""
         link = self.link
         if link is None:
             return False
         try:
             link.channel.send(message, timeout=_SEND_S)
         except KvplugError as e:
-            _log.debug("nothing can be sent to %s: %s", self._engine.name, e)
+            _log.debug("cannot send to %s: %s", self._engine.name, e)
             link.close()
             return False
         return True
@@ -111,7 +111,7 @@ class _WorkerLink:
                     logged = str(e)
                     _log.log(
                         logging.WARNING if isinstance(e, HandshakeError) else logging.INFO,
-                        "%s: worker %d is not reached: %s",
+                        "%s: cannot reach worker %d: %s",
                         engine.name,
                         self._rank,
                         e,
@@ -126,7 +126,7 @@ class _WorkerLink:
                 self._follow(link)
             except (KvplugError, RuntimeError) as e:
                 if not self._closed.is_set():
-                    _log.info("%s: the link to worker %d is lost: %s", engine.name, self._rank, e)
+                    _log.info("%s: lost the link to worker %d: %s", engine.name, self._rank, e)
                 engine.changed(self, None, e)
             finally:
                 link.close()
@@ -147,10 +147,10 @@ class _WorkerLink:
                 self.num_resets = max(self.num_resets, answer["resets"])
                 continue
             if type(answer) is not dict or type(answer.get("claim")) is not str:
-                raise WireError(f"{self._engine.name} sent what is not an answer")
+                raise WireError(f"{self._engine.name} sent a malformed answer")
             refused, lease_s = answer.get("refused"), answer.get("lease_s")
             if type(refused) is not str or type(lease_s) is not float or not lease_s > 0:
-                raise WireError(f"{self._engine.name} sent what is not an answer")
+                raise WireError(f"{self._engine.name} sent a malformed answer")
             if lease_s != self._lease_s:
                 self._lease_s = lease_s
                 renewal = Deadline.after(lease_s / _RENEWALS_PER_LEASE)
@@ -170,7 +170,7 @@ class ProducerEngine:
         self._claims: dict[str, Claim] = {}
         self._closed = False
         self._engine_hangs = Deadline.after(context.config.timeout_s)
-        """When claims are given up, unless there is a step of this engine before."""
+        """When claims are given up, unless this engine makes a step before."""
         close_after_fork(self)
         with NamedExhaustion(f"connecting to {name}"):
             self._workers[0].start()
@@ -185,15 +185,15 @@ class ProducerEngine:
     # -- called by the links' threads ----------------------------------------------------------
 
     def changed(self, worker: _WorkerLink, link: PeerLink | None, error: Exception | None) -> None:
-        """A link has come up, or is gone, and the claims with it."""
+        """Note that a link has come up, or that it is lost and its claims with it."""
         with self._lock:
             if link is not None or worker.link is not None:
-                worker.num_resets = -1  # not known: what it hands off while it is away may come, too
+                worker.num_resets = -1  # unknown: it may hand off KV while it is disconnected
             worker.link, worker.error = link, error
             if link is not None and worker is self._workers[0]:
                 facts = link.agreement.remote.engine
                 size = 1 if facts is None else facts.world_size
-                for other in self._workers[size:]:  # it has come back with fewer
+                for other in self._workers[size:]:  # it has restarted with fewer workers
                     other.end()
                 del self._workers[size:]
                 for rank in range(len(self._workers), size):
@@ -216,8 +216,8 @@ class ProducerEngine:
                 self._changed.notify_all()
 
     def keeps_claims(self) -> bool:
-        """Whether there are claims to renew. Gives up those that hang with this engine or one of its workers:
-        the scheduler's thread may be waiting for that worker."""
+        """Return whether there are claims to renew. Give up claims if this engine or one of its workers
+        hangs: the scheduler's thread may be waiting for that worker."""
         with self._lock:
             hangs = self._engine_hangs.expired
             hung = [
@@ -228,7 +228,7 @@ class ProducerEngine:
             for claim in hung:
                 claim.refused = claim.refused or "stalled"
         for claim in hung:
-            _log.warning("%s: the claim %s is given up: no worker here pulls for it", self.name, claim.key)
+            _log.warning("%s: giving up claim %s: no worker here pulls for it", self.name, claim.key)
             self.release(claim)
         return bool(self._claims)
 
@@ -236,33 +236,33 @@ class ProducerEngine:
 
     @property
     def engine_id(self) -> str:
-        """Of the engine that answers there; empty while no link is up."""
+        """The producer's engine id; empty while it is not connected."""
         link = self.link
         return "" if link is None else link.agreement.remote.engine_id
 
     @property
     def link(self) -> PeerLink | None:
-        """To its worker 0."""
+        """The link to worker 0."""
         return self._workers[0].link if self._workers else None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was tried, and is not reached."""
+        """Whether the latest attempt to connect failed."""
         return self.link is None and (not self._workers or self._workers[0].error is not None)
 
     @property
     def has_refused(self) -> bool:
-        """Whether the latest handshake with one of its workers has failed."""
+        """Whether the latest handshake with one of its workers failed."""
         return any(isinstance(worker.error, HandshakeError) for worker in self._workers)
 
     @property
     def is_cleared(self) -> bool:
-        """Whether it was reset or started, and has handed off nothing since; or was never reached."""
+        """Whether it has handed off nothing since its last reset or start, or was never connected."""
         return not any(worker.num_resets % 2 for worker in self._workers)
 
     @property
     def is_up(self) -> bool:
-        """Whether all workers are reached."""
+        """Whether all its workers are connected."""
         workers = self._workers
         link = self.link
         if link is None or (facts := link.agreement.remote.engine) is None:
@@ -270,11 +270,11 @@ class ProducerEngine:
         return len(workers) >= facts.world_size and all(worker.link is not None for worker in workers)
 
     def note_step(self) -> None:
-        """The scheduler goes on, so the workers have run its earlier steps: this engine does not hang."""
+        """Note that the scheduler makes a step: this engine does not hang."""
         self._engine_hangs = Deadline.after(self._context.config.timeout_s)
 
     def send_claim(self, claim: Claim) -> None:
-        """Ask every worker."""
+        """Send the claim to every worker."""
         with self._lock:
             claim.engine = self
             self.note_step()
@@ -285,14 +285,14 @@ class ProducerEngine:
                 claim.refused = claim.refused or "peer_gone"
 
     def wait_for(self, claim: Claim) -> None:
-        """Return when the claim is answered, or its moment is over."""
+        """Wait until the claim is answered, or its ``moment`` has passed."""
         with self._lock:
             while claim.unanswered and not claim.refused:
                 if not self._changed.wait(claim.moment.remaining()):
                     return
 
     def release(self, claim: Claim) -> None:
-        """The blocks are not needed any more."""
+        """Tell the workers that the claim's blocks are no longer needed."""
         with self._lock:
             known = self._claims.pop(claim.key, None)
         if known is not None:
@@ -303,7 +303,7 @@ class ProducerEngine:
         """
         Raises:
             TimeoutError: names the producer and its address.
-            HandshakeError, AuthenticationError: it cannot be loaded from.
+            HandshakeError, AuthenticationError: the producer is refused, or refuses this engine.
         """
         with self._lock:
             while not self.is_up:
@@ -318,7 +318,7 @@ class ProducerEngine:
                     raise TimeoutError(f"{self.name} was not reached in time{why}")
 
     def end(self) -> None:
-        """Does not wait."""
+        """End the links without waiting for their threads."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -333,7 +333,7 @@ class ProducerEngine:
 
 
 def fixed_addresses(context: ConnectorContext) -> list[str | None]:
-    """Of the producers that the config names; ``None`` stands for its host and port."""
+    """Addresses of the producers that the config names; ``None``: the config's host and port."""
     config = context.config
     addresses: list[str | None] = [*config.peer_addresses]
     if addresses or config.directory is not None or context.options.allowed:
@@ -342,18 +342,18 @@ def fixed_addresses(context: ConnectorContext) -> list[str | None]:
 
 
 def matches(pattern: str, address: str) -> bool:
-    """Whether the address matches: ``*`` stands for any letters, digits, hyphens and underscores.
+    """Whether the address matches: ``*`` matches letters, digits, hyphens and underscores.
 
-    It stands for no dot, colon or number sign: a client chooses the address, and would add a domain of its
-    own, or another port.
+    It does not match a dot, colon or number sign: a client chooses the address, and could add its own domain
+    or another port.
     """
     return re.fullmatch(r"[\w-]*".join(map(re.escape, pattern.split("*"))), address, re.ASCII) is not None
 
 
 class ProducerEngines:
-    """The producers of the config's ``peers`` and of its directory, and those that ``allowed`` permits.
+    """The producers in the config's ``peers`` and directory, and those that ``allowed`` permits.
 
-    Nothing in a request adds to these.
+    A request cannot add others.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -374,7 +374,7 @@ class ProducerEngines:
             raise
 
     def _list(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
-        """The directory's engines have changed."""
+        """Follow a change of the directory's engines."""
         members = self._context.members
         assert members is not None
         wanted = {
@@ -395,15 +395,15 @@ class ProducerEngines:
                     self._listed[engine_id] = engine, producer
 
     def all(self) -> list[ProducerEngine]:
-        """Every producer that is known."""
+        """Every known producer."""
         with self._lock:
             listed = [producer for _, producer in self._listed.values()]
             return [*self._fixed.values(), *listed, *self._named.values()]
 
     def find(self, reference: Reference) -> ProducerEngine | None:
-        """The producer that has made the reference; ``None``: it is not known, or not reached yet.
+        """Find the producer of the reference; ``None`` if it is unknown, or not connected yet.
 
-        Dials it if a pattern allows its address.
+        Starts to connect if a pattern of ``allowed`` matches its address.
         """
         known = self.all()
         for engine in known:
@@ -423,12 +423,12 @@ class ProducerEngines:
         return None
 
     def may_come(self, reference: Reference) -> bool:
-        """Whether one that is not reached yet may be the one that made the reference."""
+        """Whether a producer that is not connected yet may have made the reference."""
         return any(not each.engine_id and not each.has_failed for each in self.all())
 
     @property
     def have_answered(self) -> bool:
-        """Whether every one that is known is reached, or refuses this engine."""
+        """Whether every known producer is connected, or has refused the handshake."""
         return all(each.is_up or each.has_refused for each in self.all())
 
     def wait_until_up(self, deadline: Deadline) -> None:

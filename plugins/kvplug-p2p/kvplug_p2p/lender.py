@@ -1,9 +1,9 @@
 """The producer's worker: keeps blocks of finished prompts under leases, and sends them to decode engines.
 
-Two kinds of links come in. The scheduler side of a decode engine *claims* the blocks of a reference at every
-worker before it promises them, renews its claims, and releases them. Its workers *pull*: they name a claim
-and the units that they want, and this worker sends them. No other process reads its blocks, so a claim that
-is over is refused, and never answered with what the blocks hold by then.
+There are two kinds of links. The scheduler side of a decode engine *claims* the blocks of a reference at
+every worker before it promises them, renews its claims, and releases them. Its workers *pull*: they name a
+claim and the units that they want, and this worker sends them. No other process reads the blocks, so a pull
+whose claim is over is refused, and never gets the new contents of the blocks.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
 _log = logging.getLogger(__name__)
 
 ASK: Final = "p2p-ask"
-"""The purpose of links of scheduler sides."""
+"""The purpose of links from scheduler sides."""
 PULL: Final = "p2p-pull"
-"""The purpose of links of workers."""
+"""The purpose of links from workers."""
 PIPE: Final = "kv"
-"""The label of the pipe of such a link."""
+"""The label of a worker link's pipe."""
 _CLOSE_S: Final = 2.0
 _SEND_S: Final = 10.0
-"""For an answer of a few bytes."""
+"""Timeout for an answer of a few bytes."""
 _EARLY_SEND_S: Final = 0.05
-"""For one that the engine's thread sends."""
+"""Timeout for one that the engine's thread sends."""
 _MAX_SERVED: Final = 1024
 _MAX_CLAIMS: Final = 1 << 16
-"""Of one link."""
+"""Limit per hold, and on early claims."""
 
 
 Claim = tuple[str, str]
-"""The decode engine's id, and its name for the claim."""
+"""The decode engine's id, and the claim's name in it."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -69,24 +69,24 @@ class Hold:
     lease: int
     block_ids: BlockIds
     end_s: float
-    """By ``time.monotonic``: when it ends, unless it is renewed."""
+    """When the lease ends unless it is renewed, by ``time.monotonic``."""
     written: DeviceMark
-    """Behind the kernels that computed the KV."""
+    """Follows the kernels that compute the KV."""
     began: float
     claims: set[Claim] = attrs.field(factory=set)
-    """Who has asked for them, and has not released them."""
+    """Claims that have not been released."""
     hashes: dict[tuple[int, int], dict[tuple[int, ...], bytes]] | None = None
-    """By group and layer the hashes of its blocks, as of :func:`hash_rows`, once they are computed."""
+    """The hashes of :func:`hash_rows` by group and layer, once they are computed."""
     num_sending: int = 0
     is_over: bool = False
-    """Nothing of it is sent any more; the engine gets its blocks back once nothing is being sent."""
+    """No new send begins; the engine gets the blocks back once the current sends end."""
     reason: str = "other"
-    """Why it is over, for the figures, if nothing was sent."""
+    """Why it is over, for the statistics if nothing was sent."""
     sent_bytes: int = 0
 
 
 class Lender:
-    """The holds of one worker, and the links of those who may have claims on them. Any thread."""
+    """The holds of one worker, and the links of decode engines that may claim them. Thread-safe."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
@@ -95,15 +95,15 @@ class Lender:
         self._key = b""
         self._epoch = ""
         self._holds: dict[str, Hold] = {}
-        """By request; those that are over and still being sent, too."""
+        """By request, including those that are over and still being sent."""
         self._claims: dict[Claim, tuple[PeerLink, Hold]] = {}
-        """With the link that asked last: when it ends, they do."""
+        """With the link that asked last. The claim ends with the link."""
         self._ended: set[str] = set()
         self._latest_lease = 0
         self._num_resets = 0
         """Twice the number of resets, and one more once something was handed off since the latest."""
         self._early: dict[Claim, tuple[PeerLink, Reference]] = {}
-        """Claims on blocks that the engine has handed off in a step which has not reached this worker yet."""
+        """Claims on blocks handed off in a step that has not reached this worker yet."""
         self._served: set[PeerLink] = set()
         self._pipes: dict[PeerLink, Pipe] = {}
         self._sending: dict[PeerLink, Hold] = {}
@@ -118,7 +118,7 @@ class Lender:
         self._hasher.start()
         self._server = context.peers.serve(self._serve, max_served=_MAX_SERVED)
         self.contact = self._server.contact
-        """Where decode engines find this worker."""
+        """The contact for decode engines."""
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
@@ -126,21 +126,21 @@ class Lender:
 
     @property
     def num_held(self) -> int:
-        """Requests whose blocks are kept."""
+        """Number of requests whose blocks are kept."""
         return len(self._holds)
 
     # -- called by the engine's thread ---------------------------------------------------------
 
     def register(self, views: CacheViews) -> None:
-        """The cache that is sent from."""
+        """Set the cache to send from."""
         self._views = views
 
     def begin(self, epoch: str, key: bytes) -> None:
-        """What this start's references are signed with."""
+        """Set the epoch, and the key that signs its references."""
         self._epoch, self._key = epoch, key
 
     def hold(self, request_id: str, lease: int, block_ids: BlockIds) -> None:
-        """Keep these blocks, whose KV the engine's thread has queued on the device."""
+        """Keep these blocks. The engine's thread has already queued the kernels that compute their KV."""
         assert self._views is not None
         now = time.monotonic()
         hold = Hold(
@@ -164,20 +164,19 @@ class Lender:
                 for claim, (link, reference) in early.items()
             ]
         for link, (_, key), reason in granted:
-            with contextlib.suppress(KvplugError):  # its reader has left, or does not read
+            with contextlib.suppress(KvplugError):  # the reader has left, or does not receive
                 self._answer_claim(link, key, reason, timeout_s=_EARLY_SEND_S)
         if is_first:
             self._announce()
 
     def revoke(self, request_id: str) -> None:
-        """The request's blocks do not hold what was promised."""
+        """Withdraw the request's blocks: their KV is wrong."""
         with self._lock:
             if (hold := self._holds.get(request_id)) is not None:
                 self._finish(hold, "corrupt")
 
     def reset(self) -> None:
-        """What is kept was computed before a reset: nothing more of it is sent, and what is being sent is
-        broken off."""
+        """Withdraw everything that was computed before a reset, and abort the sends that are under way."""
         with self._lock:
             for hold in list(self._holds.values()):
                 self._finish(hold, "cancelled")
@@ -188,17 +187,17 @@ class Lender:
         self._announce()
 
     def _announce(self) -> None:
-        """Let decode engines know whether there is KV from before, on which their own reset depends."""
+        """Tell decode engines whether there is KV from before a reset: their own reset depends on it."""
         with self._lock:
             asking = [link for link in self._served if link.agreement.remote.purpose == ASK]
         for link in asking:
             try:
                 link.channel.send({"resets": self._num_resets}, timeout=_EARLY_SEND_S)
-            except KvplugError:  # it connects again, and knows then
+            except KvplugError:  # it gets the count when it connects again
                 link.close()
 
     def take_ended(self) -> frozenset[str]:
-        """Requests whose blocks are the engine's again, since the last call."""
+        """Return the requests whose blocks went back to the engine since the last call."""
         now, stuck = time.monotonic(), []
         with self._lock:
             for hold in list(self._holds.values()):
@@ -207,12 +206,12 @@ class Lender:
                     stuck += [link for link, other in self._sending.items() if other is hold]
             ended, self._ended = frozenset(self._ended), set()
         for link in stuck:
-            _log.warning("%s does not receive: its lease is over", link.agreement.remote.engine_id)
+            _log.warning("%s: the lease ended during a send", link.agreement.remote.engine_id)
             self._drop(link)
         return ended
 
     def _finish(self, hold: Hold, reason: str) -> None:
-        """With the lock: nothing more is sent of it."""
+        """End the hold: no new send begins. Needs the lock."""
         if not hold.is_over:
             hold.is_over = True
             for claim in hold.claims:
@@ -231,7 +230,7 @@ class Lender:
         purpose = link.agreement.remote.purpose
         serve: Callable[[PeerLink], None] | None = {ASK: self._answer, PULL: self._send_pulls}.get(purpose)
         if serve is None:
-            raise WireError(f"it came for {purpose!r}, which connector 'p2p' does not know")
+            raise WireError(f"connector 'p2p' does not know the link purpose {purpose!r}")
         with self._lock:
             if self._closed:
                 return
@@ -251,7 +250,7 @@ class Lender:
         link.close()
 
     def _forget(self, link: PeerLink) -> None:
-        """The link is gone, and its claims with it."""
+        """End the claims of a lost link."""
         with self._lock:
             self._served.discard(link)
             self._pipes.pop(link, None)
@@ -260,7 +259,7 @@ class Lender:
             self._early = {claim: early for claim, early in self._early.items() if early[0] is not link}
 
     def _release(self, claim: Claim, reason: str = "cancelled") -> None:
-        """With the lock. Blocks without a claim are given back: their reader has them, or has gone."""
+        """Release a claim; blocks without a claim go back to the engine. Needs the lock."""
         self._early.pop(claim, None)
         _, hold = self._claims.pop(claim, (None, None))
         if hold is not None:
@@ -271,13 +270,13 @@ class Lender:
     # -- claims --------------------------------------------------------------------------------
 
     def _answer(self, link: PeerLink) -> None:
-        """Answer one scheduler side until it goes."""
+        """Answer one scheduler side until it leaves."""
         remote = link.agreement.remote
         link.channel.send({"resets": self._num_resets}, timeout=_SEND_S)
         while True:
             message = link.channel.recv(timeout=None)
             if type(message) is not dict:
-                raise WireError("a scheduler side sent what is not a question")
+                raise WireError("a scheduler side sent a malformed message")
             if type(message.get("claim")) is str and type(message.get("reference")) is bytes:
                 reason = self._claim(link, message["claim"], message["reference"])
                 self._answer_claim(link, message["claim"], reason, timeout_s=_SEND_S)
@@ -287,7 +286,7 @@ class Lender:
             elif message == {"renew": True}:
                 self._renew(link)
             else:
-                raise WireError("a scheduler side sent what is not a question")
+                raise WireError("a scheduler side sent a malformed message")
 
     def _answer_claim(self, link: PeerLink, key: str, reason: str | None, *, timeout_s: float) -> None:
         if reason is None:
@@ -295,10 +294,10 @@ class Lender:
         answer = {"claim": key, "refused": reason, "lease_s": self._lease_s}
         link.channel.send(answer, timeout=timeout_s)
         if reason:
-            _log.debug("a reference from %s is refused: %s", link.agreement.remote.engine_id, reason)
+            _log.debug("refused a reference from %s: %s", link.agreement.remote.engine_id, reason)
 
     def _claim(self, link: PeerLink, key: str, text: bytes) -> str | None:
-        """Why the reference is refused; empty: it has a claim now; ``None``: it is answered later."""
+        """Return why the reference is refused; empty: the claim is granted; ``None``: answer later."""
         reference = verified(text, self._key) if self._key else None
         if reference is None:
             return "forged"
@@ -310,7 +309,7 @@ class Lender:
             return self._grant(link, (link.agreement.remote.engine_id, key), reference)
 
     def _grant(self, link: PeerLink, claim: Claim, reference: Reference) -> str | None:
-        """As :meth:`_claim`, with the lock, for a reference that is genuine."""
+        """Like :meth:`_claim`, for a verified reference. Needs the lock."""
         if reference.lease > self._latest_lease and len(self._early) < _MAX_CLAIMS:
             self._early[claim] = link, reference
             return None
@@ -334,14 +333,14 @@ class Lender:
     # -- pulls ---------------------------------------------------------------------------------
 
     def _send_pulls(self, link: PeerLink) -> None:
-        """Send what one worker asks for until it goes."""
+        """Send what one worker asks for until it leaves."""
         config, views = self._context.config, self._views
         pipe = link.open_pipe(PIPE, device=config.device)
         with self._lock:
             self._pipes[link] = pipe
             closed = self._closed
         if closed or views is None:
-            raise ClosedError("this worker has no cache, or was shut down")
+            raise ClosedError("this worker was shut down, or has no registered cache")
         stream = None if views.device.type == "cpu" else StreamPool.acquire(views.device)
         try:
             while True:
@@ -363,13 +362,13 @@ class Lender:
                 StreamPool.release(stream)
 
     def _hold_of(self, link: PeerLink, message: Any) -> Hold | None:
-        """The hold that a pull names, which is being sent from now on.
+        """Find the hold that a pull names, and count the send. ``None``: the claim is over.
 
         Raises:
-            WireError: that is not a pull.
+            WireError: the message is not a pull.
         """
         if type(message) is not dict or type(message.get("claim")) is not str:
-            raise WireError("a worker sent what is not a pull")
+            raise WireError("a worker sent a malformed pull")
         with self._lock:
             _, hold = self._claims.get((link.agreement.remote.engine_id, message["claim"]), (None, None))
             if hold is not None:
@@ -381,7 +380,7 @@ class Lender:
     def _send(self, link: PeerLink, pipe: Pipe, hold: Hold, message: Mapping[str, Any], stream: Any) -> None:
         """
         Raises:
-            WireError: the pull is malformed, or wants what the request has not.
+            WireError: the pull is malformed, or asks for blocks of another request.
         """
         import torch
 
@@ -397,9 +396,9 @@ class Lender:
             for group, _, numbers in wanted:
                 each = self._context.cache.groups[group].block_size // unit
                 if not {number // each for number in numbers} <= {*hold.block_ids[group]}:
-                    raise WireError("a pull wants blocks that are not of its request")
+                    raise WireError("a pull asks for blocks that do not belong to its request")
         except (KeyError, TypeError, ValueError, IndexError, LayoutError) as e:
-            raise WireError(f"a worker sent what is not a pull: {e}") from e
+            raise WireError(f"a worker sent a malformed pull: {e}") from e
         checksum = link.agreement.checksum if views.device.type == "cpu" else None
         answer: dict[str, Any] = {"sending": True}
         if checksum:
@@ -425,7 +424,7 @@ class Lender:
     # -- hashes --------------------------------------------------------------------------------
 
     def _hash_all(self) -> None:
-        """Hash blocks before they are asked for, which is usually some time later."""
+        """Hash blocks ahead of the pulls, which usually come some time later."""
         while (hold := self._unhashed.get()) is not None:
             views, name = self._views, self._checksum
             assert views is not None and name is not None
@@ -436,7 +435,7 @@ class Lender:
                 found, rows = views.of(group, size, 0, views.num_heads(group), blocks)
                 for layer in range(0 if hold.is_over else len(found)):
                     made[group, layer] = hash_rows(name, found, layer, rows)
-            if not hold.is_over:  # or some are missing
+            if not hold.is_over:  # otherwise some are missing
                 hold.hashes = made
 
     def _hashes(
@@ -444,21 +443,21 @@ class Lender:
         hold: Hold,
         name: str,
         group: int,
-        what: tuple[int, int, int],
+        part: tuple[int, int, int],
         numbers: Sequence[int],
         found: BlockViews,
         rows: Sequence[int],
     ) -> tuple[int, list[bytes]]:
-        """How many rows are hashed together first, and the hash of each layer.
+        """Return how many rows the first hash covers, and the hash of each layer.
 
-        ``what``: tokens in a unit, the first head, and how many.
+        ``part``: tokens in a unit, the first head, and the number of heads.
         """
         views, first = self._views, HASHED_TOGETHER
         assert views is not None
         known = hold.hashes if name == self._checksum else None
-        if what != (self._context.cache.groups[group].block_size, 0, views.num_heads(group)):
+        if part != (self._context.cache.groups[group].block_size, 0, views.num_heads(group)):
             known = None
-        if known is not None:  # where the request's own rows were divided
+        if known is not None:  # divide where the request's own rows were divided
             blocks = [block for block in hold.block_ids[group] if block != NO_BLOCK]
             first -= blocks.index(numbers[0]) % HASHED_TOGETHER
         hashes = []
@@ -470,7 +469,7 @@ class Lender:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Hang up on everyone. Idempotent."""
+        """Close all links. Idempotent."""
         with self._lock:
             self._closed = True
             served = list(self._served)

@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side in one step: plain values."""
+"""The plan that the scheduler side sends to the worker side in each step, as plain values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PullPlan:
     request_id: str
     claim: str
     engine_id: str
-    """Of the producer."""
+    """The producer's id."""
     peer: Any = attrs.field(repr=False)
-    """Its address, the contacts of its workers by rank, or ``None``."""
+    """The producer's address, the contacts of its workers by rank, or ``None``."""
     block_size: int
-    """The producer's, as :attr:`tensor_parallel_size` is."""
+    """Of the producer, like :attr:`tensor_parallel_size`."""
     tensor_parallel_size: int
     theirs: BlockIds
     ours: BlockIds
@@ -41,20 +41,20 @@ class PullPlan:
 
 @attrs.frozen(kw_only=True)
 class StepPlan:
-    """Everything one step does."""
+    """Everything that one step does."""
 
     step: int = 0
-    heard: int = -1
-    """The latest step whose report the scheduler side had when it made this plan."""
+    last_report: int = -1
+    """The latest step whose report the scheduler side had received when it made this plan."""
     epoch: str = ""
     key: bytes = attrs.field(default=b"", repr=False)
-    """What references are signed with."""
+    """Signs references."""
     holds: tuple[HoldPlan, ...] = ()
     revoked: tuple[str, ...] = ()
-    """Requests whose blocks turned out not to hold what was promised."""
+    """Requests whose blocks were found to hold wrong KV."""
     pulls: tuple[PullPlan, ...] = ()
     is_reset: bool = False
-    """Withdraw all that was handed off, also what :attr:`holds` has."""
+    """Withdraw all blocks that were handed off, including :attr:`holds`."""
     forget: tuple[str, ...] = ()
     """Requests that ended or were preempted: stop pulling for them."""
 

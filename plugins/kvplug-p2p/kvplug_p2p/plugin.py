@@ -1,4 +1,4 @@
-"""Entry point: what this distribution offers."""
+"""The plugin's entry point: registers the connector "p2p"."""
 
 from __future__ import annotations
 

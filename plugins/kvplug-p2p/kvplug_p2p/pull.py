@@ -39,10 +39,10 @@ from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
 _log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Of the units that are asked for at once, and the producer hashes and sends as one message a group."""
+"""Limit on the units of one request; the producer hashes and sends them as one message per group."""
 _JOIN_S: Final = 3.0
 _CHECK_S: Final = 2.0
-"""How often an idle thread looks whether its producer is still there."""
+"""How often an idle thread checks that its producer is still connected."""
 
 
 class Pull:
@@ -51,13 +51,13 @@ class Pull:
     def __init__(self, plan: PullPlan, num_layers: int, after: DeviceMark, timeout_s: float) -> None:
         self.plan = plan
         self.after = after
-        """What the device must have done before the blocks are written."""
+        """The work that the device must complete before the blocks are written."""
         self.deadline = Deadline.after(timeout_s)
         self.began = time.perf_counter()
         self.parts: list[Part] = []
         self.nbytes = 0
         self.num_layers = num_layers
-        """Of all KV cache groups."""
+        """Layers of all KV cache groups."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._error: BaseException | None = None
@@ -72,7 +72,7 @@ class Pull:
         return self._error
 
     def fail(self, error: BaseException) -> None:
-        """It does not come, or is not needed: nothing more is written into its blocks, after a moment."""
+        """End the pull: it failed or is not needed. Writes into its blocks stop shortly after."""
         with self._lock:
             if self._error is None and not self._is_done:
                 self._error = error
@@ -93,25 +93,26 @@ class Pull:
         )
 
     def wait_settled(self, timeout: float) -> bool:
-        """Whether nothing is written any more, at the latest after ``timeout`` seconds. It has failed."""
+        """After a failure, wait until nothing is written any more. Return whether that took at most
+        ``timeout`` seconds."""
         with self._lock:
             return self._changed.wait_for(lambda: not any(part.is_receiving for part in self.parts), timeout)
 
     def wait_for_layers(self, count: int) -> None:
-        """Return when the first ``count`` layers are there, or it has failed."""
+        """Wait until the first ``count`` layers have arrived, or the pull has failed."""
 
-        def is_there() -> bool:
+        def have_arrived() -> bool:
             return self._error is not None or all(part.num_layers >= count for part in self.parts)
 
         with self._lock:
-            in_time = self._changed.wait_for(is_there, self.deadline.remaining())
+            in_time = self._changed.wait_for(have_arrived, self.deadline.remaining())
         if not in_time:
-            self.fail(TimeoutError(f"not all of request {self.request_id} came in time"))
+            self.fail(TimeoutError(f"the KV of request {self.request_id} did not arrive in time"))
 
     # -- called by the thread of a producer's worker -------------------------------------------
 
     def begin_receiving(self, part: Part) -> bool:
-        """Whether it is still wanted; then its blocks may be written."""
+        """Return whether the pull is still wanted; if so, its blocks may be written from now on."""
         with self._lock:
             part.is_receiving = self._error is None
             return part.is_receiving
@@ -121,8 +122,8 @@ class Pull:
             part.is_receiving = False
             self._changed.notify_all()
 
-    def come(self, part: Part, num_layers: int) -> None:
-        """So many layers of the part are there and verified."""
+    def arrived(self, part: Part, num_layers: int) -> None:
+        """Note that the first ``num_layers`` layers of the part have arrived and are verified."""
         with self._lock:
             part.num_layers = num_layers
             self._changed.notify_all()
@@ -130,7 +131,7 @@ class Pull:
 
 @attrs.define(eq=False)
 class Part:
-    """The heads of a pull that one of the producer's workers has."""
+    """The heads of a pull that come from one of the producer's workers."""
 
     pull: Pull
     worker: ProducerWorker
@@ -149,7 +150,7 @@ class ProducerWorker:
         self._views = views
         self._engine_id = engine_id
         self.peer = peer
-        """Where it is, as ``Peers.connect`` takes it."""
+        """Its address, as ``Peers.connect`` takes it."""
         self._rank = rank
         self._lock = threading.Lock()
         self._closed = False
@@ -160,7 +161,7 @@ class ProducerWorker:
         self._was_used = False
         self.last_used = time.monotonic()
         self.route = ""
-        """How KV comes from it, for people."""
+        """The transport that moves its KV, for display."""
         self._thread = BackgroundThread(self._run, name="kvplug-p2p-pull", stop=self.end)
         with NamedExhaustion(f"pulling from worker {rank} of a producer"):
             self._thread.start()
@@ -171,16 +172,16 @@ class ProducerWorker:
 
     @property
     def link(self) -> PeerLink | None:
-        """What was agreed on; ``None`` while it is not connected."""
+        """The link; ``None`` while it is not connected."""
         return self._link
 
     @property
     def has_ended(self) -> bool:
-        """Whether it pulls nothing any more: it was closed, or the producer has left."""
+        """Whether it was closed, or the producer has left."""
         return self._closed
 
     def pull(self, part: Part) -> None:
-        """Does not wait."""
+        """Queue the part. Does not wait."""
         self.last_used = time.monotonic()
         with self._lock:
             is_closed, self._was_used = self._closed, True
@@ -190,8 +191,7 @@ class ProducerWorker:
             part.pull.fail(PeerGoneError(f"worker {self._rank} of {self._engine_id} has left"))
 
     def interrupt(self, part: Part) -> None:
-        """End what is being received for this part. The next part has no use for the rest of its message, so
-        the connection ends too."""
+        """Stop receiving this part. The rest of its message cannot be skipped, so the connection ends too."""
         with self._lock:
             if self._current is part:
                 self._drop()
@@ -203,7 +203,7 @@ class ProducerWorker:
             self._link.close()
 
     def end(self) -> None:
-        """Does not wait."""
+        """End the connection without waiting for the thread."""
         with self._lock:
             self._closed = True
             self._drop()
@@ -247,13 +247,13 @@ class ProducerWorker:
                         left.pull.fail(ClosedError("the connector was shut down"))
 
     def _has_left(self) -> bool:
-        """Whether the producer has ended the link, in whose place a new one is made when there is a pull."""
+        """Whether the producer has ended the link. The next pull makes a new one."""
         if self._link is None:
             return self._was_used
-        if self._pipe is None:  # it is being connected, by another thread
+        if self._pipe is None:  # another thread is connecting
             return False
         try:
-            self._link.channel.recv(timeout=0)  # it sends nothing unless it is asked
+            self._link.channel.recv(timeout=0)  # the producer only sends answers
         except TimeoutError:
             return False
         except KvplugError:
@@ -266,7 +266,7 @@ class ProducerWorker:
             self._current = part
         try:
             if pull.error is None:
-                if self._link is not None and self._has_left():  # it may have been started again
+                if self._link is not None and self._has_left():  # it may have restarted
                     with self._lock:
                         self._drop()
                         self._link = self._pipe = None
@@ -282,9 +282,9 @@ class ProducerWorker:
             pull.end_receiving(part)
 
     def connected(self, deadline: Deadline, *, retry: bool = False) -> tuple[PeerLink, Pipe]:
-        """Its link and pipe, connected to if need be. ``retry``: wait for a producer that is not up.
+        """Return its link and pipe; connect if needed. ``retry``: wait for a producer that is not up.
 
-        Raises what a handshake raises, and HandshakeError: another engine answers there.
+        Raises what a handshake raises, and PeerGoneError: another engine answers at the address.
         """
         with self._lock:
             link, pipe = self._link, self._pipe
@@ -298,11 +298,11 @@ class ProducerWorker:
         try:
             remote = link.agreement.remote
             if self._engine_id and remote.engine_id != self._engine_id:
-                raise PeerGoneError(f"{remote.engine_id} answers where {self._engine_id} was")
+                raise PeerGoneError(f"{remote.engine_id} answers at the address of {self._engine_id}")
             if remote.device.partition(":")[0] != self._views.device.type:
                 raise HandshakeError(
-                    f"device: ours {self._views.device.type}, theirs {remote.device}; KV is pulled between"
-                    " caches on the same kind of device",
+                    f"device: ours {self._views.device.type}, theirs {remote.device}; connector 'p2p'"
+                    " pulls KV only between caches on the same kind of device",
                     peer=str(remote.identity),
                 )
             with self._lock:
@@ -334,7 +334,7 @@ class ProducerWorker:
         checksum = link.agreement.checksum if self._views.device.type == "cpu" else None
         messages = self._messages(wanted, part.heads)
         if not messages:
-            pull.come(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
+            pull.arrived(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
             return
         unit = unit_of(self._context.cache.groups[0].block_size, plan.block_size)
         heads = part.heads
@@ -354,9 +354,9 @@ class ProducerWorker:
             if type(answer) is not dict or answer.get("sending") is not True:
                 if type(answer) is dict and type(answer.get("refused")) is str:
                     raise EntryGoneError(
-                        f"the producer does not have the blocks of request {plan.request_id} any more"
+                        f"the producer no longer keeps the blocks of request {plan.request_id}"
                     )
-                raise WireError("the producer sent what is not an answer to a pull")
+                raise WireError("the producer sent a malformed answer to a pull")
             if not pull.begin_receiving(part):
                 raise ClosedError(f"request {plan.request_id} ended")
             found = [
@@ -366,7 +366,7 @@ class ProducerWorker:
             ]
             hashes = _hashes_in(answer, found) if checksum else None
             is_last = number + 1 == len(messages)
-            if not is_last:  # so that the producer sends one message after the other without a pause
+            if not is_last:  # so that the producer sends its messages without a pause
                 ask(messages[number + 1])
             if stream is not None:
                 pull.after.hold(stream)
@@ -378,24 +378,24 @@ class ProducerWorker:
                 for number_of, (views, rows) in enumerate(found):
                     layers = _Layers(views, rows, checksum, hashes[number_of] if hashes else (1, []))
                     if is_last and len(plan.ours) == 1:
-                        # All but the last, with which the pull is done: its figures come before that.
-                        layers.on_right = lambda layer: pull.come(part, min(layer + 1, pull.num_layers - 1))
+                        # Not the last layer: it ends the pull, whose figures must be complete by then.
+                        layers.on_good = lambda layer: pull.arrived(part, min(layer + 1, pull.num_layers - 1))
                     pipe.recv_blocks(
                         views, rows, on_layer=None if stream else layers.arrived, timeout=stall_s
                     )
                     pull.nbytes += views.rows.row_bytes * len(rows) * len(views)
-                    if stream is None and layers.num_right < len(views):
-                        raise IntegrityError(f"KV of request {plan.request_id} was corrupted on its way")
+                    if stream is None and layers.num_verified < len(views):
+                        raise IntegrityError(f"KV of request {plan.request_id} was corrupted in transit")
                 if stream is not None:
                     DeviceMark(self._views.device).wait()
             if is_last:
-                pull.come(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
+                pull.arrived(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
 
     def _units_of(self, plan: PullPlan) -> list[tuple[list[int], list[int]]]:
-        """For each group theirs and ours, where both have a block.
+        """For each group, the producer's units and ours that have a block here.
 
         Raises:
-            LayoutError: they have none for what ours would need.
+            LayoutError: the producer has freed a block that is needed here.
         """
         found = []
         for group, theirs, ours in zip(self._context.cache.groups, plan.theirs, plan.ours, strict=True):
@@ -409,7 +409,7 @@ class ProducerWorker:
             both = [(their, our) for their, our in pairs if our != NO_BLOCK]
             if any(their == NO_BLOCK for their, _ in both):
                 raise LayoutError(
-                    f"the producer has freed blocks of request {plan.request_id} that are needed here"
+                    f"the producer has freed blocks of request {plan.request_id} that this engine needs"
                 )
             found.append(([their for their, _ in both], [our for _, our in both]))
         return found
@@ -417,7 +417,7 @@ class ProducerWorker:
     def _messages(
         self, wanted: Sequence[tuple[list[int], list[int]]], heads: HeadRange
     ) -> list[list[tuple[list[int], list[int]]]]:
-        """The units in turns of at most 64 MiB, as near as one unit of each group comes to it."""
+        """Split the units into messages of about 64 MiB at most, with at least one unit per group."""
         unit_bytes = max(1, sum(self._views.row_bytes(group) for group in range(len(wanted))))
         unit = self._context.cache.groups[0].block_size
         count = max(1, MAX_MESSAGE_BYTES // (unit_bytes * unit))
@@ -436,37 +436,37 @@ class _Layers:
     ) -> None:
         self._views, self._rows, self._checksum = views, rows, checksum
         self._first, self._hashes = hashes
-        self.on_right: Callable[[int], None] = lambda layer: None
-        """Called with each layer, as long as all are right."""
-        self.num_right = 0
-        """Counts the layers before the first one that is wrong, or could not be verified."""
+        self.on_good: Callable[[int], None] = lambda layer: None
+        """Called with each layer, until one is wrong."""
+        self.num_verified = 0
+        """Layers before the first one that is wrong or was not verified."""
 
     def arrived(self, layer: int) -> None:
-        if self.num_right < layer:
+        if self.num_verified < layer:
             return
         if self._checksum is not None:
             found = hash_rows(self._checksum, self._views, layer, self._rows, self._first)
             if hash_of(self._checksum, found.values()) != self._hashes[layer]:
                 return
-        self.num_right = layer + 1
-        self.on_right(layer)
+        self.num_verified = layer + 1
+        self.on_good(layer)
 
 
 def _hashes_in(
     answer: Mapping[str, Any], found: Sequence[tuple[BlockViews, list[int]]]
 ) -> list[tuple[int, list[bytes]]]:
-    """Of each message how many rows are hashed together first, and the hashes of its layers.
+    """For each message, how many rows the first hash covers, and the hashes of its layers.
 
     Raises:
-        WireError: they are not there.
+        WireError: the answer has no such hashes.
     """
     hashes = answer.get("hashes")
     if type(hashes) is not list or len(hashes) != len(found):
-        raise WireError("the producer sent no hashes of what it sends")
+        raise WireError("the producer sent KV without hashes")
     for each, (views, _) in zip(hashes, found, strict=True):
         match each:
             case (int(first), [*layers]) if 0 < first <= HASHED_TOGETHER and len(layers) == len(views):
                 pass
             case _:
-                raise WireError("the producer sent malformed hashes of what it sends")
+                raise WireError("the producer sent malformed hashes")
     return hashes

@@ -1,8 +1,8 @@
 """The reference to a finished prompt's blocks that travels through clients and proxies to a decode engine.
 
-It is the ``kv_transfer_params`` of vLLM's NIXL connector, whose field names proxies know, and one key more,
-``kvplug``. A client may change or invent all of it, so the producer signs everything that it has written; it
-alone verifies that, with a key that never leaves the engine.
+It is the ``kv_transfer_params`` of vLLM's NIXL connector, whose field names proxies know, plus the key
+``kvplug``. A client may change or invent all of it, so the producer signs every field that it writes. Only
+the producer verifies the signature, with a key that never leaves the engine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvplug.engine import BlockIds
 from kvplug.net.wire.token_ids import pack_tokens
 
 OURS: Final = "kvplug"
-"""The key under which stands what vLLM's NIXL connector has no field for."""
+"""The key of the fields that vLLM's NIXL connector does not have."""
 MAX_BYTES: Final = 4 << 20
-"""Of one reference as JSON. A million tokens in blocks of 16 take half a megabyte."""
+"""Limit for one reference as JSON. A million tokens in blocks of 16 take half a megabyte."""
 _KEY_BYTES: Final = 32
 
 
@@ -38,31 +38,31 @@ def digest_of(extra: bytes, token_ids: Sequence[int]) -> str:
 
 @attrs.frozen(kw_only=True)
 class Reference:
-    """Whose blocks they are, for how long, and what they hold."""
+    """Names a prompt's blocks, their producer, their contents, and how long they are kept."""
 
     engine_id: str
     epoch: str
-    """Of the producer's scheduler side; changes with each start."""
+    """One start of the producer's scheduler side."""
     request_id: str
     generation: int
-    """Of the request: grows when it is computed again."""
+    """Generation of the request. It grows when the request is computed again."""
     lease: int
-    """Number of the lease. Grows with each hand-off of an engine."""
+    """Number of the lease. It grows with each hand-off of the engine."""
     expires_ms: int
-    """By the producer's clock, milliseconds since 1970."""
+    """Milliseconds since 1970 by the producer's clock."""
     address: str
     """Where the producer's worker 0 listens."""
     tensor_parallel_size: int
     block_size: int
-    """Tokens in a block of the producer's."""
+    """Tokens in a block of the producer."""
     num_tokens: int
     """Tokens whose KV is in the blocks."""
     digest: str
-    """Of ``extra`` and these tokens; see :func:`digest_of`."""
+    """Hash of ``extra`` and these tokens; see :func:`digest_of`."""
     block_ids: BlockIds
 
     def to_params(self, key: bytes) -> dict[str, Any]:
-        """The ``kv_transfer_params``, with a ticket made with ``key``."""
+        """Return the ``kv_transfer_params``, with a ticket signed with ``key``."""
         host, _, port = self.address.rpartition("-" if self.address.startswith("unix:") else ":")
         params: dict[str, Any] = {
             "do_remote_prefill": True,
@@ -89,7 +89,7 @@ class Reference:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Self:
-        """The reference in ``kv_transfer_params``. Its ticket is not verified.
+        """Read the reference in ``kv_transfer_params``, without verifying its ticket.
 
         Raises:
             MalformedError: a field is missing, or has another type.
@@ -121,12 +121,12 @@ class Reference:
 
 
 def to_text(params: Mapping[str, Any]) -> bytes:
-    """What the producer has written into these params and their ticket, as JSON: the same text at both ends.
+    """Encode the producer's fields and the ticket as JSON: the same text at both ends.
 
     Keys that others have added are left out.
 
     Raises:
-        MalformedError: it is not JSON, or too large.
+        MalformedError: the params are not JSON, or too large.
     """
     try:
         text = json.dumps(_signed(params, ticket=True), sort_keys=True, separators=(",", ":")).encode("ascii")
@@ -138,7 +138,7 @@ def to_text(params: Mapping[str, Any]) -> bytes:
 
 
 def verified(text: bytes, key: bytes) -> Reference | None:
-    """The reference in what :func:`to_text` made; ``None``: it was not signed with ``key`` as it stands."""
+    """Read the reference in a text of :func:`to_text`; ``None`` if its ticket does not match ``key``."""
     try:
         params = json.loads(text)
         given = params[OURS]["ticket"]

@@ -35,13 +35,13 @@ from kvplug_p2p.reference import OURS, MalformedError, Reference, digest_of, to_
 _log = logging.getLogger(__name__)
 
 _MOMENT_S: Final = 0.005
-"""How long questions about one request wait for the producer's answer in all: on one host it takes less than
-a millisecond, but not while the engine's thread asks again and again."""
+"""How long calls about one request wait for the producer's answer, in total. On one host the answer takes
+less than a millisecond, but longer while the engine's thread keeps asking."""
 
 
 @attrs.define(eq=False)
 class _Tracked:
-    """A request, between its first call and its last."""
+    """A request between its first call and its last."""
 
     request: Request
     begun_at: float
@@ -51,16 +51,16 @@ class _Tracked:
     """Tokens that the engine had when it last asked."""
     num_promised: int = 0
     is_counted: bool = False
-    """Its match, or why there is none, is in the figures."""
+    """Its match, or the reason for none, is in the statistics."""
     is_over: bool = False
-    """Nothing is pulled for it any more: it was, or could not be."""
+    """Nothing more is pulled for it: the pull is planned, or is not possible."""
     is_loading: bool = False
     is_old: bool = False
     """Some of its KV is from before a reset."""
 
 
 class P2PScheduler(SchedulerConnector):
-    """Hands out references to the blocks of finished prompts, and promises what references of others hold.
+    """Hands out references to the blocks of finished prompts, and promises KV from references of others.
 
     Law. Tokens are promised only once every worker of the producer has confirmed that it keeps their blocks
     for this request. Blocks that were handed out are kept until their reader has released them or has gone,
@@ -78,7 +78,7 @@ class P2PScheduler(SchedulerConnector):
         self._options: P2POptions = context.options
         if context.config.integrity not in ("auto", "off") and not context.config.device.startswith("cpu"):
             raise ConfigError(
-                f"integrity: {context.config.integrity!r} was given, and connector 'p2p' does not hash KV on"
+                f"integrity: got {context.config.integrity!r}, but connector 'p2p' does not hash KV on"
                 f" {context.config.device}; set it to 'auto' or 'off', or use connector 'lookup'"
             )
         role = context.config.role
@@ -91,19 +91,19 @@ class P2PScheduler(SchedulerConnector):
         self._numbers = itertools.count(1)
         self._tracked: dict[str, _Tracked] = {}
         self._held: dict[str, frozenset[int]] = {}
-        """The blocks of requests that were handed off, until the workers name them."""
+        """The blocks of requests that were handed off, until the workers report them as sent."""
         self._holds: list[HoldPlan] = []
         self._revoked: list[str] = []
         self._pulls: list[PullPlan] = []
         self._forget: list[str] = []
         self._ended: Counter[str] = Counter()
-        """How many workers have ended the pulls of a claim."""
+        """How many workers have ended the pull of a claim."""
         self._pulled: dict[str, Claim] = {}
         self._foreign: set[tuple[str, str]] = set()
-        """Starts of producers whose blocks a worker here has refused: only workers know their kernels."""
-        self._heard = -1
+        """Ids and epochs of producers that a worker of this engine has refused."""
+        self._last_report = -1
         self._is_reset = False
-        """The next plan withdraws all that was handed off."""
+        """The next plan withdraws all blocks that were handed off."""
         self._engines: ProducerEngines | None = None
         if role in (Role.CONSUMER, Role.BOTH):
             self._engines = ProducerEngines(context)
@@ -112,12 +112,12 @@ class P2PScheduler(SchedulerConnector):
 
     @property
     def num_held(self) -> int:
-        """Requests that were handed off, and whose blocks the engine keeps."""
+        """Number of requests whose blocks the engine keeps after handing them off."""
         return len(self._held)
 
     @property
     def links(self) -> tuple[Any, ...]:
-        """To the workers 0 of the producers that are reached."""
+        """Links to worker 0 of each connected producer."""
         every = () if self._engines is None else self._engines.all()
         return tuple(each.link for each in every if each.link is not None)
 
@@ -174,7 +174,7 @@ class P2PScheduler(SchedulerConnector):
         return new, bool(new) and self._in_background
 
     def _make_claim(self, tracked: _Tracked) -> tuple[int | None, bool] | None:
-        """``None``: it is made; else the answer to the engine."""
+        """Send a claim and return ``None``, or return the answer to the engine."""
         assert self._engines is not None
         request = tracked.request
         try:
@@ -207,7 +207,7 @@ class P2PScheduler(SchedulerConnector):
         return None
 
     def _miss(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:
-        """It is computed, and not asked about again."""
+        """Count the reason: the request is computed, and asks for no other claim."""
         self._context.stats.fail("match", reason)
         tracked.is_over = True
         self._release(tracked)
@@ -219,10 +219,10 @@ class P2PScheduler(SchedulerConnector):
             claim.engine.release(claim)
 
     def _end_of(self, tracked: _Tracked, reference: Reference) -> int:
-        """How many tokens from the first on may be pulled: whole blocks, and not the last token.
+        """The end of the tokens that may be pulled: whole blocks, without the last token.
 
-        With sliding windows also the tokens in the last block: the producer has freed what lies outside the
-        window of its last token, and the window of an earlier token may begin in a block before.
+        With sliding windows the last block may be partial: the producer has freed blocks outside the window
+        of its last token, and the window of an earlier token may begin in one of them.
         """
         size = self._block_size
         unit = min(size, reference.block_size)
@@ -236,7 +236,7 @@ class P2PScheduler(SchedulerConnector):
         for table, window in zip(reference.block_ids, self._windows, strict=True):
             first = tracked.num_computed if window is None else max(tracked.num_computed, usable - window + 1)
             if NO_BLOCK in table[first // reference.block_size : -(-usable // reference.block_size)]:
-                return 0  # the producer has freed blocks that the next token attends to
+                return 0  # the next token attends to blocks that the producer has freed
         return usable
 
     def update_state_after_alloc(
@@ -246,8 +246,8 @@ class P2PScheduler(SchedulerConnector):
         promised, tracked.num_promised = tracked.num_promised, 0
         if num_external_tokens > promised:
             raise KvplugError(
-                f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
-                f" {request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
+                f"update_state_after_alloc got {num_external_tokens} external tokens of request"
+                f" {request.request_id}, but get_num_new_matched_tokens last promised {promised}"
             )
         if not num_external_tokens:
             if tracked.claim is not None and not tracked.is_loading:
@@ -301,7 +301,7 @@ class P2PScheduler(SchedulerConnector):
         return params is not None, params
 
     def _hand_off(self, request: Request, block_ids: BlockIds) -> dict[str, Any] | None:
-        """Keep its blocks for a decode engine; ``None``: it has no reader."""
+        """Keep the request's blocks for a decode engine; ``None`` if no engine will read them."""
         wanted = request.params.get("do_remote_decode", self._is_producer)
         if not self._produces or wanted is not True or not any(block_ids):
             return None
@@ -329,7 +329,7 @@ class P2PScheduler(SchedulerConnector):
         return reference.to_params(self._key)
 
     def _drop_pulls(self, request_ids: Collection[str]) -> None:
-        """Pulls that no step knows of yet: their requests have their claims again."""
+        """Drop pulls that are in no step's plan yet, and give the claims back to their requests."""
         dropped = [pull for pull in self._pulls if pull.request_id in request_ids]
         self._pulls = [pull for pull in self._pulls if pull.request_id not in request_ids]
         for pull in dropped:
@@ -346,8 +346,7 @@ class P2PScheduler(SchedulerConnector):
     def reset_cache(self) -> bool:
         """In the next step the workers withdraw what was handed off.
 
-        What a decode engine pulls is not its own to forget: refused, unless each producer was reset before,
-        and has handed off nothing since.
+        Returns ``False`` on a decode engine if a producer has handed off KV since its own last reset.
         """
         self._is_reset = self._produces
         for tracked in self._tracked.values():
@@ -355,7 +354,7 @@ class P2PScheduler(SchedulerConnector):
         held = [each.name for each in (self._engines.all() if self._engines else ()) if not each.is_cleared]
         if held:
             _log.warning(
-                "the cache is not reset: references to KV that was computed before may still come; first"
+                "the cache is not reset: references to KV from before the reset may still arrive; first"
                 " reset the engine that hands them out (%s)",
                 ", ".join(held),
             )
@@ -375,7 +374,7 @@ class P2PScheduler(SchedulerConnector):
             self._forget += output.preempted_request_ids
         plan = StepPlan(
             step=output.step,
-            heard=self._heard,
+            last_report=self._last_report,
             epoch=self._epoch,
             key=self._key,
             holds=tuple(self._holds),
@@ -400,7 +399,7 @@ class P2PScheduler(SchedulerConnector):
                 self._tracked[request_id].is_loading = False
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
-            self._heard = max(self._heard, part["step"])
+            self._last_report = max(self._last_report, part["step"])
             for key in part["refused"]:
                 if (claim := self._pulled.get(key)) is not None:
                     self._foreign.add((claim.reference.engine_id, claim.reference.epoch))
@@ -410,5 +409,5 @@ class P2PScheduler(SchedulerConnector):
                     self._end_claim(key)
 
     def has_pending_push_work(self) -> bool:
-        """Blocks that are kept need no steps: they come back with the first step after their release."""
+        """Kept blocks need no extra steps: they come back with the first step after their release."""
         return bool(self._holds or self._revoked or self._is_reset)

@@ -1,4 +1,4 @@
-"""Which worker has which heads and tokens, where the two engines divide them differently: arithmetic."""
+"""Arithmetic for two engines that divide heads and tokens differently among workers and blocks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from kvplug.engine import NO_BLOCK, LayoutError
 
 @attrs.frozen
 class HeadRange:
-    """Consecutive heads that a worker pulls from one of the producer's."""
+    """Consecutive heads that a worker pulls from one worker of the producer."""
 
     rank: int
     """Tensor-parallel rank of the producer's worker."""
     theirs: int
-    """The first of them there, and :attr:`ours`, the first of them here, among the worker's own heads."""
+    """Index of the first head at the producer's worker; :attr:`ours`: at this worker."""
     ours: int
     count: int
 
 
 def heads_of(rank: int, size: int, num_heads: int) -> range:
-    """The heads of a model that worker ``rank`` of ``size`` has. With more workers than heads, several have
-    the same."""
+    """The heads that worker ``rank`` of ``size`` has. With more workers than heads, several have the same."""
     if size >= num_heads:
         first = rank * num_heads // size
         return range(first, first + 1)
@@ -33,13 +32,13 @@ def heads_of(rank: int, size: int, num_heads: int) -> range:
 
 
 def head_ranges(rank: int, size: int, their_size: int, num_heads: int) -> list[HeadRange]:
-    """From which of ``their_size`` workers worker ``rank`` of ``size`` gets its heads, in their order.
+    """Find which of ``their_size`` workers worker ``rank`` of ``size`` pulls its heads from, in their order.
 
-    ``num_heads``: of the whole model; 0 for latent attention, which every worker has whole. Where several
-    workers have the same head, different ranks take it from different ones.
+    ``num_heads``: of the whole model; 0 for latent attention, which every worker has whole. If several
+    workers have the same head, different ranks pull it from different workers.
 
     Raises:
-        HandshakeError: the heads cannot be divided so.
+        HandshakeError: the sizes are not multiples of each other.
     """
     if max(size, their_size) % min(size, their_size):
         raise HandshakeError(
@@ -67,7 +66,7 @@ def head_ranges(rank: int, size: int, their_size: int, num_heads: int) -> list[H
 
 
 def unit_of(our_block_size: int, their_block_size: int) -> int:
-    """The number of tokens in which blocks of both sizes are moved: the smaller of the two.
+    """The number of tokens in a unit of transfer: the smaller of the two block sizes.
 
     Raises:
         HandshakeError: neither divides the other.
@@ -83,7 +82,7 @@ def unit_of(our_block_size: int, their_block_size: int) -> int:
 def units(block_ids: Sequence[int], block_size: int, unit: int, start: int, end: int) -> list[int]:
     """The units that hold tokens ``start`` to ``end``, in token order: ``block * units in a block + number``.
 
-    ``NO_BLOCK`` where there is no block.
+    A unit is ``NO_BLOCK`` if its block is missing.
 
     Raises:
         LayoutError: the table is too short.

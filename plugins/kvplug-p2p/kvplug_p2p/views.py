@@ -1,4 +1,4 @@
-"""Views of the paged cache by unit and by heads, for pipes, and the hash of what they show."""
+"""Views of the paged cache by unit and by heads, for pipes, and hashes of their contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 HASHED_TOGETHER: Final = 8
-"""Rows with one hash. Fewer cost more calls; with more, a pull of a part of a request is hashed anew."""
+"""Rows per hash. Fewer rows cost more calls; more rows make pulls of a part of a request hash again."""
 
 
 class CacheViews:
@@ -23,7 +23,7 @@ class CacheViews:
     def __init__(self, cache: KVCacheConfig, tensors: Mapping[str, Tensor]) -> None:
         """
         Raises:
-            LayoutError: a tensor is missing, or is not of the group's layout.
+            LayoutError: a tensor is missing, or does not have the group's layout.
         """
         self._groups: list[list[list[Tensor]]] = []
         for group in cache.groups:
@@ -39,7 +39,7 @@ class CacheViews:
         self.device = self._groups[0][0][0].device
 
     def row_bytes(self, group: int) -> int:
-        """Bytes of one token of all layers of a group."""
+        """Bytes of one token in all layers of a group."""
         return sum(
             part[0, 0].numel() * part.element_size() for layer in self._groups[group] for part in layer
         )
@@ -55,7 +55,7 @@ class CacheViews:
     def of(
         self, group: int, unit: int, first_head: int, num_heads: int, numbers: Sequence[int]
     ) -> tuple[BlockViews, list[int]]:
-        """Views of these heads, and the rows of them that are the units ``numbers``.
+        """Return views of these heads, and the rows that the units ``numbers`` are in them.
 
         Raises:
             LayoutError: the cache has no such heads, or no such units.
@@ -79,7 +79,7 @@ class CacheViews:
             apart = {rows for layer in parts for _, rows in layer}
             if len(apart) > 1:
                 raise LayoutError(
-                    f"layers of group {group} have different strides: units are not numbered alike"
+                    f"layers of group {group} have different strides, so their units have different rows"
                 )
             self._made[key] = BlockViews([[view for view, _ in layer] for layer in parts]), apart.pop()
         found, (block, step) = self._made[key]
@@ -87,11 +87,10 @@ class CacheViews:
 
 
 def _in_units(view: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
-    """``[blocks, tokens, heads, head size]`` with a row for each unit; and how many rows apart two blocks
-    are, and two units of a block.
+    """View ``[blocks, tokens, heads, head size]`` with one row per unit. Return the view, and the distance in
+    rows between two blocks and between two units of a block.
 
-    Unless the tokens of a block are the slowest axis in it, there are rows in between that are not units; no
-    index stands for one.
+    If tokens are not the slowest axis of a block, some rows in between are no units and have no index.
     """
     each = view.shape[1] // unit
     if each == 1:
@@ -105,7 +104,7 @@ def _in_units(view: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
 
 
 def together(rows: Sequence[int], first: int) -> list[tuple[int, ...]]:
-    """The rows that are hashed together: ``first`` rows, then :data:`HASHED_TOGETHER` at a time."""
+    """Group the rows that share a hash: ``first`` rows, then :data:`HASHED_TOGETHER` at a time."""
     begins = [0, *range(first, len(rows), HASHED_TOGETHER)] if rows else []
     return [tuple(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=True)]
 
@@ -118,10 +117,10 @@ def hash_rows(
     first: int = HASHED_TOGETHER,
     known: Mapping[tuple[int, ...], bytes] | None = None,
 ) -> dict[tuple[int, ...], bytes]:
-    """The hashes of a layer's rows, in this processor's memory, by the rows that are hashed :func:`together`.
+    """Hash a layer's rows in host memory. Return each hash by the rows that it covers :func:`together`.
 
-    A hash is that of the rows' parts, one after the other, each as ``[rows, tokens, heads, head size]``,
-    whatever its strides: both ends hash the same bytes. Those that are ``known`` are not computed.
+    A hash covers the parts of its rows one after the other, each as contiguous ``[rows, tokens, heads, head
+    size]``: both ends hash the same bytes. Hashes that are ``known`` are not computed.
     """
     import numpy as np
 
@@ -132,11 +131,11 @@ def hash_rows(
             hashes[some] = known[some]
             continue
         adjoining = some == tuple(range(some[0], some[0] + len(some)))
-        index = slice(some[0], some[-1] + 1) if adjoining else list(some)  # of a slice there is no copy
+        index = slice(some[0], some[-1] + 1) if adjoining else list(some)  # a slice is not copied
         hashes[some] = digest(name, *(np.ascontiguousarray(part[index]).data for part in parts))
     return hashes
 
 
 def hash_of(name: str, hashes: Iterable[bytes]) -> bytes:
-    """The hash of a layer, from those of its rows."""
+    """The hash of a layer, from the hashes of its rows."""
     return digest(name, b"".join(hashes))

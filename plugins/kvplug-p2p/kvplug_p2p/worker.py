@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 600.0
-"""A connection to a producer that was not used for so long ends."""
+"""A connection to a producer ends after it was idle this long."""
 
 
 class P2PWorker(WorkerConnector):
-    """Sends the blocks that its engine keeps for others, and pulls others' blocks into its own."""
+    """Sends blocks that its engine keeps for other engines, and pulls their blocks into its own."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
@@ -46,28 +46,28 @@ class P2PWorker(WorkerConnector):
         for number, group in enumerate(context.cache.groups):
             if group.layout.block_size != layout.block_size:
                 raise UnsupportedError(
-                    f"connector 'p2p' pulls blocks of one size, and those of KV cache group {number} hold"
-                    f" {group.layout.block_size} tokens, those of group 0 {layout.block_size}"
+                    f"connector 'p2p' needs blocks of one size, but blocks of KV cache group {number} hold"
+                    f" {group.layout.block_size} tokens and blocks of group 0 {layout.block_size}"
                 )
         self._views: CacheViews | None = None
         self._plan = StepPlan()
         self._pulls: dict[str, Pull] = {}
-        """Of this step, and in the background."""
+        """Pulls of this step, and in the background."""
         self._workers: dict[tuple[str, int], ProducerWorker] = {}
         """By the producer's id and the rank of its worker."""
         self._failed_blocks: set[int] = set()
         self._ended: list[str] = []
         """Claims whose pulls have ended."""
         self._refused: list[str] = []
-        """Those of them whose producer's worker this one can never pull from."""
+        """Claims on producers whose worker refused the handshake, or was refused."""
         self._suspect: dict[int, int] = {}
-        """Blocks that a failed pull was to fill, each with the step. Requests that have them are not handed
-        off before the scheduler side knows of it."""
+        """Blocks of failed pulls, each with its step. Requests with such blocks are not handed off until the
+        scheduler side has received the report."""
         self._is_shut_down = False
         self._unsettled: list[Pull] = []
         self._logged: set[str] = set()
         self.last_route = ""
-        """The producer of the last pull, and the transport, for people."""
+        """The producer and transport of the last pull, for display."""
         self._lender: Lender | None = None
         if context.config.role is not Role.CONSUMER:
             self._lender = Lender(context)
@@ -76,17 +76,17 @@ class P2PWorker(WorkerConnector):
 
     @property
     def contact(self) -> str:
-        """Where decode engines find this worker; empty where it serves none."""
+        """The contact for decode engines; empty if this worker serves none."""
         return "" if self._lender is None else self._lender.contact
 
     @property
     def num_held(self) -> int:
-        """Requests whose blocks are kept for decode engines."""
+        """Number of requests whose blocks are kept for decode engines."""
         return 0 if self._lender is None else self._lender.num_held
 
     @property
     def link(self) -> PeerLink | None:
-        """What was agreed on with a producer's worker that is connected."""
+        """The link to a connected worker of a producer, if there is one."""
         return next((worker.link for worker in list(self._workers.values()) if worker.link is not None), None)
 
     # -- at start and at the end ---------------------------------------------------------------
@@ -158,10 +158,10 @@ class P2PWorker(WorkerConnector):
         super().bind_connector_metadata(metadata)
         assert isinstance(metadata, Mapping)
         self._plan = plan = StepPlan.from_plain(metadata)
-        while self._unsettled:  # the engine computes their blocks again from here on
+        while self._unsettled:  # from here on the engine recomputes their blocks
             self._wait_settled(self._unsettled[0])
             del self._unsettled[0]
-        self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
+        self._suspect = {block: step for block, step in self._suspect.items() if step > plan.last_report}
         for request_id in plan.forget:
             self._forget(request_id)
         if self._lender is not None:
@@ -186,7 +186,7 @@ class P2PWorker(WorkerConnector):
         if not self._plan.pulls:
             return
         if self._views is None:
-            raise LayoutError("there is no cache to load into: register_kv_caches was not called")
+            raise LayoutError("there is no cache to load into: call register_kv_caches first")
         after = DeviceMark(self._views.device)
         num_layers = sum(self._views.num_layers(group) for group in range(len(self._context.cache.groups)))
         for plan in self._plan.pulls:
@@ -204,10 +204,10 @@ class P2PWorker(WorkerConnector):
         return [Part(pull, self._worker_of(plan, rank), heads) for rank, heads in ranks.items()]
 
     def _ranks(self, their_size: int) -> dict[int, HeadRange]:
-        """The producer's workers that have this one's heads, by rank.
+        """The heads to pull from each of the producer's workers, by its rank.
 
         Raises:
-            HandshakeError: the heads cannot be divided so.
+            HandshakeError: the sizes are not multiples of each other.
         """
         parallelism, model = self._context.parallelism, self._context.model
         has_heads = self._context.cache.groups[0].layout.has_values
@@ -220,18 +220,18 @@ class P2PWorker(WorkerConnector):
         self._drop_idle()
         key = plan.engine_id, rank
         peer = plan.peer if plan.peer is None or isinstance(plan.peer, str) else dict(plan.peer)
-        if key in self._workers and self._workers[key].peer != peer:  # started again elsewhere
+        if key in self._workers and self._workers[key].peer != peer:  # it restarted elsewhere
             self._workers.pop(key).end()
         if key not in self._workers:
             assert self._views is not None
             self._workers[key] = ProducerWorker(self._context, self._views, plan.engine_id, peer, rank)
         worker = self._workers[key]
-        if self._is_shut_down:  # by another thread, perhaps before it knew this one
+        if self._is_shut_down:  # by another thread, perhaps before this worker was listed
             worker.end()
         return worker
 
     def _drop_idle(self) -> None:
-        """Forget connections whose producer has left, and end those that are not used any more."""
+        """Drop connections whose producer has left, and those that are no longer used."""
         now = time.monotonic()
         for key, worker in list(self._workers.items()):
             if worker.has_ended or now - worker.last_used > _IDLE_S:
@@ -247,7 +247,7 @@ class P2PWorker(WorkerConnector):
             if layer_name in group.layer_names:
                 return at + group.layer_names.index(layer_name)
             at += len(group.layer_names)
-        raise LayoutError(f"the cache config names no layer {layer_name!r}")
+        raise LayoutError(f"the cache config does not name layer {layer_name!r}")
 
     def _pulls_in_step(self) -> list[Pull]:
         return [pull for pull in self._pulls.values() if not pull.plan.in_background]
@@ -259,7 +259,7 @@ class P2PWorker(WorkerConnector):
         self._settle()
 
     def _settle(self) -> None:
-        """The pulls that the step needed have ended."""
+        """End the pulls that this step needs."""
         for pull in self._pulls_in_step():
             pull.wait_for_layers(pull.num_layers)
             self._end(pull)
@@ -288,7 +288,7 @@ class P2PWorker(WorkerConnector):
         if reason not in self._logged and not isinstance(pull.error, ClosedError):
             self._logged.add(reason)
             _log.warning(
-                "KV could not be pulled from %s (%s; logged once): %s", plan.engine_id, reason, pull.error
+                "could not pull KV from %s (%s; logged once): %s", plan.engine_id, reason, pull.error
             )
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
@@ -296,7 +296,7 @@ class P2PWorker(WorkerConnector):
         received = []
         for pull in list(self._pulls.values()):
             if pull.deadline.expired:
-                pull.wait_for_layers(pull.num_layers)  # it fails
+                pull.wait_for_layers(pull.num_layers)  # fails it
             if pull.has_ended:
                 received.append(pull.request_id)
                 self._end(pull)
