@@ -16,14 +16,14 @@ from kvplug_etcd.options import EtcdOptions
 _URL: Final = re.compile(r"etcd://(?P<servers>[^/?#@]+)(?:/(?P<prefix>[A-Za-z0-9._/-]{1,200}))?")
 _PORT: Final = 2379
 _NOT_FOUND: Final = 5
-"""gRPC's code of a lease that has ended."""
+"""gRPC's code of an expired lease."""
 _MAX_PASSWORD_BYTES: Final = 4096
 
 
 class EtcdDirectory(Directory):
-    """Announcements in etcd 3.4 or later, by its JSON gateway, as keys ``PREFIX/NAME`` with a lease.
+    """Announcements in etcd 3.4 or later, through its JSON gateway, as keys ``PREFIX/NAME`` with a lease.
 
-    The shortest lease is a whole second, and what etcd allows: about two seconds with its usual settings.
+    A lease lasts at least a second, and at least etcd's minimum: about two seconds with its usual settings.
     """
 
     def __init__(self, context: Directory.Context) -> None:
@@ -40,9 +40,9 @@ class EtcdDirectory(Directory):
             timeout_s=context.timeout_s,
         )
         self._lease = ""
-        """The id of our lease; empty: there is none."""
+        """The id of our lease; empty if there is none."""
         self._kept: dict[str, bytes] = {}
-        """What is there under that lease."""
+        """Entries by name under that lease."""
 
     def announce(self, name: str, entry: bytes, lease_s: float) -> None:
         deadline = Deadline.after(self._timeout_s)
@@ -62,7 +62,7 @@ class EtcdDirectory(Directory):
             self._kept[name] = entry
 
     def _is_alive(self, deadline: Deadline) -> bool:
-        """Renew the lease. Returns whether it had not ended, and what was put under it is still ours."""
+        """Renew the lease. Returns whether it was still valid. Forgets our entries if one was changed."""
         answer = self._gateway.call("lease/keepalive", deadline, ID=self._lease).get("result", {})
         if int(answer.get("TTL", 0)) <= 0:
             return False
@@ -110,9 +110,7 @@ def _parsed(url: str) -> tuple[list[str], str]:
     Raises:
         ConfigError: the URL has another form.
     """
-    form = (
-        "allowed is etcd://host:2379, with more servers after commas and a prefix of the keys after a slash"
-    )
+    form = "allowed is etcd://host:2379, with more servers after commas and a key prefix after a slash"
     found = _URL.fullmatch(url)
     if found is None:
         raise ConfigError(f"peers: the URL of etcd is wrong; {form}; users and passwords are options")
@@ -138,4 +136,4 @@ def _password(options: EtcdOptions) -> str | None:
         with open(options.password_file, encoding="utf-8") as file:
             return file.read(_MAX_PASSWORD_BYTES).strip()
     except (OSError, ValueError) as e:
-        raise ConfigError(f"options.etcd.password_file: it cannot be read: {e}") from e
+        raise ConfigError(f"options.etcd.password_file: the file cannot be read: {e}") from e

@@ -1,7 +1,6 @@
 """Calls of etcd's JSON gateway: https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/.
 
-The servers are tried one after the other, from the one that answered last. A call has one deadline for all of
-them."""
+The servers are tried in turn, from the one that answered last. A call has one deadline for all of them."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from kvplug.transport import Deadline, close_after_fork
 
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _LEAST_S: Final = 0.05
-"""For a server, also where little time is left."""
+"""Minimum time for a server, even if less is left."""
 _UNAUTHENTICATED: Final = 16
-"""gRPC's code of a token that is not valid any more."""
+"""gRPC's code of a token that is no longer valid."""
 
 
 class EtcdError(KvplugError):
@@ -31,7 +30,7 @@ class EtcdError(KvplugError):
 
 
 class Gateway:
-    """The servers of one cluster. One thread uses it."""
+    """The servers of one cluster. Not thread-safe."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class Gateway:
         """
         Args:
             servers: ``host:port`` of each.
-            context: for TLS; ``None``: there is none.
+            context: for TLS; ``None`` for plain HTTP.
         """
         scheme = "http" if context is None else "https"
         self._servers = [f"{scheme}://{server}" for server in servers]
@@ -59,7 +58,7 @@ class Gateway:
         """The answer to a POST of ``body`` at ``/v3/path``.
 
         Raises:
-            TransportError: no server answered in time; says what each did.
+            TransportError: no server answered in time; lists each server's failure.
             EtcdError: a server refused it.
         """
         deadline = deadline or Deadline.after(self._timeout_s)
@@ -70,7 +69,7 @@ class Gateway:
         except EtcdError as e:
             if self._user is None or e.grpc_code != _UNAUTHENTICATED:
                 raise
-            self._authenticate(deadline)  # the token's time was over
+            self._authenticate(deadline)  # the token has expired
             return self._post(path, body, deadline)
 
     def _authenticate(self, deadline: Deadline) -> None:
@@ -84,15 +83,17 @@ class Gateway:
             server = self._servers[0]
             share = max(_LEAST_S, (deadline.remaining() or 0.0) / left)
             try:
-                return self._asked(server, path, body, share)
+                return self._post_to(server, path, body, share)
             except (urllib3.exceptions.HTTPError, OSError) as e:
-                failures.append(f"{server}: {_said(e)}")
+                failures.append(f"{server}: {_description(e)}")
                 self._servers.append(self._servers.pop(0))
             if deadline.expired:
                 break
         raise TransportError(f"no etcd server answers ({'; '.join(failures)})")
 
-    def _asked(self, server: str, path: str, body: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
+    def _post_to(
+        self, server: str, path: str, body: Mapping[str, Any], timeout_s: float
+    ) -> Mapping[str, Any]:
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = self._token
@@ -117,7 +118,7 @@ class Gateway:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise EtcdError(f"{server} is no etcd with the JSON gateway /v3 (status {response.status})", 0)
+            raise EtcdError(f"{server} is not etcd with the JSON gateway /v3 (status {response.status})", 0)
         if response.status != 200:
             text, code = answer.get("message") or answer.get("error"), answer.get("code")
             raise EtcdError(f"{server} refuses {path}: {text}", code if isinstance(code, int) else 0)
@@ -127,7 +128,7 @@ class Gateway:
         for key in self._pool.pools.keys():  # noqa: SIM118  (it cannot be iterated over)
             for connection in [*self._pool.pools[key].pool.queue]:
                 if connection is not None and connection.sock is not None:
-                    connection.sock.close()  # the parent goes on with it
+                    connection.sock.close()  # the parent still uses it
         self._pool = urllib3.PoolManager()
 
     def close(self) -> None:
@@ -137,10 +138,10 @@ class Gateway:
         self._pool.clear()
 
 
-def _said(error: BaseException) -> str:
-    """What urllib3 has to say, without its objects."""
+def _description(error: BaseException) -> str:
+    """urllib3's error without the names of its objects."""
     cause = getattr(error, "reason", None) or error
-    if isinstance(cause, urllib3.exceptions.NewConnectionError):  # in urllib3 a time-out, too
+    if isinstance(cause, urllib3.exceptions.NewConnectionError):  # a time-out for urllib3
         cause = cause.__cause__ or cause
     elif isinstance(cause, urllib3.exceptions.TimeoutError):
         return "no answer in time"
@@ -148,7 +149,7 @@ def _said(error: BaseException) -> str:
 
 
 def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext | None:
-    """The context for TLS; ``None``: nothing is given.
+    """The context for TLS; ``None`` if no file is given.
 
     Raises:
         ConfigError: a file cannot be used, or one is missing.
@@ -171,4 +172,4 @@ def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLCon
 
 
 def _no_password() -> str:
-    raise ConfigError("options.etcd.tls_key: the key is encrypted; kvplug asks for no password")
+    raise ConfigError("options.etcd.tls_key: the key is encrypted, but kvplug cannot ask for a password")

@@ -13,12 +13,12 @@ class EtcdOptions:
 
     user: str | None = option(default=None, help="Name of the etcd user. Needs password_file.")
     password_file: str | None = option(
-        default=None, help="File with the user's password. White space around it does not count."
+        default=None, help="File with the user's password. Surrounding white space is ignored."
     )
     tls_ca: str | None = option(
         default=None, help="PEM file with the authority that signed the servers' certificates. Turns TLS on."
     )
     tls_cert: str | None = option(
-        default=None, help="PEM file with this client's certificate, where the servers ask for one."
+        default=None, help="PEM file with this client's certificate, if the servers ask for one."
     )
     tls_key: str | None = option(default=None, help="PEM file with the private key of tls_cert.")

@@ -1,10 +1,10 @@
-"""The budget of one prefix, which all of its clients keep together.
+"""The budget of one prefix, which all of its clients share.
 
-The server notes for each page what it costs, and when it was used. A page is noted before its values are
-written, so that what a client that dies leaves behind is counted, and given up like any unused page. Pages
-that make room are *doomed* first, and still count; they stop counting when a client has removed their values.
-So values that are there are counted at any moment, whoever dies. A 64th of the budget is freed at once, so
-that clients which write at the same time do not take each other's room again and again."""
+The server records the cost and the last use of each page. A page is recorded before its values are written,
+so that the values of a client that dies are counted, and evicted like those of any unused page. Pages to
+evict are first marked as *doomed*, and still count until a client has removed their values. So all existing
+values are counted at any moment, whichever client dies. Each eviction frees a 64th of the budget, so that
+concurrent writers do not repeatedly take each other's room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ local member, cost, budget, ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]),
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local total = tonumber(redis.call('GET', total_key) or '0') or math.huge
-if total > budget or total < 0 then -- another program has changed it, or clients give other sizes
+if total > budget or total < 0 then -- another program changed it, or clients differ in size
     total = 0
     for _, each in ipairs(redis.call('HVALS', costs)) do total = total + (tonumber(each) or 0) end
     redis.call('SET', total_key, total)
@@ -67,7 +67,7 @@ local evicted = 0
 for _, member in ipairs(ARGV) do
     local cost = redis.call('HGET', costs, member)
     if cost then
-        -- first what a full server takes as well: it lets a script finish that has written
+        -- these first: a full server accepts them, and lets a script finish that has written
         redis.call('HDEL', costs, member)
         redis.call('DECRBY', total_key, cost)
         evicted = evicted + 1
@@ -97,42 +97,42 @@ class Reserved:
 
     is_made: bool
     victims: list[bytes]
-    """Members whose values make room, if it is not."""
+    """Members whose values must be removed to make room, if it is not."""
 
 
 class Budget:
-    """What the pages of one prefix use, and may use. Threads may share it.
+    """The usage and the limit of one prefix's pages. Thread-safe.
 
-    A member is the key of a page (32 bytes), its tag (8), and the number of its pieces in text.
+    A member is a page's key (32 bytes), its tag (8), and the number of its pieces as text.
     """
 
     def __init__(
         self, client: Callable[[], Any], names: Sequence[str], size: int, ttl_s: float | None
     ) -> None:
-        """``client``: made when it is first needed."""
+        """``client``: returns the client, when it is first needed."""
         self._client = client
         self._names = list(names)
         self.size = size
         self._ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
         self.num_pages = self.used_bytes = self.num_evicted = 0
-        """As the server said last."""
+        """The server's last figures."""
         self._lock = threading.Lock()
-        """Held during calls that change it, so that their answers are taken over in the server's order."""
+        """Held during calls that change the budget, so that their results stay in the server's order."""
         self.version = 0
-        """Changes with each of them."""
+        """Changes with each such call."""
 
     def _run(self, script: str, *arguments: Any) -> Any:
         return self._client().eval(script, len(self._names), *self._names, *arguments)
 
     def reserve(self, member: bytes, cost: int) -> Reserved:
-        """Note a page that will be written, or was."""
+        """Record a page that will be written, or was."""
         with self._lock:
             made, count, total, victims = self._run(_RESERVE, member, cost, self.size, self._ttl_ms)
             self.num_pages, self.used_bytes, self.version = count, total, self.version + 1
         return Reserved(bool(made), victims)
 
     def release(self, members: Sequence[bytes], *, evicted: bool = False) -> None:
-        """The values of these pages are gone."""
+        """Remove pages whose values are gone."""
         if not members:
             return
         with self._lock:
@@ -141,17 +141,17 @@ class Budget:
             self.version += 1
 
     def touch(self, members: Sequence[bytes]) -> None:
-        """These pages were used."""
+        """Record a use of these pages."""
         if members:
             self._run(_TOUCH, *members)
 
     def refresh(self, pipe: Any) -> None:
-        """Ask what is used, as the last two commands of a pipeline; :meth:`note` takes the answers."""
+        """Query the usage with two commands at the end of a pipeline. Pass their results to :meth:`note`."""
         pipe.hlen(self._names[1])
         pipe.get(self._names[2])
 
     def note(self, answers: Sequence[Any], version: int) -> None:
-        """``version``: that before the pipeline. What has changed since is newer."""
+        """``version``: the one before the pipeline. If it has changed, newer figures are known."""
         with self._lock:
             if version == self.version:
                 with contextlib.suppress(TypeError, ValueError):  # another program has changed the keys
@@ -159,5 +159,5 @@ class Budget:
 
 
 def drop_manifest(client: Any, name: bytes, tag: bytes, at: int) -> None:
-    """Remove a manifest if it has that tag, whose first byte is number ``at``."""
+    """Remove a manifest if it has this tag at offset ``at``."""
     client.eval(_DROP, 1, name, at, at + len(tag) - 1, tag)

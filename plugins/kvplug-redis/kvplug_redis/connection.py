@@ -1,4 +1,4 @@
-"""Clients of Redis and Valkey, made from options, and what their errors mean for an operator."""
+"""Makes clients of Redis and Valkey from options, and explains their errors to an operator."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _REPLICA: Final = "the server is a read-only replica: give the address of its pr
 
 
 class NoRoomError(Exception):
-    """The server has no memory for it, and its policy evicts nothing."""
+    """The server has no memory for a value, and its policy evicts nothing."""
 
 
 class Client:
-    """A client that is made when it is first used, since that of a cluster asks its nodes at once."""
+    """A client that is made at its first use, since a cluster's client connects to the nodes at once."""
 
     def __init__(self, options: RedisOptions, *, timeout_s: float | None = None) -> None:
         """Raises ConfigError: as :func:`prepared`."""
@@ -55,10 +55,10 @@ class Client:
         for pool in _pools_of(made):
             for connection in (*pool._available_connections, *pool._in_use_connections):
                 if (sock := connection._sock) is not None:
-                    sock.close()  # the parent goes on with it
+                    sock.close()  # the parent still uses it
 
     def get(self) -> Any:
-        """Raises what the client raises where its servers do not answer."""
+        """Raises the client's errors if its servers do not answer."""
         with self._lock:
             if self._made is None:
                 self._made = self._make()
@@ -84,13 +84,13 @@ def _pools_of(client: Any) -> list[Any]:
 
 
 def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callable[[], Any]:
-    """What makes a client of these options.
+    """A function that makes a client with these options.
 
     Args:
-        timeout_s: in place of the options'.
+        timeout_s: replaces the options' timeout.
 
     Raises:
-        ConfigError: an address is wrong, or a file cannot be used; every fault that can be told by now.
+        ConfigError: an address is wrong, or a file cannot be used.
     """
     within = options.timeout_s if timeout_s is None else timeout_s
     common: dict[str, Any] = {
@@ -98,7 +98,7 @@ def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callab
         "password": password_of(options.password_file, "password_file"),
         "socket_timeout": within,
         "socket_connect_timeout": within,
-        "retry": Retry(NoBackoff(), 1),  # an idle connection may be gone, and the server there
+        "retry": Retry(NoBackoff(), 1),  # the server may have closed an idle connection
         "retry_on_error": [valkey.ConnectionError],
         "protocol": 2,
         "client_name": "kvplug",
@@ -109,8 +109,8 @@ def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callab
     if options.mode == "single":
         if len(options.address) != 1:
             raise ConfigError(
-                f"options.redis.address: {len(options.address)} servers were given, and mode is single;"
-                " say sentinel or cluster"
+                f"options.redis.address: {len(options.address)} servers were given, but mode is single;"
+                " set it to sentinel or cluster"
             )
         return functools.partial(valkey.Valkey, connection_pool=_pool(options, common))
     servers = [_server(each, options.mode) for each in options.address]
@@ -119,7 +119,7 @@ def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callab
         more = {**common, "parser_class": LandingParser, "db": options.db}
         return functools.partial(sentinel.master_for, options.service, **more)
     if options.db:
-        raise ConfigError(f"options.redis.db: {options.db} was given; a cluster has number 0 only")
+        raise ConfigError(f"options.redis.db: {options.db} was given; a cluster has only number 0")
     return functools.partial(
         ValkeyCluster,
         startup_nodes=[ClusterNode(host, port) for host, port in servers],
@@ -137,7 +137,7 @@ def _pool(options: RedisOptions, common: dict[str, Any]) -> Any:
         kind = valkey.SSLConnection if options.tls else valkey.Connection
     else:
         if options.tls:
-            raise ConfigError("options.redis.tls: it is set, and a Unix socket never leaves the host")
+            raise ConfigError("options.redis.tls: it is set, but a Unix socket never leaves the host")
         where, kind = {"path": server.sockaddr}, valkey.UnixDomainSocketConnection
     given = {key: value for key, value in common.items() if key != "ssl"}
     if server.is_unix:
@@ -155,10 +155,10 @@ def _server(address: str, mode: str) -> tuple[str, int]:
 
 
 def password_of(path: str | None, key: str) -> str | None:
-    """What the file holds.
+    """The file's content.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     if path is None:
         return None
@@ -166,14 +166,14 @@ def password_of(path: str | None, key: str) -> str | None:
         with open(path, encoding="utf-8") as file:
             return file.read(_MAX_PASSWORD_BYTES).strip()
     except (OSError, ValueError) as e:
-        raise ConfigError(f"options.redis.{key}: it cannot be read: {e}") from e
+        raise ConfigError(f"options.redis.{key}: the file cannot be read: {e}") from e
 
 
 def _tls(options: RedisOptions) -> dict[str, Any]:
     files = {"tls_ca": options.tls_ca, "tls_cert": options.tls_cert, "tls_key": options.tls_key}
     if not options.tls:
         if given := [key for key, path in files.items() if path is not None]:
-            raise ConfigError(f"options.redis.{given[0]}: a file was given, and tls is not set")
+            raise ConfigError(f"options.redis.{given[0]}: a file was given, but tls is not set")
         return {}
     if (options.tls_cert is None) != (options.tls_key is None):
         missing = "tls_key" if options.tls_key is None else "tls_cert"
@@ -184,7 +184,7 @@ def _tls(options: RedisOptions) -> dict[str, Any]:
                 with open(path, "rb"):
                     pass
             except OSError as e:
-                raise ConfigError(f"options.redis.{key}: it cannot be read: {e}") from e
+                raise ConfigError(f"options.redis.{key}: the file cannot be read: {e}") from e
     return {
         "ssl": True,
         "ssl_ca_certs": options.tls_ca,
@@ -195,19 +195,19 @@ def _tls(options: RedisOptions) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Errors of the client, as what an operator can do about them.
+def mapped_errors() -> Iterator[None]:
+    """Translate the client's errors into ones that an operator can act on.
 
     Raises:
-        PermissionError: the server is a replica that cannot be written to, or the user may not write.
-        NoRoomError: it is full.
-        PageError: a key has a value of another type, which another program has put there, or a longer one.
-        TimeoutError: it does not answer in time.
-        TransportError: everything else.
+        PermissionError: the server is a read-only replica, or the user may not write.
+        NoRoomError: the server is full.
+        PageError: another program has put a value of another type, or a longer one, under a key.
+        TimeoutError: the server does not answer in time.
+        TransportError: any other error.
     """
     try:
         yield
-    except (PermissionError, NoRoomError, TransportError, TimeoutError):  # of a block inside this one
+    except (PermissionError, NoRoomError, TransportError, TimeoutError):  # from a nested block
         raise
     except LongReplyError as e:
         raise PageError(MissReason.UNREADABLE, str(e)) from e
@@ -222,16 +222,16 @@ def told() -> Iterator[None]:
             f"the ACL user lacks a right ({e}); see the ACL line in kvplug-redis' readme"
         ) from e
     except AuthenticationError as e:
-        raise TransportError(f"the server does not take user and password_file: {_brief(e)}") from e
+        raise TransportError(f"the server rejects user and password_file: {_brief(e)}") from e
     except MasterNotFoundError as e:
-        raise TransportError(f"no sentinel knows that service: {e}") from e
+        raise TransportError(f"no sentinel knows the service: {e}") from e
     except BusyLoadingError as e:
         raise TransportError("the server is loading its data") from e
     except ClusterDownError as e:
         raise TransportError(f"the cluster is down: {e}") from e
     except ResponseError as e:
         text = str(e)
-        if "OOM command not allowed" in text:  # in a script, as the others here may be
+        if "OOM command not allowed" in text:  # errors in a script have this class
             raise NoRoomError(_FULL) from e
         if "READONLY" in text:
             raise PermissionError(_REPLICA) from e
@@ -240,9 +240,9 @@ def told() -> Iterator[None]:
         if text.startswith(("MOVED", "ASK ")):
             text = "it is a node of a cluster: set options.redis.mode to cluster"
         elif "cluster support disabled" in text:
-            text = "it is no node of a cluster: set options.redis.mode to single"
+            text = "it is not a node of a cluster: set options.redis.mode to single"
         elif "DB index" in text:
-            text = f"{text}: it has no database of the number in options.redis.db"
+            text = f"{text}: it has no database with the number in options.redis.db"
         raise TransportError(f"the server refuses: {text}") from e
     except (ValkeyError, OSError) as e:
         hint = ""

@@ -10,39 +10,37 @@ import attrs
 
 from kvplug import ConfigError
 from kvplug.transport import Directory
-from kvplug_redis.connection import Client, told
+from kvplug_redis.connection import Client, mapped_errors
 from kvplug_redis.options import RedisOptions
 
 _URL: Final = re.compile(r"redis://(?:(?P<servers>[^/?#@]+)(?:/(?P<db>[0-9]{1,6})?)?|(?P<path>/[^?#]+))")
 
 
 class RedisDirectory(Directory):
-    """Announcements in Redis or Valkey, in the databases of the store of that name or in another one."""
+    """Announcements in Redis or Valkey, on the servers of the store "redis" or on others."""
 
     def __init__(self, context: Directory.Context) -> None:
         """Raises ConfigError: the URL or the options are wrong, or a file cannot be used."""
         options = _with_servers(context.options, context.url)
-        self._client = Client(
-            options, timeout_s=context.timeout_s / 3
-        )  # a call tries again once, and connects
+        self._client = Client(options, timeout_s=context.timeout_s / 3)  # a call connects, and retries once
         begin = f"{{{options.prefix}:members}}"
         self._names = begin.encode()
         self._entry = f"{begin}:".encode()
 
     def announce(self, name: str, entry: bytes, lease_s: float) -> None:
-        with told(), self._client.get().pipeline(transaction=False) as pipe:
+        with mapped_errors(), self._client.get().pipeline(transaction=False) as pipe:
             pipe.set(self._entry + name.encode("ascii"), entry, px=max(1, int(lease_s * 1000)))
             pipe.sadd(self._names, name.encode("ascii"))
             pipe.execute()
 
     def withdraw(self, name: str) -> None:
-        with told(), self._client.get().pipeline(transaction=False) as pipe:
+        with mapped_errors(), self._client.get().pipeline(transaction=False) as pipe:
             pipe.delete(self._entry + name.encode("ascii"))
             pipe.srem(self._names, name.encode("ascii"))
             pipe.execute()
 
     def entries(self) -> Mapping[str, bytes]:
-        with told():
+        with mapped_errors():
             client = self._client.get()
             names = sorted(client.smembers(self._names))
             if not names:

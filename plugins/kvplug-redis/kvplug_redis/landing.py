@@ -1,6 +1,6 @@
-"""Replies that are read from the socket straight into memory of the caller.
+"""Reads replies from the socket straight into the caller's memory.
 
-valkey-py's own parser collects a reply in chunks and copies it twice. This one has the place for it from the
+valkey-py's own parser collects a reply in chunks and copies it twice. This one gets the destination from the
 thread that waits for the reply, whatever the client does in between (a cluster's redirections, a retry).
 
 A reply that is longer than expected is refused before it is read: the connection is closed."""
@@ -16,30 +16,30 @@ from valkey._parsers import _RESP2Parser
 from valkey.exceptions import ConnectionError as LostError, TimeoutError as LateError, ValkeyError
 
 LANDED: Final = object()
-"""A reply that lies in the memory of :func:`landing`."""
+"""Stands for a reply in the memory of :func:`landing`."""
 _CRLF: Final = 2
 _MAX_BULK: Final = 4 << 20
-"""Bytes of a value that is not landed: a piece of a page's header is the longest."""
+"""Limit in bytes of a value that is not landed. The longest is a piece of a page's header."""
 _MAX_ITEMS: Final = 1 << 16
 _MAX_LINE: Final = 1 << 16
 _here = threading.local()
 
 
 class LongReplyError(ValkeyError):  # type: ignore[misc]
-    """The server has begun a reply that is longer than it may be. It was not read."""
+    """The server has begun a reply that is longer than allowed. The reply was not read."""
 
     def __init__(self, length: int) -> None:
-        super().__init__(f"a reply of {length} bytes or items is longer than it may be")
+        super().__init__(f"a reply of {length} bytes or items is longer than allowed")
         self.length = length
 
 
 @contextlib.contextmanager
 def landing(nbytes: int, views: Sequence[memoryview]) -> Iterator[None]:
-    """In the block, a bulk reply to this thread of exactly ``nbytes`` bytes is written into ``views``, which
-    have as many together, and is :data:`LANDED`. A shorter reply is what it always is.
+    """In the block, a bulk reply of exactly ``nbytes`` bytes to this thread is written into ``views``, and
+    returned as :data:`LANDED`. The views have ``nbytes`` together. A shorter reply is returned as usual.
 
     Raises:
-        LongReplyError: by the call in the block: the reply is longer.
+        LongReplyError: from the call in the block: the reply is longer.
     """
     if nbytes != sum(map(len, views)):
         raise ValueError(f"memory of {sum(map(len, views))} bytes for a reply of {nbytes}")
@@ -61,7 +61,7 @@ class LandingParser(_RESP2Parser):  # type: ignore[misc]
         if place is not None and line == b"$%d" % place[0]:
             for view in place[1]:
                 self._fill(view)
-            self._buffer.read(_CRLF - 2)  # reads the end of the line, too
+            self._buffer.read(_CRLF - 2)  # also reads the end of the line
             return LANDED
         if kind == b"$" and int(number) > (_MAX_BULK if place is None else place[0]):
             raise LongReplyError(int(number))
@@ -69,7 +69,7 @@ class LandingParser(_RESP2Parser):  # type: ignore[misc]
             raise LongReplyError(int(number))
         self._buffer.rewind(begin)
         if kind == b"*":
-            _here.place = None  # it is no value, but an answer that the client needs
+            _here.place = None  # not a value, but a reply that the client needs
         try:
             return super()._read_response(disable_decoding=disable_decoding)
         finally:
@@ -86,7 +86,7 @@ class LandingParser(_RESP2Parser):  # type: ignore[misc]
         return line[:-2]
 
     def _fill(self, view: memoryview) -> None:
-        """The next bytes of the reply: those that are here already, then from the socket."""
+        """Read the next bytes of the reply: first buffered ones, then from the socket."""
         had = self._buffer._buffer.readinto(view)
         sock = self._buffer._sock
         while had < len(view):

@@ -33,25 +33,25 @@ class RedisOptions:
 
     address: tuple[str, ...] = option(
         default=("127.0.0.1:6379",),
-        help="The server: host:port, or unix:/path of its socket. Several sentinels, or nodes of a cluster.",
+        help="The server as host:port or unix:/path. Several for sentinels, or nodes of a cluster.",
         validator=_addresses,
     )
     mode: Literal["single", "sentinel", "cluster"] = option(
         default="single",
-        help="What is at the address: one server, sentinels that know it, or nodes of a cluster.",
+        help="What the address is: one server, its sentinels, or nodes of a cluster.",
     )
     service: str = option(default="mymaster", help="Name of the server at the sentinels.")
-    db: int = option(default=0, at_least=0, help="Number of the database. A cluster has number 0 only.")
+    db: int = option(default=0, at_least=0, help="Number of the database. A cluster has only number 0.")
     user: str | None = option(default=None, help="Name of the ACL user. Default: the server's default user.")
     password_file: str | None = option(
-        default=None, help="File with the password. White space around it does not count."
+        default=None, help="File with the password. Surrounding white space is ignored."
     )
     tls: bool = option(default=False, help="Connect with TLS.")
     tls_ca: str | None = option(
         default=None, help="PEM file with the authority that signed the server's certificate."
     )
     tls_cert: str | None = option(
-        default=None, help="PEM file with this client's certificate, where the server asks for one."
+        default=None, help="PEM file with this client's certificate, if the server asks for one."
     )
     tls_key: str | None = option(default=None, help="PEM file with the private key of tls_cert.")
     tls_check_host: bool = option(
@@ -59,37 +59,37 @@ class RedisOptions:
     )
     prefix: str = option(
         default="kvplug",
-        help="What the names of all keys begin with. Deployments that share a server have different ones.",
+        help="Prefix of all key names. Deployments that share a server have different ones.",
         validator=_prefix,
     )
     size: int | None = option(
         default=None,
         unit="bytes",
         at_least=1,
-        help="Bytes of the server's memory that the pages of this prefix may use, with headers and what the"
-        " server adds; all clients give the same. None: the server's maxmemory and its policy decide.",
+        help="Bytes of the server's memory that the pages of this prefix may use, with headers and the"
+        " server's overhead; equal for all clients. None: the server's maxmemory and its policy decide.",
     )
     ttl_s: float | None = option(
         default=None,
         unit="seconds",
         at_least=1,
-        help="A page that was not used for this long expires. None: pages do not expire.",
+        help="Pages that are unused for this long expire. None: pages do not expire.",
     )
     connections: int = option(
         default=4, at_least=1, help="How many pages are read and written at the same time."
     )
     piece_bytes: int = option(
-        default=2**20 - 2**12,  # with the server's own header it takes 1 MiB, and not 1.25
+        default=2**20 - 2**12,  # with the server's own header it takes 1 MiB, not 1.25
         unit="bytes",
         at_least=4096,
         at_most=2**20,
-        help="Size of the largest value. Larger pages are kept in pieces.",
+        help="Size of the largest value. Larger pages are split into pieces.",
     )
     touch_s: float = option(
         default=1.0,
         unit="seconds",
         at_least=0,
-        help="A read is recorded as a use of its page if the last recorded one is older than this.",
+        help="A read is recorded as a use of its page if the last recorded use is older than this.",
     )
     timeout_s: float = option(
         default=5.0,

@@ -8,7 +8,7 @@ from kvplug.transport import Probe
 
 
 def probe() -> Probe:
-    """Not viable where the client library is missing. It is not imported, and no server is asked."""
+    """Not viable if the client library is missing. It is not imported, and no server is contacted."""
     if importlib.util.find_spec("valkey") is None:
         return Probe(viable=False, reason="the client valkey is not installed: pip install 'valkey>=6.1,<7'")
     return Probe()

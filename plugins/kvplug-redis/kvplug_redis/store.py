@@ -13,7 +13,7 @@ from typing import Any, Final
 from kvplug import CapacityError
 from kvplug.transport import BlockingStore, PageError, PageSeal, Usage, WireError
 from kvplug_redis.budget import Budget, drop_manifest
-from kvplug_redis.connection import Client, NoRoomError, told
+from kvplug_redis.connection import Client, NoRoomError, mapped_errors
 from kvplug_redis.landing import LANDED, LongReplyError, landing
 from kvplug_redis.options import RedisOptions
 from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, TAG_BYTES, Head, Names, cost_of, cut, tag_of
@@ -21,9 +21,9 @@ from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, TAG_BYTES, Head, Names, 
 _log = logging.getLogger(__name__)
 
 _ORPHAN_MS: Final = 600_000
-"""Pieces without a manifest, which a writer that died has left, expire."""
+"""Time after which pieces without a manifest expire. A writer that died leaves them."""
 _TAG_AT: Final = 8
-"""Where in a manifest its tag begins."""
+"""The offset of the tag in a manifest."""
 _TRIES: Final = 32
 _HEADER_BYTES: Final = (4096, 2 << 20)
 """How much of a page is read to find its series: enough for most headers, and for every one."""
@@ -55,7 +55,7 @@ class RedisStore(BlockingStore):
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         budget, version = self._budget, 0 if self._budget is None else self._budget.version
-        with told(), self._pipe() as pipe:
+        with mapped_errors(), self._pipe() as pipe:
             for key in keys:
                 pipe.strlen(self._names.manifest(key))
             if budget is not None:
@@ -74,21 +74,21 @@ class RedisStore(BlockingStore):
         begin = memoryview(bytearray(HEAD_BYTES))
         wanted, manifest = sum(map(len, into)), self._names.manifest(key)
         whole, longer = HEAD_BYTES + wanted, None
-        with told():
+        with mapped_errors():
             client = self._client.get()
             try:
                 with landing(whole, [begin, *into]):
                     found = client.get(manifest)
             except LongReplyError as e:
                 longer = e.length - HEAD_BYTES
-                with landing(whole, [begin, *into]):  # its beginning says what it is
+                with landing(whole, [begin, *into]):  # its beginning identifies it
                     found = client.getrange(manifest, 0, whole - 1)
             if found is None:
                 return None
             try:
                 head = Head.from_bytes(begin if found is LANDED else found)
             except WireError:
-                return 0  # it is no page, and will be removed as a wrong one
+                return 0  # not a page: it will be removed as a wrong one
             if longer is not None:
                 return longer
             if head.piece and head.length != wanted:
@@ -96,7 +96,7 @@ class RedisStore(BlockingStore):
                     view[:] = bytes(len(view))
             elif head.piece:
                 if not self._read_pieces(client, key, head, into):
-                    self._lost(client, key, head)
+                    self._drop(client, key, head)
                     return None
             elif found is not LANDED:
                 _spread(memoryview(found)[HEAD_BYTES:], into)
@@ -106,14 +106,14 @@ class RedisStore(BlockingStore):
         return head.length
 
     def _read_pieces(self, client: Any, key: bytes, head: Head, into: Sequence[memoryview]) -> bool:
-        """Returns whether all of them are there."""
+        """Returns whether all pieces exist."""
         left = head.length
         names = self._names.pieces(key, head.tag, head.num_pieces)
         for name, group in zip(names, cut(into, head.piece), strict=False):
             length = min(left, head.piece)
             left -= length
             try:
-                with told(), landing(length, group):
+                with mapped_errors(), landing(length, group):
                     found = client.get(name)
             except PageError:
                 return False
@@ -123,8 +123,8 @@ class RedisStore(BlockingStore):
                 _spread(memoryview(found), group)
         return True
 
-    def _lost(self, client: Any, key: bytes, head: Head) -> None:
-        """A piece is gone: the server has evicted it. So is the page."""
+    def _drop(self, client: Any, key: bytes, head: Head) -> None:
+        """Remove a page of which the server has evicted a piece."""
         drop_manifest(client, self._names.manifest(key), head.tag, _TAG_AT)
         self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
         if self._budget is not None:
@@ -141,29 +141,29 @@ class RedisStore(BlockingStore):
             self._touched.move_to_end(key)
             if len(self._touched) > _REMEMBERED:
                 self._touched.popitem(last=False)
-        # best effort: a full server, or one of which this user may only read, has the page all the same
-        with contextlib.suppress(PermissionError, NoRoomError, PageError), told():
+        # best effort: the page can be read even if the server is full or read-only for this user
+        with contextlib.suppress(PermissionError, NoRoomError, PageError), mapped_errors():
             if self._budget is not None:
                 self._budget.touch([_member(key, head)])
             if self._ttl_ms is not None:
                 names = self._names.pieces(key, head.tag, head.num_pieces)
-                self._live_on([self._names.manifest(key), *names])
+                self._renew([self._names.manifest(key), *names])
 
-    def _live_on(self, names: Sequence[bytes]) -> None:
-        """These values are those of a page that is there: they live as long as a page does."""
+    def _renew(self, names: Sequence[bytes]) -> None:
+        """Give these values of an existing page the lifetime of a page."""
         with self._pipe() as pipe:
             for name in names:
                 pipe.persist(name) if self._ttl_ms is None else pipe.pexpire(name, self._ttl_ms)
             pipe.execute()
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with told():
+        with mapped_errors():
             client = self._client.get()
             for key, head in self._heads(keys):
                 self._note_use(client, key, head)
 
     def _heads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Head]]:
-        """Of those pages that are there."""
+        """The heads of the existing pages."""
         with self._pipe() as pipe:
             for key in keys:
                 pipe.getrange(self._names.manifest(key), 0, HEAD_BYTES - 1)
@@ -180,17 +180,17 @@ class RedisStore(BlockingStore):
         cost = cost_of(length, self._piece)
         if self._budget is not None and cost > self._budget.size:
             raise CapacityError(
-                f"a page of {cost} bytes in the server, and the budget is {self._budget.size}"
+                f"a page takes {cost} bytes in the server, but the budget is {self._budget.size}"
             )
         head = Head(tag_of(page), length, piece)
         if head.num_pieces > MAX_PIECES:
-            raise CapacityError(f"a page of {head.num_pieces} pieces: raise options.redis.piece_bytes")
-        with told():
+            raise CapacityError(f"a page has {head.num_pieces} pieces: raise options.redis.piece_bytes")
+        with mapped_errors():
             if self.has((key,))[0]:
                 return True
             client = self._client.get()
             try:
-                with told():
+                with mapped_errors():
                     if self._budget is not None and not self._reserve(client, _member(key, head), cost):
                         return False
                     return self._write(client, key, head, page)
@@ -211,19 +211,19 @@ class RedisStore(BlockingStore):
             value = b"".join([head.to_bytes(), *page])
         manifest = self._names.manifest(key)
         is_first = client.set(manifest, value, nx=True, px=self._ttl_ms)
-        if not is_first and not self.has((key,))[0]:  # what is in the way is no page
+        if not is_first and not self.has((key,))[0]:  # the existing value is not a page
             is_first = client.set(manifest, value, px=self._ttl_ms)
         if is_first:
             if names:
-                self._live_on(names)
+                self._renew(names)
             return True
         first = [other for _, other in self._heads([key])]
-        if first != [head]:  # else the other writer's values are the same, and under the same names
+        if first != [head]:  # else the other writer's pieces have the same names and content
             self._take_back(key, head)
         return bool(first)
 
     def _reserve(self, client: Any, member: bytes, cost: int) -> bool:
-        """Have room in the budget. Returns whether there is."""
+        """Make room in the budget. Returns whether there is room."""
         assert self._budget is not None
         for _ in range(_TRIES):
             reserved = self._budget.reserve(member, cost)
@@ -252,7 +252,7 @@ class RedisStore(BlockingStore):
                 pipe.execute()
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        with told():
+        with mapped_errors():
             heads = dict(self._heads(keys))
             self._unlink([self._names.manifest(key) for key in keys])
             for key, head in heads.items():
@@ -261,7 +261,7 @@ class RedisStore(BlockingStore):
                 self._budget.release([_member(key, head) for key, head in heads.items()])
 
     def clear(self) -> None:
-        with told():
+        with mapped_errors():
             client = self._client.get()
             batch: list[bytes] = []
             for name in client.scan_iter(match=self._names.every, count=_SCAN):
@@ -276,14 +276,14 @@ class RedisStore(BlockingStore):
     # -- what is there -------------------------------------------------------------------------
 
     def keys(self, series: bytes) -> list[bytes]:
-        with told():
+        with mapped_errors():
             client = self._client.get()
             names = client.scan_iter(match=self._names.manifests, count=_SCAN)
             keys = {key for name in names if (key := self._names.key_of(name)) is not None}
             return [key for key, head in self._heads([*keys]) if self._series_of(client, key, head) == series]
 
     def _series_of(self, client: Any, key: bytes, head: Head) -> bytes | None:
-        """The series in the header of a page; ``None``: it has none, or is gone."""
+        """The series in a page's header; ``None`` if there is none, or the page is gone."""
         if head.piece:
             name, at = self._names.pieces(key, head.tag, 1)[0], 0
         else:
@@ -313,7 +313,7 @@ class RedisStore(BlockingStore):
 
 
 def _answers(pipe: Any) -> list[Any]:
-    """Of the commands of a pipeline; ``None`` for a key with a value of another type."""
+    """The results of a pipeline's commands; ``None`` for a key with a value of another type."""
     found = pipe.execute(raise_on_error=False)
     for index, each in enumerate(found):
         if isinstance(each, Exception):
@@ -337,7 +337,7 @@ def _joined(group: Sequence[memoryview]) -> memoryview | bytes:
 
 
 def _spread(value: memoryview, into: Sequence[memoryview]) -> None:
-    """As much of the value as there is, one buffer after the other."""
+    """Copy as much of the value as exists into one buffer after the other."""
     for view in into:
         part, value = value[: len(view)], value[len(view) :]
         view[: len(part)] = part

@@ -1,8 +1,8 @@
-"""The values that a page is: their names, their sizes, and what they cost in the server's memory.
+"""The values that hold a page: their names, their sizes, and their cost in the server's memory.
 
-A page has one value under its own name, its *manifest*. It begins with the head below. The page follows if
-it is small; a larger one lies in pieces, whose names contain the checksum of the page's bytes, and the
-manifest is written last. So two writers of one page, whose bits may differ, do not mix.
+A page has one value under its own name, its *manifest*. It begins with the head below. A small page follows
+the head. A larger one lies in pieces, whose names contain the checksum of the page's bytes; the manifest is
+written last. So two writers of one page, whose bits may differ, do not mix.
 
 =========  =====  ================================================================
 field      bytes  content
@@ -27,7 +27,7 @@ import xxhash
 from kvplug.transport import WireError
 
 LAYOUT: Final = 1
-"""Of the names and values; part of every name, so that another layout is a miss."""
+"""Version of the names and values. Part of every name, so that a page of another version is a miss."""
 TAG_BYTES: Final = 8
 _MAGIC: Final = b"kvr1"
 _HEAD: Final = struct.Struct("<4sI8sQQ")
@@ -35,14 +35,14 @@ HEAD_BYTES: Final = _HEAD.size
 MIN_PIECE_BYTES: Final = 4096
 MAX_PIECES: Final = 1 << 16
 _PER_VALUE: Final = 224
-"""Bytes that the server needs for a key beside its value: a name of about 130 bytes, entries of tables."""
+"""Bytes that the server needs for a key besides its value: a name of about 130 bytes, table entries."""
 _PER_PAGE: Final = 512
-"""Bytes of what is noted for the budget: one entry of a sorted set, one of a hash."""
+"""Bytes of a page's records for the budget: one entry of a sorted set, one of a hash."""
 
 
 @attrs.frozen
 class Head:
-    """What a manifest begins with."""
+    """The beginning of a manifest."""
 
     tag: bytes
     length: int
@@ -56,12 +56,12 @@ class Head:
     def from_bytes(cls, value: bytes | memoryview) -> Head:
         """Raises WireError: the value begins with something else."""
         if len(value) < HEAD_BYTES:
-            raise WireError("a value is no manifest")
+            raise WireError("a value is not a manifest")
         magic, in_pieces, tag, length, piece = _HEAD.unpack_from(value)
         if magic != _MAGIC or in_pieces != int(piece > 0):
-            raise WireError("a value is no manifest")
+            raise WireError("a value is not a manifest")
         if piece and (piece < MIN_PIECE_BYTES or length > piece * MAX_PIECES):
-            raise WireError("a manifest names more pieces than a page has")
+            raise WireError("a manifest states more pieces than a page has")
         return cls(tag, length, piece)
 
     @property
@@ -70,7 +70,7 @@ class Head:
 
 
 class Names:
-    """Of the keys of one prefix."""
+    """Names of the keys of one prefix."""
 
     def __init__(self, prefix: str) -> None:
         self.every = f"{prefix}:{LAYOUT}:*"
@@ -78,14 +78,14 @@ class Names:
         self.manifests = f"{prefix}:{LAYOUT}:m:*"
         self._manifest = f"{prefix}:{LAYOUT}:m:".encode()
         self._piece = f"{prefix}:{LAYOUT}:p:".encode()
-        # In a cluster the text in braces chooses the node: they are on one.
+        # In a cluster the text in braces determines the node: all of these are on one.
         self.budget = [f"{{{prefix}:{LAYOUT}}}:{what}" for what in ("use", "cost", "total", "doomed")]
 
     def manifest(self, key: bytes) -> bytes:
         return self._manifest + key.hex().encode()
 
     def key_of(self, manifest: bytes) -> bytes | None:
-        """The inverse; ``None``: it is no name of a manifest."""
+        """The inverse; ``None`` if it is not the name of a manifest."""
         try:
             return bytes.fromhex(manifest.removeprefix(self._manifest).decode("ascii"))
         except ValueError:
@@ -105,7 +105,7 @@ def tag_of(page: Sequence[memoryview]) -> bytes:
 
 
 def cut(parts: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """The bytes of the parts, one after the other, in groups of ``nbytes``; the last one may be shorter."""
+    """Split the parts' concatenated bytes into groups of ``nbytes``; the last one may be shorter."""
     group: list[memoryview] = []
     room = nbytes
     for part in parts:
@@ -122,7 +122,7 @@ def cut(parts: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
 
 
 def cost_of(length: int, piece: int) -> int:
-    """Bytes of the server's memory for a page of that length, in pieces if it does not fit into one."""
+    """Bytes of the server's memory for a page of that length, in pieces if it is longer than one."""
     if HEAD_BYTES + length <= piece:
         return _allocated(HEAD_BYTES + length) + _PER_VALUE + _PER_PAGE
     whole, rest = divmod(length, piece)
@@ -131,7 +131,7 @@ def cost_of(length: int, piece: int) -> int:
 
 
 def _allocated(nbytes: int) -> int:
-    """What jemalloc hands out for a value: four sizes a doubling (jemalloc's manual, "size classes")."""
+    """Bytes that jemalloc allocates for a value: four sizes per doubling (its manual, "size classes")."""
     nbytes += 24  # the value's own header and end
     if nbytes <= 128:
         return -(-nbytes // 16) * 16

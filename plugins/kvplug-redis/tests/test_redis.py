@@ -306,7 +306,7 @@ def test_what_is_wrong_is_named_and_no_password_is_shown(
     wrong = tmp_path / "wrong"
     wrong.write_text("a wrong password\n")
     text = said(opened(server.address, user="kv", password_file=str(wrong)), caplog)
-    assert "does not take user and password_file" in text and "wrong password" not in text
+    assert "rejects user and password_file" in text and "wrong password" not in text
     assert "long password" not in repr(store) + caplog.text
 
 
@@ -317,8 +317,8 @@ def test_what_is_wrong_is_named_and_no_password_is_shown(
         ({"address": ["a:1", "b:2"]}, "mode is single"),
         ({"user": "kv"}, "password_file: nothing was given"),
         ({"password_file": "/nowhere"}, "cannot be read"),
-        ({"tls": True, "tls_ca": "/nowhere"}, "tls_ca: it cannot be read"),
-        ({"mode": "cluster", "db": 1}, "number 0 only"),
+        ({"tls": True, "tls_ca": "/nowhere"}, "tls_ca: the file cannot be read"),
+        ({"mode": "cluster", "db": 1}, "only number 0"),
         ({"piece_bytes": 2 << 20}, "piece_bytes"),
     ],
 )
