@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 import attrs
 
@@ -48,14 +49,19 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
 }
 
 
+_rates: Final[WeakValueDictionary[tuple[str, str, str, Capabilities.Cost | None], Rate]] = (
+    WeakValueDictionary()
+)
+"""The rates of open pipes, and those remembered, by peer, transport, device and claim."""
+
+
 @functools.lru_cache(_MOST_PATHS)
-def _rate_of(peer: str, transport: str, device: str, claim: Capabilities.Cost | None) -> Rate:
-    """Return the rate of a path. It outlives the path's pipes, because programs often reopen pipes to one
-    peer."""
-    return Rate(claim)
+def _remember(rate: Rate) -> None:
+    """Keep the rate of a path after its pipes close, because programs often reopen pipes to one peer."""
 
 
-os.register_at_fork(after_in_child=_rate_of.cache_clear)
+os.register_at_fork(after_in_child=_rates.clear)
+os.register_at_fork(after_in_child=_remember.cache_clear)
 
 
 @attrs.frozen(kw_only=True)
@@ -84,7 +90,8 @@ class SlowPathAlarm:
         if expected is not None and claim is not None:
             claim = attrs.evolve(claim, gb_per_s=expected) if expected else None
         remote = self.agreement.remote
-        rate = _rate_of(remote.engine_id or str(remote.identity), self.transport, self.device, claim)
+        path = (remote.engine_id or str(remote.identity), self.transport, self.device, claim)
+        rate = _rates.setdefault(path, Rate(claim, on_known=_remember))
         measured = report.measured_gb_per_s
         if measured is not None and claim is not None and measured * CLAIM_FACTOR < claim.gb_per_s:
             at_once = SlowRate(gb_per_s=measured, expected_gb_per_s=claim.gb_per_s)

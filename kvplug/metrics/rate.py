@@ -116,6 +116,7 @@ class Rate:
         factor: int = HISTORY_FACTOR,
         keeps_best: bool = False,
         most_gb_per_s: float = float("inf"),
+        on_known: Callable[[Rate], object] = lambda rate: None,
     ) -> None:
         """
         Args:
@@ -123,8 +124,10 @@ class Rate:
             factor: how many times slower than its history a path must be to count as slow.
             keeps_best: compare with the best median so far instead of the latest.
             most_gb_per_s: higher rates count as this rate in the history.
+            on_known: called with this object when there is something to remember: its usual rate, an alarm.
         """
         self._claim = claim
+        self._on_known = on_known
         self._factor = factor
         self._keeps_best = keeps_best
         self._most = most_gb_per_s
@@ -152,7 +155,8 @@ class Rate:
         """Whether this is the first call, since each path gets one warning."""
         with self._lock:
             first, self._alarmed = not self._alarmed, True
-            return first
+        self._on_known(self)
+        return first
 
     def _judge(self, batch: _Moved) -> SlowRate | None:
         seconds, size = max(batch.seconds, 1e-9), batch.nbytes // batch.count
@@ -194,6 +198,7 @@ class Rate:
             best = self._usual.get(order, 0.0) if self._keeps_best else 0.0
             self._usual[order] = max(best, statistics.median(newer))
             newer.clear()
+            self._on_known(self)
 
 
 class SharedTime:
