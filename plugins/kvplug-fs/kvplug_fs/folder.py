@@ -1,4 +1,4 @@
-"""The files of a folder: one for each page, whole, and those that are being written."""
+"""The files of a folder: one for each complete page, and the files that are being written."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Final
 from kvplug.transport import PageFolder
 
 LAYOUT: Final = "v1"
-"""Name of the folder inside; another one where a later version arranges the files in another way."""
+"""Name of the inner folder. A version that arranges the files differently uses another name."""
 _BLOCK: Final = 4096
-"""Of the usual file systems. What a network file system says of its blocks is not what a file uses."""
+"""Block size of common file systems. A network file system's block size is not what a file uses."""
 NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 )
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _MAX_BUFFERS: Final = 1024
-"""Of one call of the system."""
+"""Limit of one system call."""
 
 
 def cost_of(nbytes: int) -> int:
@@ -32,23 +32,23 @@ def cost_of(nbytes: int) -> int:
 class Folder(PageFolder):
     """Files under keys. A page has its name only when it is whole.
 
-    A page is written into a file aside, whose writer holds its lock, and then linked to its name, which fails
-    if the name exists: the first whole page wins. A file aside whose lock is free is of a dead writer.
+    A page is written into a temporary file, which its writer locks, and then linked to its name. Linking
+    fails if the name exists: the first whole page wins. An unlocked temporary file has a dead writer.
     """
 
     def __init__(self, path: str, *, sync: bool = False) -> None:
         super().__init__(path, LAYOUT, "options.fs.path")
         self.sync = sync
         self._links = True
-        """Whether the file system has hard links, as far as is known."""
+        """Whether the file system has hard links; true until a link fails."""
 
     # -- writing -------------------------------------------------------------------------------
 
     def new_file(self, nbytes: int) -> PageFile:
-        """A file aside for a page of ``nbytes``.
+        """Create a temporary file for a page of ``nbytes``.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         self.check_mounted()
         path = f"{self.aside}/{secrets.token_hex(16)}-{nbytes}"
@@ -60,7 +60,7 @@ class Folder(PageFolder):
         return PageFile(self, path, fd)
 
     def publish(self, file: PageFile, key: bytes) -> bool:
-        """Whether the file is the page of the key now; false: another one was there first."""
+        """Give the file the name of the key's page. Returns false if the page exists already."""
         path = self.path_of(key)
         self.make_way(key)
         made = self._give_name(file.path, path)
@@ -83,13 +83,13 @@ class Folder(PageFolder):
 
 
 class PageFile:
-    """A file aside. It is removed at the end of the block, whatever name it has by then."""
+    """A temporary file. Its temporary name is removed at the end of the block."""
 
     def __init__(self, folder: Folder, path: str, fd: int) -> None:
         self._folder = folder
         self._fd = fd
         self.path = path
-        with contextlib.suppress(OSError):  # a file system without locks: the file's age tells
+        with contextlib.suppress(OSError):  # a file system without locks: the file's age is used instead
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, page: Sequence[memoryview]) -> None:
@@ -99,7 +99,7 @@ class PageFile:
             os.fsync(self._fd)
 
     def remove(self) -> None:
-        """Remove the file aside. Idempotent."""
+        """Remove the temporary file. Idempotent."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
@@ -114,7 +114,7 @@ class PageFile:
 
 
 def is_abandoned(path: str) -> bool:
-    """Whether no process is writing the file aside any more. False where that cannot be known."""
+    """Whether no process writes the temporary file any more. False if that cannot be determined."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -139,10 +139,10 @@ def _write_all(fd: int, page: Sequence[memoryview]) -> None:
 
 
 def _rename_first(aside: str, path: str) -> bool:
-    """Without hard links: look whether there is a page, and rename, one process at a time."""
+    """Without hard links: rename the file unless the page exists, one process at a time."""
     fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # a file system that has no locks either: the last one wins
+        with contextlib.suppress(OSError):  # a file system without locks as well: the last writer wins
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.path.lexists(path):
             return False

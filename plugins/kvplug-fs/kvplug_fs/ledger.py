@@ -1,4 +1,4 @@
-"""The bytes and pages in a folder, counted by all processes that use it."""
+"""The number of bytes and pages in a folder, shared by all processes that use it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvplug.transport import PageFolder
 
 _RECORD = struct.Struct("<8sqqqdI")
 _MAX: Final = 1 << 60
-"""A larger number is damage."""
+"""A larger number means that the file is damaged."""
 _MAGIC: Final = b"kvplugfs"
 _PATIENCE_S: Final = 0.5
-"""How long a process waits for another one that is stopped inside the lock. Then it counts without it."""
+"""How long a process waits for one that is stopped while it holds the lock. Then it goes ahead without it."""
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -30,10 +30,10 @@ class Totals:
     """The content of the ledger."""
 
     used_bytes: int = 0
-    """Of all pages, and of those that are being written."""
+    """Bytes of all pages, including those that are being written."""
     num_pages: int = 0
     added_bytes: int = 0
-    """Of all pages that ever came: only grows."""
+    """Bytes of all pages ever added. It only grows."""
     scanned_at: float = 0.0
     """When the folder was last searched, in seconds since 1970; 0: never."""
 
@@ -44,7 +44,7 @@ class Totals:
 
     @classmethod
     def decoded(cls, record: bytes) -> Totals:
-        """The inverse. A file that is damaged, or new, says nothing."""
+        """The inverse. A damaged or new file decodes to zeros."""
         if len(record) == _RECORD.size:
             magic, *values, checksum = _RECORD.unpack(record)
             is_whole = magic == _MAGIC and checksum == zlib.crc32(repr(tuple(values)).encode())
@@ -54,16 +54,16 @@ class Totals:
 
 
 class Ledger:
-    """A file of a few bytes, which processes change in turns.
+    """A file of a few bytes, which one process changes at a time.
 
-    A process that is killed between a change of the folder and the one of the ledger leaves a difference. A
-    scan of the folder corrects it.
+    A process that is killed between changing the folder and changing the ledger leaves a difference. A scan
+    of the folder corrects it.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self.last = Totals()
-        """As this process has seen it last."""
+        """The totals that this process read last."""
 
     @contextlib.contextmanager
     def change(self) -> Iterator[Totals]:
@@ -82,7 +82,7 @@ class Ledger:
                 os.pwrite(fd, totals.encoded(), 0)
                 self.last = totals
             finally:
-                if locked:  # said aloud, since a child that was forked meanwhile holds the descriptor, too
+                if locked:  # explicitly, since a child that was forked meanwhile also holds the descriptor
                     fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
@@ -90,7 +90,7 @@ class Ledger:
     def reserve(self, nbytes: int, budget: int) -> bool:
         """Count one more page of ``nbytes``, if there is room for it in the budget.
 
-        Never in a ledger that is new: the folder must be searched first.
+        Returns false for a new ledger: the folder must be searched first.
         """
         with self.change() as totals:
             if not totals.scanned_at or totals.used_bytes + nbytes > budget:
@@ -101,13 +101,13 @@ class Ledger:
             return True
 
     def release(self, nbytes: int, remove: Callable[[], None]) -> None:
-        """Call ``remove``, and count one page less. An error of the ledger is left to the next scan.
+        """Call ``remove``, and count one page less. The next scan corrects an error of the ledger.
 
-        In one turn: a scan that ended in between would not have found the page, and it would be counted less
-        twice.
+        Both happen under one lock: a scan that ended in between would not find the page, and the page would
+        be subtracted twice.
 
         Raises:
-            OSError: ``remove`` has raised it; nothing was counted.
+            OSError: from ``remove``; the count is unchanged.
         """
         is_removed = False
         try:
@@ -121,14 +121,14 @@ class Ledger:
                 remove()
 
     def correct(self, before: Totals, used_bytes: int, num_pages: int) -> None:
-        """Take over what a scan has found that began at ``before``.
+        """Set the totals to those found by a scan that began at ``before``.
 
-        A page that came during the scan may have been found, or not. It is counted again, so that the true
-        number of bytes is never more than the counted one.
+        The scan may have found a page that was added meanwhile, or not. Such a page is counted again, so that
+        the true number of bytes never exceeds the counted one.
         """
         with self.change() as totals:
-            came = totals.added_bytes - before.added_bytes
-            totals.used_bytes = used_bytes + max(0, came)
+            added = totals.added_bytes - before.added_bytes
+            totals.used_bytes = used_bytes + max(0, added)
             totals.num_pages = num_pages
             totals.scanned_at = time.time()
 

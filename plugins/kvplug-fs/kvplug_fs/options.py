@@ -18,7 +18,7 @@ class FolderOptions:
         default=16 * 1024**3,
         unit="bytes",
         at_least=1,
-        help="Bytes that the pages may use on the disk, with their headers and whole blocks. Processes that"
+        help="Bytes that the pages may use on the disk, in whole blocks with headers. Processes that"
         " share the folder should give the same size.",
     )
     threads: int = option(default=4, at_least=1, help="How many pages are read and written at the same time.")
@@ -31,11 +31,11 @@ class FolderOptions:
         default=1.0,
         unit="seconds",
         at_least=0,
-        help="A read is recorded as a use of its page if the last recorded one is older than this.",
+        help="A read is recorded as a use of its page if the last recorded use is older than this.",
     )
     rescan_s: float = option(
         default=300.0,
         unit="seconds",
         above=0,
-        help="How often the folder is searched for changes that other programs made.",
+        help="How often the folder is searched for changes by other programs.",
     )

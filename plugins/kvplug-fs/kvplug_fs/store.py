@@ -29,7 +29,7 @@ class FolderStore(BlockingStore):
     medium = "disk"
 
     def __init__(self, context: BlockingStore.Context) -> None:
-        """Raises ConfigError: ``path`` is something else than a folder, or others can write to it."""
+        """Raises ConfigError: ``path`` is not a folder, or other users can write to it."""
         options: FolderOptions = context.options
         self.num_threads = options.threads
         self._budget = options.size
@@ -56,7 +56,7 @@ class FolderStore(BlockingStore):
         finally:
             os.close(fd)
         wanted = sum(map(len, into))
-        # a file that is shorter than it was a moment ago is no whole page
+        # a file that became shorter is not a whole page
         return status.st_size if length == min(wanted, status.st_size) else length
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -67,8 +67,8 @@ class FolderStore(BlockingStore):
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
         cost = cost_of(sum(map(len, page)))
         if cost > self._budget:
-            raise CapacityError(f"a page of {cost} bytes on the disk, and the budget is {self._budget}")
-        with _read_only_is_no_permission():
+            raise CapacityError(f"a page takes {cost} bytes on the disk, but the budget is {self._budget}")
+        with _read_only_as_permission_error():
             if self._folder.is_page(key):
                 return True
             self.sweeper.wait_until_counted()
@@ -78,10 +78,10 @@ class FolderStore(BlockingStore):
             return self.sweeper.make_room_on_disk(2 * cost) and bool(self._write(key, page, cost))
 
     def _write(self, key: bytes, page: Sequence[memoryview], cost: int) -> bool | None:
-        """Whether the page is there now; false: the budget has no room for it; ``None``: the disk is full."""
+        """Whether the page exists now; false: the budget has no room; ``None``: the disk is full."""
         try:
             with self._folder.new_file(sum(map(len, page))) as file:
-                # counted only now: a search that began before has seen the file, or the page
+                # counted only now: a scan that began before has found the file, or the page
                 if not self.sweeper.reserve(file.path, cost):
                     return False
                 made = False
@@ -89,7 +89,7 @@ class FolderStore(BlockingStore):
                     file.write(page)
                     made = self._folder.publish(file, key)
                 finally:
-                    if not made:  # it failed, or another one was first
+                    if not made:  # it failed, or another writer was first
                         self._ledger.release(cost, file.remove)
                 return True
         except OSError as e:
@@ -98,7 +98,7 @@ class FolderStore(BlockingStore):
             return None
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        with _read_only_is_no_permission():
+        with _read_only_as_permission_error():
             for key in keys:
                 path = self._folder.path_of(key)
                 if self._folder.is_page(key):
@@ -125,7 +125,7 @@ class FolderStore(BlockingStore):
 
 
 def _read_all(fd: int, into: Sequence[memoryview]) -> int:
-    """Fill the buffers from the file's beginning. Returns how many bytes there were."""
+    """Fill the buffers from the file's beginning. Returns the number of bytes read."""
     left = [buffer.cast("B") for buffer in into if buffer.nbytes]
     at = 0
     while left:
@@ -141,7 +141,7 @@ def _read_all(fd: int, into: Sequence[memoryview]) -> int:
 
 
 def _series_of(path: str) -> bytes | None:
-    """The series in the header of a page; ``None``: it has none, or is gone."""
+    """The series in a page's header; ``None`` if there is none, or the page is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -162,7 +162,7 @@ def _series_of(path: str) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _read_only_is_no_permission() -> Iterator[None]:
+def _read_only_as_permission_error() -> Iterator[None]:
     try:
         yield
     except OSError as e:

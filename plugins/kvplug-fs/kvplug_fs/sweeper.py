@@ -1,4 +1,4 @@
-"""Keeps a folder within its budget: searches it, evicts what was not used for longest, and clears up."""
+"""Keeps a folder within its budget: scans it, evicts the least recently used pages, and cleans up."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _MAX_CANDIDATES: Final = 4096
 """How many pages one scan proposes for eviction."""
 _CLOSE_S: Final = 5.0
 ASIDE_S: Final = 10.0
-"""Age of a file aside before its lock is looked at: a writer takes it just after it has made the file."""
+"""Minimum age of a temporary file before its lock is checked, since its writer locks it after creation."""
 _ASIDE_WITHOUT_LOCKS_S: Final = 3600.0
-"""Age at which a file aside is of a dead writer, whatever its lock says."""
+"""Age of a temporary file from which its writer counts as dead, even if it is locked."""
 
 
 @attrs.frozen(order=True)
 class _Candidate:
     used_ns: int
-    """When the page was last used, as far as is recorded."""
+    """The last recorded use of the page."""
     size: int = attrs.field(order=False)
     path: str = attrs.field(order=False)
 
 
 class Sweeper:
-    """Room for pages, in one process of several that use the folder."""
+    """Makes room for pages, for one of the processes that use the folder."""
 
     def __init__(self, folder: Folder, ledger: Ledger, budget: int, rescan_s: float) -> None:
         self._folder = folder
@@ -48,10 +48,10 @@ class Sweeper:
         self._lock = threading.Lock()
         """Held while pages are evicted."""
         self.num_evicted = 0
-        """Pages, by this process."""
+        """Pages that this process evicted."""
         self._candidates: deque[_Candidate] = deque()
         self._counted = threading.Event()
-        """Set once the ledger is known to count the pages that are there."""
+        """Set once the ledger counts the existing pages."""
         self._closed = threading.Event()
         self._thread = BackgroundThread(self._work, name="kvplug-fs-scan", stop=self._stop)
         self._thread.start()
@@ -68,11 +68,11 @@ class Sweeper:
     # -- room ----------------------------------------------------------------------------------
 
     def wait_until_counted(self) -> None:
-        """Return when the ledger counts the pages that are there: at once, unless there was no ledger."""
+        """Return when the ledger counts the existing pages: at once, unless there was no ledger."""
         self._counted.wait()
 
     def reserve(self, path: str, nbytes: int) -> bool:
-        """Whether ``nbytes`` are now counted for the page that is going to be written to the file aside.
+        """Count ``nbytes`` for a page to be written to the temporary file. Returns whether there is room.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -94,7 +94,7 @@ class Sweeper:
             return True
 
     def make_room_on_disk(self, nbytes: int) -> bool:
-        """The disk is full before the budget is used: evict as many bytes. Whether any page was evicted."""
+        """Evict ``nbytes``, since the disk is full before the budget. Returns whether a page was evicted."""
         evicted = 0
         with self._lock:
             for scan_first in (False, True):
@@ -105,7 +105,7 @@ class Sweeper:
         return self._folder.remove_empty() or evicted > 0
 
     def _evict_one(self) -> int:
-        """With the lock: bytes of a page that was evicted; 0: no candidate is left."""
+        """With the lock: evict a page. Returns its bytes; 0 if no candidate is left."""
         while self._candidates and not self._closed.is_set():
             oldest = self._candidates.popleft()
             try:
@@ -114,7 +114,7 @@ class Sweeper:
                 cost = cost_of(oldest.size)
                 self._ledger.release(cost, functools.partial(os.unlink, oldest.path))
             except FileNotFoundError:
-                continue  # another process was first, and has counted it
+                continue  # another process evicted and counted it
             self.num_evicted += 1
             return cost
         return 0
@@ -130,7 +130,7 @@ class Sweeper:
                 self._counted.set()
                 wait_s = min(max(0.0, last + self._rescan_s - time.time()), self._rescan_s)
         except OSError:
-            self._counted.set()  # a folder that cannot be written to needs no room
+            self._counted.set()  # a read-only folder needs no room
         while not self._closed.wait(wait_s):
             wait_s = self._rescan_s
             try:
@@ -150,18 +150,18 @@ class Sweeper:
             return not 0 <= time.time() - totals.scanned_at < 0.5 * self._rescan_s
 
     def scan_now(self) -> None:
-        """Search the folder, before the next time that is due."""
+        """Search the folder before the next scan is due."""
         with self._lock:
             self.scan()
 
     def scan(self, without: str = "") -> None:
-        """With the lock: count all pages, remember those that were not used for longest, clear up.
+        """With the lock: count all pages, find the least recently used ones, and clean up.
 
-        Files aside come first, since a page that is no longer aside later is a page by then. So what the
-        ledger counts is found, unless it has come meanwhile.
+        Temporary files are counted first, since a file that leaves them has become a page. So the scan finds
+        everything that the ledger counts, except for later additions.
 
         Args:
-            without: a file aside that the ledger does not count yet.
+            without: a temporary file that the ledger does not count yet.
 
         Raises:
             OSError: the folder cannot be read.
@@ -169,7 +169,7 @@ class Sweeper:
         with self._ledger.change() as totals:
             before = attrs.evolve(totals)
         found = _Found()
-        self._look_aside(found, without)
+        self._scan_temporary(found, without)
         for _, entry in self._folder.all_pages():
             if self._closed.is_set():
                 return
@@ -179,8 +179,8 @@ class Sweeper:
         self._ledger.correct(before, found.used_bytes, found.num_pages)
         self._candidates = deque(found.oldest())
 
-    def _look_aside(self, found: _Found, without: str) -> None:
-        """Remove files of dead writers, and count those of living ones."""
+    def _scan_temporary(self, found: _Found, without: str) -> None:
+        """Remove temporary files of dead writers, and count those of live ones."""
         now = time.time()
         for entry, size in self._folder.written_aside():
             if entry.path == without:
@@ -190,19 +190,19 @@ class Sweeper:
                 age = now - status.st_mtime
                 if age > _ASIDE_WITHOUT_LOCKS_S or (age > ASIDE_S and is_abandoned(entry.path)):
                     os.unlink(entry.path)
-                elif status.st_nlink == 1:  # with two, it has its name already, and is counted there
+                elif status.st_nlink == 1:  # a file with two links is counted under its page's name
                     found.used_bytes += cost_of(size)
                     found.num_pages += 1
 
 
 class _Found:
-    """What a scan has found."""
+    """The results of a scan."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self.num_pages = 0
         self._youngest_first: list[tuple[int, int, _Candidate]] = []
-        """A heap of the oldest pages, the youngest of them on top."""
+        """A heap of the least recently used pages, the most recent of them on top."""
 
     def add(self, candidate: _Candidate) -> None:
         self.used_bytes += cost_of(candidate.size)

@@ -1,13 +1,13 @@
-"""The program that is Mooncake's client: ``python -m kvplug_mooncake.client SOCKET MEMORY``.
+"""The program of Mooncake's client process: ``python -m kvplug_mooncake.client SOCKET MEMORY``.
 
 :class:`~kvplug_mooncake.process.ClientProcess` starts it with the numbers of two inherited descriptors: a
 packet socket, and the memory of the landing area. Mooncake's calls block as long as a holder does, cannot
-be cancelled, and belong to threads that do not survive a fork: here they harm no engine, and end with the
-process.
+be cancelled, and belong to threads that do not survive a fork. In a separate process they do not harm the
+engine, and end with the process.
 
-Requests are answered in lanes, each a thread. There are twice as many as the parent makes calls at the same
-time, since it gives up calls that are late. When the parent has closed the socket, or was killed, calls under
-way are finished, so that no page stays half written, and the program ends.
+Lanes answer the requests, each in its own thread. There are twice as many lanes as concurrent calls of the
+parent, since the parent gives up late calls. When the parent closes the socket or is killed, the program
+finishes the running calls, so that no page stays half written, and ends.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from kvplug_mooncake.protocol import (
 
 _CONNECT_S: Final = 2.0
 _SETUP_TRIES: Final = 3
-"""Each takes other ports."""
+"""Each attempt uses other ports."""
 _SUSPECT_S: Final = 10.0
-"""After this time the master takes a silent holder for gone (its option client_ttl)."""
+"""Time after which the master drops a silent holder (its option client_ttl)."""
 _OTHER_WRITER_S: Final = 1.0
 _POLL_S: Final = 0.002
 
@@ -60,27 +60,27 @@ _NO_ROOM: Final = -200
 _INVALID: Final = -600
 _NOT_FOUND: Final = -704
 _ABSENT: Final = frozenset({-703, _NOT_FOUND})
-"""Not ready, not found."""
+"""Codes for "not ready" and "not found"."""
 _LEASE_ENDED: Final = -707
 _EXISTS: Final = -705
 _MASTER: Final = range(-999, -899)
 
 
 class SetupError(Exception):
-    """Why this process cannot be a client, and what to do about it."""
+    """This process cannot be a client. The message has the reason and the remedy."""
 
 
 class Client:
-    """Mooncake's store, and what is known of its holders."""
+    """Mooncake's store, and the state of its holders."""
 
     def __init__(self, setup: Setup, landing: mmap.mmap) -> None:
         """Raises SetupError."""
         self._setup = setup
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(landing))
         self._suspects: dict[str, float] = {}
-        """Holders that did not answer in time, and until when they are not asked."""
+        """Holders that did not answer in time, and until when they are avoided."""
         self._reading: dict[int, tuple[str, float]] = {}
-        """Pages that are read now, and until when their holders are no suspects."""
+        """Pages that are being read, and until when their holders are not suspects."""
         _find_master(setup.master)
         _set_limits(setup.timeout_s)
         try:
@@ -94,7 +94,7 @@ class Client:
         if code:
             raise SetupError(
                 f"Mooncake's setup ended with {code} (host {setup.host!r}, master {setup.master!r});"
-                " options.mooncake.log_file says more"
+                " see the log in options.mooncake.log_file"
             )
         _close_ports(setup)
         if code := self.store.register_buffer(self._base, setup.landing_bytes):
@@ -125,7 +125,7 @@ class Client:
                 code = self.store.remove_by_regex(f"^{prefix}:{LAYOUT}:[0-9a-f]+$", True)
                 return self._failed(number, code) if code < 0 else Answer(number, Outcome.DONE)
             case _:
-                raise SetupError(f"{type(request).__name__} comes once, and first")
+                raise SetupError(f"{type(request).__name__} must be the first message, and only that")
 
     def _exists(self, number: int, names: Sequence[str]) -> Answer:
         codes = self.store.batch_is_exist(names)
@@ -156,10 +156,10 @@ class Client:
         code = self.store.put_from(name, self._base + at, nbytes)
         if code and code != _EXISTS:
             return self._failed(number, code, name, began)
-        # It succeeds as well while another client writes this page, and that one may die.
+        # It also succeeds while another client writes this page, and that client may die.
         limit = time.monotonic() + min(self._setup.timeout_s, _OTHER_WRITER_S)
         while (held := self.store.is_exist(name)) == 0 and time.monotonic() < limit:
-            if self.store.get_size(name) == _NOT_FOUND:  # it was whole, and is removed or evicted already
+            if self.store.get_size(name) == _NOT_FOUND:  # it was complete, and is already removed or evicted
                 return Answer(number, Outcome.DONE)
             time.sleep(_POLL_S)
         if held == 1:
@@ -187,10 +187,10 @@ class Client:
     # -- holders that do not answer ------------------------------------------------------------
 
     def _is_suspect(self, name: str) -> bool:
-        """Whether all holders of the page are suspects. Asks the master only while there are any."""
+        """Whether all holders of the page are suspects. Asks the master only if there are suspects."""
         now = time.monotonic()
         for number, (other, until) in list(self._reading.items()):
-            if until < now:  # the first word to a holder may take Mooncake a minute, whatever its limits are
+            if until < now:  # Mooncake's first contact with a holder may take a minute, whatever its limits
                 self._reading[number] = other, float("inf")
                 self._suspect(other)
         suspects = {holder for holder, until in self._suspects.copy().items() if until > now}
@@ -214,19 +214,19 @@ class Client:
 
 
 def _find_master(master: str) -> None:
-    """Mooncake's own search for a master takes more than a minute."""
+    """Check that the master can be reached, since Mooncake's own search takes more than a minute."""
     host, _, port = master.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as e:
         raise SetupError(
-            f"there is no Mooncake master at {master} ({e.strerror or e}): start mooncake_master there, or"
+            f"found no Mooncake master at {master} ({e.strerror or e}): start mooncake_master there, or"
             " set options.mooncake.master"
         ) from e
 
 
 def _set_limits(timeout_s: float) -> None:
-    """Mooncake's own, which it reads from the environment; 30 seconds and more if nothing is said."""
+    """Set Mooncake's time limits, which it reads from the environment. Its defaults are 30 s and more."""
     os.environ.update(
         MC_TCP_PROGRESS_TIMEOUT_SEC=str(max(1, int(timeout_s))),
         MC_TCP_STATUS_TIMEOUT_SEC=str(max(1, int(timeout_s))),
@@ -238,7 +238,7 @@ def _set_limits(timeout_s: float) -> None:
 
 def _close_ports(setup: Setup) -> None:
     if setup.is_exposed and setup.segment_bytes:
-        return  # others read and write its segment
+        return  # other hosts read and write its segment
     try:
         restrict(LOOPBACK if setup.segment_bytes else CLOSED)
     except OSError as e:
@@ -252,7 +252,7 @@ def _close_ports(setup: Setup) -> None:
 
 
 def _work(client: Client, sock: socket.socket) -> None:
-    """One lane: take a request and answer it, until the parent is gone."""
+    """Run one lane: receive and answer requests until the parent is gone."""
     while packet := _received(sock):
         request = decode_request(packet)
         try:
@@ -264,7 +264,7 @@ def _work(client: Client, sock: socket.socket) -> None:
 
 
 def _received(sock: socket.socket) -> bytes:
-    """Empty if the parent is gone. One that was killed before it had read an answer is a reset."""
+    """The next packet; empty if the parent is gone. A parent killed before reading an answer is a reset."""
     try:
         return sock.recv(MAX_PACKET)
     except ConnectionResetError:
@@ -272,7 +272,7 @@ def _received(sock: socket.socket) -> bytes:
 
 
 def main() -> None:
-    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS):  # the parent's may be low for a moment
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS):  # the parent may have low limits for a moment
         resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
     sock = socket.socket(fileno=int(sys.argv[1]))
     setup = decode_request(_received(sock))
@@ -294,7 +294,7 @@ def main() -> None:
     limit = time.monotonic() + setup.timeout_s + 1
     for lane in lanes:
         lane.join(max(0.0, limit - time.monotonic()))
-    if setup.segment_bytes:  # the master learns at once that its pages are gone
+    if setup.segment_bytes:  # tell the master at once that its pages are gone
         closing = threading.Thread(target=client.store.close, daemon=True)
         closing.start()
         closing.join(setup.timeout_s)
@@ -307,4 +307,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # not through the destructors of Mooncake, which wait for holders
+        os._exit(1)  # skip Mooncake's destructors, which wait for holders

@@ -1,4 +1,4 @@
-"""The landing area: memory shared with the client process, lent piece by piece."""
+"""The landing area: memory shared with the client process, lent in slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIGNED: int = 64
 
 
 class LateError(Exception):
-    """What was waited for did not come in time."""
+    """A slot or an answer did not arrive in time."""
 
 
 class Slot:
@@ -25,11 +25,11 @@ class Slot:
         self.nbytes = nbytes
         self.view = view[at : at + nbytes]
         self.is_awaited = False
-        """A call that was given up may still write to it. It is lent again when the call has ended."""
+        """Whether a call that was given up may still write to it. It is lent again after the call's end."""
 
 
 class Landing:
-    """First fit; threads may share it."""
+    """Lends slots by first fit. Thread-safe."""
 
     def __init__(self, memory: memoryview) -> None:
         self.memory = memory
@@ -37,14 +37,14 @@ class Landing:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._free = [(0, len(memory))]
-        """Places and sizes, in order, none next to another."""
+        """Offsets and sizes of the free ranges, in order. No two are adjacent."""
 
     def take(self, nbytes: int, deadline: Deadline) -> Slot:
-        """Raises CapacityError (it never fits), LateError (others have it)."""
+        """Raises CapacityError: it never fits. LateError: other calls hold the memory."""
         need = -(-nbytes // _ALIGNED) * _ALIGNED
         if need > self.nbytes:
             raise CapacityError(
-                f"a page of {nbytes} bytes, and options.mooncake.landing_bytes is {self.nbytes}"
+                f"a page has {nbytes} bytes, but options.mooncake.landing_bytes is {self.nbytes}"
             )
         with self._lock:
             while (at := self._found(need)) is None:
@@ -60,7 +60,7 @@ class Landing:
         return None
 
     def give(self, slot: Slot) -> None:
-        """The slot is free again. Its view must not be used any more."""
+        """Free the slot. Its view must not be used any more."""
         at, size = slot.at, -(-slot.nbytes // _ALIGNED) * _ALIGNED
         slot.view.release()
         with self._lock:

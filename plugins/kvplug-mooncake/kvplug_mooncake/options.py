@@ -31,7 +31,7 @@ class MooncakeOptions:
     )
     prefix: str = option(
         default="kvplug",
-        help="What the names of all keys begin with. Deployments that share a master have different ones.",
+        help="Prefix of all key names. Deployments that share a master have different ones.",
         validator=_prefix,
     )
     segment_bytes: int = option(
@@ -39,8 +39,8 @@ class MooncakeOptions:
         unit="bytes",
         at_least=0,
         takes_memory=True,
-        help="Memory that this process adds to the pool, for pages of everyone. It is gone with the process."
-        " 0: the memory is that of other holders.",
+        help="Memory that this process adds to the pool, for all engines, until it ends. 0: the pool has only"
+        " the memory of other holders.",
     )
     landing_bytes: int = option(
         default=64 * 1024**2,
@@ -59,7 +59,7 @@ class MooncakeOptions:
         default=3.0,
         unit="seconds",
         at_least=1,
-        help="How long a holder of a page may take for it, and the master for an answer.",
+        help="How long a holder may take to transfer a page, and the master to answer.",
     )
     protocol: Literal["tcp", "rdma"] = option(
         default="tcp",
@@ -67,5 +67,5 @@ class MooncakeOptions:
     )
     devices: str = option(default="", help="Names of RDMA devices, separated by commas, for Mooncake.")
     log_file: str | None = option(
-        default=None, help="File to which Mooncake's own messages are appended. None: they are dropped."
+        default=None, help="File to which Mooncake's own messages are appended. None: they are discarded."
     )

@@ -1,9 +1,9 @@
-"""Which hosts may connect to the ports that Mooncake opens in this process.
+"""Restricts connections to the ports that Mooncake opens in this process.
 
-Mooncake listens on all interfaces whatever address it is given, and writes what a connection brings into
-memory that the process has registered. So a filter is put on its listening sockets (``SO_ATTACH_FILTER``,
-man 7 socket): the kernel drops packets that come from elsewhere, and the port answers nothing. That needs no
-privilege, and the filter cannot be removed again.
+Mooncake listens on all interfaces whatever address it is given, and writes a connection's data into memory
+that the process has registered. So its listening sockets get a filter (``SO_ATTACH_FILTER``, man 7 socket):
+the kernel drops packets from other hosts, and the port does not answer. This needs no privilege. The filter
+cannot be removed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Final
 _SO_ATTACH_FILTER: Final = 26
 _SO_LOCK_FILTER: Final = 44
 _NET: Final = -0x100000 & 0xFFFFFFFF
-"""Offsets from here on are those in the packet's IP header (linux/filter.h)."""
+"""Offsets from here on are offsets in the packet's IP header (linux/filter.h)."""
 _PROTOCOL: Final = -0x1000 & 0xFFFFFFFF
-"""At this offset is the packet's protocol."""
+"""The offset of the packet's protocol."""
 _SOURCE: Final = 12
-"""Of the address in the header of IPv4."""
+"""The offset of the address in the IPv4 header."""
 _LOAD_HALF, _LOAD_BYTE, _IF_EQUAL, _RETURN = 0x28, 0x30, 0x15, 0x06
 _LISTENING, _TIME_WAIT = "0A", "06"  # net/tcp_states.h
 
@@ -37,21 +37,21 @@ LOOPBACK: Final = (
     (_RETURN, 0, 0, 0xFFFFFFFF),
     (_RETURN, 0, 0, 0),
 )
-"""Programs of the kernel's classic packet filter."""
+"""A program of the kernel's classic packet filter."""
 
 Program = tuple[tuple[int, int, int, int], ...]
 
 
 class StrangerError(Exception):
-    """A connection came from elsewhere before the filter was there."""
+    """Another host connected before the filter was in place."""
 
 
 def restrict(program: Program) -> None:
-    """Put the filter on every TCP socket of this process that listens.
+    """Attach the filter to every listening TCP socket of this process.
 
     Raises:
         OSError: the system has no such filters.
-        StrangerError: as said.
+        StrangerError: another host connected before.
     """
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
     given = struct.pack("HP", len(program), ctypes.addressof(code))
@@ -62,13 +62,13 @@ def restrict(program: Program) -> None:
             sock.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
             ports.add(sock.getsockname()[1])
     if any(program is CLOSED or not is_local for is_local in _connected_to(ports)):
-        raise StrangerError("a connection came while Mooncake opened its ports")
+        raise StrangerError("another host connected while Mooncake opened its ports")
 
 
 def _listening() -> Iterator[socket.socket]:
-    """Duplicates."""
+    """Duplicates of the listening TCP sockets."""
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, or the descriptor of the listing itself
+        with contextlib.suppress(OSError):  # not a socket, or the descriptor of the listing itself
             sock = socket.socket(fileno=os.dup(int(fd)))
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN

@@ -17,11 +17,11 @@ LIBRARIES: Final = {
     "libnuma.so.1": "libnuma1",
     "libcurl.so.4": "libcurl4",
 }
-"""What Mooncake's wheel needs of the system, and Debian's packages of it."""
+"""System libraries that Mooncake's wheel needs, and their Debian packages."""
 
 
 def probe() -> Probe:
-    """Not viable where Mooncake, or a library of the system that it needs, is missing. It is not imported."""
+    """Not viable if Mooncake, or a system library that it needs, is missing. Mooncake is not imported."""
     if not sys.platform.startswith("linux"):
         return Probe(viable=False, reason="Mooncake's client needs Linux")
     if importlib.util.find_spec("mooncake") is None:

@@ -1,4 +1,4 @@
-"""The client process as the store sees it: started, called, given up, replaced."""
+"""The store's handle of the client process: starts it, calls it, ends it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvplug_mooncake.protocol import (
 )
 
 _START_S: Final = 10.0
-"""Python, Mooncake, the search for a master."""
+"""Time limit for starting Python and Mooncake, and finding a master."""
 _CLOSE_S: Final = 3.0
 _REAP_S: Final = 1.0
 _AGAIN_S: Final = 0.002
@@ -54,27 +54,27 @@ class _Call:
 
 
 class ClientProcess:
-    """One process, from its start to its end, and the landing area that it shares with this one.
+    """One client process, and the landing area that it shares with this process.
 
-    Each process has an area of its own: nothing that an earlier one may still write to is used again.
+    Each client process has its own area: memory that an earlier one may still write to is not used again.
     """
 
     def __init__(self, setup: Setup, log_file: str | None = None) -> None:
-        """Does not wait until the process is ready.
+        """Start the process, without waiting until it is ready.
 
         Raises:
-            ResourceExhaustedError, OSError: there is no memory, descriptor or thread for it.
+            ResourceExhaustedError, OSError: memory, descriptors or threads ran out.
         """
         self._setup = setup
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._is_started = threading.Event()
-        """Or it has ended before."""
+        """Set when the process is ready, or has ended before."""
         self._is_ready = self._is_closing = self._is_gone = False
         self._why = "Mooncake's client process has ended"
         self.num_late = 0
-        """Calls that were given up and have not ended."""
+        """Calls that were given up but have not ended."""
         segment, fd = Segment.create("mooncake", setup.landing_bytes)
         try:
             self.landing = Landing(segment.view)
@@ -88,7 +88,7 @@ class ClientProcess:
         finally:
             os.close(fd)
         close_after_fork(self)
-        self._reader = BackgroundThread(self._read, name="kvplug-mooncake-client", stop=self._hang_up)
+        self._reader = BackgroundThread(self._read, name="kvplug-mooncake-client", stop=self._shut_down)
         try:
             self._sock.send(encode(setup))
             self._reader.start()
@@ -97,10 +97,10 @@ class ClientProcess:
             raise
 
     def wait_until_ready(self) -> None:
-        """Return when it can be called.
+        """Return when the process can be called.
 
         Raises:
-            TransportError: it never will be, and why.
+            TransportError: it failed to start; the message has the reason.
         """
         self._is_started.wait()
         if self._is_gone:
@@ -121,13 +121,11 @@ class ClientProcess:
         if isinstance(reply, Refused):
             self._why = reply.reason
         elif not isinstance(reply, Ready):
-            self._why = (
-                "Mooncake's client process ended at its start: set options.mooncake.log_file to see why"
-            )
+            self._why = "Mooncake's client process ended at start: set options.mooncake.log_file to see why"
         return isinstance(reply, Ready)
 
     def _received(self) -> Reply | None:
-        """The next message; ``None``: the process has ended, or says what is none."""
+        """The next message; ``None`` if the process has ended, or sent an invalid one."""
         try:
             packet = self._sock.recv(MAX_PACKET)
             return decode_reply(packet) if packet else None
@@ -140,11 +138,11 @@ class ClientProcess:
 
     @contextlib.contextmanager
     def lent(self, nbytes: int, deadline: Deadline) -> Iterator[Slot]:
-        """A slot for one call. If that is given up, the slot is lent again only after the call has ended.
+        """A slot for one call. If the call is given up, the slot is lent again only after the call's end.
 
         Raises:
             CapacityError: the landing area is smaller.
-            LateError: there was none by the deadline.
+            LateError: no slot was free by the deadline.
         """
         slot = self.landing.take(nbytes, deadline)
         try:
@@ -154,15 +152,15 @@ class ClientProcess:
                 self.landing.give(slot)
 
     def call(self, make: Callable[[int], Request], deadline: Deadline, slot: Slot | None = None) -> Answer:
-        """Send a request, made with a number, and wait for its answer.
+        """Send the request that ``make`` returns for a call's number, and wait for its answer.
 
         Args:
-            slot: what the process may write to or read from until it answers.
+            slot: memory that the process may access until it answers.
 
         Raises:
-            LateError: there was no answer by the deadline.
+            LateError: no answer arrived by the deadline.
             ClientGoneError: the process has ended.
-            PageError: it was closed.
+            PageError: the store was closed.
         """
         call = _Call(slot)
         with self._lock:
@@ -196,7 +194,7 @@ class ClientProcess:
     def _send(self, packet: bytes, deadline: Deadline) -> None:
         while True:
             try:
-                with self._lock:  # the socket is not closed meanwhile
+                with self._lock:  # so that the socket is not closed meanwhile
                     if self._is_gone:
                         raise self._ended()
                     self._sock.send(packet, socket.MSG_DONTWAIT)
@@ -209,7 +207,7 @@ class ClientProcess:
                 raise self._ended() from e
 
     def is_stuck(self) -> bool:
-        """Whether the process does not even answer a ping: it hangs, or all of its lanes do."""
+        """Whether the process does not answer a ping: it hangs, or all its lanes do."""
         try:
             self.call(Ping, Deadline.after(_PING_S))
         except LateError:
@@ -247,7 +245,7 @@ class ClientProcess:
                 self.landing.give(call.slot)
 
     def _reap(self) -> None:
-        """Its socket is closed: the process ends, or is no use any more."""
+        """Wait for the process's end, or kill it, after its socket was closed."""
         with self._lock:
             self._is_gone = True
             self._sock.close()
@@ -261,8 +259,8 @@ class ClientProcess:
         self._process.kill()
         self._process.wait()
 
-    def _hang_up(self) -> None:
-        """The process answers what it was asked, and ends. Does not wait."""
+    def _shut_down(self) -> None:
+        """Make the process finish its calls and end. Does not wait."""
         self._is_closing = True
         with self._lock, contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -273,14 +271,14 @@ class ClientProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it at once. What is under way fails. Does not wait."""
+        """Kill the process. Running calls fail. Does not wait."""
         self._process.kill()
 
     def close(self) -> None:
-        """End it, after calls under way unless one of them is late. Idempotent."""
+        """End the process, after its running calls unless one is late. Idempotent."""
         if self.num_late or not self._is_ready:
             self.kill()
-        self._hang_up()
+        self._shut_down()
         self._reader.join(_CLOSE_S)
         if self._reader.is_alive():
             self.kill()
@@ -289,11 +287,11 @@ class ClientProcess:
     def _after_fork_in_child(self) -> None:
         self._is_gone = True
         self._sock.close()
-        self._process.returncode = 0  # it is the parent's
+        self._process.returncode = 0  # it belongs to the parent
 
 
 def _started(sock: int, memory: int, log_file: str | None) -> subprocess.Popen[bytes]:
-    """Not in the session of this process, so that Ctrl-C reaches it by way of its parent only."""
+    """Start the process in its own session, so that Ctrl-C does not reach it directly."""
     command = [sys.executable, "-P", "-m", "kvplug_mooncake.client", str(sock), str(memory)]
     with open(log_file or os.devnull, "ab") as log:
         return subprocess.Popen(

@@ -1,7 +1,7 @@
 """Messages between the store and its client process, one in each packet of their socket.
 
-The keys in them are kvplug's, 32 bytes; :func:`name_of` makes Mooncake's of them. A value in Mooncake is
-:data:`MARK` and the page after it: Mooncake keeps no empty values, and its names belong to no program."""
+Their keys are kvplug's, of 32 bytes; :func:`name_of` converts them to Mooncake's. A value in Mooncake is
+:data:`MARK` followed by the page: Mooncake stores no empty values, and any program may use a name."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Final, TypeAlias
 import msgspec
 
 LAYOUT: Final = 1
-"""Of names and values; part of every name, so that another layout is a miss."""
+"""Version of names and values. Part of every name, so that a page of another version is a miss."""
 MARK: Final = b"kvplug\0" + bytes([LAYOUT])
 MAX_KEYS: Final = 1024
-"""In one message, which must fit into a packet."""
+"""Limit for one message, which must fit into a packet."""
 MAX_PACKET: Final = 1 << 17
 
 
 def name_of(prefix: str, key: bytes) -> str:
-    """What Mooncake knows a page by."""
+    """Mooncake's name of a page."""
     return f"{prefix}:{LAYOUT}:{key.hex()}"
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first message: what the client is to be."""
+    """The first message: the client's settings."""
 
     host: str
-    """The address under which Mooncake's processes know it."""
+    """The address by which other Mooncake processes reach it."""
     master: str
     prefix: str
     protocol: str
@@ -37,7 +37,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     lanes: int
     timeout_s: float
     is_exposed: bool
-    """Whether other hosts may connect to Mooncake's ports in it."""
+    """Whether other hosts may connect to its Mooncake ports."""
 
 
 class Exists(msgspec.Struct, tag=True, frozen=True):
@@ -92,7 +92,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Answers :class:`Setup`: it cannot be, and why."""
+    """Answers :class:`Setup`: it failed, with the reason."""
 
     reason: str
 
@@ -101,9 +101,9 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     number: int
     outcome: Outcome
     nbytes: int = 0
-    """Of the value that was got; more than was asked for: it was not read."""
+    """Size of the value. If it exceeds the requested size, the value was not read."""
     held: bytes = b""
-    """For each key 1 or 0."""
+    """1 or 0 for each key."""
     text: str = ""
 
 

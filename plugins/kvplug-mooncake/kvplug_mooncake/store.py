@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 _MASTER: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>[0-9]{1,5})")
 _GRACE_S: Final = 0.5
-"""The client process, which has the same limit, is given so much more time to say that it was reached."""
+"""Extra time for the client process, which has the same limit, to report that the limit was reached."""
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
 
 
@@ -49,12 +49,12 @@ class MooncakeStore(BlockingStore):
     is_shared = True
 
     def __init__(self, context: BlockingStore.Context) -> None:
-        """Starts the client process, and does not wait for it.
+        """Start the client process, without waiting for it.
 
         Raises:
-            ConfigError: the options are wrong, or the config does not permit what Mooncake does between
+            ConfigError: the options are wrong, or the config does not permit Mooncake's connections between
                 hosts.
-            ResourceExhaustedError, OSError: there is no memory, descriptor or thread for it.
+            ResourceExhaustedError, OSError: memory, descriptors or threads ran out.
         """
         options: MooncakeOptions = context.options
         self.location = options.master
@@ -66,7 +66,7 @@ class MooncakeStore(BlockingStore):
             try:
                 open(options.log_file, "ab").close()
             except OSError as e:
-                raise ConfigError(f"options.mooncake.log_file: it cannot be written: {e}") from e
+                raise ConfigError(f"options.mooncake.log_file: the file cannot be written: {e}") from e
         self._lock = threading.Lock()
         self._is_closed = False
         self.client = ClientProcess(self._setup, self._log_file)
@@ -78,7 +78,7 @@ class MooncakeStore(BlockingStore):
         """The client, ready.
 
         Raises:
-            TransportError: it cannot be started, or has no master.
+            TransportError: it cannot be started, or cannot reach the master.
         """
         with self._lock:
             if self._is_closed:
@@ -91,11 +91,11 @@ class MooncakeStore(BlockingStore):
 
     @contextmanager
     def _calling(self) -> Iterator[tuple[ClientProcess, Deadline]]:
-        """For calls until a deadline. Too many calls that are given up, or a client that hangs, and it is
+        """The client, for calls until a deadline. A client that hangs, or has too many late calls, is
         replaced.
 
         Raises:
-            PageError: it was given up.
+            PageError: a call was given up.
         """
         client = self.running()
         try:
@@ -109,13 +109,13 @@ class MooncakeStore(BlockingStore):
     def _each(self, keys: Sequence[bytes], make: Callable[[int, list[bytes]], Request]) -> Iterator[Answer]:
         for at in range(0, len(keys), MAX_KEYS):
             some = list(keys[at : at + MAX_KEYS])
-            yield self._asked(lambda number, some=some: make(number, some))  # type: ignore[misc]
+            yield self._ask(lambda number, some=some: make(number, some))  # type: ignore[misc]
 
-    def _asked(self, make: Callable[[int], Request]) -> Answer:
-        """The answer of the master to what concerns no page alone.
+    def _ask(self, make: Callable[[int], Request]) -> Answer:
+        """The master's answer to a request that is not about a single page.
 
         Raises:
-            TransportError: there is none.
+            TransportError: no answer arrived.
         """
         with self._calling() as (client, deadline):
             answer = client.call(make, deadline)
@@ -133,20 +133,20 @@ class MooncakeStore(BlockingStore):
         try:
             length = self._read(key, into, nbytes)
             if length is not None and nbytes < len(MARK) + length <= self._setup.landing_bytes:
-                # larger than expected: its beginning says what it is
+                # larger than expected: its beginning identifies it
                 length = self._read(key, into, len(MARK) + length)
         except CapacityError as e:
             raise PageError(MissReason.NO_MEMORY, str(e)) from e
         return length
 
     def _read(self, key: bytes, into: Sequence[memoryview], nbytes: int) -> int | None:
-        """:meth:`read` with so many bytes of the landing area; fills nothing if the page is larger."""
+        """:meth:`read` with ``nbytes`` of the landing area; fills nothing if the page is larger."""
         with self._calling() as (client, deadline), client.lent(nbytes, deadline) as slot:
             answer = client.call(lambda number: Get(number, key, slot.at, nbytes), deadline, slot)
             if answer.outcome is Outcome.DONE and answer.nbytes <= nbytes:
                 value = slot.view[: answer.nbytes]
                 if value[: len(MARK)] != MARK:
-                    return 0  # it is no page, and will be removed as a wrong one
+                    return 0  # not a page: it will be removed as a wrong one
                 _spread(value[len(MARK) :], into)
         if answer.outcome is Outcome.DONE:
             return answer.nbytes - len(MARK)
@@ -168,7 +168,7 @@ class MooncakeStore(BlockingStore):
             pass
 
     def clear(self) -> None:
-        self._asked(Clear)
+        self._ask(Clear)
 
     def close(self) -> None:
         with self._lock:
@@ -187,14 +187,14 @@ def _setup_of(context: BlockingStore.Context, options: MooncakeOptions) -> Setup
     if is_exposed and not context.allow_unauthenticated_data_plane:
         raise ConfigError(
             f"Mooncake's connections between hosts (host {host}, options.mooncake.master {options.master})"
-            " prove nothing, and let strangers read and change pages: use a network that only trusted hosts"
-            " reach, and set allow_unauthenticated_data_plane"
+            " are not authenticated, so any host can read and change pages: use a network that only trusted"
+            " hosts reach, and set allow_unauthenticated_data_plane"
         )
     if host in _WILDCARDS or ":" in host:
         if options.segment_bytes:
             raise ConfigError(
-                f"options.mooncake.segment_bytes: the host is {host!r}, and holders are reached at an IPv4"
-                " address or a name: set host to it"
+                f"options.mooncake.segment_bytes: the host is {host!r}, but holders need an IPv4 address or"
+                " a name: set host to one"
             )
         host = "127.0.0.1"  # without a segment it is never dialled
     return Setup(
@@ -212,7 +212,7 @@ def _setup_of(context: BlockingStore.Context, options: MooncakeOptions) -> Setup
 
 
 def _error_of(answer: Answer, master: str) -> TransportError:
-    """What is raised for an answer. Only a lost master means that the store is gone."""
+    """The error to raise for an answer. Only a lost master means that the store is gone."""
     match answer.outcome:
         case Outcome.LATE:
             return PageError(MissReason.TIMEOUT, answer.text)
@@ -232,7 +232,7 @@ def _gather(into: memoryview, parts: Sequence[memoryview]) -> None:
 
 
 def _spread(value: memoryview, into: Sequence[memoryview]) -> None:
-    """As much of the value as there is, one buffer after the other."""
+    """Copy as much of the value as exists into one buffer after the other."""
     for view in into:
         part, value = value[: len(view)], value[len(view) :]
         view[: len(part)] = part

@@ -357,7 +357,7 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Mo
         ({"master": "a b"}, "master"),
         ({"prefix": "a*"}, "prefix"),
         ({"protocol": "udp"}, "protocol"),
-        ({"log_file": "/nowhere/log"}, "log_file: it cannot be written"),
+        ({"log_file": "/nowhere/log"}, "log_file: the file cannot be written"),
     ],
 )
 def test_wrong_options_are_named(opened: Any, options: dict[str, Any], says: str) -> None:
