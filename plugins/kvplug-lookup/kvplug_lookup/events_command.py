@@ -1,4 +1,4 @@
-"""``kvplug events``: prints what a publisher says of its blocks."""
+"""``kvplug events``: prints the events that a publisher sends about its blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplug import Duration, KvplugError, TimeoutError
 from kvplug.transport import Deadline, peer_text
 
 _PATIENCE_S: Final = 2.0
-"""How long a publisher that is not there is waited for in silence."""
+"""How long to wait for a publisher before reporting that it is missing."""
 _REPLAY_S: Final = 10.0
 _END_OF_9999: Final = 253402214400.0
 _TCP = re.compile(r"tcp://([^\s/*]+):(\d{1,5})")
@@ -25,13 +25,15 @@ _TCP = re.compile(r"tcp://([^\s/*]+):(\d{1,5})")
 
 @click.command()
 @click.argument("address")
-@click.option("--replay", metavar="ADDRESS", help="Ask here for batches that were published before, first.")
-@click.option("--count", type=click.IntRange(min=1), help="Stop after so many events.")
+@click.option(
+    "--replay", metavar="ADDRESS", help="First ask this address for batches that were published before."
+)
+@click.option("--count", type=click.IntRange(min=1), help="Stop after this many events.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=Duration(may_be_zero=True),
-    help="Stop, with exit code 1, when nothing came for so long.",
+    help="Stop with exit code 1 when nothing arrives for this long.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with every field.")
 def events(
@@ -40,9 +42,9 @@ def events(
     """Print events about cached blocks that an engine publishes at ADDRESS: HOST:PORT, such as
     127.0.0.1:5557, or ipc://PATH.
 
-    The engine publishes where its option `events` says (connector "lookup"); vLLM's own publisher has the
-    same form. A missing number between two batches is reported: use --replay. A publisher that is not there
-    is reported, and waited for."""
+    The option `events` of the connector "lookup" sets the engine's address; vLLM's own publisher uses the
+    same format. Missing batches are reported: use --replay. If nothing listens, that is reported, and the
+    command waits for a publisher."""
     printed = 0
     for seq, payload in _batches(_checked(address), replay and _checked(replay), timeout_s):
         for line in _lines(seq, payload, as_json):
@@ -60,7 +62,7 @@ def _checked(address: str) -> str:
     """The address as ZeroMQ takes it.
 
     Raises:
-        KvplugError: it is not one.
+        KvplugError: it is not an address.
     """
     full = address if "://" in address else f"tcp://{address}"
     tcp = _TCP.fullmatch(full)
@@ -72,7 +74,7 @@ def _checked(address: str) -> str:
 
 
 def _batches(address: str, replay: str | None, timeout_s: float | None) -> Iterator[tuple[int, bytes]]:
-    """The number and the content of each batch, from the first one that is asked for."""
+    """Yield the number and the content of each batch."""
     import zmq
     from zmq.utils.monitor import parse_monitor_message
 
@@ -83,7 +85,7 @@ def _batches(address: str, replay: str | None, timeout_s: float | None) -> Itera
         subscribed.ipv6 = True
         subscribed.subscribe(b"")
         monitor = sockets.enter_context(context.socket(zmq.PAIR))
-        monitor.rcvhwm = 0  # where its events have no room, ZeroMQ's thread waits, and closing with it
+        monitor.rcvhwm = 0  # no limit: a full queue would block ZeroMQ's thread, and closing
         subscribed.monitor("inproc://monitor", zmq.EVENT_ALL)
         monitor.connect("inproc://monitor")
         subscribed.connect(address)
@@ -103,7 +105,7 @@ def _batches(address: str, replay: str | None, timeout_s: float | None) -> Itera
                 if seq > last:
                     if last >= 0 and seq != last + 1:
                         click.echo(
-                            f"kvplug: {seq - last - 1} batches before number {seq} were missed", err=True
+                            f"kvplug: {seq - last - 1} batches before number {seq} are missing", err=True
                         )
                     last = seq
                     yield seq, payload
@@ -114,9 +116,9 @@ def _batches(address: str, replay: str | None, timeout_s: float | None) -> Itera
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     problem = reported = ""
                 elif event == zmq.EVENT_CONNECTED:
-                    problem = f"what listens at {address} does not publish events"
+                    problem = f"the listener at {address} does not publish events"
                 elif event == zmq.EVENT_CLOSED or (event == zmq.EVENT_DISCONNECTED and not problem):
-                    problem, last = f"nothing listens at {address}", -1  # the next publisher begins anew
+                    problem, last = f"nothing listens at {address}", -1  # the next publisher starts over
                 if problem != before:
                     patience = Deadline.after(_PATIENCE_S)
             elif silence.expired:
@@ -165,14 +167,14 @@ def _numbered(parts: list[bytes]) -> tuple[int, bytes]:
 
 
 class _Batch(msgspec.Struct, array_like=True):
-    """A batch; what may follow the events is not looked at."""
+    """A batch. Further fields are ignored."""
 
     time: Annotated[float, msgspec.Meta(ge=0.0, le=_END_OF_9999)]
     events: list[dict[str, Any] | list[Any]]
 
 
 class _Event(msgspec.Struct):
-    """What a line shows of an event; other fields may be anything."""
+    """The fields of an event that a line shows; others are ignored."""
 
     type: str
     block_hashes: list[int | bytes] = []
@@ -196,14 +198,14 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-"""The order of the fields where vLLM publishes events as arrays, as its older releases do."""
+"""The order of the fields in events that older releases of vLLM publish as arrays."""
 
 
 def _lines(seq: int, payload: bytes, as_json: bool) -> list[str]:
     """A line for each event of a batch.
 
     Raises:
-        KvplugError: it is not a batch of events.
+        KvplugError: the payload is not a batch of events.
     """
     try:
         batch = msgspec.msgpack.decode(payload, type=_Batch)
@@ -223,12 +225,12 @@ def _named(event: dict[str, Any] | list[Any]) -> dict[str, Any]:
         return event
     kind, *values = event or [None]
     if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(f"an array is not one of the events {', '.join(_FIELDS)}")
+        raise ValueError(f"an array does not hold one of the events {', '.join(_FIELDS)}")
     return {"type": kind, **dict(zip(_FIELDS[kind], values, strict=False))}
 
 
 def _readable(value: Any) -> Any:
-    """The value with bytes, such as hashes, in hexadecimal digits."""
+    """The value with bytes, such as hashes, as hexadecimal digits."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Entry point: what this distribution offers."""
+"""The plugin's entry point: registers its lookup buffer, connectors and command."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def kvplug_transports() -> list[TransportSpec]:
             name="simple",
             factory="kvplug_lookup.buffer.endpoint:SimpleEndpoint",
             options="kvplug_lookup.buffer.options:SimpleOptions",
-            # It moves nothing between hosts or devices itself: it has the reach of the pipes it is given. An
-            # entry is copied once on its way in, and found in some tens of microseconds.
+            # It moves nothing between hosts or devices itself, so its reach is that of its pipes. An insert
+            # copies the entry once. Finding an entry takes some tens of microseconds.
             capabilities=Capabilities(
                 devices={"cpu"}, cross_host=True, cost=Capabilities.Cost(latency_us=50.0, gb_per_s=2.0)
             ),
@@ -43,7 +43,7 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             worker_factory="kvplug_lookup.simple.worker:SimpleWorker",
             options="kvplug_lookup.simple.options:SimpleConnectorOptions",
             uses_lookup_buffer=True,
-            summary="Whole prompts in a lookup buffer: prefill inserts them, decode reads what begins alike",
+            summary="Whole prompts in a lookup buffer: prefill inserts them, decode reads shared prefixes",
         ),
     ]
 

@@ -209,7 +209,7 @@ def test_a_stores_error_text_is_one_printable_line(store: LyingStore) -> None:
     assert said.isprintable() and len(said) < 1200
 
 
-@pytest.mark.parametrize(("answers", "says"), [([], "last word"), ([False], "back in the store")])
+@pytest.mark.parametrize(("answers", "says"), [([], "grant of an entry"), ([False], "back in the store")])
 def test_an_entry_is_the_callers_only_if_the_store_confirms_it(
     store: LyingStore, monkeypatch: pytest.MonkeyPatch, answers: list[bool], says: str
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_request_that_cannot_be_ends_that_session_only(
     signal.send_tensor(lie)
     with pytest.raises(PeerGoneError):
         signal.recv_tensor(timeout=5)
-    assert "served no more" in caplog.text
+    assert "no longer served" in caplog.text
     store.insert(*entry([1, 2]))
     assert good.match([1, 2]) == 2
 

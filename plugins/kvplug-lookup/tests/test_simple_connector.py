@@ -198,5 +198,5 @@ def test_a_cache_of_several_groups_or_with_a_window_is_refused(engine: Make) -> 
     group = CacheGroup(layer_names=("a",), layout=engine("producer").layout)
     for groups in [(group, attrs.evolve(group, layer_names=("b",))), (attrs.evolve(group, window=64),)]:
         cache = KVCacheConfig(groups=groups, num_blocks=8, forward_order=("a", "b")[: len(groups)])
-        with pytest.raises(ConfigError, match="serves one KV cache group, without a window"):
+        with pytest.raises(ConfigError, match="supports one KV cache group, without a window"):
             engine("consumer", build={"cache": cache})

@@ -1,12 +1,12 @@
-"""Entries on their way through the data pipe: their order, receiving and draining them.
+"""Receives entries from the data pipe in order, and drains those that their callers gave up.
 
-Entries come on the data pipe in the order in which they were announced. One whose caller gave up in the
-middle is received and dropped, up to its last tensor or the ``None`` that cuts it short, by the drainer, a
-thread that lives while there is such an entry; only then is it the next entry's turn. So nothing that was
-given up can be taken for the next entry.
+Entries arrive on the data pipe in the order of their announcements. If a caller gives up midway, the drainer
+receives and drops the rest of the entry, up to its last tensor or the ``None`` that cuts it short, before the
+next entry's turn. So tensors of an abandoned entry are never taken for the next entry. The drainer is a
+thread that runs only while there are such entries.
 
-A tensor is received only into memory of the announced shape, which is compared with what this process can
-have before it is asked for. On the data pipe itself nothing is allocated.
+A tensor is received only into memory of the announced shape, whose size is first compared with the memory
+that this process can have. The data pipe itself allocates nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvplug_lookup.buffer.messages import Coming
 _log = logging.getLogger(__name__)
 
 _LACKING_S = 0.1
-"""The pause before another try to receive what there was no memory for."""
+"""The pause before another attempt to receive a tensor that there was no memory for."""
 
 
 @attrs.define(eq=False)
@@ -56,13 +56,13 @@ class Delivery:
     coming: Coming
     num_left: int
     half: Tensor | None = None
-    """The memory into which a tensor was being received when the time was over."""
+    """The memory of a tensor that was being received at the timeout."""
     is_forsaken: bool = False
-    """Its caller has gone: the drainer receives what is left."""
+    """Its caller gave up: the drainer receives the rest."""
 
     @property
     def next_tensor(self) -> tuple[str, TensorMeta]:
-        """Name and meta of the tensor that comes next."""
+        """Name and meta of the next tensor."""
         return self.coming.tensor(self.coming.num_tensors - self.num_left)
 
 
@@ -74,10 +74,10 @@ class Deliveries:
     """The data pipe, and the entries announced on it.
 
     Args:
-        max_bytes: the largest entry to take memory for; ``None``: what this process can have.
-        lock: of the end that reaches the store; a thread that it wakes calls ``check``.
-        check: raises what every call raises once that end has ended.
-        lose: ends it, because the data pipe cannot be trusted any more.
+        max_bytes: the largest entry to allocate memory for; ``None``: what this process can have.
+        lock: the reaching end's lock; a thread that it wakes calls ``check``.
+        check: raises the reaching end's error once that end has ended.
+        lose: ends the reaching end, since the data pipe can no longer be trusted.
     """
 
     def __init__(
@@ -99,20 +99,20 @@ class Deliveries:
         self._check = check
         self._lose = lose
         self._queue: deque[Delivery] = deque()
-        """In the order of the data pipe; the first one's tensors come next."""
+        """In the order of the data pipe; the tensors of the first entry come next."""
         self._scratch: dict[str, Tensor] = {}
-        """Receive memory for one layer of key and value, used again for each entry in its turn."""
+        """Memory to receive one layer of key and value, reused by each entry."""
         self._drains = False
-        """The drainer is alive."""
+        """The drainer is running."""
 
     def announce(self, coming: Coming) -> Delivery:
-        """Under the lock: an entry will come."""
+        """Note that an entry will arrive. Needs the lock."""
         delivery = Delivery(coming, coming.num_tensors)
         self._queue.append(delivery)
         return delivery
 
     def end(self) -> None:
-        """Under the lock: nothing comes any more."""
+        """Wake waiting callers: nothing more arrives. Needs the lock."""
         self._scratch.clear()
         self._turn.notify_all()
 
@@ -122,16 +122,16 @@ class Deliveries:
         """Receive an entry when it is its turn.
 
         Raises:
-            TimeoutError: it, or one before it, is still coming.
-            CutShortError: the store says elsewhere why.
+            TimeoutError: the entry, or one before it, did not arrive in time.
+            CutShortError: the store cut it short; it sends the reason on the signal pipe.
             CapacityError: there is no memory for it.
-            WireError: what came is not what was announced.
+            WireError: the tensors are not the announced ones.
         """
         with self._lock:
             while self._queue[0] is not delivery:
                 self._check()
                 if deadline.expired:
-                    raise TimeoutError("entries that were asked for before this one are still coming")
+                    raise TimeoutError("entries of earlier calls are still arriving")
                 self._turn.wait(deadline.remaining())
         coming = delivery.coming
         header = coming.header()
@@ -165,7 +165,7 @@ class Deliveries:
         )
 
     def _layer_memory(self, delivery: Delivery) -> Tensor:
-        """Memory for the next tensor of a layer, as it was used for the layer before."""
+        """Memory for the next tensor of a layer, reused from the layer before."""
         name, meta = delivery.next_tensor
         memory = self._scratch.get(name)
         if memory is None or memory.dtype is not dtype_of(meta.dtype) or memory.shape != meta.shape:
@@ -176,14 +176,14 @@ class Deliveries:
         """New memory.
 
         Raises:
-            CapacityError, ResourceExhaustedError: there is not so much.
-            UnsupportedError: this torch has no such dtype.
+            CapacityError, ResourceExhaustedError: there is not enough memory.
+            UnsupportedError: this torch does not have the dtype.
         """
         dtype = dtype_of(meta.dtype)
         MessageLimit(self._max_bytes).check_size(meta.nbytes, "a tensor of an entry")
-        what = f"no memory for a tensor of {meta.nbytes} bytes of an entry"
+        what = f"no memory for a tensor of an entry ({meta.nbytes} bytes)"
         with NamedExhaustion(what, CapacityError, (RuntimeError, MemoryError)):
-            # From bytes: torch may have to fill what it makes, and has no kernels for every dtype.
+            # As bytes: torch may fill new tensors, and does not have kernels for every dtype.
             flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self._device)
         return flat.view(dtype).view(meta.shape)
 
@@ -192,7 +192,7 @@ class Deliveries:
             coming = delivery.coming
             raise TimeoutError(
                 f"entry {coming.entry_id}: {delivery.num_left} of {coming.num_tensors} tensors"
-                " did not come in time"
+                " did not arrive in time"
             )
         delivery.half = out
         try:
@@ -213,22 +213,22 @@ class Deliveries:
         return received
 
     def _expect_none(self, deadline: Deadline) -> None:
-        """What comes next is not the announced tensor: it may only be the ``None`` that cuts an entry short.
+        """Receive the ``None`` that cuts an entry short, after a mismatch with the announced tensor.
 
         Raises:
-            WireError: it is another tensor.
+            WireError: another tensor arrived.
         """
         try:
             received = self._data.recv_tensor(timeout=deadline.remaining())
         except CapacityError as e:
-            what = str(e)
+            received_as = str(e)
         else:
             if received is None:
                 return
-            what = f"{received.dtype} of shape {list(received.shape)}"
+            received_as = f"{received.dtype} of shape {list(received.shape)}"
         error = WireError(
-            f"a tensor of another shape or dtype than announced came from the lookup store at"
-            f" {self._data.peer}: {what}"
+            f"the lookup store at {self._data.peer} sent a tensor of another shape or dtype than announced:"
+            f" {received_as}"
         )
         self._lose(error)
         raise error
@@ -236,10 +236,10 @@ class Deliveries:
     # -- leaving -------------------------------------------------------------------------------
 
     def leave(self, delivery: Delivery) -> None:
-        """Its caller goes. What of it has not come yet is drained by another thread.
+        """End the caller's use of an entry. Another thread drains what has not arrived.
 
         Raises:
-            ResourceExhaustedError: there can be none, so that this end is lost.
+            ResourceExhaustedError: the thread cannot be started, so this end is lost.
         """
         with self._lock:
             if delivery.num_left or self._queue[0] is not delivery:
@@ -253,17 +253,17 @@ class Deliveries:
         if begins:
             try:
                 BackgroundThread(self._drain, name="kvplug-lookup-drain", stop=self._abandon).start()
-            except RuntimeError as e:  # or the next entry would wait for ever
-                shortage = NamedExhaustion.of(e, "receiving the rest of an entry that was given up")
-                self._lose(TransportError(f"the rest of an entry could not be received: {shortage or e}"))
-                if shortage is not None:  # of this call; later ones hear that the end is lost
+            except RuntimeError as e:  # the next entry would wait for ever
+                shortage = NamedExhaustion.of(e, "draining an abandoned entry")
+                self._lose(TransportError(f"could not drain an abandoned entry: {shortage or e}"))
+                if shortage is not None:  # for this call; later calls raise that the end is lost
                     raise shortage from e
 
     def _abandon(self) -> None:
-        self._lose(ClosedError("the program leaves"))
+        self._lose(ClosedError("the program exits"))
 
     def _drain(self) -> None:
-        """Receive and drop what the senders of abandoned entries have sent, each in its turn."""
+        """Receive and drop the rest of abandoned entries, each in its turn."""
         try:
             while (delivery := self._forsaken()) is not None:
                 while delivery.num_left:
@@ -273,7 +273,7 @@ class Deliveries:
                     except CutShortError:
                         pass
                     except ResourceExhaustedError as e:
-                        _log.warning("an entry that was given up is received later: %s", e)
+                        _log.warning("draining an abandoned entry is delayed: %s", e)
                         with self._lock:
                             self._turn.wait(_LACKING_S)
                             self._check()
@@ -281,7 +281,7 @@ class Deliveries:
             self._lose(e)
 
     def _forsaken(self) -> Delivery | None:
-        """The next abandoned entry, in its turn; ``None``: there is none left, and this thread ends."""
+        """Wait for the next abandoned entry's turn; ``None``: none is left, and this thread ends."""
         with self._lock:
             if self._queue and self._queue[0].is_forsaken and not self._queue[0].num_left:
                 self._end_turn()
@@ -294,7 +294,7 @@ class Deliveries:
             return None
 
     def _end_turn(self) -> None:
-        """Under the lock."""
+        """Needs the lock."""
         self._queue.popleft()
         self._turn.notify_all()
 

@@ -1,4 +1,4 @@
-"""What the lookup buffer "simple" is made by."""
+"""The endpoint that makes both ends of the lookup buffer "simple"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SimpleEndpoint(LookupEndpoint):
-    """Makes either end from what the config says."""
+    """Makes either end from the config."""
 
     def __init__(self, context: LookupEndpoint.Context) -> None:
         self._context = context

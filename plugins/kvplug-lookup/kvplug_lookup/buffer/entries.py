@@ -1,4 +1,4 @@
-"""The entries of a store: which are held, which are leased, who waits for one, and how many bytes that is.
+"""The entries of a store: their leases, the callers that wait for one, and the bytes that they use.
 
 Callers see an entry in one of three states:
 
@@ -7,13 +7,12 @@ Callers see an entry in one of three states:
                                         └─not taken──► free again, with its old id and age
 
 An entry that is handed over is not in the index, so no other caller finds it until it is back. Its bytes
-count against the budget from before it was copied in until it is gone *and* the last transfer that reads its
+count against the budget from before it is copied in until it is gone *and* the last transfer that reads its
 memory has ended.
 
-There is one lock. Tensors are copied and sent outside it. Each reason to wait has its own way to be woken:
-inserts wait on a condition for room. A caller that wants to take an entry is a :class:`Waiter` in a queue; an
-entry that becomes free is *handed* to the first one that it matches, so no wake-up can reach the wrong
-caller.
+There is one lock. Tensors are copied and sent outside it. Inserts wait for room on a condition. A caller that
+wants to take an entry is a :class:`Waiter` in a queue. An entry that becomes free is *handed* to the first
+waiter that it matches, so no wake-up can reach the wrong caller.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from kvplug_lookup.buffer.index import TokenArray, TokenIndex
 
 @attrs.define(eq=False, kw_only=True)
 class HeldEntry:
-    """One entry and what the store knows about it."""
+    """One entry and its state in the store."""
 
     header: Entry.Header
     extra: bytes
     key_tokens: TokenArray
-    """Those under the roi."""
+    """Tokens under the roi."""
     key: Tensor | None
     value: Tensor | None
     hidden: Tensor | None
     nbytes: int
     born: float
-    """Of the monotonic clock."""
+    """By the monotonic clock."""
     readers: int = 0
-    """Leases to read that have not ended."""
+    """Number of read leases that have not ended."""
     users: int = 0
-    """Leases and transfers that still need its memory."""
+    """Number of leases and transfers that still need its memory."""
     is_gone: bool = False
 
     @property
@@ -57,11 +56,11 @@ class HeldEntry:
 
 @attrs.define(eq=False)
 class Lease:
-    """The permission of one caller to use an entry, until it is ended."""
+    """One caller's permission to use an entry until the lease ends."""
 
     entry: HeldEntry
     is_exclusive: bool
-    """Whether it is a lease to take the entry; else to read it."""
+    """A lease to take the entry, not to read it."""
     is_over: bool = False
 
 
@@ -70,10 +69,10 @@ class Waiter:
     """A caller that wants to take an entry. At most one of ``lease`` and ``error`` is set."""
 
     key: TokenArray | None
-    """``None`` takes any."""
+    """``None``: any entry."""
     extra: bytes
     wake: Callable[[Waiter], None]
-    """Called under the lock when either is set, so it must not block."""
+    """Called under the lock when ``lease`` or ``error`` is set. Must not block."""
     lease: Lease | None = None
     error: KvplugError | None = None
 
@@ -87,13 +86,13 @@ class Waiter:
 
 
 class Entries:
-    """What a store, and the sessions that serve its reaching ends, work on. Thread-safe."""
+    """The entries that a store shares with the sessions of its reaching ends. Thread-safe."""
 
     def __init__(self, budget_bytes: int, *, evict: str, ttl_s: float | None) -> None:
         self._lock = threading.Lock()
         self._has_room = threading.Condition(self._lock)
         self._is_idle = threading.Condition(self._lock)
-        self._waiters: dict[Waiter, None] = {}  # in the order in which they came
+        self._waiters: dict[Waiter, None] = {}  # first come, first served
         self._index = TokenIndex()
         self._entries: dict[int, HeldEntry] = {}  # in order of age; entries handed over stay in it
         self._next_id = 1
@@ -103,7 +102,7 @@ class Entries:
         self._evict = evict
         self._ttl_s = ttl_s
         self.bytes_used = 0
-        """Reserved, held, or still being sent."""
+        """Bytes reserved, held, or still being sent."""
         self.closed = False
 
     def __len__(self) -> int:
@@ -112,11 +111,11 @@ class Entries:
     # -- putting in ----------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, deadline: Deadline) -> None:
-        """Wait for room. The bytes are then used by :meth:`add` or given back by :meth:`return_bytes`.
+        """Wait for room. Then call :meth:`add`, or give the bytes back with :meth:`return_bytes`.
 
         Raises:
-            TimeoutError: no room in time.
-            ClosedError: closed, perhaps during the wait.
+            TimeoutError: there was no room in time.
+            ClosedError: the store is closed, perhaps during the wait.
         """
         with self._lock:
             while True:
@@ -141,10 +140,10 @@ class Entries:
             self._has_room.notify_all()
 
     def add(self, make: Callable[[int], HeldEntry]) -> int:
-        """Add the entry that ``make`` makes of its id; its bytes were reserved. Return the id.
+        """Add the entry that ``make`` returns for a new id; its bytes are reserved. Return the id.
 
         Raises:
-            ClosedError: closed meanwhile.
+            ClosedError: the store was closed meanwhile.
         """
         with self._lock:
             self._check_open()
@@ -152,17 +151,17 @@ class Entries:
             self._next_id += 1
             self._entries[entry.entry_id] = entry
             self._offer(entry)
-            self._has_room.notify_all()  # the new entry may be one that can be evicted
+            self._has_room.notify_all()  # the new entry may be evictable
         return entry.entry_id
 
     def _make_room(self, nbytes: int, now: float) -> bool:
-        """Evict old entries where the options permit it; whether there is room for ``nbytes`` then."""
+        """Evict old entries as the options permit. Return whether there is room for ``nbytes``."""
         missing = self.bytes_used + nbytes - self._budget_bytes
         going = []
         for entry in self._unused() if missing > 0 else ():
             is_old = self._ttl_s is not None and entry.born + self._ttl_s <= now
             if not is_old and self._evict != "oldest":
-                break  # the others are younger still
+                break  # the others are younger
             going.append(entry)
             missing -= entry.nbytes
             if missing <= 0:
@@ -192,14 +191,14 @@ class Entries:
             return self._index.match(key, extra)
 
     def read(self, key: TokenArray, extra: bytes, min_tokens: int) -> Lease | None:
-        """Lease the entry that shares the longest prefix, at least ``min_tokens``, to read it."""
+        """Lease for reading the entry that shares the longest prefix of at least ``min_tokens``."""
         with self._lock:
             self._check_open()
             found = self._index.longest_match(key, extra, min_tokens)
             return None if found is None else self._lease(self._entries[found[0]], exclusive=False)
 
     def take(self, waiter: Waiter) -> None:
-        """Lease the oldest match to take it: now, or when one comes. Then ``waiter.wake`` is called."""
+        """Lease the oldest match for taking, now or when one is free. Then ``waiter.wake`` is called."""
         with self._lock:
             self._check_open()
             entry = self._find_oldest(waiter.key, waiter.extra)
@@ -209,7 +208,7 @@ class Entries:
                 self._hand(entry, waiter)
 
     def withdraw(self, waiter: Waiter) -> Lease | None:
-        """Stop waiting. Return the lease, if one had come by then."""
+        """Stop waiting. Return the lease if the waiter has got one."""
         with self._lock:
             self._waiters.pop(waiter, None)
             return waiter.lease
@@ -219,7 +218,7 @@ class Entries:
         return None if found is None else self._entries[found]
 
     def _offer(self, entry: HeldEntry) -> None:
-        """An entry is not leased: it can be found, or goes to the first waiter that it matches."""
+        """Hand a free entry to the first waiter that it matches, or make it findable."""
         self._index.insert(entry.entry_id, entry.key_tokens, entry.extra)
         self._offer_to_waiters(entry)
 
@@ -237,7 +236,7 @@ class Entries:
     # -- leases --------------------------------------------------------------------------------
 
     def _lease(self, entry: HeldEntry, *, exclusive: bool) -> Lease:
-        """Lease a free entry, or one that is being read to another reader."""
+        """Lease a free entry, or for a reader one that others are reading."""
         if exclusive:
             self._index.remove(entry.entry_id)
         else:
@@ -248,7 +247,7 @@ class Entries:
         return Lease(entry, exclusive)
 
     def end(self, lease: Lease, *, taken: bool = False) -> bool:
-        """End a lease. ``False`` if it was over before; then ``taken`` comes too late."""
+        """End a lease. Return ``False`` if it was over before; then ``taken`` comes too late."""
         with self._lock:
             if lease.is_over:
                 return False
@@ -272,7 +271,7 @@ class Entries:
             return True
 
     def begin_use(self, lease: Lease) -> bool:
-        """Count a delivery that reads the entry's memory, unless the lease is over by now."""
+        """Count a delivery that reads the entry's memory. Return ``False`` if the lease is over."""
         with self._lock:
             if not lease.is_over:
                 self._add_user(lease.entry)
@@ -284,7 +283,7 @@ class Entries:
             self._add_user(entry)
 
     def remove_user(self, entry: HeldEntry) -> None:
-        """A delivery or transfer has ended."""
+        """Count off a delivery or transfer that has ended."""
         with self._lock:
             self._remove_user(entry)
 
@@ -310,7 +309,7 @@ class Entries:
     # -- ending --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Refuse new calls; callers that wait get ``ClosedError``. Leases stay. Idempotent."""
+        """Refuse new calls, and raise ``ClosedError`` in waiting ones. Leases stay. Idempotent."""
         with self._lock:
             self.closed = True
             waiters, self._waiters = self._waiters, {}
@@ -320,12 +319,12 @@ class Entries:
             self._has_room.notify_all()
 
     def wait_until_idle(self, deadline: Deadline) -> bool:
-        """Whether every lease has ended by then."""
+        """Return whether every lease ended before the deadline."""
         with self._lock:
             return self._is_idle.wait_for(lambda: not self._num_leases, deadline.remaining())
 
     def clear(self) -> None:
-        """Forget all entries, at the end of the store. Leases stay."""
+        """Drop all entries when the store ends. Leases stay."""
         with self._lock:
             for entry in list(self._entries.values()):
                 self._index.remove(entry.entry_id)

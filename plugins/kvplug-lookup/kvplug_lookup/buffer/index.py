@@ -1,17 +1,15 @@
-"""Which entries are held, found by their tokens: a radix tree, exact, without torch.
+"""An exact index of a store's entries by their tokens: a radix tree, without torch.
 
-The store has one, and every scheduler side keeps a replica of it from the store's events. It knows
-entry ids and tokens, nothing of tensors. It has no lock: its owner has one.
+It knows entry ids and tokens, but no tensors. It has no lock: its owner has one.
 
-One tree for each ``extra``. An edge carries a run of tokens; a node lies where keys part or end, so
-a look-up passes one node for each place where *some* held key parts from the query, and costs in the
-length of the query. Each node keeps the oldest free entry below it as the winner of a tournament: its
-heap holds ``(oldest id below a child, the child's first token)``. An element of the heap that no
-longer says what its child says is stale; stale ones are dropped when they come to the top, or all at
-once when they outnumber the children.
+There is one tree per ``extra``. An edge carries a run of tokens; a node lies where keys diverge or end. A
+look-up passes one node for each place where *some* held key diverges from the query, and its cost grows with
+the length of the query. Each node tracks the oldest free entry below it with a heap of ``(oldest id below a
+child, the child's first token)``. A heap element is stale if its id differs from its child's. Stale elements
+are dropped when they reach the top, or all at once when they outnumber the children.
 
-A *suspended* entry (one that is being read) still counts for the longest prefix, but is no match
-oldest: it cannot be taken.
+A *suspended* entry (one that is being read) still counts for the longest prefix, but is never an oldest
+match: it cannot be taken.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ TokenArray: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 """Token ids, one-dimensional."""
 
 _NOBODY = sys.maxsize
-"""Later than any time: the ``oldest`` of a node below which no entry is free."""
+"""Larger than any id: the ``oldest`` of a node without free entries below."""
 
 
 def token_array(tokens: Any) -> TokenArray:
-    """Token ids as a 1-d int64 array: from a sequence of ints, an integer array or tensor.
+    """Convert a sequence of ints, an integer array or a tensor to a 1-d int64 array of token ids.
 
     Shares memory with an int64 array or CPU tensor. Nothing is rounded: floats and bools are refused.
 
     Raises:
-        UnsupportedError: not integers of 64 bits.
-        ValueError: not one-dimensional.
+        UnsupportedError: the ids are not integers of 64 bits.
+        ValueError: the ids are not one-dimensional.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tokens, torch.Tensor):
@@ -53,11 +51,11 @@ def token_array(tokens: Any) -> TokenArray:
         except (ValueError, OverflowError) as e:
             raise UnsupportedError(f"token ids must be a sequence of integers: {e}") from e
     if found.ndim != 1:
-        raise ValueError(f"token ids must have one dimension, got shape {found.shape}")
+        raise ValueError(f"token ids must be one-dimensional, got shape {found.shape}")
     if found.size == 0 and not isinstance(tokens, np.ndarray):
         return np.empty(0, np.int64)
     if found.dtype.kind not in "iu" or (found.dtype == np.uint64 and found.max(initial=0) > 2**63 - 1):
-        raise UnsupportedError(f"token ids must be integers of 64 bits, got {found.dtype}")
+        raise UnsupportedError(f"token ids must be 64-bit integers, got {found.dtype}")
     ids: TokenArray = np.ascontiguousarray(found, dtype=np.int64)
     return ids
 
@@ -86,13 +84,13 @@ class TokenIndex:
         """Add an entry.
 
         Raises:
-            ValueError: the id is held already, or there are no tokens.
+            ValueError: the id is in the index already, or there are no tokens.
         """
         if entry_id in self._where:
             raise ValueError(f"entry {entry_id} is in the index already")
         key = token_array(tokens)
         if not key.size:
-            raise ValueError("an entry without tokens cannot be found, and is refused")
+            raise ValueError("an entry needs at least one token: it could not be found")
         root = self._roots.get(extra)
         if root is None:
             root = self._roots[extra] = _Node(extra=extra)
@@ -107,7 +105,7 @@ class TokenIndex:
         _settle(node)
 
     def remove(self, entry_id: int) -> bool:
-        """Forget an entry; whether it was there."""
+        """Remove an entry. Return whether it was there."""
         node = self._where.pop(entry_id, None)
         if node is None:
             return False
@@ -120,10 +118,10 @@ class TokenIndex:
         return True
 
     def suspend(self, entry_id: int) -> None:
-        """The entry is being read: it stays, and no call may take it. Idempotent.
+        """Note that the entry is being read: it stays, and no call may take it. Idempotent.
 
         Raises:
-            KeyError: no such entry.
+            KeyError: there is no such entry.
         """
         node = self._where[entry_id]
         if entry_id not in node.suspended:
@@ -132,7 +130,7 @@ class TokenIndex:
             _settle(node)
 
     def resume(self, entry_id: int) -> None:
-        """The entry is no longer being read. Idempotent; an unknown id is nothing to do."""
+        """Note that the entry is no longer being read. Idempotent; an unknown id is ignored."""
         node = self._where.get(entry_id)
         if node is not None and entry_id in node.suspended:
             node.suspended.discard(entry_id)
@@ -140,7 +138,7 @@ class TokenIndex:
             _settle(node)
 
     def match(self, tokens: Any, extra: bytes = b"") -> int:
-        """How many leading tokens of the query some entry has too, whatever follows them in either."""
+        """The length of the longest prefix that the query shares with some entry."""
         root = self._roots.get(extra)
         if root is None:
             return 0
@@ -151,8 +149,8 @@ class TokenIndex:
     def longest_match(self, tokens: Any, extra: bytes = b"", min_tokens: int = 1) -> tuple[int, int] | None:
         """``(entry id, n)`` of an entry that shares the longest prefix, n tokens, with the query.
 
-        The oldest free one of those; where none is free, one of the suspended. ``None`` where the
-        longest prefix is shorter than ``min_tokens`` (or empty).
+        Prefers the oldest free entry; if none is free, returns a suspended one. ``None`` if the longest
+        prefix is shorter than ``min_tokens``, or empty.
         """
         root = self._roots.get(extra)
         if root is None:
@@ -166,7 +164,7 @@ class TokenIndex:
         return (node.oldest if node.oldest != _NOBODY else _anyone(node)), done
 
     def oldest_match(self, tokens: Any, extra: bytes = b"") -> int | None:
-        """The oldest free entry of which the query is a prefix, or which is a prefix of the query."""
+        """The oldest free entry that starts with the query, or that the query starts with."""
         root = self._roots.get(extra)
         if root is None:
             return None
@@ -191,12 +189,12 @@ class TokenIndex:
         return None if root is None or root.oldest == _NOBODY else root.oldest
 
     def clear(self) -> None:
-        """Forget every entry."""
+        """Remove every entry."""
         self._roots.clear()
         self._where.clear()
 
     def _prune(self, node: _Node) -> None:
-        """Take away what no entry needs: an empty leaf, then a node that only prolongs an edge."""
+        """Remove nodes that no entry needs: an empty leaf, then a node with a single child."""
         if node.free or node.suspended:
             return
         parent = node.parent
@@ -218,7 +216,7 @@ class TokenIndex:
 
 
 class _Node:
-    """A place in a tree where keys part or end. ``label`` is the run of tokens that leads here."""
+    """A place in a tree where keys diverge or end. ``label`` is the run of tokens that leads here."""
 
     __slots__ = ("ages", "children", "extra", "free", "label", "oldest", "parent", "suspended")
 
@@ -228,22 +226,22 @@ class _Node:
         self.label: TokenArray = np.empty(0, np.int64) if label is None else label
         self.parent = parent
         self.extra = extra
-        """Of a root: which one it is."""
+        """The key of the tree; only set in a root."""
         self.children: dict[int, _Node] = {}
         self.free: list[int] = []
-        """Ids of the entries that end here and may be taken, oldest first."""
+        """Ids of entries that end here and may be taken, oldest first."""
         self.suspended: set[int] = set()
         self.ages: list[tuple[int, int]] = []
-        """Heap of (a child's ``oldest``, that child's first token); may hold stale elements."""
+        """Heap of (a child's ``oldest``, the child's first token); may hold stale elements."""
         self.oldest = _NOBODY
         """The oldest free entry here or below."""
 
 
 def _walk(root: _Node, query: TokenArray) -> tuple[_Node, _Node | None, int]:
-    """As far down as whole edges equal the query: the node reached, an edge begun but not ended, the depth.
+    """Go down while whole edges equal the query. Return the node reached, the next child, and the depth.
 
-    The edge begun is that of the child whose first token goes on with the query, and which then parts
-    from it, or goes on where the query ends.
+    The next child is the one whose edge continues the query by at least one token, but diverges from it or
+    outlasts it; ``None`` if there is none.
     """
     node, done, end = root, 0, query.size
     while done < end:
@@ -288,7 +286,7 @@ def _split(lower: _Node, at: int) -> _Node:
 
 
 def _settle(node: _Node) -> None:
-    """``node.free`` changed: find the oldest again, here and as far up as that matters."""
+    """Update ``oldest`` after a change of ``node.free``, here and in the ancestors that it affects."""
     while True:
         before = node.oldest
         _crown(node)
@@ -317,7 +315,7 @@ def _crown(node: _Node) -> None:
 
 
 def _anyone(node: _Node) -> int:
-    """Some suspended entry here or below, when none is free."""
+    """A suspended entry here or below, if none is free."""
     while not node.suspended:
         node = next(iter(node.children.values()))
     return next(iter(node.suspended))

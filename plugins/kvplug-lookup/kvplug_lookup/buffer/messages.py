@@ -1,18 +1,18 @@
-"""What the two ends say to each other on the signal pipe, and the order of tensors on the data pipe.
+"""The messages on the signal pipe, and the order of tensors on the data pipe.
 
 Each message is one uint8 tensor: the wire encoding of ``[name, field, field, ...]``. The reaching end
-numbers its calls; every answer names the call it belongs to, so that calls overtake each other.
+numbers its calls. Every answer names its call, so calls can overtake each other.
 
     match   Match ─► Matched
     take    Take ─► Coming, tensors on the data pipe ─► Done ─► Granted
     read    Read ─► Coming, tensors on the data pipe ─► Done
 
-``Cancel`` ends a call from the reaching end at any time; ``Failed`` from the other. Tensors that were
-announced by ``Coming`` arrive all, or are cut short by ``None``, which no entry contains. ``End`` is
-the end signal of either role.
+The reaching end may end a call at any time with ``Cancel``, the store with ``Failed``. All tensors that
+``Coming`` announced arrive, or ``None``, which no entry contains, cuts them short. Either end sends ``End``
+when it closes.
 
-What a message says is checked here as far as it can be without knowing the call: types, and that the parts
-of an entry belong together. Nothing is allocated for what it announces.
+This module checks what it can without knowing the call: types, and that the parts of an entry fit together.
+It allocates nothing for announced tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvplug.transport import Deadline, Entry, NamedExhaustion, WireError, peer_t
 from kvplug_lookup.buffer.index import TokenArray
 
 MAX_SIGNAL_BYTES: Final = 16 << 20
-"""Of a message on the signal pipe, as the wire format bounds a value."""
+"""Limit for a message on the signal pipe; the wire format's limit for a value."""
 _MAX_LAYERS: Final = 1 << 16
 
 _number = and_(instance_of(int), ge(0))
@@ -58,7 +58,7 @@ class Take:
     key: bytes | None = attrs.field(validator=_key)
     extra: bytes = attrs.field(validator=instance_of(bytes))
     timeout: float | None = attrs.field(validator=_seconds)
-    """Seconds from now on, after which the caller is no longer there."""
+    """Seconds from now until the caller gives up."""
 
 
 @attrs.frozen
@@ -72,7 +72,7 @@ class Read:
 
 @attrs.frozen
 class Done:
-    """The caller has it all."""
+    """The caller has received everything."""
 
     call: int = attrs.field(validator=_number)
 
@@ -90,7 +90,7 @@ class Matched:
 
 @attrs.frozen
 class Granted:
-    """Whether the taken entry is the caller's. If not, it took too long and the entry is back."""
+    """Whether the caller gets the taken entry. If not, it was too late and the entry is back in the store."""
 
     call: int = attrs.field(validator=_number)
     is_yours: bool = attrs.field(validator=instance_of(bool))
@@ -100,17 +100,17 @@ class Granted:
 class Failed:
     call: int = attrs.field(validator=_number)
     error: str = attrs.field(validator=instance_of(str))
-    """Name of its class."""
+    """Name of the error's class."""
     text: str = attrs.field(validator=instance_of(str))
     resource: str = attrs.field(default="", validator=instance_of(str))
-    """What the store's process has no more of."""
+    """The resource that the store's process ran out of."""
 
 
 def part_of(tensor: Tensor | None) -> TensorMeta | None:
     """Dtype and shape of key, value or hidden.
 
     Raises:
-        UnsupportedError: it cannot be sent.
+        UnsupportedError: the tensor cannot be sent.
     """
     return None if tensor is None else meta_of(tensor)
 
@@ -121,7 +121,7 @@ def _part(plain: Any) -> TensorMeta | None:
 
 @attrs.frozen
 class Coming:
-    """An entry's tensors follow on the data pipe, those of calls answered before it first."""
+    """An entry's tensors follow on the data pipe, after the tensors of calls answered before."""
 
     call: int = attrs.field(validator=_number)
     entry_id: int = attrs.field(validator=_entry_id)
@@ -136,14 +136,16 @@ class Coming:
     def __attrs_post_init__(self) -> None:
         num_tokens = len(self.roi)
         if len(self.tokens) != 8 * num_tokens:
-            raise WireError("an entry came whose tokens and roi differ in length")
+            raise WireError("got an entry whose tokens and roi differ in length")
         if self.roi.translate(None, b"\0\1"):
-            raise WireError("an entry came whose roi is not made of booleans")
+            raise WireError("got an entry whose roi is not boolean")
         layered = [part.shape[:2] for part in (self.key, self.value) if part is not None]
         if any(shape[1:] != (num_tokens,) or shape != layered[0] for shape in layered):
-            raise WireError(f"an entry of {num_tokens} tokens came whose key and value have {layered}")
+            raise WireError(
+                f"got an entry of {num_tokens} tokens whose key and value have the shapes {layered}"
+            )
         if self.num_layers > _MAX_LAYERS:
-            raise WireError(f"an entry of {self.num_layers} layers came")
+            raise WireError(f"got an entry of {self.num_layers} layers; at most {_MAX_LAYERS} are allowed")
 
     @property
     def num_layers(self) -> int:
@@ -152,7 +154,7 @@ class Coming:
 
     @property
     def num_tensors(self) -> int:
-        """How many follow on the data pipe."""
+        """Number of tensors that follow on the data pipe."""
         return self._per_layer * self.num_layers + (self.hidden is not None)
 
     @property
@@ -161,7 +163,7 @@ class Coming:
 
     @property
     def nbytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         return sum(part.nbytes for part in (self.key, self.value, self.hidden) if part is not None)
 
     def tensor(self, index: int) -> tuple[str, TensorMeta]:
@@ -175,7 +177,7 @@ class Coming:
 
     @property
     def key_tokens(self) -> TokenArray:
-        """The tokens under the roi, by which the entry is found."""
+        """The tokens under the roi: the entry's key."""
         tokens: TokenArray = key_from_bytes(self.tokens)[np.frombuffer(self.roi, np.bool_)]
         return tokens
 
@@ -191,7 +193,7 @@ class Coming:
 
 @attrs.frozen
 class End:
-    """Nothing more comes from the end that says so."""
+    """The sender sends nothing more."""
 
 
 Message = Match | Take | Read | Done | Cancel | Matched | Granted | Failed | Coming | End
@@ -203,10 +205,10 @@ _BY_NAME: dict[str, type[Any]] = {
 
 @NamedExhaustion("encoding a message")
 def pack(message: Message) -> Tensor:
-    """The tensor that carries it.
+    """Encode a message as a tensor.
 
     Raises:
-        UnsupportedError, CapacityError: it cannot be encoded (an entry's metadata, or too large).
+        UnsupportedError, CapacityError: it cannot be encoded (an entry's metadata), or is too large.
         ResourceExhaustedError: not enough memory.
     """
     fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
@@ -216,14 +218,14 @@ def pack(message: Message) -> Tensor:
 
 @NamedExhaustion("decoding a message")
 def unpack(tensor: Tensor | None) -> Message:
-    """What the tensor carries.
+    """Decode a message.
 
     Raises:
-        WireError: it is no message of these.
+        WireError: the tensor holds no valid message.
         ResourceExhaustedError: not enough memory.
     """
     if tensor is None or tensor.dtype is not torch.uint8 or tensor.dim() != 1:
-        raise WireError("a message on the signal pipe must be a row of bytes")
+        raise WireError("a message on the signal pipe must be a one-dimensional uint8 tensor")
     plain = decode(memory_of(tensor))
     try:
         name, *fields = plain
@@ -237,10 +239,10 @@ def unpack(tensor: Tensor | None) -> Message:
 
 @contextmanager
 def deadline_lock(lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
-    """Hold the lock that keeps the messages of several threads apart.
+    """Hold the lock that serialises the messages of several threads.
 
     Raises:
-        TimeoutError: another thread's message did not get through in time.
+        TimeoutError: another thread's message was not sent in time.
     """
     remaining = deadline.remaining()
     if not lock.acquire(timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)):
@@ -257,26 +259,26 @@ def key_to_bytes(key: TokenArray) -> bytes:
 
 
 def key_from_bytes(data: bytes) -> TokenArray:
-    """Of its own, writable memory.
+    """Decode token ids into new, writable memory.
 
     Raises:
-        WireError: not a whole number of ids.
+        WireError: the data is not a whole number of ids.
     """
     if len(data) % 8:
-        raise WireError(f"{len(data)} bytes are no 64-bit token ids")
+        raise WireError(f"{len(data)} bytes are not a whole number of 64-bit token ids")
     key: TokenArray = np.frombuffer(data, "<i8").astype(np.int64)
     return key
 
 
 def layers_of(key: Tensor | None, value: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Key and value layer by layer."""
+    """Yield key and value layer by layer."""
     part = key if key is not None else value
     for layer in range(0 if part is None else part.shape[0]):
         yield None if key is None else key[layer], None if value is None else value[layer]
 
 
 def stream_of(key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> Iterator[Tensor]:
-    """The tensors of an entry in the order of the data pipe."""
+    """Yield the tensors of an entry in the order of the data pipe."""
     for layer in layers_of(key, value):
         yield from (part for part in layer if part is not None)
     if hidden is not None:

@@ -11,17 +11,17 @@ from kvplug.transport import option
 
 @attrs.frozen(kw_only=True)
 class SimpleOptions:
-    """What the lookup buffer "simple" does when an entry comes and there is no room for it."""
+    """How the lookup buffer "simple" makes room for entries."""
 
     evict: Literal["never", "oldest"] = option(
         default="never",
-        help="never: the insert waits until entries were taken. oldest: the oldest entries that are not being"
-        " read go.",
+        help="never: an insert waits until there is room. oldest: it evicts the oldest entries that are not"
+        " being read.",
     )
     ttl_s: float | None = option(
         default=None,
         unit="seconds",
         at_least=0,
-        help="Entries older than this go, oldest first, when room is needed, whatever `evict` says. None:"
-        " they do not age.",
+        help="Entries older than this are evicted, oldest first, when room is needed, even if `evict` is"
+        " never. None: no age limit.",
     )

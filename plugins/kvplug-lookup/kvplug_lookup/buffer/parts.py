@@ -18,27 +18,27 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def owned_tokens(tokens: Any) -> Tensor:
-    """Token ids as an int64 CPU tensor of its own memory, shape [num_tokens].
+    """Copy token ids to a new int64 CPU tensor of shape [num_tokens].
 
     Raises:
-        UnsupportedError: they are not integers.
-        ValueError: they have not one dimension.
+        UnsupportedError: the ids are not integers.
+        ValueError: the ids are not one-dimensional.
     """
     return torch.from_numpy(token_array(tokens).copy())
 
 
 def mask_array(roi: Any, num_tokens: int) -> Mask | None:
-    """A region of interest as a bool array; ``None`` (every token) stays ``None``.
+    """Convert a region of interest to a bool array; ``None`` (every token) stays ``None``.
 
     Raises:
-        UnsupportedError: it is not made of booleans.
-        ValueError: it is not as long as the tokens.
+        UnsupportedError: the roi is not boolean.
+        ValueError: the roi is not as long as the tokens.
     """
     if roi is None:
         return None
     mask = roi.detach().cpu().numpy() if isinstance(roi, Tensor) else np.asarray(roi)
     if mask.size and mask.dtype != np.bool_:
-        raise UnsupportedError(f"a roi is made of booleans, not {mask.dtype}")
+        raise UnsupportedError(f"a roi must be boolean, not {mask.dtype}")
     if mask.shape != (num_tokens,):
         raise ValueError(f"a roi of shape {mask.shape} does not fit {num_tokens} tokens")
     as_bools: Mask = mask.astype(np.bool_, copy=False)
@@ -46,17 +46,17 @@ def mask_array(roi: Any, num_tokens: int) -> Mask | None:
 
 
 def key_under(tokens: Any, roi: Any) -> TokenArray:
-    """The tokens by which an entry or a query is known: those under the roi. May share memory."""
+    """The key of an entry or a query: its tokens under the roi. May share memory."""
     found = token_array(tokens)
     mask = mask_array(roi, found.size)
     return found if mask is None else found[mask]
 
 
 def extra_bytes(extra: Any) -> bytes:
-    """What besides the tokens is the key, as bytes.
+    """Convert ``extra``, the part of the key besides the tokens, to bytes.
 
     Raises:
-        UnsupportedError: not bytes (an int would become so many zeros).
+        UnsupportedError: it is not bytes. (``bytes`` of an int would be zeros.)
     """
     try:
         return bytes(memoryview(extra))
@@ -65,11 +65,11 @@ def extra_bytes(extra: Any) -> bytes:
 
 
 def count_layers(num_tokens: int, key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> int:
-    """The number of layers of key and value; 0 where there is neither.
+    """The number of layers of key and value; 0 if there is neither.
 
     Raises:
         UnsupportedError: a part is not a tensor.
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes do not fit together.
     """
     num_layers: int | None = None
     for name, part in (("key", key), ("value", value), ("hidden", hidden)):
@@ -90,16 +90,16 @@ def count_layers(num_tokens: int, key: Tensor | None, value: Tensor | None, hidd
 
 
 def nbytes_of(*parts: Tensor | None) -> int:
-    """Bytes of their elements, whatever memory they are views of."""
+    """Bytes of the elements, whatever memory the parts are views of."""
     return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 @NamedExhaustion("copying an entry")
 def copy_of(part: Tensor | None, device: str | torch.device) -> Tensor | None:
-    """A contiguous copy on ``device``, bit by bit.
+    """Copy a part to ``device``, contiguous and bit by bit.
 
     Raises:
-        ResourceExhaustedError: not enough memory.
+        ResourceExhaustedError: there is not enough memory.
     """
     if part is None:
         return None
@@ -114,5 +114,5 @@ def copy_of(part: Tensor | None, device: str | torch.device) -> Tensor | None:
 
 
 def describe_query(key: TokenArray | None) -> str:
-    """For messages: no token ids, which are a user's prompt."""
+    """Describe a query in messages, without token ids: they are a user's prompt."""
     return "a query for any entry" if key is None else f"a query of {key.size} tokens"

@@ -1,13 +1,13 @@
 """The end that reaches a store over a signal pipe and a data pipe.
 
-One thread listens to the signal pipe and hands each answer to the call it belongs to. The entry's
-tensors are received by the calling thread itself, so a sink runs there and its error is the caller's.
+One thread listens to the signal pipe and hands each answer to its call. The calling thread receives the
+entry's tensors itself, so a sink runs there and its error reaches the caller.
 
-A call that gives up in the middle (timeout, a sink that raised) says ``Cancel``, so that the entry is
-back at once, and leaves the rest of its tensors to :class:`~kvplug_lookup.buffer.delivery.Deliveries`.
+A call that gives up midway (a timeout, or a sink that raised) sends ``Cancel``, so that the entry is back at
+once. :class:`~kvplug_lookup.buffer.delivery.Deliveries` drains the rest of its tensors.
 
-A store that has proved its identity may be wrong, or lie. What it says is compared with what was asked for:
-an answer that no call waits for, an entry of other tokens, or a match longer than the query, is the end of
+A store that has proved its identity may still be faulty or malicious, so its answers are compared with the
+requests. An answer that no call waits for, an entry of other tokens, or a match longer than the query ends
 the connection.
 """
 
@@ -73,7 +73,7 @@ from kvplug_lookup.buffer.parts import describe_query, extra_bytes, key_under
 _log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 1.0
-"""A ``Cancel`` is a few bytes: a signal pipe that has no room for it for so long is given up."""
+"""How long to wait for room on the signal pipe for the few bytes of a ``Cancel``."""
 
 _SETTLE_S = 1.0
 """How far ``drop_select`` may pass its timeout once the whole entry has arrived."""
@@ -82,13 +82,13 @@ _ERRORS: dict[str, type[KvplugError]] = {
     error.__name__: error
     for error in (EntryGoneError, TimeoutError, UnsupportedError, CapacityError, WireError)
 } | {"ClosedError": PeerGoneError}
-"""What a ``Failed`` may raise here."""
+"""The errors that a ``Failed`` may raise here."""
 
 
 _MATCH, _READ, _TAKE = (Matched, Failed), (Coming, Failed), (Coming, Failed, Granted)
-"""What the store may answer to a call, each once."""
+"""The answers that the store may send to a call, each once."""
 _MAX_LEFT = 4096
-"""Calls that gave up before their entry was announced, and are remembered: it may still come."""
+"""How many calls are remembered that gave up before their entry was announced: it may still arrive."""
 
 
 @attrs.define(eq=False)
@@ -96,23 +96,23 @@ class _Call:
     number: int
     woken: threading.Condition
     open: set[type[Message]]
-    """What may still come."""
+    """Answers that may still arrive."""
     answers: deque[Message] = attrs.field(factory=deque)
     delivery: Delivery | None = None
 
 
 @attrs.frozen
 class _Query:
-    """What an entry is asked for by."""
+    """The key of a request for an entry."""
 
     key: TokenArray | None
     """Tokens under the roi; ``None``: any."""
     extra: bytes
     min_tokens: int = 0
-    """How many leading tokens the entry must share; 0: one is a prefix of the other."""
+    """How many leading tokens the entry must share; 0: one key is a prefix of the other."""
 
     def wants(self, coming: Coming) -> bool:
-        """Whether that entry is an answer."""
+        """Whether the entry answers the query."""
         key = coming.key_tokens
         if coming.extra != self.extra or not key.size:
             return False
@@ -124,9 +124,9 @@ class _Query:
 
 
 class ReachingEnd(LookupBuffer):
-    """Any method may be called from any thread; calls overtake each other, entries come one by one.
+    """Thread-safe. Calls may overtake each other; entries arrive one by one.
 
-    ``insert`` is not for this end: entries are stored where they are computed.
+    ``insert`` is not supported: entries are stored where they are computed.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ReachingEnd(LookupBuffer):
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._left: dict[int, None] = {}
-        """Calls that gave up before their entry was announced, the oldest first."""
+        """Calls that gave up before their entry was announced, oldest first."""
         self._deliveries = Deliveries(
             data,
             torch.device(device),
@@ -157,7 +157,7 @@ class ReachingEnd(LookupBuffer):
             lose=self._lose,
         )
         self._ended: KvplugError | None = None
-        """What every call raises from now on."""
+        """The error that every call raises from now on."""
         self._closed = False
         close_after_fork(self)
         ExitGuard.register(self)
@@ -174,8 +174,8 @@ class ReachingEnd(LookupBuffer):
     def insert(self, *args: Any, **kwargs: Any) -> int:
         self._check()
         raise UnsupportedError(
-            "an entry is inserted at the end that holds the store, where it is computed; this is an end that"
-            " reaches it"
+            "this end of the lookup buffer cannot insert: insert entries at the end that holds the store,"
+            " where they are computed"
         )
 
     def match(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
@@ -187,7 +187,7 @@ class ReachingEnd(LookupBuffer):
             answer = self._answer(call, deadline, "a match")
             assert isinstance(answer, Matched)
             if answer.num_tokens > len(key) // 8:
-                self._break(f"{answer.num_tokens} of {len(key) // 8} tokens were said to match")
+                self._break(f"got a match of {answer.num_tokens} tokens for a query of {len(key) // 8}")
             return answer.num_tokens
         finally:
             self._leave(call)
@@ -207,15 +207,15 @@ class ReachingEnd(LookupBuffer):
             key = None if query.key is None else key_to_bytes(query.key)
             self._send_or_lose(Take(call.number, key, query.extra, deadline.remaining()), deadline)
             entry = self._fetch(call, query, None, deadline)
-            # All of it is here, and only the store can say that no other caller gets it. To leave now would
-            # lose the entry for everybody, so the answer, which waits for nothing, may still come.
+            # The entry is complete, but only the store can grant it to one caller. Leaving now could lose the
+            # entry for everyone, so wait a little longer for the answer, which the store sends at once.
             last = Deadline(max(deadline.at, Deadline.after(_SETTLE_S).at))
             self._send_or_lose(Done(call.number), last)
-            granted = self._answer(call, last, "the last word on an entry")
+            granted = self._answer(call, last, "the grant of an entry")
             ended = True
             assert isinstance(granted, Granted)
             if not granted.is_yours:
-                raise TimeoutError("the entry did not arrive in the time asked for; it is back in the store")
+                raise TimeoutError("the entry did not arrive in time; it is back in the store")
             return entry
         finally:
             self._leave(call, cancel=not ended)
@@ -253,7 +253,7 @@ class ReachingEnd(LookupBuffer):
         try:
             self._send(End(), deadline)
         except KvplugError as e:
-            _log.debug("the store at %s was not told of the end: %s", self._signal.peer, e)
+            _log.debug("could not send the end signal to the store at %s: %s", self._signal.peer, e)
         self._signal.close(deadline.remaining())
         self._data.close(deadline.remaining())
         if threading.current_thread() is not self._router:
@@ -274,7 +274,7 @@ class ReachingEnd(LookupBuffer):
             return call
 
     def _leave(self, call: _Call, *, cancel: bool = False) -> None:
-        """The caller goes. What of its entry has not come yet is drained by another thread."""
+        """End a call. Another thread drains what has not arrived of its entry."""
         with self._lock:
             del self._calls[call.number]
             delivery, ended = call.delivery, self._ended
@@ -296,7 +296,7 @@ class ReachingEnd(LookupBuffer):
         try:
             self._send(message, deadline)
         except (TimeoutError, UnsupportedError, CapacityError, ResourceExhaustedError):
-            raise  # nothing of it was sent
+            raise  # nothing was sent
         except KvplugError as e:
             self._lose(e)
             self._check()
@@ -310,8 +310,8 @@ class ReachingEnd(LookupBuffer):
         """The next answer to a call.
 
         Raises:
-            TimeoutError: none came.
-            KvplugError: the store says that the call failed, or this end has ended.
+            TimeoutError: no answer arrived.
+            KvplugError: the store reports that the call failed, or this end has ended.
         """
         with self._lock:
             while not call.answers:
@@ -331,18 +331,18 @@ class ReachingEnd(LookupBuffer):
     # -- entries -------------------------------------------------------------------------------
 
     def _fetch(self, call: _Call, query: _Query, sink: LookupBuffer.Sink | None, deadline: Deadline) -> Entry:
-        """Receive the entry that answers a call, when it is its turn."""
+        """Receive the entry that answers a call, in its turn."""
         what = describe_query(query.key)
         coming = self._answer(call, deadline, what)
         delivery = call.delivery
         if not isinstance(coming, Coming) or delivery is None:
-            self._break(f"a {type(coming).__name__} came where an entry was asked for")
+            self._break(f"got {type(coming).__name__} as the answer to a request for an entry")
         if not query.wants(coming):
-            self._break(f"{what}: entry {coming.entry_id} came, which is for other tokens")
+            self._break(f"{what}: got entry {coming.entry_id}, which has other tokens")
         try:
             return self._deliveries.receive(delivery, sink, deadline)
         except CutShortError:
-            self._answer(call, deadline, what)  # says why
+            self._answer(call, deadline, what)  # raises the reason
             self._break("an entry was cut short without a reason")
 
     # -- the thread that listens ---------------------------------------------------------------
@@ -358,18 +358,18 @@ class ReachingEnd(LookupBuffer):
         except KvplugError as e:
             self._lose(e)
         except Exception as e:
-            _log.exception("answers of the lookup store at %s stop", self._signal.peer)
+            _log.exception("the thread for answers of the lookup store at %s failed", self._signal.peer)
             self._lose(TransportError(f"a lookup buffer's thread failed: {type(e).__name__}: {e}"))
 
     def _take_answer(self, message: Message) -> None:
         if not isinstance(message, Matched | Granted | Failed | Coming):
-            raise WireError(f"{type(message).__name__} is not for an end that reaches a store")
+            raise WireError(f"a store must not send {type(message).__name__}")
         forsaken = None
         with self._lock:
             call = self._calls.get(message.call)
             if call is not None:
                 if type(message) not in call.open:
-                    raise WireError(f"a {type(message).__name__} came that answers nothing")
+                    raise WireError(f"got an unexpected {type(message).__name__}")
                 call.open.discard(type(message))
                 if isinstance(message, Coming):
                     call.delivery = self._deliveries.announce(message)
@@ -377,7 +377,7 @@ class ReachingEnd(LookupBuffer):
                 call.woken.notify()
             elif isinstance(message, Coming):
                 if message.call not in self._left:
-                    raise WireError("an entry was announced that was not asked for")
+                    raise WireError("the store announced an entry that was not asked for")
                 del self._left[message.call]
                 forsaken = self._deliveries.announce(message)
         if forsaken is not None:
@@ -387,23 +387,23 @@ class ReachingEnd(LookupBuffer):
 
     def _check(self) -> None:
         if self._ended is not None:
-            # A new one for each caller: one that is raised again and again gathers all their stacks.
+            # A copy for each caller: an error that is raised repeatedly collects all their stacks.
             raise copy.copy(self._ended) from self._ended
 
     def _break(self, why: str) -> NoReturn:
-        """The other end does not keep to what was agreed."""
+        """End the connection: the store violates the protocol."""
         error = WireError(f"{why} (from the lookup store at {self._signal.peer})")
         self._lose(error)
         raise error
 
     def _lose(self, error: KvplugError) -> None:
-        """The store cannot be reached any more."""
+        """End the connection with ``error``."""
         if self._end(error):
             self._signal.abort()
             self._data.abort()
 
     def _end(self, error: KvplugError, *, closed: bool = False) -> bool:
-        """Every call raises ``error`` from now on; whether this is the first end."""
+        """Make every call raise ``error`` from now on. Return whether this is the first end."""
         with self._lock:
             first = not self._closed if closed else self._ended is None
             if closed:
@@ -424,4 +424,4 @@ class ReachingEnd(LookupBuffer):
     def _after_fork_in_child(self) -> None:
         self._calls.clear()
         self._closed = True
-        self._ended = ClosedError("this end of the lookup buffer belongs to the parent of this process")
+        self._ended = ClosedError("this end of the lookup buffer belongs to the parent process")

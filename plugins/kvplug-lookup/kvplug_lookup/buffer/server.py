@@ -1,8 +1,8 @@
 """Serves one reaching end over its two pipes.
 
-Two threads. One reads the requests from the signal pipe and never waits for anything else, so a
-``match`` or a ``Cancel`` is answered while an entry is on its way. The other sends entries, one after
-the other, and is the only one that a slow consumer holds up.
+There are two threads. One reads requests from the signal pipe and never waits for anything else, so it
+handles a ``match`` or a ``Cancel`` while an entry is being sent. The other sends entries one by one; only
+this thread is delayed by a slow consumer.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from kvplug_lookup.buffer.messages import (
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
-"""How much longer than its caller a lease lives: the caller's clock started a little earlier."""
+"""How much a lease outlives its call: the caller's clock started a little earlier."""
 
 MAX_CALLS = 1024
-"""Requests of one reaching end that have not ended."""
+"""Limit on open requests of one reaching end."""
 
 _numbers = itertools.count(1)
 
@@ -65,12 +65,12 @@ class _Call:
 
     @property
     def lease(self) -> Lease | None:
-        """What was lent for it, if anything was yet."""
+        """Its lease, if it has got one."""
         return self.waiter.lease if self.waiter is not None else self.to_read
 
 
 class Session:
-    """One reaching end, as long as it is served."""
+    """Serves one reaching end."""
 
     def __init__(
         self, entries: Entries, signal: Pipe, data: Pipe, *, on_end: Callable[[Session], None]
@@ -93,7 +93,7 @@ class Session:
 
     @NamedExhaustion("serving an end of a lookup buffer")
     def start(self) -> None:
-        """Raises: ResourceExhaustedError; nothing was read from the pipes, and they are as they were."""
+        """Raises ResourceExhaustedError before anything is read from the pipes."""
         for thread in self._threads:
             try:
                 thread.start()
@@ -102,21 +102,21 @@ class Session:
                 raise
 
     def close(self, deadline: Deadline) -> None:
-        """Say that it is the end, and close the pipes."""
+        """Send the end signal, and close the pipes."""
         try:
             self._send_message(End(), deadline)
         except KvplugError as e:
-            _log.debug("%s was not told that the store closes: %s", self._name, e)
+            _log.debug("could not send the end signal to %s: %s", self._name, e)
         self._signal.close(deadline.remaining())
         self._data.close(deadline.remaining())
 
     def abort(self) -> None:
-        """At once; the threads end by themselves."""
+        """Close the pipes at once. The threads then end by themselves."""
         self._signal.abort()
         self._data.abort()
 
     def join(self, deadline: Deadline) -> bool:
-        """Whether both threads have ended by then."""
+        """Return whether both threads ended before the deadline."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(deadline.remaining())
@@ -140,11 +140,11 @@ class Session:
                 if message is not None:
                     self._serve(message)
         except (WireError, ResourceExhaustedError) as e:
-            _log.warning("%s is served no more: %s", self._name, e)
+            _log.warning("%s is no longer served: %s", self._name, e)
         except KvplugError as e:
             _log.debug("%s is gone: %s", self._name, e)
         except Exception:
-            _log.exception("%s is served no more", self._name)
+            _log.exception("%s is no longer served", self._name)
         finally:
             self.abort()
             for call in list(self._calls.values()):
@@ -181,7 +181,7 @@ class Session:
                     return
                 if call.to_read is None:
                     del self._calls[number]
-                    self._fail(number, EntryGoneError("nothing held shares enough tokens"))
+                    self._fail(number, EntryGoneError("no entry shares enough tokens"))
                 else:
                     self._outbox.put(call)
             case Done(number):
@@ -190,19 +190,19 @@ class Session:
                 if number in self._calls:
                     self._cancel(self._calls[number])
             case _:
-                raise WireError(f"{type(message).__name__} is not for a store")
+                raise WireError(f"a reaching end must not send {type(message).__name__}")
 
     def _begin(self, number: int, timeout: float | None) -> _Call:
         if number in self._calls:
-            raise WireError(f"call {number} is under way already")
+            raise WireError(f"call {number} is already open")
         if len(self._calls) >= MAX_CALLS:
-            raise WireError(f"more than {MAX_CALLS} calls are under way")
+            raise WireError(f"more than {MAX_CALLS} calls are open")
         deadline = Deadline.after(None if timeout is None else timeout + _GRACE_S)
         call = self._calls[number] = _Call(number, deadline)
         return call
 
     def _end(self, number: int) -> None:
-        """The caller has it all."""
+        """End a call whose caller has received everything."""
         call = self._calls.pop(number, None)
         lease = None if call is None else call.lease
         if lease is None:
@@ -230,18 +230,18 @@ class Session:
                 elif call.waiter is not None and call.waiter.error is not None:
                     self._fail(call.number, call.waiter.error)
         except ResourceExhaustedError as e:
-            _log.warning("%s is served no more: %s", self._name, e)
+            _log.warning("%s is no longer served: %s", self._name, e)
         except KvplugError as e:
-            _log.debug("entries for %s stop: %s", self._name, e)
+            _log.debug("stopped sending entries to %s: %s", self._name, e)
         except Exception:
-            _log.exception("entries for %s stop", self._name)
+            _log.exception("stopped sending entries to %s", self._name)
         else:
             return  # the other thread has ended, or could not be started
         self.abort()  # the other thread ends too, and takes the leases back
 
     def _send(self, call: _Call, lease: Lease) -> None:
         if not self._entries.begin_use(lease):
-            return  # cancelled by now
+            return  # already cancelled
         entry = lease.entry
         try:
             try:

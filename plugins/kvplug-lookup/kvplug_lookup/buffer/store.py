@@ -1,4 +1,4 @@
-"""The store "simple": entries in this process's memory."""
+"""The store of the lookup buffer "simple": entries in this process's memory."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from kvplug_lookup.buffer.server import Session
 
 
 class SimpleStore(LookupEndpoint.Store):
-    """Holds copies of what is inserted, up to ``buffer_size`` bytes of tensors.
+    """Holds copies of inserted entries, up to ``buffer_size`` bytes of tensors.
 
-    Callers at this end get an entry that they take as it is, and a copy of one that they read. Entries
-    that several wait to take go to them in the order in which they began to wait. Inserts that wait
-    for room have no order: the first entry that fits goes in.
+    At this end, ``drop_select`` returns the entry itself, and ``select`` a copy. Callers that wait to take an
+    entry are served first come, first served. Inserts that wait for room have no order: the first entry that
+    fits goes in.
 
-    Not promised. Entries outlive neither the process nor ``close``. There is no thread of its own: an
-    entry past its ``ttl_s`` goes when room is needed, not before.
+    Not promised. Entries do not outlive the process or ``close``. The store has no thread of its own: an
+    entry past its ``ttl_s`` is evicted when room is needed, not before.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SimpleStore(LookupEndpoint.Store):
         close_after_fork(self)
 
     def __len__(self) -> int:
-        """Entries held, those lent included."""
+        """Entries held, including leased ones."""
         return len(self._entries)
 
     @property
@@ -77,7 +77,7 @@ class SimpleStore(LookupEndpoint.Store):
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of the budget that are taken: by entries, inserts under way, transfers of what is gone."""
+        """Bytes of the budget in use by entries, inserts under way, and transfers of removed entries."""
         return self._entries.bytes_used
 
     # -- putting in ----------------------------------------------------------------------------
@@ -101,16 +101,16 @@ class SimpleStore(LookupEndpoint.Store):
         kept_roi = torch.from_numpy(np.ones(tokens.numel(), np.bool_) if mask is None else mask.copy())
         key_tokens = tokens.numpy() if mask is None else tokens.numpy()[mask]
         if not key_tokens.size:
-            raise ValueError("no token of the entry is under its roi: it could never be found")
+            raise ValueError("the entry's roi selects no token: the entry could never be found")
         num_layers = count_layers(tokens.numel(), key, value, hidden)
         extra_as_bytes = extra_bytes(extra)
-        # A copy, and a refusal here rather than at the end that asks for the entry.
+        # Copies the metadata, and refuses it here rather than at the end that asks for the entry.
         plain = decode(encode(dict(metadata or {})))
         nbytes = nbytes_of(tokens, kept_roi, key, value, hidden)
         if nbytes > self._buffer_size:
             raise CapacityError(
-                f"an entry of {nbytes} bytes is larger than the whole buffer of {self._buffer_size} bytes"
-                " (buffer_size): it is not stored"
+                f"cannot store an entry of {nbytes} bytes: the whole buffer has {self._buffer_size} bytes"
+                " (buffer_size)"
             )
         self._entries.reserve(nbytes, deadline)
         try:
@@ -163,7 +163,7 @@ class SimpleStore(LookupEndpoint.Store):
             raise
         lease = self._entries.withdraw(waiter)
         if lease is None:
-            raise waiter.error or TimeoutError(f"nothing that matches {describe_query(key)} came in time")
+            raise waiter.error or TimeoutError(f"no entry for {describe_query(key)} arrived in time")
         self._entries.end(lease, taken=True)
         entry = lease.entry
         return _entry(entry.header, entry.key, entry.value, entry.hidden)
@@ -182,7 +182,7 @@ class SimpleStore(LookupEndpoint.Store):
         key = key_under(input_tokens, roi)
         lease = self._entries.read(key, extra_bytes(extra), min_tokens)
         if lease is None:
-            raise EntryGoneError(f"{describe_query(key)}: nothing held shares enough tokens")
+            raise EntryGoneError(f"{describe_query(key)}: no entry shares enough tokens")
         try:
             entry = lease.entry
             with NamedExhaustion("copying an entry"):
@@ -201,7 +201,7 @@ class SimpleStore(LookupEndpoint.Store):
             sink.begin(header)
             for index, (layer_key, layer_value) in enumerate(layers_of(entry.key, entry.value)):
                 if deadline.expired:
-                    raise TimeoutError(f"entry {entry.entry_id}: only {index} layers were taken in time")
+                    raise TimeoutError(f"entry {entry.entry_id}: only {index} layers were read in time")
                 sink.layer(index, layer_key, layer_value)
             return _entry(header, None, None, hidden)
         finally:
@@ -215,7 +215,7 @@ class SimpleStore(LookupEndpoint.Store):
             if self._entries.closed:
                 raise ClosedError("this lookup store is closed")
             session.start()
-            self._sessions.add(session)  # it cannot end before, as that needs the lock
+            self._sessions.add(session)  # it cannot end earlier: that needs the lock
 
     def _forget(self, session: Session) -> None:
         with self._sessions_lock:

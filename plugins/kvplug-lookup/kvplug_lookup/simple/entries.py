@@ -1,8 +1,8 @@
-"""The entries of one worker: what an engine that saves holds, and serves to its peers.
+"""The entries that one worker of a saving engine holds, and serves to its peers.
 
-Each worker listens at its own address, for two kinds of peers. A worker that loads opens two pipes, and
-reaches the lookup buffer over them. A scheduler side moves no tensor: it sends prompts over the link itself,
-and the answer is how many tokens of each are held.
+Each worker listens at its own address for two kinds of peers. A worker that loads opens two pipes, and
+reaches the lookup buffer over them. A scheduler side moves no tensors: it sends prompts over the link itself,
+and gets the number of tokens of each that the buffer holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 LOAD: Final = "load entries"
 MATCH: Final = "match prompts"
-"""For what a peer connects."""
+"""The purposes of links."""
 CLOSE_S: Final = 1.0
 
 Layer = tuple["Tensor", "Tensor | None"]
@@ -35,16 +35,16 @@ Layer = tuple["Tensor", "Tensor | None"]
 
 
 class Entries:
-    """A lookup buffer, whose oldest entries go when there is no room, and a server for its peers."""
+    """A lookup buffer that evicts its oldest entries when it is full, and a server for its peers."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._device = context.config.device
         self._checksum = next(iter(context.checksums), None)
         self._endpoint = context.open_lookup()
         self._store = self._endpoint.hold()
-        """Another one after :meth:`forget`."""
+        """:meth:`forget` replaces it."""
         self._inserted: deque[tuple[Sequence[int], bytes]] = deque()
-        """Tokens and ``extra`` of what was inserted, the oldest first."""
+        """Tokens and ``extra`` of the inserted entries, oldest first."""
         try:
             self.contact = context.peers.serve(self._serve).contact
         except BaseException:
@@ -55,8 +55,8 @@ class Entries:
         """Insert the KV of a prompt.
 
         Raises:
-            TimeoutError: there is no room, since peers are reading what is held.
-            CapacityError: it is larger than the whole buffer.
+            TimeoutError: there is no room, since peers are reading the entries.
+            CapacityError: the KV is larger than the whole buffer.
         """
         import torch
 
@@ -81,24 +81,24 @@ class Entries:
         return self._store.match(tokens, extra=extra) == len(tokens)
 
     def _drop(self, tokens: Sequence[int], extra: bytes) -> None:
-        """Drop an entry, unless a peer is reading it: then it is the last to be tried again."""
+        """Drop an entry. If a peer is reading it, move it to the end of the queue."""
         try:
             self._store.drop_select(tokens, extra=extra, timeout=0)
         except TimeoutError:
             self._inserted.append((tokens, extra))
 
     def reached(self, deadline: Deadline, *, retry: bool = False) -> tuple[LookupBuffer, str | None]:
-        """The buffer, and the hash that its entries carry. Waits for nothing, unlike that of a peer."""
+        """Return the buffer, and the hash algorithm of its entries. Does not wait, unlike a peer's buffer."""
         return self._store, self._checksum
 
     def forget(self) -> None:
-        """Drop everything, and break off what peers are loading: an empty buffer takes its place."""
+        """Replace the buffer by an empty one, and abort the loads of peers."""
         old, self._store = self._store, self._endpoint.hold()
         self._inserted.clear()
         old.abort()
 
     def close(self) -> None:
-        """Let peers finish what they are loading, for a time."""
+        """Close the buffer; peers have a moment to finish their loads."""
         self._store.close(CLOSE_S)
 
     def _serve(self, link: PeerLink, deadline: Deadline) -> None:
@@ -110,7 +110,9 @@ class Entries:
                     tokens, extra = _prompt_in(link.channel.recv(timeout=None))
                     link.channel.send(self._store.match(tokens, extra=extra))
         else:
-            _log.warning("%s came to %r, which is not of connector 'simple'", link, link.agreement.purpose)
+            _log.warning(
+                "%s has the purpose %r, which connector 'simple' does not know", link, link.agreement.purpose
+            )
 
 
 def open_pipes(link: PeerLink, device: str, deadline: Deadline) -> tuple[Pipe, Pipe]:
@@ -129,7 +131,7 @@ def _prompt_in(message: object) -> tuple[Sequence[int], bytes]:
         tokens, extra = message.get("tokens"), message.get("extra")
         if type(tokens) is bytes and type(extra) is bytes:
             return unpack_tokens(tokens), extra
-    raise WireError("a peer was to send a prompt and sent something else")
+    raise WireError("a peer sent a malformed prompt")
 
 
 def digest_of(checksum: str | None, layer: Layer) -> bytes:

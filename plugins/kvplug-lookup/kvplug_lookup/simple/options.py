@@ -1,4 +1,4 @@
-"""Options: everything ``kvplug list`` needs beside the plugin's own module. No torch here."""
+"""Options of the connector "simple". ``kvplug list`` imports this module, so it must not import torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class SimpleConnectorOptions:
         default=5.0,
         unit="seconds",
         above=0,
-        help="A request whose tokens the peer has not looked up by then is computed.",
+        help="How long a request waits until the peer has looked up its tokens. Then it is computed.",
     )
     load_timeout_s: float = option(
         default=10.0,
         unit="seconds",
         above=0,
-        help="The loads of one step that have not ended by then have failed, and their tokens are computed."
-        " The whole step waits for them.",
+        help="How long a step waits for its loads. Loads that take longer fail, and their tokens are"
+        " computed.",
     )

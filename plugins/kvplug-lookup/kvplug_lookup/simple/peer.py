@@ -1,4 +1,4 @@
-"""The peer engine, whose KV is loaded: what its workers hold, and the way to their lookup buffers."""
+"""Connections to the peer engine that KV is loaded from: to match prompts, and to reach its buffers."""
 
 from __future__ import annotations
 
@@ -21,53 +21,55 @@ from kvplug_lookup.simple.entries import CLOSE_S, LOAD, MATCH, open_pipes
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-"""The pause after an attempt to connect."""
+"""The pause after a failed attempt to connect."""
 
 
 def group_of(context: ConnectorContext) -> CacheGroup:
-    """The only group of layers of this engine's cache.
+    """The only KV cache group of this engine.
 
     Raises:
-        ConfigError: it has several, or frees blocks while a request runs.
+        ConfigError: the engine has several groups, or a group with a window.
     """
     (group, *others) = context.cache.groups
     if others or group.window is not None:
-        raise ConfigError("the connector 'simple' serves one KV cache group, without a window")
+        raise ConfigError(
+            "the connector 'simple' supports one KV cache group, without a window; use 'lookup'"
+        )
     return group
 
 
 def peer_of(context: ConnectorContext) -> str | None:
-    """The address of the engine whose KV is loaded; ``None``: the one at the config's host and port, which in
-    the role "both" is this engine itself.
+    """The address of the engine to load from; ``None``: the config's host and port, which in the role "both"
+    are this engine's own.
 
     Raises:
-        ConfigError: several engines are named, or a directory of them.
+        ConfigError: `peers` names several engines, or a directory.
     """
     peers, addresses = context.config.peers, context.config.peer_addresses
     if not peers:
         return None
     if len(peers) > 1 or not addresses or context.config.require_role().produces:
         raise ConfigError(
-            "peers: the connector 'simple' loads from one engine, of the role producer, into one of the role"
-            f" consumer, and {', '.join(peers)} was given; 'lookup' takes any number"
+            "peers: the connector 'simple' loads from one engine, with the role producer, into one with the"
+            f" role consumer; got {', '.join(peers)}; 'lookup' loads from any number"
         )
     return addresses[0]
 
 
 class PeerBuffer:
-    """The lookup buffer of the peer's worker of this rank, over two pipes."""
+    """The lookup buffer of the peer's worker with this rank, over two pipes."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._peer = peer_of(context)
         self._endpoint = context.open_lookup()
         self.link: PeerLink | None = None
-        """The latest one: what was agreed on, and with which peer."""
+        """The latest link, with the agreement and the peer."""
         self._buffer: LookupBuffer | None = None
         self._is_closed = False
 
     def reached(self, deadline: Deadline, *, retry: bool = False) -> tuple[LookupBuffer, str | None]:
-        """The buffer, and the hash that its entries carry. Connects again where that engine has restarted.
+        """Return the buffer, and the hash algorithm of its entries. Reconnect if the peer has restarted.
 
         Raises:
             TimeoutError, PeerGoneError, HandshakeError, AuthenticationError, ClosedError.
@@ -89,7 +91,7 @@ class PeerBuffer:
         return self._buffer, link.agreement.checksum
 
     def close(self) -> None:
-        """End what another thread does with it."""
+        """Close the buffer, and end calls of other threads."""
         self._is_closed = True
         if self.link is not None:
             self.link.close()
@@ -104,16 +106,16 @@ class Question:
     tokens: tuple[int, ...]
     extra: bytes
     generation: int
-    """Of the request."""
+    """Generation of the request."""
     asked_at: float = attrs.field(factory=time.monotonic)
     answer: int | None = None
-    """The lowest number; ``None``: it is not known yet."""
+    """The lowest number among the workers; ``None``: not known yet."""
 
 
 class PeerMatcher:
-    """Asks the workers of the peer engine, in a thread: a scheduler never waits for another process.
+    """Asks the workers of the peer engine in a thread, so that the scheduler never waits for another process.
 
-    It connects again to an engine that has restarted. Without a connection the answer is 0.
+    It reconnects to an engine that has restarted. Without a connection the answer is 0.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -121,15 +123,15 @@ class PeerMatcher:
         self._timeout_s: float = context.options.match_timeout_s
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._links: list[PeerLink] = []
-        """One to each worker, or none."""
+        """Links to every worker, or to none."""
         self._error: KvplugError | None = None
-        """Why there is none."""
+        """Why there are no links."""
         self._retry_at = 0.0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.is_closed = False
         self.is_refused = False
-        """A worker's handshake was refused: what this engine asks for it could not load."""
+        """A worker's handshake was refused, so this engine cannot load."""
         close_after_fork(self)
         self._thread = BackgroundThread(self._run, name="kvplug-simple-match", stop=self._stop)
         self._thread.start()
@@ -137,14 +139,14 @@ class PeerMatcher:
     def check_open(self) -> None:
         """Raises ClosedError: this side is shut down, or in a forked child."""
         if self.is_closed:
-            raise ClosedError("this connector was shut down, or belongs to the process that forked this one")
+            raise ClosedError("this connector was shut down, or belongs to the parent process")
 
     def ask(self, question: Question) -> None:
-        """Have a question answered, soon."""
+        """Queue a question. Its ``answer`` is set later."""
         self._questions.put(question)
 
     def wait_until_ready(self, timeout: Timeout) -> None:
-        """Return when every worker of the peer engine is connected.
+        """Wait until every worker of the peer engine is connected.
 
         Raises:
             TimeoutError, HandshakeError, AuthenticationError, ClosedError.
@@ -213,11 +215,11 @@ class PeerMatcher:
         link.channel.send(asked, timeout=deadline.remaining())
         found = link.channel.recv(timeout=deadline.remaining())
         if type(found) is not int or not 0 <= found <= len(asked["tokens"]) // 4:
-            raise WireError(f"{link.channel.peer} was to send a number of tokens and sent something else")
+            raise WireError(f"{link.channel.peer} sent a malformed number of tokens")
         return found
 
     def _connect(self) -> bool:
-        """Connect to every worker, unless they are, or it is too early. Returns whether they are."""
+        """Connect to every worker if needed, and if a retry is due. Return whether they are connected."""
         if self._links or time.monotonic() < self._retry_at:
             return bool(self._links)
         links: list[PeerLink] = []
@@ -229,7 +231,7 @@ class PeerMatcher:
             for link in links:
                 link.close()
             if str(e) != str(self._error) and not self.is_closed:
-                _log.warning("no KV is loaded: %s", e)
+                _log.warning("cannot load KV: %s", e)
             self._retry_at = time.monotonic() + _RETRY_S
             self._set([], e)
         else:

@@ -1,17 +1,17 @@
 """The connector "simple": prefill puts the KV of whole prompts into a lookup buffer, decode reads it there.
 
-The smallest connector that is useful. When a request ends, each worker of the engine that computed it inserts
-its share of the prompt's KV, as one entry under the prompt's tokens, into the lookup buffer that it holds. An
-engine that loads asks how long a prefix of its own prompt those buffers hold, and its workers read the entry
-into their blocks, before the step that needs it.
+It is the smallest useful connector. When a request ends, each worker of the engine that computed it inserts
+its share of the prompt's KV into its own lookup buffer, as one entry under the prompt's tokens. An engine
+that loads asks how long a prefix of its prompt those buffers hold, and its workers read the entry into their
+blocks before the step that needs it.
 
-What others do better:
+Other connectors do more:
 
-- "lookup" keeps KV page by page: prompts that share a prefix share its pages, and only what is missing is
+- "lookup" keeps KV page by page: prompts that share a prefix share its pages, and only missing pages are
   moved; here each prompt is held and moved whole. "lookup" also loads in the background and from any number
   of engines, answers from an index of its own instead of asking, keeps KV in files and other stores, and
   serves models with several KV cache groups.
-- "p2p" hands blocks from prefill to decode without a copy of them in a buffer.
+- "p2p" hands blocks from prefill to decode without a copy in a buffer.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Tracked:
     """The state of a request between its first call and its last."""
 
     question: Question | None = None
-    """What the peer engine is asked about it."""
+    """The question to the peer engine about it."""
     start: int = 0
-    """Computed tokens at the last match."""
+    """Tokens computed at the last match."""
     promised: int = 0
-    """Tokens beyond those that it may load."""
+    """Tokens after those that the request may load."""
     num_computed: int = 0
     """Tokens that the steps planned so far compute or have computed."""
     has_failed: bool = False
@@ -70,7 +70,7 @@ class Saving:
 
 
 class SimpleScheduler(SchedulerConnector):
-    """Decides what is inserted and loaded. Each plan of a step lists the loads and saves for the workers."""
+    """Decides what to insert and load. Each step's plan lists the loads and saves for the workers."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context, self._layout = context, group_of(context).layout
@@ -81,9 +81,9 @@ class SimpleScheduler(SchedulerConnector):
         self._loads: list[dict[str, Any]] = []
         self._saving: dict[str, Saving] = {}
         self._is_reset = False
-        """The next plan says that all entries are to be dropped."""
-        self._heard = 0
-        """The last step that reported a failed load."""
+        """The next plan drops all entries."""
+        self._last_report = 0
+        """The last step with a reported failed load."""
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         if self._matcher is not None:
@@ -97,7 +97,7 @@ class SimpleScheduler(SchedulerConnector):
     def _of(self, request_id: str, call: str) -> Tracked:
         if request_id not in self._tracked:
             raise KvplugError(
-                f"{call} came for request {request_id} before on_new_request, or after request_finished"
+                f"{call} was called for request {request_id} before on_new_request or after request_finished"
             )
         return self._tracked[request_id]
 
@@ -111,13 +111,13 @@ class SimpleScheduler(SchedulerConnector):
         held = self._held(self._matcher, tracked, request)
         if held is None:
             return None, False
-        usable = min(held, len(request.token_ids) - 1)  # one token at least is computed
+        usable = min(held, len(request.token_ids) - 1)  # at least one token must be computed
         whole = usable // self._layout.block_size * self._layout.block_size
         tracked.promised = max(0, whole - num_computed_tokens)
         return tracked.promised, False
 
     def _held(self, matcher: PeerMatcher, tracked: Tracked, request: Request) -> int | None:
-        """How many tokens every worker can load; ``None``: it is not known yet."""
+        """How many tokens every worker can load; ``None``: not known yet."""
         matcher.check_open()
         if matcher.is_refused:
             return 0
@@ -137,8 +137,8 @@ class SimpleScheduler(SchedulerConnector):
             return
         if num_external_tokens > tracked.promised:
             raise KvplugError(
-                f"update_state_after_alloc came with {num_external_tokens} external tokens of request"
-                f" {request.request_id}, and {tracked.promised} were promised"
+                f"update_state_after_alloc got {num_external_tokens} external tokens of request"
+                f" {request.request_id}, but {tracked.promised} were promised"
             )
         end = tracked.start + num_external_tokens
         self._loads.append(
@@ -170,7 +170,7 @@ class SimpleScheduler(SchedulerConnector):
         return True, None
 
     def _drop_loads(self, request_ids: frozenset[str]) -> None:
-        """Loads that are in no step's plan yet."""
+        """Drop loads that are in no step's plan yet."""
         self._loads = [load for load in self._loads if load["request"] not in request_ids]
 
     # -- one step ------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class SimpleScheduler(SchedulerConnector):
                 )
         meta = {
             "step": output.step,
-            "heard": self._heard,
+            "last_report": self._last_report,
             "is_reset": self._is_reset,
             "loads": self._loads,
             "saves": saves,
@@ -208,11 +208,11 @@ class SimpleScheduler(SchedulerConnector):
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         for saving in self._saving.values():
-            # It ended before it was known that its KV is wrong.
+            # The request ended before its KV was known to be wrong.
             saving.is_wrong |= not output.invalid_block_ids.isdisjoint(saving.blocks)
         for report in output.worker_metadata:
             assert isinstance(report, Mapping)
-            self._heard = max(self._heard, report["step"])
+            self._last_report = max(self._last_report, report["step"])
             for request_id in self._tracked.keys() & report["failed"]:
                 self._tracked[request_id].has_failed = True
             if report["is_refused"] and self._matcher is not None:
@@ -227,7 +227,7 @@ class SimpleScheduler(SchedulerConnector):
 
     def reset_cache(self) -> bool:
         if not self._produces:
-            return False  # what it loads is another engine's, which does not forget by being asked here
+            return False  # the KV that it loads belongs to another engine, which must be reset itself
         self._is_reset = True
         for tracked in self._tracked.values():
             tracked.is_old = True

@@ -1,7 +1,7 @@
-"""The worker side: it gathers blocks into entries of a lookup buffer, and scatters entries into blocks.
+"""The worker side: gathers blocks into entries of a lookup buffer, and scatters entries into blocks.
 
-Nothing here raises because an entry could not be read or inserted: that is a load error, after which the
-engine computes the blocks itself, or a prompt that is not saved. Both are counted.
+A failed read or insert raises nothing. After a failed read the engine computes the blocks itself; after a
+failed insert the prompt is not saved. Both are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class SimpleWorker(WorkerConnector):
-    """Holds this rank's buffer if its engine saves; else reaches that of the peer's worker of this rank."""
+    """Holds this rank's buffer if its engine saves; else reaches the buffer of the peer's worker."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
@@ -38,17 +38,17 @@ class SimpleWorker(WorkerConnector):
         self._meta: Mapping[str, Any] = {}
         self._saves: list[Mapping[str, Any]] = []
         self._suspect: dict[int, int] = {}
-        """Blocks whose load failed, each with its step, until the scheduler side has the report."""
+        """Blocks whose load failed, each with its step, until the scheduler side has received the report."""
         self._failed_blocks: set[int] = set()
         self._failed: list[str] = []
         self._is_refused = False
         self._entries = Entries(context) if context.config.require_role().produces else None
         self._source: Entries | PeerBuffer = self._entries or PeerBuffer(context)
-        """Where this rank's KV is loaded from."""
+        """The source of this rank's loads."""
 
     @property
     def contact(self) -> str:
-        """Where peers reach this worker; empty if its engine only loads."""
+        """The contact for peers; empty if the engine only loads."""
         return "" if self._entries is None else self._entries.contact
 
     @property
@@ -59,7 +59,7 @@ class SimpleWorker(WorkerConnector):
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         missing = [name for name in self._layer_names if name not in kv_caches]
         if missing:
-            raise LayoutError(f"register_kv_caches got no cache of {', '.join(missing)}")
+            raise LayoutError(f"register_kv_caches got no cache for {', '.join(missing)}")
         self._caches = [kv_caches[name] for name in self._layer_names]
         for cache in self._caches:
             self._layout.check(cache)
@@ -72,16 +72,18 @@ class SimpleWorker(WorkerConnector):
         self._meta = metadata
         if metadata["is_reset"] and self._entries is not None:
             self._entries.forget()
-        self._suspect = {block: step for block, step in self._suspect.items() if step > metadata["heard"]}
+        self._suspect = {
+            block: step for block, step in self._suspect.items() if step > metadata["last_report"]
+        }
         for save in metadata["saves"]:
-            # A step may have been planned before it was known that a load of the step before has failed.
+            # This step may have been planned before the scheduler side knew of a failed load.
             is_right = self._suspect.keys().isdisjoint(save["blocks"])
             self._saves.append(save if is_right else {**save, "blocks": ()})
 
     def start_load_kv(self) -> None:
         loads = self._meta.get("loads", ())
         if loads and not self._caches:
-            raise LayoutError("start_load_kv came before register_kv_caches: there is no cache")
+            raise LayoutError("there is no cache to load into: call register_kv_caches first")
         deadline = Deadline.after(self._context.options.load_timeout_s)
         for load in loads:
             self._load(load, deadline)
@@ -134,7 +136,7 @@ class SimpleWorker(WorkerConnector):
                 tokens, extra=load["extra"], min_tokens=num_tokens, sink=sink, timeout=deadline.remaining()
             )
         except KvplugError as e:
-            _log.warning("request %s: %d tokens are not loaded: %s", load["request"], num_tokens - first, e)
+            _log.warning("request %s: could not load %d tokens: %s", load["request"], num_tokens - first, e)
             blocks = load["blocks"][first // self._layout.block_size :]
             self._failed_blocks.update(blocks)
             self._suspect |= dict.fromkeys(blocks, self._meta["step"])
@@ -153,7 +155,7 @@ class SimpleWorker(WorkerConnector):
             layers = [self._layout.gather(cache, save["blocks"], 0, len(tokens)) for cache in self._caches]
             entries.add(tokens, extra, layers)
         except KvplugError as e:
-            _log.warning("the prompt of request %s is not saved: %s", save["request"], e)
+            _log.warning("request %s: could not save the prompt: %s", save["request"], e)
             self._context.stats.fail("save", reason_of(e))
         else:
             nbytes = sum(part.nbytes for layer in layers for part in layer if part is not None)
@@ -163,7 +165,7 @@ class SimpleWorker(WorkerConnector):
 
 @attrs.define
 class Blocks(LookupBuffer.Sink):
-    """Scatters the layers of an entry into a request's blocks, each after it has been verified."""
+    """Verifies each layer of an entry, then scatters it into a request's blocks."""
 
     caches: Sequence[Tensor]
     layout: KVLayout
@@ -171,23 +173,23 @@ class Blocks(LookupBuffer.Sink):
     start: int
     end: int
     checksum: str | None = None
-    """The hash that the entry carries; ``None``: integrity is off."""
+    """The hash algorithm of the entry; ``None``: integrity is off."""
     nbytes: int = 0
-    """Of the KV that was scattered."""
+    """Bytes of KV that were scattered."""
     digests: Sequence[bytes] = ()
 
     def begin(self, header: Entry.Header) -> None:
         self.digests = header.metadata.get("digests", ())
         if header.num_layers != len(self.caches) or len(self.digests) != len(self.caches):
             raise IntegrityError(
-                f"entry {header.entry_id} has {header.num_layers} layers and {len(self.digests)} digests, and"
+                f"entry {header.entry_id} has {header.num_layers} layers and {len(self.digests)} digests, but"
                 f" the cache has {len(self.caches)} layers"
             )
 
     def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
         assert key is not None
         if digest_of(self.checksum, (key, value)) != (self.digests[index] if self.checksum else b""):
-            raise IntegrityError(f"layer {index} of an entry is not what was inserted: it is not used")
+            raise IntegrityError(f"layer {index} of an entry does not match its digest and is not used")
         parts = [part if part is None else part[self.start : self.end] for part in (key, value)]
         self.layout.scatter(self.caches[index], self.block_ids, self.start, *parts)
         self.nbytes += sum(part.nbytes for part in parts if part is not None)
