@@ -45,9 +45,9 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
     """It may have failed at another worker, and all of them compute with each other's parts."""
     with both() if num_workers == 1 else two_workers() as engine:
 
-        def step(number: int, save: SavePlan, *loads: LoadPlan, heard: int) -> tuple[Any, int]:
+        def step(number: int, save: SavePlan, *loads: LoadPlan, last_report: int) -> tuple[Any, int]:
             """The requests whose saves are given up for now, and how many pages the store has then."""
-            plan = StepPlan(step=number, heard=heard, loads=loads, saves=(save,)).to_plain()
+            plan = StepPlan(step=number, last_report=last_report, loads=loads, saves=(save,)).to_plain()
             scheduled = ((request_of("any", range(1)), (0,), 0, 1),)
             planned = PlannedStep(scheduled=scheduled, preempted=frozenset(), metadata=plan)
             report = engine.execute(planned, compute=False)
@@ -56,7 +56,7 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
             return spoilt, num_held(engine)
 
         stored = save_of("stored", range(96))
-        assert step(1, stored, heard=0)[1] == 6
+        assert step(1, stored, last_report=0)[1] == 6
         pages = {
             name: getattr(stored, name) for name in ("first_page", "parent", "packed_tokens", "block_ids")
         }
@@ -64,14 +64,14 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
         load = LoadPlan(**pages, request_id="a", start=0, end=96, sources=sources, in_background=False)
         prompt, sharing = save_of("a", range(112)), save_of("b", [*range(96), *range(5000, 5016)])
         if num_workers == 1:
-            assert step(2, prompt, load, heard=0)[1] == 7
+            assert step(2, prompt, load, last_report=0)[1] == 7
             return
-        assert step(2, prompt, load, heard=0) == (["a"], 6)
+        assert step(2, prompt, load, last_report=0) == (["a"], 6)
         # planned before the second step's reports were in
-        assert step(3, sharing, heard=0) == (["b"], 6)
-        assert step(4, prompt, heard=2)[1] == 7
-        assert step(5, sharing, heard=3)[1] == 8
-        spoilt, held = step(6, stored, load, heard=3)
+        assert step(3, sharing, last_report=0) == (["b"], 6)
+        assert step(4, prompt, last_report=2)[1] == 7
+        assert step(5, sharing, last_report=3)[1] == 8
+        spoilt, held = step(6, stored, load, last_report=3)
         assert spoilt == [] and held == 8, "nothing is to be saved, and still the step must be heard of"
 
 

@@ -1,7 +1,7 @@
-"""Events about blocks, for routers: made of what is known of pages.
+"""Events about blocks for routers, derived from events about pages.
 
 A router matches requests by the *engine's* hashes of its blocks. The scheduler side knows which pages hold
-which blocks when it plans their save, and learns from the stores' events when every worker holds a page."""
+which blocks when it plans their save. The stores' events show when every worker holds a page."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from kvplug.engine import CacheEvent, Request
 from kvplug.transport import PageEvent, Series
 
 _MAX_EVENTS = 100_000
-"""Events that the engine has not taken. Beyond it the oldest are dropped: it does not take any."""
+"""Limit on events that the engine has not taken. Beyond it the oldest are dropped."""
 _MAX_IDLE = 1 << 15
-"""Pages that no worker holds: planned, or evicted and perhaps put again. Beyond it the oldest are
+"""Limit on pages that no worker holds: planned, or evicted and perhaps put again. Beyond it the oldest are
 forgotten."""
 
 
 @attrs.frozen(eq=False)
 class _Block:
-    """One block of the engine, or one page where the engine has no hashes."""
+    """One block of the engine, or one page if the engine has no hashes."""
 
     hash: bytes
     parent: bytes | None
     token_ids: tuple[int, ...]
     adapter: str
     chains: tuple[bytes, ...]
-    """Of the pages that have its tokens."""
+    """Chains of the pages that hold its tokens."""
 
 
 class BlockEvents:
-    """Knows the blocks of pages that are saved, and says when all of a block is held, and when no more.
+    """Knows the blocks of saved pages. Emits events when a block is held whole, and when it no longer is.
 
     Thread-safe: the scheduler plans in one thread, and stores report in others.
     """
@@ -53,11 +53,11 @@ class BlockEvents:
         self._holders: dict[bytes, set[int]] = {}
         """Workers that hold a page."""
         self._idle: dict[bytes, None] = {}
-        """Chains of pages with blocks that no worker holds, those that a worker held last at the end."""
+        """Chains of pages with blocks that no worker holds, the most recently held last."""
         self._snapshots: dict[int, tuple[int, set[bytes]]] = {}
-        """By worker: how many events of its snapshot are still to come, and the pages in those that came."""
+        """By worker: how many events of its snapshot are missing, and the pages in those that arrived."""
         self._announced: dict[bytes, set[_Block]] = {}
-        """Wholly held blocks by their hash. Several pages may begin with one block."""
+        """Blocks that are held whole, by hash. Several pages may begin with the same block."""
         self._events: deque[CacheEvent] = deque(maxlen=_MAX_EVENTS)
         self._listeners: list[Callable[[Sequence[CacheEvent]], None]] = []
 
@@ -66,7 +66,7 @@ class BlockEvents:
         self._listeners.append(listener)
 
     def take(self) -> list[CacheEvent]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         with self._lock:
             events = list(self._events)
             self._events.clear()
@@ -75,8 +75,8 @@ class BlockEvents:
     # -- the scheduler plans a save ------------------------------------------------------------
 
     def plan(self, request: Request, token_ids: Sequence[int], chains: Sequence[bytes], first: int) -> None:
-        """Pages ``first`` and on of this request are going to be saved. ``chains``: of all its pages up to
-        the last of these."""
+        """Note that pages from number ``first`` on will be saved. ``chains``: of all the request's pages up
+        to the last of these."""
         blocks = list(self._blocks(request, token_ids, chains, first))
         with self._lock:
             for block in blocks:
@@ -86,11 +86,11 @@ class BlockEvents:
                         known.append(block)
                     if chain not in self._holders:
                         self._idle[chain] = None
-            self._tell(self._stored(chain for block in blocks for chain in block.chains))
+            self._emit(self._stored(chain for block in blocks for chain in block.chains))
             self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """With the lock: no more than so many."""
+        """Forget the oldest idle pages beyond the limit. Needs the lock."""
         while len(self._idle) > _MAX_IDLE:
             chain = next(iter(self._idle))
             del self._idle[chain]
@@ -103,7 +103,7 @@ class BlockEvents:
     ) -> Iterable[_Block]:
         size, page = self._block_size, self._page_tokens
         hashes = request.block_hashes
-        if not hashes:  # pages are the blocks
+        if not hashes:  # treat pages as blocks
             size, hashes = page, chains
         for number in range(first * page // size, len(chains) * page // size):
             if number >= len(hashes):
@@ -120,9 +120,9 @@ class BlockEvents:
     # -- a store reports -----------------------------------------------------------------------
 
     def apply(self, rank: int, event: PageEvent, series: Series) -> None:
-        """Apply an event of a worker's store. Pages of other series are passed over.
+        """Apply an event of a worker's store. Pages of other series are ignored.
 
-        A snapshot changes nothing until it is complete: after a reconnect most pages are those of before.
+        A snapshot changes nothing until it is complete: after a reconnect most pages are the same as before.
         """
         chains: Sequence[bytes] = ()
         if event.kind in ("stored", "removed") and event.series == series.id:
@@ -143,20 +143,20 @@ class BlockEvents:
                 self._replace(rank, self._snapshots.pop(rank)[1])
 
     def _replace(self, rank: int, pages: set[bytes], *, is_cleared: bool = False) -> None:
-        """With the lock: worker ``rank`` holds these pages and no others."""
+        """Note that worker ``rank`` holds exactly these pages. Needs the lock."""
         gone = [chain for chain, holders in self._holders.items() if rank in holders and chain not in pages]
         self._remove(rank, gone, is_cleared=is_cleared)
         self._add(rank, pages)
 
     def _add(self, rank: int, chains: Collection[bytes]) -> None:
-        """With the lock: worker ``rank`` holds these pages, too."""
+        """Note that worker ``rank`` also holds these pages. Needs the lock."""
         for chain in chains:
             self._holders.setdefault(chain, set()).add(rank)
             self._idle.pop(chain, None)
-        self._tell(self._stored(chains))
+        self._emit(self._stored(chains))
 
     def _remove(self, rank: int, chains: Iterable[bytes], *, is_cleared: bool = False) -> None:
-        """With the lock: worker ``rank`` holds these pages no more, or does not get them."""
+        """Note that worker ``rank`` no longer holds these pages. Needs the lock."""
         gone: list[bytes] = []
         for chain in chains:
             holders = self._holders.get(chain, set())
@@ -175,14 +175,14 @@ class BlockEvents:
                     self._idle[chain] = None
         self._forget_idle()
         if gone and is_cleared:
-            self._tell([CacheEvent(kind="cleared")])
+            self._emit([CacheEvent(kind="cleared")])
         elif gone:
-            self._tell(
+            self._emit(
                 [CacheEvent(kind="removed", block_hashes=tuple(gone), medium=self._medium, owner=self._owner)]
             )
 
     def _stored(self, changed: Iterable[bytes]) -> list[CacheEvent]:
-        """With the lock: events of blocks that are wholly held now."""
+        """Return events for blocks that are now held whole. Needs the lock."""
         events: list[CacheEvent] = []
         for chain in changed:
             for block in self._blocks_of.get(chain, ()):
@@ -211,8 +211,8 @@ class BlockEvents:
     def _is_held(self, chain: bytes) -> bool:
         return len(self._holders.get(chain, ())) == self._num_workers
 
-    def _tell(self, events: Sequence[CacheEvent]) -> None:
-        """With the lock, so that listeners get events in the order of the changes."""
+    def _emit(self, events: Sequence[CacheEvent]) -> None:
+        """Needs the lock, so that listeners get events in the order of the changes."""
         self._events += events
         if events:
             for listener in self._listeners:

@@ -10,28 +10,28 @@ from kvplug_lookup.connector.tracked import Tracked
 
 
 class DoubtedBlocks:
-    """Knows the blocks from which a step must not save.
+    """Tracks the blocks that a step must not save from.
 
-    If another connector loads tokens within the step that needs them, only the report of that step shows
-    whether the load has failed. So the blocks that such a step writes are doubted in it. The workers doubt
-    them in each step that was planned before the report was known. Blocks that a report names are wrong until
-    they are written again, and so is what is computed from them meanwhile.
+    If another connector loads tokens within the step that needs them, only that step's report shows whether
+    the load failed. So the blocks that such a step writes are doubted in it. The workers doubt them in each
+    step that was planned before the report arrived. Blocks in a report are wrong until they are written
+    again, and so are blocks that are computed from them meanwhile.
     """
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._unsure: frozenset[int] = frozenset()
-        """Blocks of the step that is being planned."""
+        """Doubted blocks of the step that is being planned."""
         self._wrong: frozenset[int] = frozenset()
 
     def report(self, invalid_block_ids: Iterable[int]) -> None:
-        """Loads into these blocks have failed."""
+        """Note that loads into these blocks have failed."""
         self._wrong = self._wrong.union(invalid_block_ids)
 
     def schedule(self, tracked: Tracked, start: int, end: int, block_ids: Callable[[str], BlockIds]) -> None:
-        """The planned step computes these tokens. Called before :meth:`Tracked.compute`."""
+        """Note that the planned step computes these tokens. Call it before :meth:`Tracked.compute`."""
         first, sure = start, start
-        if not tracked.num_computed:  # what lies between was loaded since the engine last asked
+        if not tracked.num_computed:  # tokens in between were loaded since the engine last asked
             first, sure = min(start, tracked.num_computed_at_match), tracked.num_sure or 0
         if sure >= start and not self._wrong:
             return
@@ -45,6 +45,6 @@ class DoubtedBlocks:
             self._wrong |= written
 
     def take(self) -> frozenset[int]:
-        """The blocks from which the planned step must not save."""
+        """Return the blocks that the planned step must not save from."""
         unsure, self._unsure = self._unsure, frozenset()
         return unsure | self._wrong

@@ -1,4 +1,4 @@
-"""The engines of a directory as sources, while they come and go."""
+"""Sources for the engines in a directory, as they join and leave."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _log = logging.getLogger(__name__)
 
 @attrs.frozen
 class Change:
-    """One engine has come or left."""
+    """One engine has joined or left."""
 
     name: str
-    """Of its source."""
+    """Name of its source."""
     source: FollowedSource | None
-    """``None``: it has left."""
+    """``None``: the engine has left."""
     contacts: Mapping[int, str] = attrs.field(factory=dict, repr=False)
 
 
 class EngineSources:
-    """A source for each engine in the directory from which this one can load.
+    """A source for each engine in the directory that this engine can load from.
 
-    The directory's thread starts and ends their replicas, so that an engine that is idle connects to new ones
-    at once, and dials none that has left. The scheduler takes the changes when it next has something to do.
+    The directory's thread starts and ends their replicas, so that an idle engine connects to new engines at
+    once, and stops connecting to those that have left. The scheduler takes the changes in its next call.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
-        """Where the config names no directory, there are none."""
+        """There are no sources if the config names no directory."""
         self._context = context
         self._members = context.members
         self._lock = threading.Lock()
@@ -42,14 +42,14 @@ class EngineSources:
         self._closed = False
         self._followed: dict[str, tuple[Engine, FollowedSource]] = {}
         self._changes: list[Change] = []
-        self._strange: frozenset[str] = frozenset()
-        """Engines of other models, which were logged."""
+        self._foreign: frozenset[str] = frozenset()
+        """Engines with other models that were logged."""
         self._left: list[str] = []
         self._joined: dict[str, tuple[str, ...]] = {}
-        """What the workers have not been told."""
+        """Changes for the next plan."""
 
     def follow(self) -> None:
-        """Begin."""
+        """Start following the directory."""
         if self._members is not None:
             self._members.follow(self._update)
 
@@ -60,12 +60,12 @@ class EngineSources:
 
     def _update(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
         wanted = {f"peer {engine.engine_id}": engine for engine in engines if self._is_source(engine)}
-        self._tell_strange(engines)
+        self._log_foreign(engines)
         with self._lock:
             if self._closed:
                 return
             for name, (engine, source) in list(self._followed.items()):
-                # While the directory is silent, a connection says more of an engine than its announcement.
+                # While the directory is silent, trust a connection over a missing announcement.
                 if wanted.get(name) != engine or (is_stale and not source.is_connected):
                     self._leave(name, source)
             for name, engine in wanted.items() if not is_stale else ():
@@ -79,11 +79,11 @@ class EngineSources:
             and len(engine.contacts) == self._context.parallelism.num_workers
         )
 
-    def _tell_strange(self, engines: tuple[Engine, ...]) -> None:
-        strange = frozenset(engine.engine_id for engine in engines if engine.model != self._model)
-        for engine_id in sorted(strange - self._strange):
-            _log.info("engine %s in the directory has another model: nothing is loaded from it", engine_id)
-        self._strange = strange
+    def _log_foreign(self, engines: tuple[Engine, ...]) -> None:
+        foreign = frozenset(engine.engine_id for engine in engines if engine.model != self._model)
+        for engine_id in sorted(foreign - self._foreign):
+            _log.info("not loading from engine %s in the directory: it has another model", engine_id)
+        self._foreign = foreign
 
     def _join(self, name: str, engine: Engine) -> None:
         _log.info("%s has joined", name)
@@ -98,7 +98,7 @@ class EngineSources:
         self._changes.append(Change(name, None))
 
     def update(self, sources: list[Source]) -> None:
-        """Change the list as engines have come and left since the last call."""
+        """Update the list for engines that joined or left since the last call."""
         if not self._changes:
             return
         with self._lock:
@@ -112,15 +112,14 @@ class EngineSources:
                 sources.append(change.source)
                 self._joined[change.name] = tuple(change.contacts[rank] for rank in sorted(change.contacts))
 
-    def take_news(self) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-        """What the workers must be told: sources that have left, and that have come after that with their
-        contacts."""
+    def take_changes(self) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+        """Return changes for the workers: sources that left, and then sources that joined, with contacts."""
         left, joined = tuple(self._left), tuple(self._joined.items())
         self._left, self._joined = [], {}
         return left, joined
 
     def close(self) -> None:
-        """End all of them. Idempotent."""
+        """End all sources. Idempotent."""
         with self._lock:
             self._closed = True
             left, self._followed = list(self._followed.values()), {}

@@ -1,8 +1,8 @@
-"""The KV cache groups of a model: which blocks hold the layers of a page.
+"""The KV cache groups of a model: maps the layers of a page to blocks.
 
-A page has the layers of all groups, in the order of the forward pass. So whatever groups an engine makes of
-its layers, its pages are the same, and a prompt's pages can be loaded up to any of them: a page always has
-what layers with a sliding window need. What is written of it is what the request has blocks for.
+A page has the layers of all groups, in the order of the forward pass. So pages do not depend on how an engine
+groups its layers, and a prompt's pages can be loaded up to any of them: a page always has the KV that layers
+with a sliding window need. A load writes only the parts of a page that the request has blocks for.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class Groups:
-    """The groups of one engine's cache, which number their blocks alike.
+    """The groups of one engine's cache.
 
     Raises:
-        UnsupportedError: blocks of different groups differ, so that no page has the layers of all of them.
+        UnsupportedError: groups have different block layouts, so a page cannot hold the layers of all groups.
     """
 
     def __init__(self, cache: KVCacheConfig) -> None:
         self.layer_names = cache.forward_order
-        """Of all groups, in the order of the layers of a page."""
+        """Layers of all groups, in the order of a page."""
         number = {name: at for at, name in enumerate(self.layer_names)}
         self._layers = [frozenset(number[name] for name in group.layer_names) for group in cache.groups]
         self._windows = [group.window for group in cache.groups]
@@ -46,14 +46,14 @@ class Groups:
 
     @property
     def has_windows(self) -> bool:
-        """Whether an engine frees some blocks of a request while it runs."""
+        """Whether the engine frees some blocks of a request while it runs."""
         return any(window is not None for window in self._windows)
 
     def check_page(self, page_tokens: int) -> None:
-        """Check that the beginning of a page is still there when its end is computed.
+        """Check that no group frees the beginning of a page before its end is computed.
 
         Raises:
-            LayoutError: a group frees the first blocks of a page before.
+            LayoutError: a group does.
         """
         for window in self._windows:
             if window is not None and page_tokens > max(window, self.block_size):
@@ -71,7 +71,7 @@ class Groups:
         return tuple(tuple(table[:count]) for table in block_ids)
 
     def begins(self, block_ids: BlockIds, start: int, end: int) -> list[int]:
-        """For each group the first token of ``start`` to ``end`` from which on it has all blocks."""
+        """For each group, the first token of ``start`` to ``end`` from which on no block is missing."""
         first, last = start // self.block_size, -(-end // self.block_size)
         begins = []
         for table in block_ids:
@@ -80,16 +80,16 @@ class Groups:
         return begins
 
     def first_whole_page(self, block_ids: BlockIds, first: int, last: int, page_tokens: int) -> int:
-        """The first of pages ``first`` to ``last`` from which on all have all their blocks: a window may have
-        let blocks go of pages that were there before the step."""
+        """The first of pages ``first`` to ``last`` from which on no block is missing. A window may have freed
+        blocks of pages from before the step."""
         begins = self.begins(block_ids, first * page_tokens, last * page_tokens)
         return -(-max(begins) // page_tokens)
 
     def check_load(self, block_ids: BlockIds, start: int, end: int) -> None:
-        """Check that there are blocks for all that is needed after a load of these tokens.
+        """Check that no block is missing after a load of these tokens.
 
         Raises:
-            LayoutError: a block is missing that the next token attends to.
+            LayoutError: the next token attends to a missing block.
         """
         for number, (window, begin) in enumerate(
             zip(self._windows, self.begins(block_ids, start, end), strict=True)
@@ -97,17 +97,17 @@ class Groups:
             needed = start if window is None else max(start, end - window + 1)
             if begin > needed:
                 raise LayoutError(
-                    f"KV cache group {number} has no blocks for tokens {needed} to {begin}, to which the"
-                    f" token after {end} attends"
+                    f"KV cache group {number} has no blocks for tokens {needed} to {begin}, but the token"
+                    f" after {end} attends to them"
                 )
 
     def written(self, block_ids: BlockIds, start: int, end: int) -> frozenset[int]:
-        """The blocks that hold tokens ``start`` to ``end``, of all groups."""
+        """The blocks of all groups that hold tokens ``start`` to ``end``."""
         first, last = start // self.block_size, -(-end // self.block_size)
         return frozenset(block for table in block_ids for block in table[first:last]) - {NO_BLOCK}
 
     def num_written(self, block_ids: BlockIds, start: int, end: int) -> int:
-        """Tokens that a load of these writes, counted once for each layer."""
+        """How many tokens a load of this range writes, summed over all layers."""
         begins = self.begins(block_ids, start, end)
         return sum((end - begin) * len(layers) for begin, layers in zip(begins, self._layers, strict=True))
 
@@ -124,13 +124,13 @@ class Groups:
         writable: range | None = None,
         after: DeviceMark | None = None,
     ) -> PageBlocks:
-        """``count`` pages of a request, from ``first_token`` on, in its blocks.
+        """Return ``count`` pages of a request, from ``first_token`` on, in its blocks.
 
         Args:
-            writable: the tokens that are loaded; ``None``: the pages are only read.
+            writable: the tokens to load; ``None``: the pages are only read.
 
         Raises:
-            LayoutError: the tables do not fit; a page that is read has not all its blocks.
+            LayoutError: the tables do not fit, or a page to read lacks a block.
         """
         begins = [0] * len(self._layers)
         if writable is not None:

@@ -8,26 +8,26 @@ from typing import Final
 from kvplug.engine import BlockIds
 
 _MAX_SHARE: Final = 4
-"""Blocks of several requests wait for reads of their pages up to one in so many of the cache."""
+"""Kept blocks of several requests may take at most 1/4 of the cache."""
 
 
 class KeptBlocks:
-    """Knows how far the workers have read, and for which requests the engine keeps blocks until they have."""
+    """Tracks which pages the workers have read, and the requests whose blocks are kept until then."""
 
     def __init__(self, num_workers: int, num_blocks: int) -> None:
-        """``num_blocks``: of the whole cache."""
+        """``num_blocks``: blocks of the whole cache."""
         self._read_until = [-1] * num_workers
-        """By worker the last step whose pages it has read."""
+        """For each worker, the last step whose pages it has read."""
         self._num_blocks = num_blocks
         self._kept: dict[str, int] = {}
-        """How many blocks each request has."""
+        """Number of kept blocks by request."""
         self._new: list[str] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def note_read(self, rank: int, read_until: int) -> None:
-        """A worker has read the pages of all steps up to this one."""
+        """Note that a worker has read the pages of all steps up to this one."""
         self._read_until[rank] = read_until
 
     def is_read(self, step: int) -> bool:
@@ -35,9 +35,9 @@ class KeptBlocks:
         return step <= min(self._read_until)
 
     def keep(self, request_id: str, block_ids: BlockIds) -> bool:
-        """The request has ended. Returns whether its blocks may wait until its pages are read.
+        """Keep the blocks of a request that has ended. Return ``False`` if too many blocks are kept.
 
-        Otherwise the reads are to be given up: there are too many.
+        The reads of its pages must then be given up.
         """
         is_first = not self._kept
         self._kept[request_id] = sum(map(len, block_ids))
@@ -45,11 +45,11 @@ class KeptBlocks:
         return is_first or sum(self._kept.values()) <= self._num_blocks // _MAX_SHARE
 
     def take_new(self) -> tuple[str, ...]:
-        """Requests that were kept since the last call."""
+        """Return the requests that were kept since the last call."""
         new, self._new = self._new, []
         return tuple(new)
 
     def free(self, request_ids: Iterable[str]) -> None:
-        """The workers have named these: the engine has freed their blocks."""
+        """Note that the engine has freed the blocks of these requests."""
         for request_id in request_ids:
             self._kept.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""What the pages of one engine are called: the root of their chains, and the series of a worker."""
+"""The identity of an engine's pages: the root of their chains, and the series of each worker."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvplug.transport import PageFormat, Series, WireError
 from kvplug_lookup.connector.groups import Groups
 
 _VERSION = 1
-"""Of what is in the namespace and the shard. Pages of another version are misses."""
+"""Version of the namespace and the shard. Pages of another version are misses."""
 
 
 def model_facts(model: ModelInfo) -> dict[str, Any]:
-    """What determines the KV of tokens, besides the tokens: everything of the model but its name."""
+    """Everything besides the tokens that determines their KV: all fields of the model but its name."""
     facts = attrs.asdict(model)
     del facts["name"]
     return facts
 
 
 def namespace_of(model: ModelInfo) -> bytes:
-    """The namespace of the chains of that model's tokens."""
+    """The namespace of the chains of a model's tokens."""
     return json.dumps([_VERSION, model_facts(model)], sort_keys=True).encode()
 
 
 @attrs.frozen
 class Shard:
-    """The part of a model that one worker holds the KV of."""
+    """The part of a model whose KV one worker holds."""
 
     format: PageFormat
     first_layer: int
@@ -43,7 +43,7 @@ class Shard:
     def series(self, seal: bytes, salt: bytes = b"") -> Series:
         """The series of this worker's pages in a store with this seal.
 
-        ``salt``: what makes the pages others than those of the same worker without it.
+        ``salt``: separates the pages from those with another salt.
         """
         place = json.dumps(
             [_VERSION, self.first_layer, self.end_layer, self.tensor_rank, self.tensor_size]
@@ -51,7 +51,7 @@ class Shard:
         return Series(self.format, place + salt, seal)
 
     def differences(self, theirs: Shard) -> list[str]:
-        """The fields that differ, one sentence each; empty if the pages are interchangeable."""
+        """The fields that differ, one string each; empty if the pages are interchangeable."""
         found = list(self.format.differences(theirs.format))
         for name in ("first_layer", "end_layer", "tensor_rank", "tensor_size"):
             ours, other = getattr(self, name), getattr(theirs, name)
@@ -66,8 +66,8 @@ def shard_of(
     """The shard of this worker.
 
     Raises:
-        ConfigError: pages of so many tokens would divide a kernel's own blocks, or lose some of them.
-        UnsupportedError: the blocks of the cache's groups differ.
+        ConfigError: pages of this size would divide a kernel's blocks, or lose some of them.
+        UnsupportedError: the cache's groups have different block layouts.
     """
     groups = Groups(cache)
     try:
@@ -85,7 +85,7 @@ def shard_of(
 
 
 class PromptChains:
-    """The chains of one request's pages, computed once each, as its tokens become known."""
+    """The chains of one request's pages. Each is computed once, when its tokens are known."""
 
     def __init__(self, namespace: bytes, extra: bytes, page_tokens: int, memo: ChainMemo) -> None:
         self.root = ChainMemo.root(namespace, extra)
@@ -94,48 +94,48 @@ class PromptChains:
         self._chains: list[bytes] = []
 
     def upto(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
-        """The chains of all whole pages among the first ``num_tokens``; maybe more. Must not be changed."""
+        """The chains of all whole pages among the first ``num_tokens``, or more. Do not modify the list."""
         wanted = num_tokens // self._page_tokens
         if wanted > len(self._chains):
             end, tokens = wanted * self._page_tokens, token_ids
-            if len(token_ids) - end >= self._page_tokens:  # else there is not one page more in it
+            if len(token_ids) - end >= self._page_tokens:  # it holds at least one more page
                 tokens = token_ids[:end]
             self._chains = self._memo.chains_of(self.root, tokens, self._page_tokens, self._chains)
         return self._chains
 
     def parent_of(self, page: int) -> bytes:
-        """The chain before that page, whose predecessors' chains are known."""
+        """The chain of the page before ``page``. Earlier chains must be known."""
         return self._chains[page - 1] if page else self.root
 
 
 def hello_of(shard: Shard, model: ModelInfo, store: str, seal: bytes) -> dict[str, Any]:
-    """What a worker says first to those who follow or reach its store."""
+    """The first message of a worker to peers that follow or use its store."""
     return {"shard": to_plain(shard), "model": model_facts(model), "store": store, "seal": seal}
 
 
 @attrs.frozen
 class StoreHello:
-    """What a worker has said of its store."""
+    """A worker's description of its store."""
 
     shard: Shard
     model: Mapping[str, Any]
     store: str
-    """The store's name: what makes an end of it in another process."""
+    """The store's name, which selects the client in another process."""
     seal: bytes
 
     @classmethod
     def from_plain(cls, plain: Any) -> StoreHello:
-        """What :func:`hello_of` made.
+        """Read a result of :func:`hello_of`.
 
         Raises:
-            WireError: it is nothing of the kind.
+            WireError: it is malformed, or reports an error.
         """
         if isinstance(plain, Mapping) and "error" in plain:
-            raise WireError(f"the peer serves no pages: {plain['error']!r:.200}")
+            raise WireError(f"the peer does not serve pages: {plain['error']!r:.200}")
         return from_plain(plain, cls, "hello of a store")
 
     def differences(self, model: ModelInfo) -> list[str]:
-        """Facts of the models that differ, so that no page of theirs is one of ours."""
+        """The model facts that differ, one string each; empty if the pages are interchangeable."""
         ours = model_facts(model)
         return [
             f"model.{name}: ours {ours.get(name)!r}, theirs {self.model.get(name)!r:.200}"

@@ -1,4 +1,4 @@
-"""Loading the pages of one request into its blocks."""
+"""Loads the pages of one request into its blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LASTING: Final = frozenset(
     {MissReason.UNREADABLE, MissReason.FORMAT, MissReason.IDENTITY, MissReason.FORGED}
 )
-"""Reasons for which a page is missed again, until it is replaced."""
+"""Reasons that persist until the page is replaced."""
 
 
 @attrs.define(eq=False)
@@ -41,22 +41,22 @@ class Part:
     """Number of the first page among those of the load."""
     count: int
     route: str = ""
-    """How its pages come, for people."""
+    """The route of its pages, for display."""
     job: GetJob | None = None
     begun_at: float = 0.0
-    """When the store was asked, and :attr:`ended_at` when it was done, by ``time.monotonic``; 0: not yet."""
+    """When the store was asked; :attr:`ended_at`: when it was done. By ``time.monotonic``; 0: not yet."""
     ended_at: float = 0.0
     asked_at: float = 0.0
     error: Exception | None = None
-    """Why it could not be asked for."""
+    """Why the source could not be asked."""
     is_asking: bool = False
-    """It is being asked for: there is no job yet that could be cancelled, and pages may come."""
+    """The source is being asked: there is no job to cancel yet, and pages may arrive."""
 
 
 class Load:
-    """Pages on their way into one request's blocks, layer by layer.
+    """Loads pages into one request's blocks, layer by layer.
 
-    It ends when every page is there or missed. Pages from the first missed one on count as failed: their
+    It ends when every page is loaded or missed. Pages from the first missed one on count as failed: their
     blocks are computed again."""
 
     def __init__(
@@ -76,8 +76,8 @@ class Load:
     ) -> None:
         """
         Args:
-            progressed_at: when something of any load came last from a source, by ``time.monotonic``.
-            after: what must have run on the caches' device before the blocks are written.
+            progressed_at: when something last arrived from a source for any load, by ``time.monotonic``.
+            after: the work that the caches' device must complete before the blocks are written.
         """
         self.plan = plan
         self._views = views
@@ -102,13 +102,13 @@ class Load:
         self._after = after
         self._is_over = False
         self.stalled: str | None = None
-        """The source of which nothing arrived."""
+        """The source that nothing arrived from."""
         self.slow: str | None = None
-        """The source that is refused, since it is slow."""
+        """The source that was refused because it is slow."""
         self.failed_source = ""
-        """The first source that has not given all its pages."""
+        """The first source with a missed page."""
         self.reason = ""
-        """Why not."""
+        """Why that page was missed."""
         self.seconds = 0.0
 
     @property
@@ -117,13 +117,13 @@ class Load:
 
     @property
     def route(self) -> str:
-        """Its sources, and how the pages of each come, for people."""
+        """Its sources and their routes, for display."""
         return "; ".join(": ".join(filter(None, (part.source, part.route))) for part in self.parts)
 
     # -- asking --------------------------------------------------------------------------------
 
     def begin(self, part: Part, store: Store, series: Series) -> None:
-        """Ask a source for its part. Any thread; never waits."""
+        """Ask a source for its part. Thread-safe; never waits."""
         plan, form = self.plan, series.format
         pages = slice(part.first, part.first + part.count)
         first_token = (plan.first_page + part.first) * form.page_tokens
@@ -154,7 +154,7 @@ class Load:
             job = store.submit_get(request, timeout=self.deadline.remaining())
             job.add_done_callback(lambda _: setattr(part, "ended_at", time.monotonic()))
             part.route = store.route
-        except Exception as e:  # of a store's own, too: the engine goes on
+        except Exception as e:  # including errors inside a store: the engine continues
             self.give_up(part, e)
             return
         with self._lock:
@@ -165,7 +165,7 @@ class Load:
             job.cancel()
 
     def give_up(self, part: Part, error: Exception) -> None:
-        """The source cannot be asked."""
+        """Note that the source cannot be asked."""
         with self._lock:
             part.error, part.is_asking = error, False
             self._changed.notify_all()
@@ -173,7 +173,7 @@ class Load:
     # -- waiting -------------------------------------------------------------------------------
 
     def wait_for_layer(self, layer: int) -> None:
-        """Return when the layer is in the cache, or the load has failed: at the latest when nothing has
+        """Wait until the layer is in the cache, or the load has failed: at the latest when nothing has
         arrived for ``stall_timeout_s``."""
         for part in self.parts:
             while not self._is_ready(part, layer):
@@ -197,8 +197,8 @@ class Load:
         return part.job is not None and (part.job.done or part.job.num_layers_ready > layer)
 
     def _before_stall(self) -> float:
-        """Seconds that may still pass without anything arriving. While its source serves other loads, it is
-        its turn that has not come."""
+        """Seconds that may still pass without anything arriving. While its source serves other loads, the
+        load waits for its turn."""
         now = time.monotonic()
         last = self._began_at
         for part in self.parts:
@@ -208,26 +208,26 @@ class Load:
         return min(last + self._stall_timeout_s, self.deadline.at) - now
 
     def _waits_for(self) -> str:
-        """The first source that has not served it; empty if all have."""
+        """The first source that has not finished; empty if all have."""
         return next((part.source for part in self.parts if part.job is None or not part.job.done), "")
 
     def check_stall(self) -> None:
-        """For loads that no call waits for: fail if nothing has arrived for too long."""
+        """Fail a background load if nothing has arrived for too long."""
         if not self.has_ended and self._before_stall() <= 0:
             self._give_up(self._waits_for())
 
     def _give_up(self, source: str) -> None:
         self.stalled = source
-        what = f"of request {self.request_id} from {source!r}"
+        pages = f"pages of request {self.request_id} from {source!r}"
         if self.deadline.expired:
-            self.fail(TimeoutError(f"not all {what} came in time"))
+            self.fail(TimeoutError(f"not all {pages} arrived in time"))
         else:
-            self.fail(StalledError(f"nothing {what} came for {self._stall_timeout_s:g} s"))
+            self.fail(StalledError(f"no {pages} arrived for {self._stall_timeout_s:g} s"))
 
     # -- the end -------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """It is not needed, or does not come: nothing more is copied, and what was not there has failed."""
+        """End a load that is not needed, or has failed. Nothing more is copied; missing pages have failed."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -238,7 +238,7 @@ class Load:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every part is done or given up, and nothing is copied into the blocks any more."""
+        """Whether every part is done or given up, and nothing more is copied into the blocks."""
         if self._error is not None:
             return all(not part.is_asking if part.job is None else part.job.settled for part in self.parts)
         return all(
@@ -247,14 +247,14 @@ class Load:
         )
 
     def wait_settled(self, timeout: float) -> bool:
-        """Return whether nothing is copied any more, at the latest after ``timeout`` seconds."""
+        """Wait until nothing more is copied. Return whether that took at most ``timeout`` seconds."""
         deadline = Deadline.after(timeout)
         with self._lock:
             self._changed.wait_for(lambda: not any(part.is_asking for part in self.parts))
         return all(part.job is None or part.job.wait_settled(deadline.remaining()) for part in self.parts)
 
     def end(self) -> None:
-        """Note what was missed."""
+        """Note the missed pages, and count the load."""
         if self._is_over:
             return
         self._is_over = True
@@ -274,18 +274,18 @@ class Load:
             if self._error is None:
                 self._error = _error_of(reason, plan.request_id)
         elif self._error is not None and self._first_missed == len(self._chains):
-            self._error = None  # it was all there before it was given up
+            self._error = None  # everything had arrived before it was given up
         if self._error is None:
             num_written = self._groups.num_written(plan.block_ids, plan.start, plan.end)
             nbytes = num_written * self._token_bytes()
             self._stats.record("load", nbytes, self.seconds, tokens=plan.end - plan.start)
 
     def _token_bytes(self) -> int:
-        """Of one token in one layer."""
+        """Bytes of one token in one layer."""
         return sum(view.element_size() * view[0, 0].numel() for view in self._views[0])
 
     def _missed_in(self, part: Part) -> tuple[int, str] | None:
-        """The number of the first page of the part that is not there, and why; ``None`` if all are."""
+        """The number of the first missed page of the part, and the reason; ``None`` if all were loaded."""
         results = None if part.job is None else part.job.results()
         if results is None:
             error = part.error or self._error
@@ -298,7 +298,7 @@ class Load:
         return None
 
     def unreadable(self) -> Iterator[tuple[str, bytes]]:
-        """The source and the chain of each page that is there and cannot be read."""
+        """The source and the chain of each page that exists but cannot be read."""
         for part in self.parts:
             for at, missed in enumerate((part.job and part.job.results()) or ()):
                 if missed in _LASTING:
@@ -315,7 +315,7 @@ class Load:
         return self._groups.written(self.plan.block_ids, self.plan.start, self.plan.end)
 
     def failed_block_ids(self, page_tokens: int) -> frozenset[int]:
-        """Blocks that do not have the KV of all their tokens, in all layers."""
+        """Blocks that lack the KV of some token in some layer."""
         first = max(self.plan.start, (self.plan.first_page + self._first_missed) * page_tokens)
         return self._groups.written(self.plan.block_ids, first, self.plan.end)
 

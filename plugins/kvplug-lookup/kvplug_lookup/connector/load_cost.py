@@ -1,4 +1,4 @@
-"""Whether loading KV is cheaper than computing it: what both cost, as measured by the workers."""
+"""Decides whether to load KV or compute it, by the costs that the workers measure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvplug.transport import DeviceMark
 from kvplug_lookup.connector.tracked import Tracked
 
 COMPUTE: Final = "compute"
-"""Stands beside the names of sources."""
+"""The key of prefill's cost, beside the names of sources."""
 _HALF_LIFE: Final = 1 << 14
 """Tokens of prefill after which an older measurement counts half."""
 _KEPT: Final = 0.8
 """The weight of all older loads when one is added."""
 _FEWEST: Final = 2
-"""Loads from a source before anything is concluded: the first one opens pipes, and fills caches."""
+"""Loads from a source before its cost is used: the first one opens pipes and fills caches."""
 _MARGIN: Final = 2.0
-"""A load may take so many times as long as computing: it leaves the processor to other requests."""
+"""How many times longer than computing a load may take: it leaves the processor to other requests."""
 _PEER_MARGIN: Final = 4.0
-"""The same for KV that a peer engine has computed for this one."""
+"""The same for KV that a peer engine computed for this one."""
 _TRY_EVERY: Final = 32
-"""Of so many loads that cost too much one is made, since costs change."""
+"""One in this many loads that cost too much is made anyway, since costs change."""
 
 
 @attrs.define
@@ -49,38 +49,38 @@ class _Line:
         self._product = kept * self._product + num_tokens * seconds
 
     def through_origin(self) -> tuple[float, float]:
-        """``fixed`` (0) and ``per_token``: what many tokens took counts more than what few took."""
+        """``fixed`` (0) and ``per_token``. Measurements of many tokens weigh more."""
         return 0.0, self._product / self._tokens_squared
 
     def fitted(self) -> tuple[float, float]:
-        """``fixed`` and ``per_token``, neither of them negative."""
+        """``fixed`` and ``per_token``, both at least 0."""
         tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
         spread = self._tokens_squared / self._weight - tokens**2
         per_token = seconds / tokens
-        if spread > (tokens / 8) ** 2:  # else the sizes are too alike to tell the two apart
+        if spread > (tokens / 8) ** 2:  # otherwise the sizes are too similar to separate the two
             slope = (self._product / self._weight - tokens * seconds) / spread
             per_token = min(per_token, max(0.0, slope))
         return seconds - per_token * tokens, per_token
 
 
 class MeasuredCosts:
-    """The worker's side: what steps and loads took."""
+    """The worker's side: measures the time of steps and loads."""
 
     def __init__(self) -> None:
         self._compute = _Line()
         self._loads: dict[str, _Line] = {}
         self._busy_until: dict[str, float] = {}
         self._running: deque[tuple[int, DeviceMark, DeviceMark]] = deque()
-        """Steps that the device has perhaps not completed."""
+        """Steps that the device may not have completed yet."""
         self._is_new = False
 
     def note_step(self, num_tokens: int, begun: DeviceMark, ended: DeviceMark) -> None:
-        """A step of so many tokens, most of them of prompts, lies between two timed marks."""
+        """Note the timed marks around a step of ``num_tokens`` tokens, at least half of them of prompts."""
         self._running.append((num_tokens, begun, ended))
 
     def note_load(self, source: str, num_tokens: int, begun: float, ended: float) -> None:
-        """A load of so many tokens, by ``time.monotonic``. While the source served an earlier load as well,
-        the time is of that one."""
+        """Note a load of ``num_tokens`` tokens, by ``time.monotonic``. Time that overlaps an earlier load
+        from the source counts for the earlier one."""
         busy_until = self._busy_until.get(source, 0.0)
         self._busy_until[source] = max(busy_until, ended)
         self._loads.setdefault(source, _Line()).add(
@@ -89,13 +89,13 @@ class MeasuredCosts:
         self._is_new = True
 
     def forget(self, source: str) -> None:
-        """The source has left."""
+        """Drop a source that has left."""
         self._loads.pop(source, None)
         self._busy_until.pop(source, None)
 
     def take(self) -> dict[str, tuple[float, float]] | None:
-        """Fixed seconds and seconds per token of each source and of :data:`COMPUTE`, as far as they are
-        known; ``None`` if nothing is new since the last call."""
+        """Return the known fixed seconds and seconds per token of each source and of :data:`COMPUTE`;
+        ``None`` if nothing has changed since the last call."""
         while self._running and self._running[0][2].is_passed:
             num_tokens, begun, ended = self._running.popleft()
             kept = 0.5 ** (num_tokens / _HALF_LIFE)
@@ -109,7 +109,7 @@ class MeasuredCosts:
 
 
 def num_tokens_timed(output: SchedulerOutput, tracked: Mapping[str, Tracked]) -> int:
-    """Tokens of a step whose time says what prefill costs: at most half of them are decoded. Else 0."""
+    """Tokens of a step if its time measures prefill: at most half of them are decoded. Otherwise 0."""
     num_tokens = num_of_prompts = 0
     for one in output.scheduled:
         num_tokens += one.num_scheduled_tokens
@@ -128,14 +128,14 @@ class LoadCostModel:
         self._num_refused = 0
 
     def update(self, rank: int, costs: Mapping[str, Any]) -> None:
-        """A worker's costs, as :meth:`MeasuredCosts.take` returns them."""
+        """Store a worker's costs, as :meth:`MeasuredCosts.take` returns them."""
         self._costs[rank] = {str(name): (float(fixed), float(each)) for name, (fixed, each) in costs.items()}
 
     def should_load(self, num_tokens: Mapping[str, int], peers: Set[str] = frozenset()) -> bool:
-        """Whether to load so many tokens from these sources, some of which are peer engines.
+        """Whether to load these numbers of tokens from these sources.
 
-        It should where the cost of one is not known, where the load takes up to twice as long as computing,
-        and from peers up to four times as long. Of those that take longer one in 32 is made.
+        True if a source's cost is not known, or if the load takes at most twice as long as computing, or
+        four times from peers. One in 32 of the longer loads is made anyway.
         """
         computing, loading = 0.0, 0.0
         for costs in self._costs.values():

@@ -1,4 +1,4 @@
-"""Which pages of a request every worker can load, and from which sources."""
+"""Finds the pages of a request that every worker can load, and their sources."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvplug_lookup.connector.sources import Inquiry, Source
 
 _HAS_WAITED: Final = -1.0
 _UNREADABLE_S: Final = 30.0
-"""For so long a page is not promised from a source in which a worker could not read it."""
+"""How long a page is not promised from a source after a worker could not read it there."""
 
 Runs = tuple[tuple[str, int], ...]
-"""From which source, and so many pages, one after the other."""
+"""Runs of pages in order: the source, and the number of pages."""
 
 
 @attrs.define(eq=False)
@@ -25,23 +25,22 @@ class Search:
     """The search for the pages of one request."""
 
     inquiries: list[tuple[str, Inquiry]]
-    """The name of each source, and its inquiry, in their order."""
+    """The name of each source, and its inquiry, in order."""
     waits_until: float = 0.0
-    """When the request is computed instead of waiting for pages that are coming; 0: it does not wait yet;
-    ``_HAS_WAITED``: it has waited, and does not again, however often it is asked about."""
+    """Until when the request waits for pages that are coming, before it is computed; 0: it does not wait yet;
+    ``_HAS_WAITED``: it has waited, and does not wait again, however often the engine asks."""
     is_counted: bool = False
-    """Whether the pages that no source holds were counted, and the sources know what was promised: the engine
-    may ask again."""
+    """Whether missing pages were counted, and sources were sent the promises. The engine may ask again."""
 
 
 class Matcher:
-    """Searches in sources, in their order: the engine's own stores are the first of them.
+    """Searches in sources, in their order. The engine's own stores are first.
 
     Args:
-        sources: may change; those of a search are those at its begin.
-        num_workers: which all have to load the pages.
+        sources: may change; a search uses the sources at its start.
+        num_workers: the number of workers, which all have to load the pages.
         wait_timeout_s: how long a request waits for pages that are coming, and for answers of sources.
-        stats: counts requests that have waited for so long, and pages that sources do not hold.
+        stats: counts requests that waited in vain, and pages that sources do not hold.
     """
 
     def __init__(
@@ -52,18 +51,18 @@ class Matcher:
         self._wait_timeout_s = wait_timeout_s
         self._stats = stats
         self.num_stores = 0
-        """So many of the sources are the engine's own stores."""
+        """The number of leading sources that are the engine's own stores."""
         self._unreadable: dict[tuple[str, bytes], float] = {}
-        """Sources and chains of pages that workers could not read, and until when they are not promised."""
+        """Pages that workers could not read, by source and chain, and until when they are not promised."""
 
     def begin(self) -> Search:
-        """A new request has come in."""
+        """Begin the search for a new request."""
         return Search([(source.name, source.inquire()) for source in self._sources])
 
     def held(self, search: Search, chains: list[bytes], first: int) -> tuple[int, tuple[Runs, ...]] | None:
-        """How many pages from number ``first`` on every worker can load, and from where, for each of them.
+        """How many pages from number ``first`` on every worker can load, and the sources for each worker.
 
-        ``None``: it is not known yet.
+        ``None``: not known yet.
         """
         count, sources = len(chains) - first, []
         for rank in range(self._num_workers):
@@ -86,14 +85,14 @@ class Matcher:
         return count, tuple(first_of(runs, count) for runs in sources)
 
     def note_unreadable(self, pages: Sequence[tuple[str, bytes]]) -> None:
-        """A worker could not read these pages, each named by its source and its chain."""
+        """Note pages that a worker could not read, each by its source and chain."""
         if pages:
             now = time.monotonic()
             self._unreadable = {page: until for page, until in self._unreadable.items() if until > now}
             self._unreadable |= dict.fromkeys(pages, now + _UNREADABLE_S)
 
     def _readable(self, name: str, presences: list[Presence], chains: list[bytes]) -> list[Presence]:
-        """What a source has of these pages, up to the first that a worker could not read."""
+        """The presences of these pages in a source, up to the first that a worker could not read."""
         now = time.monotonic() if self._unreadable else 0.0
         for at, (chain, presence) in enumerate(zip(chains, presences, strict=False) if now else ()):
             if presence is Presence.HELD and self._unreadable.get((name, chain), 0.0) > now:
@@ -101,7 +100,7 @@ class Matcher:
         return presences
 
     def _promise(self, chains: list[bytes], at: int, count: int, rank: int, runs: Runs) -> None:
-        """Tell peer engines which of their pages worker ``rank`` is going to load."""
+        """Tell peer engines which of their pages worker ``rank`` will load."""
         peers = {source.name: source for source in self._sources[self.num_stores :]}
         for name, length in first_of(runs, count):
             if name in peers:
@@ -109,7 +108,7 @@ class Matcher:
             at += length
 
     def _held_by(self, search: Search, chains: list[bytes], first: int, rank: int) -> tuple[int, Runs] | None:
-        """The same for worker ``rank``. A source is asked only for what those before it do not have."""
+        """Like :meth:`held`, for worker ``rank``. A source is only asked for pages that earlier ones lack."""
         runs: list[tuple[str, int]] = []
         answers: dict[int, list[Presence]] = {}
         begun: dict[int, int] = {}
@@ -122,7 +121,7 @@ class Matcher:
                     if known is None:
                         must_wait = True
                         if number < self.num_stores and self._may_wait(search):
-                            return None  # its own stores are nearer than those after them
+                            return None  # the engine's own stores are nearer than later sources
                         continue
                     answers[number], begun[number] = self._readable(name, known, chains[at:]), at
                 have = answers[number][at - begun[number] :]
@@ -140,7 +139,7 @@ class Matcher:
         return at - first, tuple(runs)
 
     def _may_wait(self, search: Search) -> bool:
-        """Whether the request waits a little longer for pages that are coming, or for a source's answer."""
+        """Whether the request keeps waiting for pages that are coming, or for a source's answer."""
         now = time.monotonic()
         if not search.waits_until:
             search.waits_until = now + self._wait_timeout_s
@@ -153,7 +152,7 @@ class Matcher:
 
 
 def _num_held(presences: list[Presence]) -> int:
-    """How many pages are held, up to the first that is not."""
+    """The number of leading pages that are held."""
     if presences.count(Presence.HELD) == len(presences):  # fast, and the usual case
         return len(presences)
     return next(at for at, each in enumerate(presences) if each is not Presence.HELD)
@@ -171,7 +170,7 @@ def first_of(runs: Runs, count: int) -> Runs:
 
 
 def tokens_of(runs: Runs, page_tokens: int, start: int, end: int) -> list[tuple[str, int]]:
-    """How many of the tokens ``start`` to ``end`` are in each run; ``start`` lies in the first page."""
+    """How many of the tokens ``start`` to ``end`` lie in each run; ``start`` lies in the first page."""
     found, at = [], start - start % page_tokens
     for name, count in runs:
         until = at + count * page_tokens

@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side in one step: plain values."""
+"""The plan that the scheduler side sends to the worker side in each step, as plain values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PagePlan:
     packed_tokens: bytes = attrs.field(repr=False)
     """The token ids of all pages: int32, little-endian."""
     block_ids: BlockIds
-    """For each KV cache group the request's blocks, from its first one to the one with the last token of the
-    pages; ``NO_BLOCK`` where it has none."""
+    """For each KV cache group the request's blocks, from the first one to the one with the pages' last token;
+    ``NO_BLOCK`` if a block is missing."""
 
     def identities(self, page_tokens: int) -> list[bytes]:
         """The identity of each page."""
@@ -47,12 +47,12 @@ class PagePlan:
 
 @attrs.frozen(kw_only=True)
 class LoadPlan(PagePlan):
-    """Load tokens ``start`` to ``end`` of a request, which lie in these pages, into its blocks."""
+    """Load tokens ``start`` to ``end`` of a request from these pages into its blocks."""
 
     start: int
     end: int
     sources: tuple[tuple[tuple[str, int], ...], ...]
-    """For each worker: from which source, and so many pages, one after the other."""
+    """For each worker, runs of pages in order: the source, and the number of pages."""
     in_background: bool
 
 
@@ -61,35 +61,34 @@ class SavePlan(PagePlan):
     """Save these pages, whose last tokens this step computes."""
 
     num_announced: int
-    """The store is not asked to expect a reader of the first so many: it does, or no engine loads them."""
+    """How many leading pages need no announcement of a reader: they have one, or no engine loads them."""
 
 
 @attrs.frozen(kw_only=True)
 class StepPlan:
-    """Everything one step does."""
+    """Everything that one step does."""
 
     step: int = 0
-    """The engine's number of it."""
-    heard: int = -1
-    """The latest step that a worker side has reported something about and that the scheduler side had
-    heard of when it made this plan: with several steps in flight not always the step before."""
+    """The engine's number of the step."""
+    last_report: int = -1
+    """The latest step whose report the scheduler side had received when it made this plan. With several steps
+    in flight, it may not be the step before."""
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     forget: tuple[str, ...] = ()
-    """Requests that ended or were preempted: stop whatever goes on for them."""
+    """Requests that ended or were preempted: stop all work for them."""
     ended: tuple[str, ...] = ()
-    """Requests that ended, whose blocks are the workers' until their pages are read."""
+    """Requests that ended, whose blocks the engine keeps until the workers have read their pages."""
     reset: bytes = b""
-    """Before anything else: forget all that was saved until now. The bytes are new for each reset; empty: no
-    reset."""
+    """First forget all pages saved so far. The bytes are new for each reset; empty: no reset."""
     doubted: frozenset[int] = frozenset()
-    """Blocks from which nothing is saved until the scheduler side knows the report of this step."""
+    """Blocks that must not be saved from until the scheduler side has received the report of this step."""
     num_tokens: int = 0
-    """Tokens that the step computes, if its time says what prefill costs; else 0."""
+    """Tokens that the step computes, if its time measures prefill; otherwise 0."""
     left: tuple[str, ...] = ()
-    """Sources of engines that have left, before what follows."""
+    """Sources of engines that have left. Applied before ``joined``."""
     joined: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)
-    """Sources of engines that have come, and the contacts of their workers, by rank."""
+    """Sources of engines that have joined, and the contacts of their workers, by rank."""
 
     def to_plain(self) -> dict[str, Any]:
         plain = attrs.asdict(self, recurse=False)  # most steps load and save nothing
@@ -102,7 +101,7 @@ class StepPlan:
     def from_plain(cls, plain: Mapping[str, Any]) -> StepPlan:
         return cls(
             step=plain["step"],
-            heard=plain["heard"],
+            last_report=plain["last_report"],
             loads=tuple(
                 LoadPlan(
                     **{

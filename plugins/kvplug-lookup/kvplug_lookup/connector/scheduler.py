@@ -49,18 +49,18 @@ _log = logging.getLogger(__name__)
 
 
 class LookupScheduler(SchedulerConnector):
-    """Promises pages that every worker can load, plans loads and saves. Touches no tensor, and never waits.
+    """Promises pages that every worker can load, and plans loads and saves. Touches no tensor, never waits.
 
-    It looks for pages in *sources*, in this order: the stores of the config, then the peer engines. Of stores
-    that live in workers it keeps replicas; it asks those that every process reaches.
+    It looks for pages in *sources*, in this order: the stores of the config, then the peer engines. It keeps
+    replicas of stores that live in workers, and asks stores that every process reaches.
     """
 
     supports_hma = True
 
     @classmethod
     def needs_layer_hooks(cls, config: Config, options: LookupConnectorOptions) -> bool:
-        # Pages in a cache on a device are saved when the step is complete, and loads in the background have
-        # ended before their request is in a step.
+        # Pages in a cache on a device are saved when the step is complete, and background loads end before
+        # their request is in a step.
         return config.role is not Role.PRODUCER and not options.async_load
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -81,16 +81,16 @@ class LookupScheduler(SchedulerConnector):
         self._forget: list[str] = []
         self._kept = KeptBlocks(context.parallelism.num_workers, context.cache.num_blocks)
         self._doubts = DoubtedBlocks(self._groups)
-        self._heard = -1
-        """The latest step that a worker has reported something about; -1: none."""
+        self._last_report = -1
+        """The latest step with a worker's report; -1: none."""
         self._reset = b""
-        """The next plan tells the workers to forget everything; new bytes for each reset."""
+        """If set, the next plan makes the workers forget everything. New bytes for each reset."""
         self._reset_step: int | None = None
-        """The step that told them so last, until all of them have reported it."""
+        """The step of the last reset, until all workers have reported it."""
         self._num_reset = 0
-        """How many have."""
+        """How many workers have reported it."""
         self._salt = b""
-        """Of keys in stores that other engines use, too, since the last reset."""
+        """The salt of keys in stores shared with other engines, since the last reset."""
         self._costs = LoadCostModel()
         self._events: BlockEvents | None = None
         self._publisher: EventPublisher | None = None
@@ -103,11 +103,11 @@ class LookupScheduler(SchedulerConnector):
         )
         self._engines = EngineSources(context)
         self._media: dict[str, str] = {}
-        """What each store of the config keeps its pages in; other sources are peer engines."""
+        """The medium of each store of the config; other sources are peer engines."""
         self._own: list[Source] = []
         """The sources that this engine's workers put pages into."""
         self._shards: dict[int, Shard] = {}
-        """Of the workers, as far as they are known; a worker says which it is."""
+        """The known shards by worker; each worker reports its own."""
         workers = context.parallelism.num_workers
         if context.parallelism.tensor_size == workers:
             self._shards = {rank: attrs.evolve(self._shard, tensor_rank=rank) for rank in range(workers)}
@@ -144,7 +144,7 @@ class LookupScheduler(SchedulerConnector):
         self._engines.follow()
 
     def _source_of(self, name: str) -> Source | None:
-        """The source that a store of the config is; ``None`` where nothing can be looked for in it."""
+        """Make the source of a store of the config; ``None`` if nothing can be loaded from it."""
         context = self._context
         store: Store = context.open_store(name)
         self._media[name] = store.medium
@@ -155,7 +155,7 @@ class LookupScheduler(SchedulerConnector):
         is_first = name == context.config.stores[0]
         listener = self._events.apply if is_first and self._events is not None else None
         if not self._saves or not (self._loads or listener is not None):
-            return None  # it lives in workers that put nothing into it, or that nothing is loaded from
+            return None  # it lives in workers that save nothing, or this engine loads nothing
         return followed(context, name, listener=listener)
 
     def take_events(self) -> list[CacheEvent]:
@@ -163,34 +163,34 @@ class LookupScheduler(SchedulerConnector):
 
     @property
     def replicas(self) -> list[Replica]:
-        """What is known here of the stores of workers: this engine's, and the peers'."""
+        """The replicas of the stores of this engine's workers and the peers' workers."""
         return [replica for source in self._sources for replica in source.replicas]
 
     @property
     def publisher(self) -> EventPublisher | None:
-        """What publishes events about blocks; ``None`` if the options name no address."""
+        """The publisher of events about blocks; ``None`` if the options name no address."""
         return self._publisher
 
     def sources_of(self, request_id: str) -> tuple[Runs, ...]:
-        """Where the pages come from that were promised to a request, for each worker."""
+        """For each worker, the sources of the pages that were promised to a request."""
         return self._tracked[request_id].sources
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
-        """Of the replicas that are connected: what was agreed on, and with which peer."""
+        """The links of the connected replicas."""
         return tuple(replica.link for replica in self.replicas if replica.link is not None)
 
     # -- at start and at the end ---------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
-        for rank, said in metadata.items():
-            self._note_shard(rank, said)
+        for rank, report in metadata.items():
+            self._note_shard(rank, report)
 
-    def _note_shard(self, rank: int, said: Any) -> None:
-        """A worker says which part of the model it holds, and how its stores protect pages."""
-        if not isinstance(said, Mapping) or "shard" not in said:
+    def _note_shard(self, rank: int, report: Any) -> None:
+        """Note the part of the model that a worker holds, if its report has it."""
+        if not isinstance(report, Mapping) or "shard" not in report:
             return
-        self._shards[rank] = from_plain(said["shard"], Shard, "shard of a model")
+        self._shards[rank] = from_plain(report["shard"], Shard, "shard of a model")
         self._name_series()
 
     def _name_series(self) -> None:
@@ -207,7 +207,7 @@ class LookupScheduler(SchedulerConnector):
             replica.wait_until_ready(deadline)
 
     def shutdown(self) -> None:
-        self._context.peers.close()  # wakes those that are connecting
+        self._context.peers.close()  # wakes threads that are connecting
         self._engines.close()
         for source in self._sources:
             source.close()
@@ -238,7 +238,7 @@ class LookupScheduler(SchedulerConnector):
         return tracked
 
     def _search(self) -> Search:
-        """A search that sees what was saved before."""
+        """Begin a search that sees everything saved before."""
         return self._matcher.begin() if self._loads else Search([])
 
     def get_num_new_matched_tokens(
@@ -252,14 +252,14 @@ class LookupScheduler(SchedulerConnector):
         if usable <= num_computed_tokens or num_computed_tokens % self._granule:
             return 0, False
         if self._reset or self._reset_step is not None:
-            return 0, False  # the stores may have pages that must not be loaded, and soon have none at all
+            return 0, False  # the stores may still have pages from before the reset
         begun = time.perf_counter()
         found = self._held(tracked, num_computed_tokens, usable)
         if found is None:
             return None, False
         end, sources = found
         end = end // self._block_size * self._block_size
-        # Both ends may lie inside a page. Together, no more than a page is moved for nothing.
+        # Both ends may lie inside a page. Together, at most one page is moved in vain.
         before, after = num_computed_tokens % self._page_tokens, -end % self._page_tokens
         if before + after > self._page_tokens:
             end = (end - end % self._page_tokens) // self._block_size * self._block_size
@@ -277,11 +277,11 @@ class LookupScheduler(SchedulerConnector):
         return new, self._in_background
 
     def _held(self, tracked: Tracked, start: int, usable: int) -> tuple[int, tuple[Runs, ...]] | None:
-        """The end of the tokens from ``start`` on that every worker can load, and from where; ``None``: not
-        known yet.
+        """The end of the tokens from ``start`` on that every worker can load, and their sources; ``None``:
+        not known yet.
         """
         page_tokens = self._page_tokens
-        # The last page may reach beyond what is usable: its first tokens are.
+        # The last page may reach beyond the usable tokens: only its first tokens are loaded.
         reach = min(len(tracked.request.token_ids), usable + page_tokens - 1)
         chains = tracked.chains.upto(tracked.request.token_ids, reach)
         first, last = start // page_tokens, min(len(chains), -(-usable // page_tokens))
@@ -289,7 +289,7 @@ class LookupScheduler(SchedulerConnector):
         if found is None:
             return None
         count, sources = found
-        if count < last - first:  # after a preemption: what no store has is computed, and saved, again
+        if count < last - first:  # after a preemption: pages that no store has are computed and saved again
             tracked.num_saved = min(tracked.num_saved, first + count)
         return (first + count) * page_tokens, sources
 
@@ -326,7 +326,7 @@ class LookupScheduler(SchedulerConnector):
                 in_background=self._in_background,
             )
         )
-        # Pages that are held by the first store, or wholly loaded, need no save, except for another engine.
+        # Pages that the first store holds, or that are loaded whole, need no save, except for another engine.
         if not tracked.has_reader:
             tracked.num_saved = max(tracked.num_saved, end // self._page_tokens)
 
@@ -335,7 +335,7 @@ class LookupScheduler(SchedulerConnector):
         if tracked is None or not tracked.sources:
             return super().get_hit_sources(request, num_external_tokens)
         start = tracked.num_computed_at_match
-        runs = tracked.sources[0]  # of the other workers they may differ
+        runs = tracked.sources[0]  # other workers may load from other sources
         found: dict[str, int] = {}
         for name, num in tokens_of(runs, self._page_tokens, start, start + num_external_tokens):
             medium = self._media.get(name, "peer")
@@ -346,7 +346,7 @@ class LookupScheduler(SchedulerConnector):
         self, request: Request, block_ids: BlockIds, end: RequestEnd
     ) -> tuple[bool, dict[str, Any] | None]:
         tracked = self._tracked.pop(request.request_id, None)
-        # A load that no step has started yet will never be named, so nothing may wait for that.
+        # Workers never report a load that is in no step's plan yet, so nothing may wait for it.
         was_planned = self._drop_loads({request.request_id})
         if tracked is not None and tracked.is_loading and not was_planned:
             self._forget.append(request.request_id)
@@ -355,11 +355,11 @@ class LookupScheduler(SchedulerConnector):
             self._forget.append(request.request_id)
             return False, None
         if not self._kept.keep(request.request_id, block_ids) or end is not RequestEnd.FINISHED:
-            self._forget.append(request.request_id)  # they are free when the workers have stopped reading
+            self._forget.append(request.request_id)  # the blocks are free when the workers stop reading
         return True, None
 
     def _drop_loads(self, request_ids: Collection[str]) -> bool:
-        """Loads that were planned for these and not yet told to the workers; whether there were any."""
+        """Drop loads for these requests that are in no step's plan yet. Return whether there were any."""
         before = len(self._planned_loads)
         self._planned_loads = [load for load in self._planned_loads if load.request_id not in request_ids]
         return len(self._planned_loads) != before
@@ -367,18 +367,18 @@ class LookupScheduler(SchedulerConnector):
     # -- of the whole --------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """In the next step the workers forget what they have saved, and use other keys from then on in stores
-        that other engines use, too.
+        """In the next step the workers forget all saved pages, and use new keys in stores shared with other
+        engines.
 
-        Nothing that they hold is promised any more until they have said so. What a consumer loads is not its
-        own to forget: refused, unless each producer was reset before, or has never been there.
+        No page of theirs is promised until they have reported the reset. Returns ``False`` on a consumer,
+        unless each producer was reset before or was never connected.
         """
         if not self._saves:
             self._engines.update(self._sources)
             held = [source.name for source in self._sources if not source.is_cleared]
             if held:
                 _log.warning(
-                    "the cache is not reset: what this engine loads is held by its producer; first"
+                    "the cache is not reset: this engine loads KV that its producer holds; first"
                     " reset that engine (%s)",
                     ", ".join(held),
                 )
@@ -390,9 +390,7 @@ class LookupScheduler(SchedulerConnector):
         return True
 
     def has_pending_push_work(self) -> bool:
-        """The workers are told of a reset by a step, and tell what is saved or read by one; an engine without
-        requests makes none otherwise.
-        """
+        """Whether steps are needed without requests: to send a reset, or to get the workers' reports."""
         return bool(self._reset or self._kept) or any(source.is_expecting for source in self._own[:1])
 
     def _note_reset(self) -> None:
@@ -407,7 +405,7 @@ class LookupScheduler(SchedulerConnector):
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
         forget = list(self._forget)
         if output.preempted_request_ids:
-            # One preempted after its blocks were allocated has lost them: nothing may be loaded into them.
+            # A request preempted after its allocation has lost its blocks: nothing may be loaded into them.
             scheduled = {one.request_id for one in output.scheduled}
             self._drop_loads(output.preempted_request_ids - scheduled)
         for request_id in output.preempted_request_ids:
@@ -418,10 +416,10 @@ class LookupScheduler(SchedulerConnector):
             self._salt = self._reset
             self._name_series()
         self._engines.update(self._sources)
-        left, joined = self._engines.take_news()
+        left, joined = self._engines.take_changes()
         plan = StepPlan(
             step=output.step,
-            heard=self._heard,
+            last_report=self._last_report,
             loads=tuple(self._planned_loads),
             saves=tuple(self._save_planner.plans(output, self._tracked)) if self._saves else (),
             forget=tuple(forget),
@@ -448,9 +446,9 @@ class LookupScheduler(SchedulerConnector):
             self._take_report(part)
 
     def _take_report(self, part: Mapping[str, Any]) -> None:
-        """What one worker says after a step."""
+        """Apply one worker's report after a step."""
         rank = part["rank"]
-        self._heard = max(self._heard, part["step"])
+        self._last_report = max(self._last_report, part["step"])
         self._note_shard(rank, part)
         if part["reset"] and part["step"] == self._reset_step:
             self._note_reset()

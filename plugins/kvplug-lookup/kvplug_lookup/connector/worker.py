@@ -38,11 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class LookupWorker(WorkerConnector):
-    """Saves the pages that its engine computes into stores, and loads pages from them and from peer engines.
+    """Saves the pages that its engine computes into stores, and loads pages from stores and peer engines.
 
-    As producer it saves, and serves its first store to peers; as consumer it loads from the workers of its
-    own rank in peer engines, and from stores that every process reaches; in the role "both" it does all of
-    it."""
+    A producer saves, and serves its first store to peers. A consumer loads from the workers of its own rank
+    in peer engines, and from stores that every process reaches. The role "both" does all of this."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
@@ -58,37 +57,37 @@ class LookupWorker(WorkerConnector):
         self._views: Sequence[Sequence[Tensor]] = ()
         self._plan = StepPlan()
         self._works_by_layer = False
-        """Something of this step is loaded in front of its layers, or gathered behind them."""
+        """The step loads KV before its layers, or gathers KV after them."""
         self._loads: dict[str, Load] = {}
-        """Of this step, and in the background."""
+        """Loads of this step, and in the background."""
         self._unsettled: list[Load] = []
-        """Loads that have failed, and whose blocks may still be written."""
+        """Failed loads whose blocks may still be written."""
         self._num_evicted: dict[str, int] = {}
-        """Pages that stores without events have given up, as far as they are counted."""
+        """Pages evicted by stores without events that were counted."""
         self._ended_at: dict[str, float] = {}
-        """When the last page of loads that have ended came, by source."""
+        """By source, when the last page of ended loads arrived."""
         self._step = 0
         self._step_began: DeviceMark | None = None
-        """Of a step whose time says what prefill costs."""
+        """Set if the step's time measures prefill."""
         self._suspect: dict[int, int] = {}
-        """Blocks that nothing is saved from, each with the step in which its load failed: plans of later
-        steps may have been made before the scheduler side heard of that. With several workers, those of
-        any load that its step needs: it may have failed at another worker. And those that the plan doubts."""
+        """Blocks that must not be saved from, each with a step. Blocks of failed loads: later steps may have
+        been planned before the scheduler side received the report. With several workers, blocks of any load
+        that its step needs: it may have failed at another worker. And blocks that the plan doubts."""
         self._doubts_loads = context.parallelism.num_workers > 1
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
         self._ended: set[str] = set()
-        """Requests that ended, and whose blocks are kept until the stores have read their pages."""
+        """Requests that ended, whose blocks are kept until the stores have read their pages."""
         self._read_until = -1
-        """The last step whose pages are known to the scheduler side to be read."""
+        """The last step whose pages were reported as read."""
         self._stalled: set[str] = set()
         self._slow: set[str] = set()
         self._refused: set[str] = set()
-        """Peers whose pages can never be ours, which the two engines' other sides do not know."""
+        """Peers that refused a handshake, or whose pages do not fit. Scheduler sides do not know of it."""
         self._unreadable: list[tuple[str, bytes]] = []
-        """The source and the chain of each page that is there and could not be read."""
-        self._has_said_shard = False
+        """The source and the chain of each page that exists but could not be read."""
+        self._has_sent_shard = False
         self._costs = MeasuredCosts()
         self._warnings = CountedWarnings(_log)
         self._saves = config.role in (Role.PRODUCER, Role.BOTH)
@@ -98,9 +97,9 @@ class LookupWorker(WorkerConnector):
         self._service: Service | None = None
         self._peers: dict[str, PeerStore] = {}
         self.last_route = ""
-        """The source of the last load, and how its pages came, for people."""
+        """The source and transport of the last load, for display."""
         self.contact = ""
-        """Where peers find this worker; empty where it serves none."""
+        """The contact for peers; empty if this worker serves none."""
         try:
             self._open_stores()
             if loads:
@@ -130,7 +129,7 @@ class LookupWorker(WorkerConnector):
                 if store.has_events and not store.is_shared:
                     store.subscribe(self._count_evicted)
             else:
-                store.abort()  # a store of this process's own, which nothing would be put into
+                store.abort()  # a store in this process that would stay empty
 
     def _count_evicted(self, event: PageEvent) -> None:
         if event.kind == "removed" and event.reason is PageEvent.Removal.EVICTED:
@@ -143,7 +142,7 @@ class LookupWorker(WorkerConnector):
 
     @property
     def tiers(self) -> Mapping[str, Tier]:
-        """The stores that it saves into or loads from, by name, the first one first."""
+        """The stores that it saves into or loads from, by name, in the order of the config."""
         return self._tiers
 
     @property
@@ -194,7 +193,7 @@ class LookupWorker(WorkerConnector):
             dtype = str(kv_caches[name].dtype).removeprefix("torch.")
             if dtype != self._context.model.dtype:
                 stated = self._context.model.dtype
-                raise LayoutError(f"the cache of {name} is of {dtype}, and the model's facts say {stated}")
+                raise LayoutError(f"the cache of {name} has the dtype {dtype}, but the model has {stated}")
         self._caches = tuple(kv_caches[name] for name in self._layer_names)
         self._views = self._layout.page_views(self._caches)
         blocks = PageBlocks(self._shard.format, self._views, (), 0, 0)
@@ -223,7 +222,7 @@ class LookupWorker(WorkerConnector):
             peer.connected(deadline, retry=True)
 
     def shutdown(self) -> None:
-        # First what wakes those that wait, then what may need a moment to end.
+        # First wake waiting threads, then close what may need a moment to end.
         closing = ClosedError("the connector was shut down")
         if self._context.members is not None:
             self._context.members.close()
@@ -252,16 +251,16 @@ class LookupWorker(WorkerConnector):
                 self._wait_settled(load)  # the engine uses the blocks again when this returns
 
     def _wait_settled(self, load: Load) -> None:
-        """Return when nothing is copied into the load's blocks any more, which is a matter of one copy.
+        """Wait until nothing is copied into the load's blocks: at most the time of one copy.
 
         Raises:
-            StalledError: it does not end. The engine must not use the blocks, and has no others.
+            StalledError: the copy does not end, so the engine must not use the blocks.
         """
         timeout_s = self._context.config.timeout_s
         if not load.wait_settled(timeout_s):
             raise StalledError(
                 f"blocks of request {load.request_id} are still being written from {load.route},"
-                f" {timeout_s:g} s after the load ended: restart this engine, and what is behind that source"
+                f" {timeout_s:g} s after the load ended: restart this engine and the process of that source"
             )
 
     def _forget(self, request_id: str) -> None:
@@ -276,12 +275,12 @@ class LookupWorker(WorkerConnector):
         assert isinstance(metadata, Mapping)
         self._plan = plan = StepPlan.from_plain(metadata)
         self._step = plan.step
-        while self._unsettled:  # the engine computes their blocks again from here on
+        while self._unsettled:  # from here on the engine recomputes their blocks
             self._wait_settled(self._unsettled[0])
             del self._unsettled[0]
-        waits = any(not load.in_background for load in plan.loads)  # then its time says little of computing
+        waits = any(not load.in_background for load in plan.loads)  # then its time does not measure prefill
         self._step_began = self._timed_mark() if plan.num_tokens and self._caches and not waits else None
-        self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
+        self._suspect = {block: step for block, step in self._suspect.items() if step > plan.last_report}
         self._suspect |= dict.fromkeys(plan.doubted, plan.step)
         if plan.reset and self._saver is not None:
             series = {
@@ -303,7 +302,7 @@ class LookupWorker(WorkerConnector):
         return self._works_by_layer
 
     def _leave(self, name: str) -> None:
-        """The peer engine of that name has left; what is being loaded from it fails."""
+        """Drop a peer engine that has left. Its loads fail."""
         peer = self._peers.pop(name, None)
         if peer is not None:
             peer.close_in_background()
@@ -320,8 +319,8 @@ class LookupWorker(WorkerConnector):
         if not self._plan.loads:
             return
         if not self._caches:
-            raise LayoutError("there is no cache to load into: register_kv_caches was not called")
-        # The requests that had the blocks before may still use them, in a forward pass that is only queued.
+            raise LayoutError("there is no cache to load into: call register_kv_caches first")
+        # A queued forward pass of the blocks' previous requests may still use them.
         free = DeviceMark(self._caches[0].device)
         loads = [self._load_of(plan, free) for plan in self._plan.loads]
         for load in loads:
@@ -347,7 +346,7 @@ class LookupWorker(WorkerConnector):
         )
 
     def progressed_at(self, source: str) -> float:
-        """When something arrived last from a source, of a load that ended or is under way."""
+        """When something last arrived from a source, for any load."""
         parts = [part for load in self._loads.values() for part in load.parts if part.source == source]
         return max([self._ended_at.get(source, 0.0), *(part.job.progressed_at for part in parts if part.job)])
 
@@ -362,7 +361,7 @@ class LookupWorker(WorkerConnector):
                 load.deadline,
             )
         else:
-            load.give_up(part, ClosedError(f"this worker has no source {part.source!r}"))
+            load.give_up(part, ClosedError(f"this worker does not have the source {part.source!r}"))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for load in self._loads_in_step():
@@ -387,18 +386,18 @@ class LookupWorker(WorkerConnector):
         return DeviceMark(self._caches[0].device, timed=True)
 
     def _settle_loads(self) -> None:
-        """The loads that the step needed have ended, whichever call the engine makes first after it."""
+        """End the loads that this step needs. The first call after the step, whichever it is, does this."""
         for load in self._loads_in_step():
             load.wait_for_layer(len(self._layer_names) - 1)
             self._end(load)
-        # Requests may share blocks: what was gathered from one that a failed load was to fill is wrong. So is
-        # what was computed from it, here and, since they share the model, at every other worker. The
-        # scheduler side plans these saves anew.
+        # Requests may share blocks, so pages gathered from the blocks of a failed load are wrong. So are
+        # pages computed from them, here and, since workers share the model, at every other worker. The
+        # scheduler side plans these saves again.
         if self._saver is not None and self._suspect:
             self._spoilt_saves |= self._saver.spoil(frozenset(self._suspect))
 
     def _end(self, load: Load) -> None:
-        """A load has ended; if it failed, nothing of what it touched is used or saved."""
+        """End a load. If it failed, its blocks are not used or saved."""
         request_id = load.request_id
         del self._loads[request_id]
         for part in load.parts:
@@ -466,15 +465,15 @@ class LookupWorker(WorkerConnector):
             settled, unsaved = self._saver.take_settled(), self._saver.take_unsaved()
             read_until = self._saver.read_until
             if not self.first_tier.store.is_shared:
-                settled = []  # a store with events tells of its pages itself
+                settled = []  # a store with events reports its pages itself
         costs = self._costs.take()
         has_suspects = self._step in self._suspect.values()
         news = self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset
         saved = settled or unsaved or read_until != self._read_until
-        if not (news or saved or costs or self._refused or not self._has_said_shard):
+        if not (news or saved or costs or self._refused or not self._has_sent_shard):
             return None
         self._read_until = read_until
-        said: dict[str, Any] = {
+        report: dict[str, Any] = {
             "rank": self._context.parallelism.worker_rank,
             "step": self._step,
             "failed_loads": sorted(self._failed_requests),
@@ -489,12 +488,12 @@ class LookupWorker(WorkerConnector):
             "read_until": read_until,
             "rates": costs,
         }
-        if not self._has_said_shard:
-            said["shard"] = to_plain(self._shard)
-            self._has_said_shard = True
+        if not self._has_sent_shard:
+            report["shard"] = to_plain(self._shard)
+            self._has_sent_shard = True
         self._failed_requests, self._spoilt_saves, self._unreadable = set(), set(), []
         self._stalled, self._slow, self._refused = set(), set(), set()
-        return said
+        return report
 
     def get_stats(self) -> Mapping[str, Any] | None:
         self._warnings.flush()
