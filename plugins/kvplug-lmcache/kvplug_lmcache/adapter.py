@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 ENGINE: Final = "lmcache"
 _LEASE_S: Final = 60.0
-"""How long a locked page is not evicted, at least: LMCache loads it when all adapters have answered."""
+"""Minimum time that a locked page is not evicted: LMCache loads it after all adapters have answered."""
 
 
 class KvplugL2AdapterConfig(L2AdapterConfigBase):
@@ -41,7 +41,7 @@ class KvplugL2AdapterConfig(L2AdapterConfigBase):
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> KvplugL2AdapterConfig:
-        """Raises ConfigError, which is a ValueError: every fault of form at once."""
+        """Raises ConfigError, which is a ValueError; lists every fault of form."""
         given = dict(d)
         namespace = given.pop("namespace", "")
         if not isinstance(namespace, str):
@@ -59,7 +59,7 @@ class KvplugL2AdapterConfig(L2AdapterConfigBase):
             '- options (dict): its options, such as {"redis": {"address": "10.0.0.7:6379"}}\n'
             "- weights (str): name of the models' weights, such as their revision; without it no chunk is"
             " found after a restart, or by another server\n"
-            "- namespace (str): what chunks depend on beside that and LMCache's keys\n"
+            "- namespace (str): what chunks depend on besides weights and LMCache's keys\n"
             "- timeout_s, integrity, secret_file, ...: every key of kvplug's configuration that stores use"
         )
 
@@ -67,9 +67,9 @@ class KvplugL2AdapterConfig(L2AdapterConfigBase):
 class KvplugL2Adapter(L2AdapterInterface):
     """Keeps LMCache's objects in a kvplug store.
 
-    LMCache calls it from the threads of its controllers; no method waits. Every task ends by ``timeout_s`` of
-    the config. When a task has ended, the store touches the memory of its objects no more. A failure of the
-    store is a miss, or a failed store task, and never an exception.
+    LMCache calls it from its controllers' threads; no method waits. Every task ends by ``timeout_s`` of the
+    config. After its end, the store no longer accesses the memory of its objects. A failure of the store is a
+    miss or a failed store task, never an exception.
 
     Raises (the constructor):
         kvplug.ConfigError: the configuration is wrong; lists every fault.
@@ -77,9 +77,9 @@ class KvplugL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, config: KvplugL2AdapterConfig, l1_memory_desc: L1MemoryDesc | None = None) -> None:
-        """``l1_memory_desc`` is not needed: objects tell where their bytes are."""
+        """``l1_memory_desc`` is not needed: objects have the addresses of their bytes."""
         super().__init__()
-        encode_key(ObjectKey(chunk_hash=b"", model_name="", kv_rank=0))  # raises, if it cannot
+        encode_key(ObjectKey(chunk_hash=b"", model_name="", kv_rank=0))  # raises if it cannot encode keys
         self._name = config.config.stores[0] if config.config.stores else ""
         self._lease_s = max(_LEASE_S, 2 * config.config.timeout_s)
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class KvplugL2Adapter(L2AdapterInterface):
         self._found: dict[int, Bitmap] = {}
         self._loaded: dict[int, Bitmap] = {}
         self._sizes: dict[ObjectKey, int] = {}
-        """Of objects that were stored here, while LMCache evicts by size."""
+        """Bytes of each object that was stored here, while LMCache evicts by size."""
         self._is_closed = False
         self._cache = build_page_cache(config.config, engine=ENGINE, namespace=config.namespace.encode())
         self._store_event = create_event_notifier()
@@ -143,7 +143,7 @@ class KvplugL2Adapter(L2AdapterInterface):
         return popped
 
     def _account(self, keys: list[ObjectKey], sizes: list[int]) -> None:
-        """Tell LMCache what is kept; what it was told of before only if nothing evicts by it."""
+        """Notify LMCache of stored objects; of each only once if listeners evict by these notifications."""
         if self._listeners:
             with self._lock:
                 new = [index for index, key in enumerate(keys) if key not in self._sizes]
@@ -205,13 +205,13 @@ class KvplugL2Adapter(L2AdapterInterface):
         try:
             return [page_of(key, obj) for key, obj in zip(keys, objects, strict=True)]
         except Exception as e:
-            _log.error("objects of LMCache cannot be used: %s: %s", type(e).__name__, e)
+            _log.error("cannot use LMCache's objects: %s: %s", type(e).__name__, e)
             return None
 
     # -- delete, figures -----------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete the objects, except locked ones. Does not wait: listeners are told when it is done."""
+        """Delete the objects, except locked ones. Does not wait: listeners are notified of the end."""
         free = [(key, encoded) for key in keys if not self._cache.is_leased(encoded := encode_key(key))]
 
         def ended(job: Job[bool]) -> None:
@@ -225,7 +225,7 @@ class KvplugL2Adapter(L2AdapterInterface):
             self._cache.remove([encoded for _, encoded in free]).add_done_callback(ended)
 
     def get_usage(self) -> AdapterUsage:
-        """What the store holds, other users' pages included; by salt, what was stored here."""
+        """The store's usage, including other users' pages; by salt, only objects that were stored here."""
         usage, counted = self._cache.usage(), super().get_usage()
         return AdapterUsage(
             total_bytes_used=usage.used_bytes,
@@ -249,12 +249,12 @@ class KvplugL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """End every task and give everything back. Idempotent. Waits at most ``timeout_s`` for stores."""
+        """End every task and release all resources. Idempotent. Waits at most ``timeout_s`` for stores."""
         with self._lock:
             if self._is_closed:
                 return
         if not self._cache.close():
-            _log.error("a copy from or into LMCache's memory hangs; its memory should not be used again")
+            _log.error("a copy from or into LMCache's memory hangs; do not use that memory again")
         with self._lock:
             self._is_closed = True
             for event in (self._store_event, self._lookup_event, self._load_event):

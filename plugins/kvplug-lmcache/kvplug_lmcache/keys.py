@@ -17,18 +17,18 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(ObjectKey))
 
 
 def encode_key(key: ObjectKey) -> bytes:
-    """All that LMCache calls an object by: chunk hash, model, rank and size of the world, object group, salt.
+    """Encode all fields of LMCache's key: chunk hash, model, rank and world size, object group, salt.
 
-    Fields that a later LMCache adds are in it, too, so that keys of both releases differ.
+    This includes fields that a later LMCache adds, so that keys of both releases differ.
 
     Raises:
-        UnsupportedError: a field has a value that is no text, bytes or number.
+        UnsupportedError: a field's value is not text, bytes or a whole number.
     """
     return b"".join(_encoded(name) + _encoded(getattr(key, name)) for name in _FIELDS)
 
 
 def _encoded(value: Any) -> bytes:
-    """Its type, its length and itself, so that two sequences of values never have the same bytes."""
+    """The value's type, length and content, so that two sequences of values never have the same bytes."""
     if isinstance(value, bytes):
         kind, content = b"b", value
     elif isinstance(value, str):
@@ -38,22 +38,22 @@ def _encoded(value: Any) -> bytes:
     else:
         raise UnsupportedError(
             f"LMCache's ObjectKey has the fields {', '.join(_FIELDS)}, and one of them is {value!r}; this"
-            " kvplug-lmcache knows text, bytes and whole numbers"
+            " kvplug-lmcache supports only text, bytes and whole numbers"
         )
     return kind + len(content).to_bytes(4, "little") + content
 
 
 def encode_layout(obj: MemoryObj) -> bytes:
-    """What the bytes of an object mean: dtypes and shapes, which LMCache's keys do not have."""
+    """The dtypes and shapes of an object's bytes, which LMCache's keys do not contain."""
     meta = obj.metadata
     shapes = meta.shapes if meta.shapes is not None else [meta.shape]
     dtypes = meta.dtypes if meta.dtypes is not None else [meta.dtype]
-    told = [f"{dtype} {list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
-    return ", ".join(told).encode()
+    parts = [f"{dtype} {list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
+    return ", ".join(parts).encode()
 
 
 def page_of(key: ObjectKey, obj: MemoryObj) -> FlatPage:
-    """One object as a page: as many bytes as it uses."""
+    """One object as a page, with the bytes that it uses."""
     view = memoryview(obj.byte_array)
     return FlatPage(
         key=encode_key(key), view=view if view.format == "B" else view.cast("B"), layout=encode_layout(obj)

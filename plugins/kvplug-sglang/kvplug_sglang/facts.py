@@ -1,6 +1,6 @@
-"""What the KV in SGLang's pages depends on besides tokens.
+"""The facts that the KV in SGLang's pages depends on, besides tokens.
 
-SGLang calls a page by a hash of its tokens, adapter and cache salt, which leaves all of this out.
+SGLang names a page by a hash of its tokens, adapter and cache salt, which does not include these facts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _VERSION: Final = 1
-"""Of these facts. Pages that were kept with those of another version are misses."""
+"""Version of these facts. Pages that were stored with another version are misses."""
 _FORMATS: Final = frozenset(
     {"auto", "safetensors", "mistral", "instanttensor", "layered", "fastsafetensors", "runai_streamer"}
 )
@@ -29,11 +29,11 @@ _FORMATS: Final = frozenset(
 
 
 def model_facts(path: str | None = None) -> dict[str, Any]:
-    """Facts of the model that this process serves. ``weights`` is empty if the weights of the model, of its
-    draft or of an adapter have no fingerprint.
+    """Facts about the model that this process serves. ``weights`` is empty if the weights of the model, its
+    draft or an adapter have no fingerprint.
 
     Args:
-        path: of the checkpoint that the weights come from; default: the one the engine was started with.
+        path: the checkpoint of the weights; by default the one that the engine was started with.
     """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_server_args
@@ -56,9 +56,9 @@ def model_facts(path: str | None = None) -> dict[str, Any]:
 
 
 def rank_facts(config: HiCacheStorageConfig, *, is_replicated: bool) -> dict[str, Any]:
-    """Which part of the model this worker has.
+    """The part of the model that this worker has.
 
-    ``is_replicated``: every tensor-parallel rank has the same.
+    ``is_replicated``: every tensor-parallel rank has the same part.
     """
     return {
         "tensor": None if is_replicated else [config.tp_rank, config.tp_size],
@@ -69,7 +69,7 @@ def rank_facts(config: HiCacheStorageConfig, *, is_replicated: bool) -> dict[str
 
 
 def pool_facts(pool: HostPool) -> dict[str, Any]:
-    """How the pages of a pool are laid out."""
+    """The layout of a pool's pages."""
     inner = pool.pool
     shape = {name: _plain(getattr(inner, name, None)) for name in _SHAPE}
     return {"name": pool.name, "class": type(inner).__name__, "sizes": list(pool.sizes), **shape}
@@ -88,7 +88,7 @@ _SHAPE: Final = (
     "kv_cache_dim",
     "storage_format_tag",
 )
-"""Attributes of pools; not all have all."""
+"""Attributes of pools. Not every pool has all of them."""
 
 
 def namespace_of(*facts: Mapping[str, Any]) -> bytes:
@@ -98,10 +98,10 @@ def namespace_of(*facts: Mapping[str, Any]) -> bytes:
 
 
 def fingerprint_of(name: str, revision: str | None, load_format: str, cache: str | None) -> str:
-    """The fingerprint of the safetensors files of a model; empty where there are none.
+    """The fingerprint of a model's safetensors files; empty if there are none.
 
     Args:
-        name: a folder, or a name on the hub; then its files are looked for in the cache.
+        name: a folder, or a name on the hub, whose files are searched in the cache.
     """
     folder = _folder_of(name, revision, cache) if str(load_format) in _FORMATS else None
     if folder is None:
@@ -135,9 +135,9 @@ def _draft_of(args: Any) -> tuple[Any, ...]:
 
 
 def adapter_of(adapter: Any) -> tuple[str, str, str]:
-    """Name, path and fingerprint of an adapter that the engine was started with. SGLang's id of it is its
-    name and path, whatever its weights; the id of one that is loaded later is random, so its pages are not
-    found by another process."""
+    """Name, path and fingerprint of an adapter that the engine was started with. SGLang identifies it by name
+    and path, not by its weights. An adapter that is loaded later has a random id, so that no other process
+    finds its pages."""
     path = getattr(adapter, "lora_path", None) or str(adapter)
     folder = _folder_of(str(Path(path).expanduser()), None, None)
     try:
@@ -149,7 +149,7 @@ def adapter_of(adapter: Any) -> tuple[str, str, str]:
 
 
 def _positions(config: Any) -> str:
-    """Positions of the language model. Factors of some depend on the longest context that is served."""
+    """The language model's position embedding. Some factors depend on the longest served context."""
     found = ModelInfo.positions_of(config.hf_text_config)
     return f"{found} up to {config.context_len}" if "longrope" in found else found
 

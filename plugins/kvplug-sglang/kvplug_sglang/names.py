@@ -1,4 +1,4 @@
-"""The names under which this engine's pages are kept, and what they change with."""
+"""The names of this engine's pages, and when they change."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAMBA: Final = "mamba"
 
 
 class PageNames:
-    """Makes keys of SGLang's hashes. Thread-safe.
+    """Makes keys from SGLang's hashes. Thread-safe.
 
-    While the weights change there are no names: what the engine's cache holds may be KV of the old ones.
+    While the weights change, names are suspended: the engine's cache may hold KV of the old weights.
     """
 
     def __init__(self, config: HiCacheStorageConfig, weights: str = "") -> None:
-        """``weights``: the identity that the operator states, in place of the fingerprint."""
+        """``weights``: the operator's name for the weights, instead of the fingerprint."""
         self._config = config
         self._model = model_facts()
         self._token = _agreed_token()
@@ -38,14 +38,14 @@ class PageNames:
             )
         self._lock = threading.Lock()
         self._generation = 0
-        """0: pages are shared with every engine that has the same facts. Others are this engine's own."""
+        """0: pages are shared with every engine that has the same facts. Else they are this engine's."""
         self._loading: str | None = None
         self.is_suspended = False
-        """Whether there are no names now."""
+        """Whether pages can be neither stored nor found now."""
         self._namespaces: dict[str, bytes] = {}
 
     def keys(self, pool: HostPool, keys: Sequence[str]) -> list[bytes]:
-        """All that a page of the pool is called by."""
+        """The store's keys of pages in the pool."""
         with self._lock:
             namespace = self._namespaces.get(pool.name)
             if namespace is None:
@@ -56,36 +56,36 @@ class PageNames:
         return [namespace + key.encode() for key in keys]
 
     def forget_pool(self, name: str) -> None:
-        """Another pool has this name now."""
+        """Drop what is cached for this name, which another pool has now."""
         with self._lock:
             self._namespaces.pop(name, None)
 
     def _is_replicated(self, pool: HostPool) -> bool:
-        """Whether all tensor-parallel ranks have the same pages. With latent attention they do, but not of
-        states, and not of a draft model that has heads."""
+        """Whether all tensor-parallel ranks have the same pages. They do with latent attention, except for
+        states and for a draft model with heads."""
         return bool(self._config.is_mla_model) and pool.name != _MAMBA and not pool.has_heads
 
     # -- weights ---------------------------------------------------------------------------------
 
     def begin_weights(self, path: str | None) -> None:
-        """The engine is going to load other weights: from this checkpoint, or (``None``) from elsewhere.
+        """Call before the engine loads other weights, from this checkpoint or (``None``) another source.
 
-        There are no names until :meth:`cache_was_reset`, which most updates do.
+        Names are suspended until :meth:`cache_was_reset`, which most updates cause.
         """
         with self._lock:
             self.is_suspended, self._loading = True, path
 
     def end_weights(self, is_done: bool) -> None:
-        """They are loaded, or not. The cache may have been reset in between."""
+        """Call after the weights were loaded, or loading failed. The cache may have been reset meanwhile."""
         with self._lock:
             if not self.is_suspended:
                 return
             if not is_done:
                 self._loading = None
-        _log.warning("the weights changed: no KV pages are kept or found until the cache is flushed")
+        _log.warning("the weights changed: no KV pages are stored or found until the cache is flushed")
 
     def cache_was_reset(self) -> None:
-        """The engine holds no KV of earlier weights any more."""
+        """Call when the engine no longer holds KV of earlier weights."""
         with self._lock:
             if not self.is_suspended:
                 return
@@ -102,15 +102,15 @@ class PageNames:
             self.is_suspended = False
 
     def renew(self, why: str) -> None:
-        """Use names that no engine has used: it finds none of the pages that are there."""
+        """Use names that no engine has used, so that no existing page is found."""
         with self._lock:
             self._generation += 1
             self._namespaces.clear()
-        _log.info("%s: this engine keeps its KV pages under names of its own from now on", why)
+        _log.info("%s: this engine stores its KV pages under its own names from now on", why)
 
 
 def _agreed_token() -> bytes:
-    """16 random bytes, the same in all tensor-parallel ranks of this engine, which call this together."""
+    """16 random bytes, equal in all tensor-parallel ranks of this engine. All of them must call this."""
     token = os.urandom(16)
     import torch
     from sglang.srt.runtime_context import get_parallel

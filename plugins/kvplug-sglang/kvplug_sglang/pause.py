@@ -1,4 +1,4 @@
-"""A store that does not answer is left alone for a while, so that requests do not wait for it one by one."""
+"""Pauses calls of a store that does not answer, so that requests do not wait for it one by one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 _log = logging.getLogger(__name__)
 
 _PAUSE_S: Final = (1.0, 30.0)
-"""After the first call that got no answer, and at most; doubled each time."""
+"""The first pause and the longest one. Each pause is twice as long as the previous one."""
 
 
 class Pause:
-    """Whether to ask now. Thread-safe."""
+    """Decides whether to call the store now. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -24,17 +24,17 @@ class Pause:
         self._until = 0.0
 
     def allows(self) -> bool:
-        """Whether a call may be made. After a pause one may, and tells whether the store answers again."""
+        """Whether a call may be made. After a pause, a single call tests whether the store answers again."""
         with self._lock:
             now = self._clock()
             if now < self._until:
                 return False
             if self._num_unanswered:
-                self._until = now + self._length()  # one call at a time finds out
+                self._until = now + self._length()  # one call at a time
             return True
 
     def note(self, answered: bool) -> None:
-        """What a call came to that was allowed."""
+        """Record the outcome of an allowed call."""
         with self._lock:
             if answered:
                 if self._num_unanswered:
@@ -42,7 +42,7 @@ class Pause:
                 self._num_unanswered, self._until = 0, 0.0
                 return
             if not self._num_unanswered:
-                _log.warning("the store does not answer: its pages are misses, and it is asked again later")
+                _log.warning("the store does not answer: its pages are misses, and it is tried again later")
             self._num_unanswered = min(self._num_unanswered + 1, 16)
             self._until = self._clock() + self._length()
 

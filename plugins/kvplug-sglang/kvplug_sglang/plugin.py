@@ -1,7 +1,7 @@
 """The function of SGLang's plugin entry point, which SGLang calls in each of its processes.
 
-It makes ``--hicache-storage-backend kvplug`` work, and lets the storage know when the weights change. SGLang
-has hooks for its functions and methods, and no other way to do either.
+It makes ``--hicache-storage-backend kvplug`` work, and notifies the storage when the weights change. SGLang's
+hooks for its functions and methods are the only way to do either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DYNAMIC: Final = {
     "module_path": "kvplug_sglang.storage",
     "class_name": "KvplugStorage",
 }
-"""What SGLang's backend ``dynamic`` needs in its extra config."""
+"""The extra config that SGLang's backend ``dynamic`` needs."""
 _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _CONTROLLER: Final = "sglang.srt.managers.cache_controller.HiCacheController"
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -31,15 +31,15 @@ UPDATES: Final = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
-"""SGLang's methods by which the weights change."""
+"""SGLang's methods that change the weights."""
 _registered: list[str] = []
-"""Targets that a scheduler's hooks were registered for in this process."""
+"""Targets of the scheduler's hooks that were registered in this process."""
 
 
 def register() -> None:
     """Register the hooks. SGLang applies them after it has called all plugins.
 
-    Those of a scheduler are registered where its module is imported: importing it takes seconds.
+    The scheduler's hooks are registered only if its module is imported, since the import takes seconds.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def check_hooks() -> None:
-    """SGLang only logs that it cannot apply a hook; then KV of earlier weights would stay valid.
+    """Check that SGLang applied the hooks. It only logs a failure, and then KV of old weights stays valid.
 
     Raises:
         UnsupportedError: a registered hook was not applied; the message names its target.
@@ -79,14 +79,14 @@ def _is_hooked(target: str) -> bool:
 
 
 def _offer_name(result: object, parser: Any) -> None:
-    """The command line takes the name: argparse knows only those of SGLang's own backends."""
+    """Make the command line accept the name: argparse knows only SGLang's own backends."""
     for action in parser._actions:
         if action.dest == "hicache_storage_backend" and NAME not in (action.choices or (NAME,)):
             action.choices = [*action.choices, NAME]
 
 
 def _attach(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """``kvplug`` is the backend ``dynamic`` with kvplug's class: only SGLang's own names have makers."""
+    """Attach ``kvplug`` as the backend ``dynamic`` with kvplug's class: other names are SGLang's own."""
     call = inspect.signature(original).bind(*args, **kwargs)
     if call.arguments.get("storage_backend") != NAME:
         return original(*args, **kwargs)

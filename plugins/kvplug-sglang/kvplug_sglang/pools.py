@@ -1,4 +1,4 @@
-"""SGLang's pools in host memory: where a page of one lies."""
+"""SGLang's pools in host memory, and the memory of their pages."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 class HostPool:
     """One pool of pages in host memory.
 
-    A page has consecutive tokens of all layers, in one or several pieces: keys and values, or those of each
-    layer, by the pool's layout.
+    A page has consecutive tokens of all layers. Depending on the pool's layout it has one or several pieces:
+    keys and values, or those of each layer.
     """
 
     def __init__(self, pool: Any, name: str) -> None:
-        """Raises ConfigError: the pool does not say where its pages are."""
+        """Raises ConfigError: the pool does not provide the addresses of its pages."""
         self.pool = pool
         self.name = name
         self.page_size: int = getattr(pool, "page_size", 1) or 1
-        """Rows of the pool in a page; of SGLang's tokens there may be more."""
+        """Rows of the pool in a page, which may have more of SGLang's tokens."""
         self._held = [each for each in vars(pool).values() if _is_memory(each)]
-        """Its memory: it stays mapped while a copy is under way, also when the pool is destroyed."""
+        """Its memory. The reference keeps it mapped during a copy even if the pool is destroyed."""
         self.sizes = self._find_sizes()
 
     @property
     def has_memory(self) -> bool:
-        """Whether it has pages of its own: the anchor of some models is only a count."""
+        """Whether it has its own pages: some models' anchor is only a count."""
         return getattr(self.pool, "kv_buffer", self) is not None
 
     @property
@@ -46,7 +46,7 @@ class HostPool:
         """The pages whose rows have these indices, :attr:`page_size` for each key.
 
         Raises:
-            ValueError: there are not as many indices.
+            ValueError: the number of indices is wrong.
         """
         if len(indices) != len(keys) * self.page_size:
             raise ValueError(

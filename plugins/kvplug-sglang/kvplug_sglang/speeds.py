@@ -1,4 +1,4 @@
-"""How fast pages moved, in the form of SGLang's own metrics of a storage."""
+"""The speed of page transfers, in the form of SGLang's own storage metrics."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Speeds:
         return {"prefetch_pgs": [], "prefetch_bandwidth": [], "backup_pgs": [], "backup_bandwidth": []}
 
     def note(self, op: str, num_pages: int, nbytes: int, seconds: float) -> None:
-        """A batch has moved: ``op`` is ``get`` or ``put``."""
+        """Record a transferred batch: ``op`` is ``get`` or ``put``."""
         kind = "prefetch" if op == "get" else "backup"
         with self._lock:
-            if len(self._found[f"{kind}_pgs"]) < 10_000:  # SGLang takes them every second or so
+            if len(self._found[f"{kind}_pgs"]) < 10_000:  # SGLang reads them about every second
                 self._found[f"{kind}_pgs"].append(num_pages)
                 self._found[f"{kind}_bandwidth"].append(nbytes / 1e9 / max(seconds, 1e-9))
 
     def take(self) -> dict[str, list[float]]:
-        """Lists for SGLang's ``StorageMetrics``."""
+        """Return and reset the lists for SGLang's ``StorageMetrics``."""
         with self._lock:
             found, self._found = self._found, self._empty()
             return found

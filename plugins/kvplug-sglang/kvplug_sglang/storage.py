@@ -44,12 +44,12 @@ class KvplugStorage(HiCacheStorage):
     """Pages of SGLang's host memory in a kvplug store.
 
     Law. No call raises for a failure of the store, or waits for it longer than the config's ``timeout_s``:
-    what cannot be had is a miss, and what cannot be kept is not kept, both counted. The one exception: while
-    the store still copies from or into SGLang's memory, a call does not return, since SGLang uses that memory
-    again. After calls without an answer the store is left alone for a while. A page is found only by a worker
-    whose model, weights, shard, pool and layout are the same.
+    a page that cannot be loaded is a miss, and a page that cannot be stored is dropped; both are counted. One
+    exception: while the store still copies from or into SGLang's memory, a call does not return, since SGLang
+    reuses that memory. After unanswered calls the store is not called for a while. A page is found only by a
+    worker with the same model, weights, shard, pool and layout.
 
-    Callers. SGLang's threads for prefetch and for backup. Its scheduler's thread makes it, clears it and
+    Callers. SGLang's threads for prefetch and for backup. Its scheduler's thread constructs, clears and
     closes it.
     """
 
@@ -66,15 +66,15 @@ class KvplugStorage(HiCacheStorage):
             extra, metrics=storage_config.enable_storage_metrics, split=storage_config.tp_lcm_size
         )
         if extra is not None:
-            extra["interface_v1"] = 1  # SGLang asks after this whether a page's memory can be handed over
+            extra["interface_v1"] = 1  # SGLang reads this to decide whether to pass a page's memory
         self._timeout_s = config.timeout_s
         self.names = PageNames(storage_config, weights=config.weights)
-        """What the pages are called. Hooks tell it when weights change."""
+        """The names of the pages. Hooks notify it when weights change."""
         self._pools: dict[str, HostPool] = {}
         self._pause = Pause()
         self._speeds = Speeds()
         self.cache = build_page_cache(config, engine="sglang", namespace=b"facts in keys")
-        """Where the pages are kept."""
+        """The store of the pages."""
         LIVE.add(self)
         _log.info("KV pages are kept in the store %r", config.stores[0])
 
@@ -100,7 +100,7 @@ class KvplugStorage(HiCacheStorage):
     # -- the store -------------------------------------------------------------------------------
 
     def _asks(self, op: str, count: int) -> bool:
-        """Whether the store is asked now. If not, the pages count as misses."""
+        """Whether to call the store now. If not, the pages count as misses."""
         if self.names.is_suspended:
             self.cache.stats.fail(op, "refused", count=count)
         elif not self._pause.allows():
@@ -110,17 +110,15 @@ class KvplugStorage(HiCacheStorage):
         return False
 
     def _wait(self, job: Job[_T], *, uses_memory: bool) -> list[_T] | None:
-        """The job's results, or ``None`` at its deadline. A job of memory is waited for until it is done: it
-        ends by its deadline too, unless a copy hangs."""
+        """The job's results, or ``None`` at its deadline. A job that uses memory is awaited until it is done:
+        it also ends by its deadline, unless a copy hangs."""
         late = self._timeout_s + _LATE_S
         try:
             return job.wait(late)
         except TimeoutError:
             if not uses_memory:
                 return None
-        _log.error(
-            "a store still copies %d pages, %.0f s after it was asked to; SGLang waits", job.count, late
-        )
+        _log.error("a store still copies %d pages, %.0f s after the call; SGLang waits", job.count, late)
         return job.wait(None)
 
     def _held(self, keys: list[bytes]) -> list[bool]:
@@ -158,7 +156,7 @@ class KvplugStorage(HiCacheStorage):
         return self._held(self._keys(_KV, [key])) == [True]
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
-        """How many of the first pages are held without a gap."""
+        """The number of consecutive first pages that the store holds."""
         return _num_first(self._held(self._keys(_KV, keys)))
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: object = None) -> list[bool]:
@@ -175,10 +173,10 @@ class KvplugStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: object = None,
     ) -> PoolTransferResult:
-        """Which beginnings of the sequence can be restored from all of these pools.
+        """The beginnings of the sequence that can be restored from all of these pools.
 
-        A pool of whole sequences (``ALL_PAGES``) needs each page, one of states (``TRAILING_PAGES``) the last
-        ones. Other policies are for pools that may hold the pages in another form, and get no answer.
+        A pool of whole sequences (``ALL_PAGES``) needs each page, a pool of states (``TRAILING_PAGES``) the
+        last ones. Other policies are for pools that may hold pages in another form, and are not supported.
         """
         transfers = [each for each in pool_transfers or () if each.hit_policy in _POLICIES]
         has_kv = self._pools[_KV].has_memory
@@ -214,10 +212,10 @@ class KvplugStorage(HiCacheStorage):
         name = str(transfer.name)
         return self._pools[name].pages(self._keys(name, transfer.keys), transfer.host_indices)
 
-    # -- calls with tensors, which SGLang does not make of a backend that takes memory -----------
+    # -- calls with tensors, which SGLang does not use for a backend that takes memory -----------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
-        """Fill the tensor, of the size of a page, and return it; ``None``: a miss."""
+        """Fill the tensor, which has the size of a page, and return it; ``None`` for a miss."""
         (found,) = self.batch_get([key], [target_location])
         return found
 
@@ -226,7 +224,7 @@ class KvplugStorage(HiCacheStorage):
     ) -> list[Tensor | None]:
         targets = list(target_locations or ())
         if len(targets) != len(keys) or any(target is None for target in targets):
-            raise ValueError(f"{len(keys)} pages are read into as many tensors; got {len(targets)}")
+            raise ValueError(f"{len(keys)} pages need as many tensors; got {len(targets)}")
         found = self._get(self._flat(keys, targets))
         return [target if ok else None for target, ok in zip(targets, found, strict=True)]
 
@@ -250,8 +248,8 @@ class KvplugStorage(HiCacheStorage):
     # -- the end ---------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Forget all pages. A store that is this engine's alone is emptied; in one that others use too, the
-        pages stay, and the engine looks for none of them any more."""
+        """Forget all pages. A store that only this engine uses is emptied. In a shared store the pages stay,
+        but the engine no longer looks for them."""
         try:
             job = self.cache.store.submit_remove(None)
         except UnsupportedError:
@@ -260,13 +258,13 @@ class KvplugStorage(HiCacheStorage):
         return self._wait(job, uses_memory=False) == [True]
 
     def get_stats(self) -> Any:
-        """What moved since the last call, for SGLang's own metrics."""
+        """The transfers since the last call, for SGLang's own metrics."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         return StorageMetrics(**self._speeds.take()) if self._config.enable_storage_metrics else None
 
     def close(self) -> None:
-        """End every call and give everything back. Idempotent."""
+        """End every call and release all resources. Idempotent."""
         LIVE.discard(self)
         self.cache.close()
 
