@@ -10,7 +10,7 @@ KVPLUG_API = (1, 0)
 
 @hookimpl
 def kvplug_commands() -> list[CommandSpec]:
-    """The command that shows the socket at work with a real model."""
+    """The command that demonstrates kvplug with a real model."""
     return [
         CommandSpec(
             name="demo",

@@ -130,7 +130,7 @@ def test_a_request_aborted_while_it_loads_keeps_its_blocks_until_the_load_has_en
     engine.add(prompt, max_new_tokens=4, request_id="a")
     engine.step()
     engine.abort("a")
-    with pytest.raises(ValueError, match="there is a request 'a' already"):
+    with pytest.raises(ValueError, match="a request 'a' exists already"):
         engine.add(prompt, max_new_tokens=1, request_id="a")
     assert engine.scheduler.num_free_blocks == engine.options.num_blocks - 3
     assert engine.scheduler.has_pending_connector_work

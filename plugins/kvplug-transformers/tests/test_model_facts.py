@@ -101,7 +101,7 @@ def needs_own_code(folder):
     [
         (lambda folder: (folder / "config.json").unlink(), "holds no model that transformers knows"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "t5"}'), r"decoder model \(t5\)"),
-        (needs_own_code, "needs code of its own, which is never run"),
+        (needs_own_code, "needs its own code, which is never run"),
         (lambda folder: os.truncate(folder / "model.safetensors", 5000), r"\(llama\) cannot be loaded"),
     ],
     ids=["no model", "an encoder and a decoder", "code of its own", "weights cut short"],

@@ -79,7 +79,7 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(1, 1024),
             default=16,
             show_default=True,
-            help="How many tokens a block has.",
+            help="The number of tokens in a block.",
         ),
         click.option("--config", type=_FILE, help="A config file, kvplug.toml or .json."),
         click.option("--transport", metavar="NAME", help='"auto", or a pipe that `kvplug list` shows.'),
@@ -89,8 +89,8 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
             "stores",
             metavar="NAME",
             multiple=True,
-            help="Keep the KV in this store: host (memory) or fs (disk); again for a second one, behind it."
-            " The prefill worker then loads what an earlier run has left there.",
+            help="Keep the KV in this store: host (memory) or fs (disk); repeat for a second one behind it."
+            " The prefill worker then loads KV that an earlier run left there.",
         ),
         click.option(
             "--model",
@@ -119,7 +119,7 @@ def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(0),
             default=0,
             metavar="N",
-            help="Take the time to the first token N times more, in turns with its floor.",
+            help="Measure the time to the first token N more times, in turns with its floor.",
         ),
         click.option(
             "--at-once",
@@ -127,8 +127,8 @@ def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
             default=1,
             show_default=True,
             metavar="N",
-            help="With --repeat: the time until so many requests for the prompt, made at the same time, all"
-            " have their first token.",
+            help="With --repeat: measure the time until this many concurrent requests for the prompt all have"
+            " their first token.",
         ),
     ):
         function = option(function)
@@ -136,7 +136,7 @@ def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _corrupts = click.option(
-    "--corrupt", is_flag=True, help="Flip bits of the KV in transit, to see what integrity checking does."
+    "--corrupt", is_flag=True, help="Flip bits of the KV in transit, to see the effect of integrity checking."
 )
 
 
@@ -176,7 +176,7 @@ def _settings(
 
             overrides["options.fs.path"] = str(cache_folder() / "pages")
     if corrupt:
-        overrides["options.host.map"] = False  # else the KV crosses no pipe, in which bits could be flipped
+        overrides["options.host.map"] = False  # otherwise the KV crosses no pipe that could flip bits
     return DemoSettings(
         prompt=PROMPT if prompt is None else prompt,
         overrides=overrides,

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FLIPPED_BYTES: Final = 1024
-"""In each tensor of KV: enough to change the text if integrity is off."""
+"""Flipped bits per tensor of KV: enough to change the text if integrity is off."""
 _BIT: Final = 1 << 4
-"""Of the upper byte of a float: multiplies or divides it by four billion, and a float16 by 16."""
+"""A bit of a float's upper byte: multiplies or divides it by four billion, and a float16 by 16."""
 _SIGNAL_BYTES: Final = 10 << 10
 """A smaller message is not KV, for example the ids of a thousand tokens, and is not corrupted."""
 
@@ -51,7 +51,7 @@ class CorruptingPipe(Pipe):
 
 
 def _corrupted(tensor: Tensor | None) -> Tensor | None:
-    """A copy with one bit flipped in some bytes; a small tensor as it is."""
+    """A copy with one bit flipped in some bytes; a small tensor unchanged."""
     import torch
 
     if tensor is None or tensor.nbytes < _SIGNAL_BYTES:

@@ -72,14 +72,14 @@ def model_folder(settings: DemoSettings, session: Session, display: Display) -> 
 
 
 def listen_address(config: Config) -> str | None:
-    """Where the prefill worker listens if the config does not say: a unique name. ``None``: as configured."""
+    """A unique address for the prefill worker if the config has none. ``None``: as configured."""
     if any(config.source_of(key) != "default" for key in ("host", "port", "port_offset")):
         return None
     return f"unix:@kvplug-demo-{os.getpid()}-{secrets.token_hex(4)}-0"
 
 
 def start_worker(session: Session, name: str, folder: Path, config: Config, settings: DemoSettings) -> None:
-    """Where stores are named, the prefill worker also loads what they have, such as KV of an earlier run."""
+    """Start a worker. With stores, the prefill worker also loads their KV, such as that of an earlier run."""
     session.start(name)
     has_stores = config.source_of("stores") != "default"
     role = ("both" if has_stores else "producer") if name == PREFILL else "consumer"
@@ -113,14 +113,14 @@ def encode(session: Session, name: str, settings: DemoSettings, context: int) ->
         DemoError: the prompt does not fit the model's context.
     """
     session.send(name, "encode", prompt=settings.prompt)
-    (said,) = session.wait_for((name, "tokens"))
-    ids: list[int] = said["ids"]
+    (tokens,) = session.wait_for((name, "tokens"))
+    ids: list[int] = tokens["ids"]
     if len(ids) + settings.max_new_tokens > context:
         raise DemoError(
             f"the prompt has {len(ids)} tokens, which with {settings.max_new_tokens} new ones is more than"
             f" the model's context of {context}: shorten the prompt, or lower --max-new-tokens"
         )
-    return ids, said["stop"]
+    return ids, tokens["stop"]
 
 
 def too_short(ids: list[int], settings: DemoSettings) -> str | None:

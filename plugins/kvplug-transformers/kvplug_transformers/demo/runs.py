@@ -30,7 +30,7 @@ from kvplug_transformers.demo.settings import DemoSettings, Report
 def _session(
     config: Config, settings: DemoSettings, display: Display, programs: Mapping[str, Sequence[str]] | None
 ) -> Session:
-    # The workers' own deadlines come first, since their errors say more.
+    # The workers' own deadlines come first, since their errors have more details.
     patience_s = settings.patience_s + max(config.connect_timeout_s, config.timeout_s)
     return Session(display, programs, patience_s=patience_s)
 
@@ -121,9 +121,8 @@ def decode_and_compare(
 ) -> Report:
     """Decode, then compute the same prompt without a transfer, then let the reference process generate.
 
-    ``ready``: what the decode worker reported, and the result of ``check``.
-    ``params``: what prefill has returned for decode. They are good once: to repeat, it computes the prompt
-    again.
+    ``ready``: the decode worker's report, and the result of ``check``.
+    ``params``: prefill's result for decode. It is valid once: to repeat, prefill computes the prompt again.
     """
     session.send(
         DECODE,

@@ -24,7 +24,7 @@ _NOTE_AFTER_S = 60.0
 
 
 class DemoError(Exception):
-    """The demo cannot go on. The text is for its user."""
+    """The demo cannot continue. The message is for its user."""
 
 
 class WorkerLostError(DemoError):
@@ -55,7 +55,7 @@ class Session:
         self._patience_s = patience_s
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._children: dict[str, Child] = {}
-        self._said: dict[tuple[str, str], dict[str, Any]] = {}
+        self._received: dict[tuple[str, str], dict[str, Any]] = {}
         self._silent_s: dict[str, float] = {}
         self.lost: dict[str, str] = {}
         """How workers have ended, by name."""
@@ -86,12 +86,12 @@ class Session:
             WorkerSilentError: one of these workers has reported nothing for too long.
         """
         self._silent_s = {}
-        while not all(key in self._said for key in wanted):
-            missing = {name for name, event in wanted if (name, event) not in self._said}
+        while not all(key in self._received for key in wanted):
+            missing = {name for name, event in wanted if (name, event) not in self._received}
             for name in self.lost.keys() & {*missing, *while_alive}:
                 raise WorkerLostError(name, self.lost[name])
             self._listen(missing)
-        return [self._said.pop(key) for key in wanted]
+        return [self._received.pop(key) for key in wanted]
 
     def wait_for_end(self, name: str) -> None:
         """Wait without a limit until this worker ends by itself."""
@@ -135,10 +135,10 @@ class Session:
     def _handle(self, name: str, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "exit":
-            said = self._said.get((name, "error"))
+            error = self._received.get((name, "error"))
             words = self._children[name].last_output
             why = describe_exit(event["code"]) + (f":\n{words}" if words else "")
-            self.lost[name] = f"gave up: {said['text']}" if said else why
+            self.lost[name] = f"gave up: {error['text']}" if error else why
         else:
-            self._said[name, kind] = event
+            self._received[name, kind] = event
             self._display.show(name, event)

@@ -21,12 +21,12 @@ class DemoSettings:
     """Config keys that the command line sets."""
     max_new_tokens: int = 64
     repeat: int = 0
-    """How often the time to the first token is taken again, in turns with its floor."""
+    """How often the time to the first token is measured again, in turns with its floor."""
     at_once: int = 1
-    """Requests for the prompt that are made at the same time then."""
+    """The number of concurrent requests for the prompt in these repetitions."""
     block_size: int = 16
     policy: str = "recompute"
-    """What becomes of a request whose KV failed to load: "recompute" or "fail"."""
+    """What to do with a request whose KV failed to load: "recompute" or "fail"."""
     layout: str | None = None
     """``None``: the connector's required layout, else ``KBTHD``."""
     tensor_parallel: tuple[int, int] = (1, 1)
@@ -52,7 +52,7 @@ class Report:
 
     prompt_tokens: int
     tokens_found: int
-    """Tokens that the prefill worker did not compute: its stores had their KV, from an earlier run."""
+    """Tokens that the prefill worker did not compute, since its stores had their KV from an earlier run."""
     tokens_loaded: int
     kv_bytes: int
     """Bytes of the loaded tokens' keys and values, in all layers."""
@@ -82,7 +82,7 @@ class Report:
     communicator: str
     """The device communicator with which the workers add up their results; empty like ``queue``."""
     store: str
-    """The store that the KV came from, and how; empty where the connector has none."""
+    """The store that the KV came from, and how; empty if the connector has none."""
     device: str
     """The config's device, on which all three processes computed."""
     reasons: tuple[str, ...]

@@ -59,7 +59,7 @@ class DemoWorker:
         self._alone: Engine
         """Without a connector."""
         self._copy_s = 0.0
-        """Of one copy of the loaded KV in memory."""
+        """Seconds of one copy of the loaded KV in memory."""
         self._workers: Workers | None = None
         """The processes that compute, if the engine has several."""
         self._connectors: dict[str, Any] = {}
@@ -115,7 +115,7 @@ class DemoWorker:
                 num_workers,
                 threads=max(1, threads // num_workers),
                 command=(sys.executable, "-P", "-c", _CORRUPT) if corrupt else RANK_COMMAND,
-                timeout=None,  # the parent has its patience
+                timeout=None,  # the parent limits the time
             )
             self._facts = self._workers.facts
             self._parent.send("loaded", seconds=time.perf_counter() - began, context=self._facts.context)
@@ -237,7 +237,7 @@ class DemoWorker:
         patience_s: float,
         params: dict[str, Any] | None,
     ) -> None:
-        """Load what can be loaded, compute the rest, and generate. ``params``: what prefill has returned."""
+        """Load the available KV, compute the rest, and generate. ``params``: the result of prefill."""
         engine = self._opened()
         if patience_s:
             self._wait_for_kv(ids, patience_s)
@@ -287,8 +287,8 @@ class DemoWorker:
         self._parent.send("recomputed", ttft_s=recompute_s, floor_s=floor_s)
 
     def _do_repeat(self, ids: list[int], num_loaded: int, params: list[dict[str, Any] | None]) -> None:
-        """After :meth:`_do_recompute`: the first tokens of requests, one for each of ``params``, all at once,
-        with a transfer, and with the KV in place."""
+        """After :meth:`_do_recompute`: compute the first tokens of concurrent requests, one for each of
+        ``params``, with a transfer and with the KV in place."""
         loaded, with_s = self._first_token(self._opened(), ids, params=params)
         in_place, seconds = self._first_token(self._alone, ids, num_loaded, [None] * len(params))
         is_alike = all(
@@ -305,7 +305,7 @@ class DemoWorker:
         num_in_place: int = 0,
         params: ManyOf[dict[str, Any] | None] = (None,),
     ) -> tuple[list[Sequence], float]:
-        """Requests, one for each of ``params``, and the seconds until all have their first token."""
+        """Make a request for each of ``params``. Also returns the seconds until all have a first token."""
         began = time.perf_counter()
         sequences = [engine.add(ids, max_new_tokens=1, params=given) for given in params]
         for sequence in sequences if num_in_place else ():
@@ -359,7 +359,7 @@ def _size_of(dtype: str) -> int:
 
 
 def _copy_seconds(nbytes: int) -> float:
-    """Seconds of a copy of so many bytes by one thread, into memory that is there: the median of five."""
+    """Seconds of a copy of ``nbytes`` by one thread into existing memory: the median of five."""
     import torch
 
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)

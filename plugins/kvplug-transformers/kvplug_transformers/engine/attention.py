@@ -39,8 +39,8 @@ class ForwardPass:
     """int64 [num_tokens]: ``batch.slot_mapping`` on the model's device."""
     block_tables: list[Tensor]
     masks: list[Tensor | None]
-    """For each request: which of its tokens each new token may see. ``None`` if all tokens are new (causal
-    attention is enough) or only one is.
+    """The attention mask of each request's new tokens. ``None`` if all tokens are new (causal attention is
+    enough) or only one is.
     """
     layer: int = -1
     num_attended: int = 0
@@ -106,7 +106,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         name = under_way.pages.layer_names[layer_idx]
         active = connector is not None and connector.has_connector_metadata()
         if active:
-            # First, since a load may write the same slots that are written below.
+            # First, since a load may write to the slots that are written below.
             connector.wait_for_layer_load(name)  # type: ignore[union-attr]  # [connector]
         under_way.pages.write(
             layer_idx, under_way.slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
@@ -147,7 +147,7 @@ def under_way(model: PreTrainedModel, this: ForwardPass) -> Iterator[None]:
     """Let ``model`` attend through the pages of ``this`` pass; restores its attention at the end.
 
     Raises:
-        UnsupportedError: some layer did not use them, so its output is wrong.
+        UnsupportedError: a layer did not use them, so its output is wrong.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation(PAGED)

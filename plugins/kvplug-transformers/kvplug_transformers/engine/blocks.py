@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks hold ``num_tokens`` tokens."""
+    """The number of blocks that ``num_tokens`` tokens need."""
     return -(-num_tokens // block_size)
 
 
@@ -26,7 +26,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """How many blocks are free."""
+        """The number of free blocks."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:

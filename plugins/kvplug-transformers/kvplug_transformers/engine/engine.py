@@ -32,8 +32,8 @@ class Engine:
     Both connector sides or neither are given; build them with ``facts.info`` as the model and
     ``cache_config(facts, options)`` as the cache. Decoding is greedy.
 
-    Instead of a model it takes what ``Workers.open`` returns: then processes that share a model compute, and
-    with ``connects`` each of them has its worker side, so that only the scheduler side is given.
+    Instead of a model it accepts the result of ``Workers.open``: then processes that share a model compute.
+    With ``connects`` each of them has its worker side, so that only the scheduler side is given.
 
     Example::
 
@@ -55,7 +55,7 @@ class Engine:
         """Allocates the pages and passes the worker side's handshake metadata to the scheduler side.
 
         Raises:
-            UnsupportedError: the model's cache is not keys and values per layer; the message says what it is.
+            UnsupportedError: the model's cache is not keys and values per layer; the message has the reason.
             ValueError: one side of a connector was given without the other.
         """
         has_worker_side = model.connects if isinstance(model, ShardedWorker) else worker_connector is not None

@@ -26,7 +26,7 @@ class EngineOptions:
     max_requests: int = attrs.field(default=8, validator=attrs.validators.ge(1))
     """How many requests have blocks at the same time; the others wait."""
     load_failure_policy: str = attrs.field(default="recompute", validator=attrs.validators.in_(POLICIES))
-    """What happens to a request whose KV could not be loaded."""
+    """What to do with a request whose KV could not be loaded."""
 
 
 def cache_config(facts: ModelFacts, options: EngineOptions, tensor_size: int = 1) -> KVCacheConfig:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvplug_transformers.engine.worker import Worker
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""The size of a chunk of the queues; a larger step is possible and costs more."""
+"""The chunk size of the queues. A larger step is possible, but costs more."""
 
 
 def on_one_host(config: Config) -> Config:
@@ -49,11 +49,11 @@ class Rank:
         self._wrap_pipe = wrap_pipe
         self._registry = Registry.from_env()
         self._workers: dict[int, Worker] = {}
-        """By the number of the engine: the demo has several over one model."""
+        """Workers by the number of the engine: the demo has several engines over one model."""
 
     def run(self) -> int:
         """Run until the scheduler closes its queue, or a command fails. Returns the exit status."""
-        # What fails is reported first, and closed then: the scheduler knows why an end is gone.
+        # A failure is reported before the queues are closed, so that the scheduler knows the reason.
         with ExitStack() as self._stack:
             return self._parent.run(self._serve)
 
@@ -106,7 +106,7 @@ class Rank:
         from kvplug_transformers.engine.worker import Worker
 
         rank, size = self._rank, self._size
-        if listen is not None and not listen.endswith(":0"):  # then any port will do
+        if listen is not None and not listen.endswith(":0"):  # with port 0, any port is good
             listen = Config.address_beside(listen, rank)
         cache = cache_config(self._facts, EngineOptions(**options), size)
         connector: Any = None
@@ -150,7 +150,7 @@ def main(wrap_pipe: Callable[[Pipe], Pipe] | None = None) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     status = Rank(parent, wrap_pipe).run()
     sys.stderr.flush()
-    os._exit(status)  # everything is shut down; the interpreter's own shutdown only takes longer
+    os._exit(status)  # everything is shut down; the interpreter's own shutdown only takes time
 
 
 if __name__ == "__main__":

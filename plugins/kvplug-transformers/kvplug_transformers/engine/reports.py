@@ -1,4 +1,4 @@
-"""What several workers report after a step, as one report."""
+"""Merges the workers' reports after a step into one report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvplug.engine import TransferStats, WorkerOutput
 class Reports:
     """Merges the reports of the workers that share a model, as vLLM does.
 
-    A request has finished sending, or receiving, once every worker has named it, in whatever
-    steps. A block is invalid if any worker says so.
+    A request has finished sending or receiving when every worker has reported it, possibly in different
+    steps. A block is invalid if any worker reports it.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -21,7 +21,7 @@ class Reports:
         self._recving: Counter[str] = Counter()
 
     def merge(self, outputs: Sequence[WorkerOutput]) -> WorkerOutput:
-        """One report of the step that ``outputs`` are about, one from each worker."""
+        """Merge the workers' ``outputs`` of one step, one from each worker."""
         stats = TransferStats()
         for output in outputs:
             if output.stats is not None:

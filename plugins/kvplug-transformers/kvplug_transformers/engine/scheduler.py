@@ -55,7 +55,7 @@ class Scheduler:
         self._loading: dict[str, Sequence] = {}
         self._held: dict[str, list[int]] = {}
         self._lent: set[str] = set()
-        """Of the held those that are kept for another engine, which may take its time."""
+        """The held requests that are kept for another engine, which may need a long time."""
         self._ended_since_last_step: set[str] = set()
         self._preempted_in_this_step: set[str] = set()
         self._num_steps = 0
@@ -96,7 +96,7 @@ class Scheduler:
                 f" whole cache has {self._options.num_blocks}"
             )
         if sequence.request_id in self._sequences or sequence.request_id in self._held:
-            raise ValueError(f"there is a request {sequence.request_id!r} already")
+            raise ValueError(f"a request {sequence.request_id!r} exists already")
         self._sequences[sequence.request_id] = sequence
         self._waiting.append(sequence)
         if self._connector is not None:
@@ -229,7 +229,7 @@ class Scheduler:
                 passed_over.append(self._waiting.popleft())
                 continue
             external, in_background = self._ask_for_match(sequence)
-            if external is None:  # "not yet": it keeps its position, and others may pass
+            if external is None:  # not known yet: it keeps its position, and others may pass
                 passed_over.append(self._waiting.popleft())
                 continue
             loaded_up_to = sequence.num_computed_tokens + external
@@ -260,8 +260,8 @@ class Scheduler:
         return planned
 
     def _break_deadlock(self, first: Sequence) -> None:
-        """Preempt a request if loaded requests that each need one more block would wait for each other for
-        ever.
+        """Preempt a request if loaded requests that need one more block each would wait for each other
+        forever.
         """
         if self._running or self._loading:
             return  # their blocks will be freed
@@ -310,7 +310,7 @@ class Scheduler:
         end = sequence.num_computed_tokens + count
         bad = first_bad_token(sequence.block_ids, output.invalid_block_ids, self._options.block_size)
         if bad is not None and bad < end:
-            # This step computed with the bad blocks: its results are dropped as well, its token included.
+            # This step computed with the bad blocks: its results, including its token, are dropped as well.
             return self._load_failed(sequence, bad)
         if sequence.external_end:
             sequence.num_loaded_tokens, sequence.external_end = sequence.external_end, 0

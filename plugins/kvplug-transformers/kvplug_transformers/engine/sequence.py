@@ -58,14 +58,14 @@ class Sequence:
     external_end: int = 0
     """The number of tokens after the current load ends; 0 if there is no load."""
     valid_up_to: int | None = None
-    """A block of the current load has failed: tokens before this one are valid."""
+    """The first token of a failed block of the current load: earlier tokens are valid."""
     may_load: bool = True
     """Whether to ask the connector before computing. False after a load of this request has failed."""
     generation: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
     load_error: str = ""
-    """Which tokens the last failed load lacked; kept after they are recomputed."""
+    """The tokens that the last failed load lacked; kept after they are recomputed."""
     finish_reason: str | None = None
     error: str = ""
 

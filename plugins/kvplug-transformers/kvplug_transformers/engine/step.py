@@ -28,7 +28,7 @@ class Step:
     """From ``build_connector_meta``, for ``bind_connector_metadata``."""
 
     def to_plain(self) -> dict[str, Any]:
-        """For a message queue. The lookups of ``output`` are the scheduler's, and stay there."""
+        """Plain values for a message queue, without the lookups of ``output``: the scheduler keeps them."""
         return {
             "step": self.output.step,
             "scheduled": [attrs.astuple(one) for one in self.output.scheduled],

@@ -32,7 +32,7 @@ class Worker:
         *,
         samples: bool = True,
     ) -> None:
-        """``samples``: whether to sample tokens; of several workers that share a model, one does."""
+        """``samples``: whether to sample tokens. Of several workers that share a model, one does."""
         self._model = model.eval()
         self._samples = samples
         self._connector = connector
@@ -51,12 +51,12 @@ class Worker:
 
     @property
     def contacts(self) -> tuple[str, ...]:
-        """Where peers find its connector."""
+        """The addresses of its connector, for peers."""
         return contacts_of(self._connector)
 
     @property
     def last_route(self) -> str:
-        """The source of the connector's last load, for people; empty if it does not say."""
+        """A description of the source of the connector's last load; empty if the connector has none."""
         return getattr(self._connector, "last_route", "")
 
     def wait_until_ready(self) -> dict[str, Any]:
@@ -86,14 +86,14 @@ class Worker:
             invalid = connector.get_block_ids_with_load_errors()
             stats = connector.get_stats()
             self._events += connector.take_events()
-            said = connector.build_worker_metadata()
+            metadata = connector.build_worker_metadata()
         finally:
             connector.clear_connector_metadata()
         return sampled, WorkerOutput(
             finished_sending=sent,
             finished_recving=received,
             invalid_block_ids=invalid,
-            worker_metadata=() if said is None else (said,),
+            worker_metadata=() if metadata is None else (metadata,),
             stats=stats,
         )
 
@@ -117,7 +117,7 @@ class Worker:
         keep = torch.tensor(list(last.values()), dtype=torch.int64, device=device)
         this = ForwardPass.over(self.pages, batch)
         # Not inference_mode: a connector's other threads could not write to tensors that save_kv_layer makes
-        # in it.
+        # in that mode.
         with torch.no_grad(), under_way(self._model, this):
             logits = self._model(
                 input_ids=torch.tensor([ids], device=device),
@@ -131,7 +131,7 @@ class Worker:
 
 
 def contacts_of(connector: object) -> tuple[str, ...]:
-    """Where peers find the worker side of a connector; empty where it serves none."""
+    """The addresses of a connector's worker side, for peers; empty if it serves none."""
     contact = getattr(connector, "contact", "")
     return (contact,) if contact else ()
 
@@ -140,7 +140,7 @@ def _choice(link: PeerLink | None, device: str) -> dict[str, Any]:
     if link is None:
         return {"transport": "", "reasons": []}
     agreement = link.agreement
-    # KV on different kinds of device at the two ends uses the transport of CPU tensors.
+    # If the two ends have different kinds of device, KV uses the transport of CPU tensors.
     agreed = agreement.transports
     selection = agreed.get(device) or agreed["cpu"]
     reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]

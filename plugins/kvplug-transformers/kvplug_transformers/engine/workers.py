@@ -33,7 +33,7 @@ RANK_COMMAND = (sys.executable, "-P", "-m", "kvplug_transformers.engine.rank")
 _VERDICT_S = 1.0
 """How long to look for the worker at fault, once another one has failed because of it."""
 _READY_S = 5.0
-"""How much longer than the workers, who say more, to wait for their peers."""
+"""How much longer to wait for peers than the workers, whose errors have more details."""
 _OF_OTHERS = ("PeerGoneError", "TimeoutError", "TransportError")
 """Errors of a worker whose cause may be another worker."""
 
@@ -45,15 +45,15 @@ class RankError(KvplugError):
 class Workers:
     """Processes that each hold a part of one model, and compute steps together.
 
-    The scheduler sends each command to all of them through the queue that the config's ``queue`` names. They
-    add up their results with its ``communicator``, and answer through a queue of their own each. Start them
-    from the main thread only: on Linux they are killed when the *thread* that started them ends.
+    The scheduler sends each command to all of them through the config's ``queue``. They add up their results
+    with its ``communicator``, and each answers through its own queue. Start them from the main thread only:
+    on Linux they are killed when the *thread* that started them ends.
 
     When a worker fails, is killed or does not answer in time, every process is ended, and the call raises:
 
     - ``PeerGoneError``: a process has ended;
-    - ``TimeoutError``: one is stopped, or too slow for the config's ``timeout_s``;
-    - ``RankError``: one reported an error.
+    - ``TimeoutError``: a process is stopped, or too slow for the config's ``timeout_s``;
+    - ``RankError``: a process reported an error.
 
     Each names the worker by rank and pid. Later calls raise ``ClosedError``.
     """
@@ -74,17 +74,17 @@ class Workers:
             model: the Hugging Face folder.
             threads: of each worker.
             command: the command line of a worker.
-            timeout: for all of it; the config's ``connect_timeout_s`` by default.
+            timeout: for the whole start; the config's ``connect_timeout_s`` by default.
 
         Raises:
-            As the class says; ConfigError, PluginError: the config's queue cannot be built.
+            The errors of the class. ConfigError, PluginError: the config's queue cannot be built.
         """
         self.size = size
         self.config = config
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._children: dict[str, Child] = {}
-        """By the names in their events; in the order of ranks."""
-        self._said: dict[tuple[str, str], dict[str, Any]] = {}
+        """Processes by the name in their events, in the order of ranks."""
+        self._last_events: dict[tuple[str, str], dict[str, Any]] = {}
         """The last event of each worker and kind."""
         self._answers: list[MessageQueue] = []
         self._numbers = itertools.count()
@@ -139,12 +139,12 @@ class Workers:
         """Make the pages of one engine at every worker.
 
         Args:
-            connects: each has its worker side of the config's connector.
+            connects: whether each worker has its worker side of the config's connector.
             listen: the address of worker 0, instead of the config's.
             connect: contacts of the peer engine's workers, by rank, instead of the config's.
 
         Raises:
-            As the class says.
+            The errors of the class.
         """
         number = next(self._numbers)
         answers = self.ask(
@@ -161,7 +161,7 @@ class Workers:
         """Send one command to every worker; returns their answers in the order of ranks.
 
         Raises:
-            As the class says.
+            The errors of the class.
         """
         if self._closed:
             raise ClosedError("the workers of this engine have ended")
@@ -183,37 +183,37 @@ class Workers:
 
     def _wait_until_loaded(self, deadline: Deadline) -> list[dict[str, Any]]:
         wanted = [(name, "loaded") for name in self._children]
-        while not all(key in self._said for key in wanted):
+        while not all(key in self._last_events for key in wanted):
             self._take_events(deadline)
-            if any(kind == "exit" for _, kind in self._said):
+            if any(kind == "exit" for _, kind in self._last_events):
                 raise self._fault() or AssertionError("a worker has ended")
             if deadline.expired:
-                late = ", ".join(self._name(key[0]) for key in wanted if key not in self._said)
+                late = ", ".join(self._name(key[0]) for key in wanted if key not in self._last_events)
                 raise self._fault() or TimeoutError(
                     f"{late} did not load the model in time; on a slow machine, or for a large model, raise"
                     " connect_timeout_s"
                 )
-        return [self._said[key] for key in wanted]
+        return [self._last_events[key] for key in wanted]
 
     def _take_events(self, deadline: Deadline) -> None:
-        """Note the events that have come; waits for the first one."""
+        """Record the events that have arrived; waits for the first one."""
         try:
             name, event = self._events.get(timeout=deadline.remaining())
             while True:
-                self._said[name, event["event"]] = event
+                self._last_events[name, event["event"]] = event
                 name, event = self._events.get_nowait()
         except queue.Empty:
             return
 
     def _fault(self) -> KvplugError | None:
-        """The error of the worker at fault; ``None``: all of them seem well.
+        """The error of the worker at fault; ``None`` if all workers seem well.
 
-        One that ended without a word goes first, then one that is stopped, then one with an error of its own.
+        A worker that ended without an error comes first, then a stopped one, then one that reported an error.
         """
         deadline = Deadline.after(_VERDICT_S)
         while True:
-            errors = {name: event for (name, kind), event in self._said.items() if kind == "error"}
-            for (name, kind), event in self._said.items():
+            errors = {name: event for (name, kind), event in self._last_events.items() if kind == "error"}
+            for (name, kind), event in self._last_events.items():
                 if kind == "exit" and name not in errors:
                     words = self._children[name].last_output if event["code"] >= 0 else ""
                     why = describe_exit(event["code"]) + (f":\n{words}" if words else "")
@@ -233,7 +233,7 @@ class Workers:
         return f"{name} of {self.size} (pid {self._children[name].pid})"
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all processes, and wait for them: politely, which shuts their connectors down, or by SIGKILL.
+        """End all processes and wait for them. ``at_once`` kills them; otherwise their connectors shut down.
 
         Idempotent.
         """
@@ -250,7 +250,7 @@ class Workers:
 
 
 class ShardedWorker:
-    """The part of all workers in one engine. An engine uses it like a ``Worker`` of its own process."""
+    """All workers' parts of one engine. An engine uses it like a ``Worker`` in its own process."""
 
     def __init__(
         self, workers: Workers, number: int, opened: Sequence[Mapping[str, Any]], *, connects: bool
@@ -264,7 +264,7 @@ class ShardedWorker:
         self.connects = connects
         """Whether each worker has its side of a connector."""
         self.contacts = tuple(contact for answer in opened for contact in answer["contacts"])
-        """Where peers find each worker's connector, by rank. May carry tokens: do not log them."""
+        """The addresses of the workers' connectors, by rank. They may contain tokens: do not log them."""
         self.last_route = ""
         """As ``Worker.last_route``, at rank 0."""
 
@@ -291,7 +291,7 @@ class ShardedWorker:
         return answers[0]["sampled"], output
 
     def take_events(self) -> list[CacheEvent]:
-        """Cache events since the last call that every worker reported, since each holds a part of a block."""
+        """Cache events since the last call that every worker reported: each holds a part of a block."""
         events, self._events = self._events, []
         return events
 

@@ -16,7 +16,7 @@ MISSING = (
 
 
 class ModelMissingError(LookupError):
-    """The package with the demo's model is not installed. Says how to get it."""
+    """The package with the demo's model is not installed. The message has the command to install it."""
 
 
 def find_gguf() -> Path:
@@ -40,7 +40,7 @@ def main() -> None:
     from kvplug_transformers.model.convert import converted
 
     try:
-        print(converted(find_gguf()))  # noqa: T201 - what it is for
+        print(converted(find_gguf()))  # noqa: T201 - the program's output
     except ModelMissingError as e:
         raise SystemExit(str(e)) from e
 

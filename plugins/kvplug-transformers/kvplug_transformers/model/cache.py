@@ -1,4 +1,4 @@
-"""The folder in which a converted model is kept. Light: imports no torch.
+"""The folder of a converted model. Does not import torch.
 
 Layout: ``<cache>/models/<name>/`` with the files that transformers saves, and ``manifest.json``, written
 last, with every file's size and hash. A folder without a matching manifest is ignored and made again.

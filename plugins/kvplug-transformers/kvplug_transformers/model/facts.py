@@ -71,7 +71,7 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
         )
 
     if getattr(model.config, "is_encoder_decoder", False):
-        raise refuse("it is an encoder-decoder model, whose cache has cross-attention in it")
+        raise refuse("it is an encoder-decoder model, whose cache contains cross-attention")
     if getattr(model, "_is_stateful", False):
         raise refuse("it keeps a recurrent state instead of keys and values per token")
     if getattr(config, "kv_lora_rank", None):
@@ -91,7 +91,7 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
 def _probe(model: PreTrainedModel) -> torch.Tensor:
     """Keys of the first layer after two tokens, [1, num_kv_heads, 2, head_size].
 
-    The configuration alone does not tell these sizes reliably.
+    The configuration alone does not determine these sizes reliably.
     """
     ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
     if len(shapes) != 1:
         found = "; ".join(sorted(f"{list(shape)} {dtype}" for shape, dtype in shapes)) or type(cache).__name__
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be served by this engine: its keys and values are not of one"
+            f"{type(model).__name__} cannot be served by this engine: its keys and values do not have one"
             f" shape in all layers ({found})"
         )
     key: torch.Tensor = layers[0].keys
@@ -114,7 +114,7 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the cache in the arguments and the output of the model's forward pass.
 
-    It is "cache" from transformers 5.24 on, which warns of the older name.
+    It is "cache" since transformers 5.24, which warns about the older name.
     """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 

@@ -17,7 +17,7 @@ class LoadedModel:
     """A model with its tokenizer and chat template."""
 
     model: PreTrainedModel
-    """Without weights on the device ``meta``, if it was loaded so."""
+    """On the device ``meta`` if it was loaded without weights."""
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
 
@@ -38,7 +38,7 @@ class LoadedModel:
 def load(folder: Path, *, weights: bool = True) -> LoadedModel:
     """Load only from the folder, in float32; nothing is downloaded and no code from the folder runs.
 
-    Without ``weights`` the model has its modules only, for a process whose workers compute.
+    Without ``weights`` the model has only its modules, for a process whose workers compute.
 
     Raises:
         UnsupportedError: it holds no causal language model, or one that requires its own code.
@@ -55,7 +55,7 @@ def load(folder: Path, *, weights: bool = True) -> LoadedModel:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         if "trust_remote_code" in str(e):
-            raise UnsupportedError(f"the model in {folder} needs code of its own, which is never run") from e
+            raise UnsupportedError(f"the model in {folder} needs its own code, which is never run") from e
         raise UnsupportedError(f"{folder} holds no model that transformers knows: {_first_line(e)}") from e
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(

@@ -1,8 +1,8 @@
 """Cuts a Hugging Face model for tensor parallelism: heads of its attention, columns of its MLP.
 
-The modules stay those of transformers. The projections into heads and columns keep the rows of this worker,
-and those out of them its columns. A hook after the latter adds up the workers' partial results. Embeddings,
-norms and the head of the language model are whole at every worker.
+The modules stay those of transformers. Projections into heads and columns keep the worker's rows, and
+projections out of them its columns. A hook after the latter adds up the workers' partial results. Each worker
+has the whole embeddings, norms and language model head.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from kvplug import UnsupportedError
 
 _CUT = ({"q_proj", "k_proj", "v_proj"}, "o_proj"), ({"gate_proj", "up_proj"}, "down_proj")
-"""The projections of an attention and of an MLP: those cut by rows, and the one cut by columns."""
+"""The projections of an attention and of an MLP: the ones cut by rows, and the one cut by columns."""
 _TOLERANCE = 0.05
-"""Of the largest logit: sums in another order differ by far less, wrong ones by far more."""
+"""Tolerance relative to the largest logit. Reordered sums differ far less, wrong ones far more."""
 
 
 def check_split(model: PreTrainedModel, size: int) -> None:
@@ -33,7 +33,7 @@ def check_split(model: PreTrainedModel, size: int) -> None:
 
 
 def _blocks(model: PreTrainedModel, size: int) -> Iterator[tuple[list[nn.Linear], nn.Linear]]:
-    """Of each attention and MLP: the projections to cut by rows, and the one to cut by columns."""
+    """The projections of each attention and MLP to cut by rows, and the one to cut by columns."""
     config = model.config.get_text_config(decoder=True)
 
     def refuse(why: str) -> UnsupportedError:
@@ -95,7 +95,7 @@ def split(
                     linear.bias = _part(linear.bias, 0, rank, size)
             by_columns.weight = _part(by_columns.weight, 1, rank, size)
             if rank and by_columns.bias is not None:
-                by_columns.bias = None  # it is added once
+                by_columns.bias = None  # only one worker adds it
             by_columns.register_forward_hook(lambda _, __, partial: all_reduce(partial))
     model.to(device)
     try:
@@ -110,7 +110,7 @@ def split(
 
 
 def _part(whole: Tensor, dim: int, rank: int, size: int) -> nn.Parameter:
-    """A copy of this worker's part; one by rows stays a view, so that the file's mapped pages are shared."""
+    """A copy of this worker's part; a part by rows stays a view, to share the file's mapped pages."""
     return nn.Parameter(whole.chunk(size, dim)[rank].contiguous(), requires_grad=False)
 
 

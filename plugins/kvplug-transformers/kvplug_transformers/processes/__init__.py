@@ -1,1 +1,1 @@
-"""Child processes that report in lines of JSON: ``child`` is the parent's side, ``parent_link`` theirs."""
+"""Child processes that report in lines of JSON: ``child`` is the parent's end, ``parent_link`` theirs."""

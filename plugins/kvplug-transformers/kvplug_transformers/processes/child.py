@@ -18,7 +18,7 @@ from typing import IO, Any
 from kvplug.transport import peer_text
 
 Event = tuple[str, dict[str, Any]]
-"""The worker's name, and its event."""
+"""A worker's name and an event of it."""
 
 _ENVIRONMENT = {
     # Threads that spin while they wait are fast on an idle machine. On a busy one, where the thread they wait
@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 class Child:
     """One worker process. Its events go into a queue that all workers share.
 
-    The last event of each is ``exit``. Start children from the main thread only: on Linux a child is
+    Its last event is ``exit``. Start children from the main thread only: on Linux a child is
     killed when the *thread* that started it ends.
     """
 
@@ -59,7 +59,7 @@ class Child:
         self._threads = [
             threading.Thread(target=target, args=(stream,), name=f"kvplug-demo-{name}", daemon=True)
             for target, stream in (
-                (self._keep_stderr, self._process.stderr),  # the next one waits for its end, perhaps at once
+                (self._keep_stderr, self._process.stderr),  # the next thread waits for its end
                 (self._read_events, self._process.stdout),
                 (self._write_commands, self._process.stdin),
             )
@@ -84,7 +84,7 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP has stopped it. False if the system does not tell."""
+        """Whether a signal such as SIGSTOP has stopped it. False if the system does not report this."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -119,7 +119,7 @@ class Child:
         stream.close()
 
     def _write_commands(self, stream: IO[str]) -> None:
-        """Runs in its own thread, since a worker that does not read blocks the writer for ever."""
+        """Runs in its own thread, since a worker that does not read blocks the writer forever."""
         try:
             while (line := self._commands.get()) is not None:
                 stream.write(line)

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 class ParentLink:
     """The worker's end: one JSON object per line, commands on stdin, events on the original stdout.
 
-    The worker dies with its parent: on Linux the kernel kills it, also while it computes or is stopped.
+    The worker dies with its parent: on Linux the kernel kills it, even while it computes or is stopped.
     Elsewhere, and if the parent died before this was set up, the worker ends at the end of stdin. Stdout of
     libraries is redirected to stderr, so that it does not mix with the events.
     """
