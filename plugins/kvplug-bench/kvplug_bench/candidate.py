@@ -1,4 +1,4 @@
-"""The candidates: transports, and the baselines with which they are compared."""
+"""The candidates: transports, and the baselines that they are compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplug.config.units import format_bytes
 from kvplug_bench.device import CPU, burst_bytes, kind_of
 
 INTO: Final = "into"
-"""Streaming: tensors are received into existing memory, one right after the other."""
+"""Streaming: tensors are received into existing memory, one right after another."""
 ALONE: Final = "alone"
 """One tensor is received into existing memory, after a pause in which both ends were idle."""
 OWNED: Final = "owned"
@@ -52,9 +52,9 @@ class Candidate:
     """Whether other candidates are compared with it."""
     ops: tuple[str, ...] = attrs.field()
     largest_looked: int = 0
-    """The largest message in bytes that readers can read in place."""
+    """The size in bytes of the largest message that readers can read in place."""
     skipped_because: str = ""
-    """Why it cannot be measured here, if this is known before a process starts."""
+    """The reason if it cannot be measured here, as far as known before a process starts."""
     python: str = sys.executable
     """The Python of its processes, for libraries that are not installed in this one."""
     env: Mapping[str, str] = attrs.field(factory=dict)
@@ -76,7 +76,7 @@ class Candidate:
         return self.devices[min(rank, len(self.devices) - 1)]
 
     def refuses(self, op: str, nbytes: int) -> str:
-        """Why it cannot do ``op`` with messages of that size; empty if it can."""
+        """The reason if it cannot do ``op`` with messages of that size; empty if it can."""
         if op == LOOKED and nbytes > self.largest_looked:
             if not self.largest_looked:
                 return "readers cannot read its memory in place"

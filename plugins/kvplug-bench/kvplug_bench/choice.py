@@ -1,4 +1,4 @@
-"""Which transports a command line names, and why some of them cannot be measured here."""
+"""Finds the transports that a command line names, and the reasons if they cannot be measured here."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def transports(
     max_chunks: int,
     devices: tuple[str, ...] = (CPU,),
 ) -> list[Candidate]:
-    """The pipes and message queues of these names (``NAME`` or ``KIND:NAME``), or all that "auto" considers.
+    """Pipes and message queues with these names (``NAME`` or ``KIND:NAME``), or all that "auto" considers.
 
     Args:
-        path: the configuration file of their options.
+        path: the configuration file with their options.
         overrides: ``key=value`` of the configuration.
         devices: the device of each end's tensors.
 
     Raises:
         UnknownTransportError: no pipe and no queue has this name; lists the known names and a similar one.
         AmbiguousNameError: two plugins offer the name.
-        ConfigError: the configuration, or the options of a transport, are wrong; lists every fault of the
-            first.
+        ConfigError: the configuration or the options of a transport are wrong; lists every fault of the
+            first wrong one.
     """
     resolved = ResolvedConfig(Config.load(path, overrides=overrides), registry)
     chosen = []
@@ -100,7 +100,7 @@ def _unknown(registry: Registry, name: str, kinds: Sequence[Kind]) -> UnknownTra
 
 
 def _against(spec: TransportSpec, resolved: ResolvedConfig, device: str) -> str:
-    """Why the transport cannot be measured; empty if it can."""
+    """The reason if the transport cannot be measured; empty if it can."""
     try:
         resolved.options_of(spec)
     except PluginLoadError as e:

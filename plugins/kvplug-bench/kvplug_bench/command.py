@@ -1,4 +1,4 @@
-"""``kvplug bench``: the speed of transports on this host, beside other ways to move tensors there."""
+"""``kvplug bench``: the speed of transports on this host, compared with other ways to move tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvplug_bench.rows import COLUMNS, Comparison, cells, compare, refused
 
 _FAILED = "failed; the last output of its process:"
 _INTERRUPTED = 130
-"""The exit code that shells report for a process that SIGINT ended."""
+"""The exit code that shells report for a process ended by SIGINT."""
 
 
 class _Stoppable(click.Command):
@@ -59,7 +59,7 @@ def _baselines(context: click.Context, parameter: click.Parameter, text: str) ->
     for name in names:
         if name not in BASELINES:
             hint = did_you_mean(name, BASELINES) or f"; known are {', '.join(BASELINES)}"
-            raise click.BadParameter(f"there is no baseline {name!r}{hint}")
+            raise click.BadParameter(f"no baseline is named {name!r}{hint}")
     return names
 
 
@@ -75,7 +75,7 @@ def _sizes(context: click.Context, parameter: click.Parameter, text: str) -> tup
     wrong = [size for size in sizes if size < SMALLEST or size % 4]
     if wrong or not sizes:
         given = f"; {format_bytes(wrong[0])} was given" if wrong else ""
-        raise click.BadParameter(f"sizes are multiples of 4, and at least {SMALLEST} bytes{given}")
+        raise click.BadParameter(f"sizes must be multiples of 4, and at least {SMALLEST} bytes{given}")
     return tuple(sorted(sizes))
 
 
@@ -188,12 +188,12 @@ def bench(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Measure the speed of transports on this host, beside other ways to move tensors there.
+    """Measure the speed of transports on this host, compared with other ways to move tensors.
 
     All are measured in turns, each time in fresh processes, and the content of messages is checked. Options
     of a transport are set as in any config: KEY=VALUE (options.cpu.connections=1), environment, file.
     """
-    footer = circumstances()  # the load before the measurement is not its own
+    footer = circumstances()  # before the measurement adds to the load
     devices = devices or (Config.load(path, overrides=overrides).device,)
     candidates = transports(
         Registry.from_env(),
@@ -225,7 +225,7 @@ def bench(
             save_plot([each.row for each in compared], plot, footer=footer)
         except OSError as e:
             raise click.ClickException(f"{plot!r} cannot be written: {e.strerror}") from e
-    _tell_failures(outcomes)
+    _report_failures(outcomes)
 
 
 def _show(compared: Sequence[Comparison], plan: Plan, devices: Sequence[str]) -> None:
@@ -240,7 +240,7 @@ def _show(compared: Sequence[Comparison], plan: Plan, devices: Sequence[str]) ->
     )
 
 
-def _tell_failures(outcomes: Sequence[Outcome]) -> None:
+def _report_failures(outcomes: Sequence[Outcome]) -> None:
     """Print the last output of each candidate that failed, and exit with code 1."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:

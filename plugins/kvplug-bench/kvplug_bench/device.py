@@ -11,7 +11,7 @@ CPU: Final = "cpu"
 _MIB: Final = 1 << 20
 BURST_BYTES: Final = 64 * _MIB
 DEVICE_BURST_BYTES: Final = 4096 * _MIB
-"""Larger than for a CPU: a GPU copies 64 MiB in less time than the answer to a burst takes."""
+"""Larger than for a CPU: a GPU copies 64 MiB in less time than a burst's answer takes."""
 
 
 def kind_of(device: str) -> str:
@@ -28,7 +28,7 @@ class TimedDevice(abc.ABC):
     """A device, in the process that measures on it."""
 
     name: str
-    """Torch's name of it."""
+    """Torch's name of the device."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:

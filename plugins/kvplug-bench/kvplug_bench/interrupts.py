@@ -1,8 +1,8 @@
 """Ctrl-C during measurements: noticed at once, raised only at safe points.
 
 Python may raise KeyboardInterrupt between any two steps of the main thread. If the main thread has just taken
-the lock of a future, the future's thread waits for that lock without end. If it has just started a process,
-nothing ends that process. Inside a finalizer the exception is printed and lost.
+a future's lock, the future's thread waits for that lock forever. If it has just started a process, nothing
+ends that process. Inside a finalizer the exception is printed and lost.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class DeferredInterrupts:
 def deferred_interrupts() -> Iterator[DeferredInterrupts]:
     """In the block, SIGINT raises only at ``check``, ``get`` and the end; a second SIGINT raises at once.
 
-    A nested block shares the handler of the outer one. The block changes nothing in a thread other than the
-    main one, or if SIGINT has another handler than Python's default.
+    A nested block shares the outer block's handler. The block does nothing outside the main thread, or if
+    SIGINT does not have Python's default handler.
 
     Raises:
-        KeyboardInterrupt: a SIGINT came.
+        KeyboardInterrupt: a SIGINT has arrived.
     """
     before = signal.getsignal(signal.SIGINT)
     interrupts = before if isinstance(before, DeferredInterrupts) else DeferredInterrupts()

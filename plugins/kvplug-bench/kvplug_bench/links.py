@@ -22,7 +22,7 @@ class UnavailableError(Exception):
 
 @attrs.frozen(kw_only=True)
 class Rendezvous:
-    """Lets the ends of one candidate find each other."""
+    """Connects the ends of one candidate before measuring."""
 
     rank: int
     """0 is the first end, the writer of a queue."""
@@ -67,7 +67,7 @@ class Link(abc.ABC):
 
 
 class Broadcast(abc.ABC):
-    """The writer's or one reader's end. Made with a :class:`Rendezvous`; then all ends are ready.
+    """The writer's or one reader's end. Made with a :class:`Rendezvous`, after which all ends are ready.
 
     Raises:
         UnavailableError, ImportError: it cannot work here; the candidate is skipped with this reason.

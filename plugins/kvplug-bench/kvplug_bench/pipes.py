@@ -51,7 +51,7 @@ def run_sender(link: Link, task: Mapping[str, Any], device: TimedDevice) -> dict
 
 
 def run_receiver(link: Link, task: Mapping[str, Any], device: TimedDevice) -> dict[str, Any]:
-    """Answer each burst, then check its last message. Its time is measured from ready to answered."""
+    """Answer each burst, then check its last message. Times each burst from ready to answered."""
     ping = content(SMALLEST, device.name)
     figures: dict[str, Any] = {}
     for op, nbytes in task["bulk"]:

@@ -22,7 +22,7 @@ _STYLES: Final = ("-", ":", "-.")
 
 
 def check_plot(path: str) -> None:
-    """Check before anything is measured that a plot can be drawn and written to ``path``.
+    """Check, before anything is measured, that a plot can be drawn and written to ``path``.
 
     Raises:
         UnsupportedError: matplotlib is not installed; the message says how to install it.
@@ -38,7 +38,7 @@ def check_plot(path: str) -> None:
 
 
 def circumstances() -> str:
-    """Where and when this is: the host, its processor, its load, versions, the time. Two lines."""
+    """The circumstances of a measurement: host, processor, load, time, versions. Two lines."""
     versions = {"kvplug": "kvplug", "PyTorch": "torch"}
     known = [f"{name} {version(package)}" for name, package in versions.items() if find_spec(package)]
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
@@ -51,17 +51,17 @@ def circumstances() -> str:
 
 def _processor() -> str:
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        told = ""
-    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+        info = ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def save_plot(rows: Sequence[Row], path: str, *, footer: str = "") -> None:
     """Draw the speeds of pipes and queues side by side, with memcpy as the upper bound.
 
-    ``footer`` is printed below, in small letters: :func:`circumstances`.
+    ``footer`` is printed below in small letters, such as :func:`circumstances`.
 
     Raises:
         OSError: the file cannot be written.
@@ -88,7 +88,7 @@ def save_plot(rows: Sequence[Row], path: str, *, footer: str = "") -> None:
         axes.grid(visible=True, alpha=0.3)
         axes.set_title(kind)
         if axes.lines:
-            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the plot, where no line is
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the plot, away from the lines
     if footer:
         figure.supxlabel(footer, fontsize=6, parse_math=False)
     figure.savefig(path, dpi=150)

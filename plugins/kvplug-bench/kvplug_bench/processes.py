@@ -26,7 +26,7 @@ from kvplug.net.wire import decode, encode
 from kvplug.transport.spec import load_target
 
 SETTLE_S = 1.0
-"""How long to wait for the ends of processes that fail because one of them has failed."""
+"""How long to wait for processes to end after one of them has failed."""
 _SIZE = struct.Struct("<Q")
 _VALUE, _RETURNED, _RAISED = "value", "returned", "raised"
 
@@ -73,7 +73,7 @@ class _Wire:
 
 
 class MeasuringProcess:
-    """A started process, as the process that started it sees it. Leaving the ``with`` block kills it."""
+    """A started process, as seen by its parent. Leaving the ``with`` block kills it."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class MeasuringProcess:
         try:
             self._wire.send(value)
         except OSError as e:
-            raise self._lost() from e
+            raise self._end_error() from e
 
     def recv(self) -> Any:
-        """The next value that it sent. Raises EndError: it raised, ended, or sent nothing in time."""
+        """The next value from it. Raises EndError: it raised, ended, or sent nothing in time."""
         return self._next(_VALUE)
 
     def wait_until_returned(self) -> None:
@@ -135,7 +135,7 @@ class MeasuringProcess:
         self._next(_RETURNED)
 
     def close(self) -> None:
-        """End it if it still runs."""
+        """Kill it if it still runs."""
         self._process.kill()
         self._process.wait()
         self._wire.close()
@@ -151,15 +151,15 @@ class MeasuringProcess:
         try:
             kind, value = self._wire.recv()
         except (EOFError, TimeoutError) as e:
-            raise self._lost() from e
+            raise self._end_error() from e
         if kind == _RAISED:
             name, text = value
             raise EndError(f"{name} in process {self._process.pid}:\n{text}", name)
         assert kind == wanted, f"{kind} of process {self._process.pid}, where {wanted} was expected"
         return value
 
-    def _lost(self) -> EndError:
-        """That it sends and reads nothing: how it ended, and what it wrote to stderr."""
+    def _end_error(self) -> EndError:
+        """The error of a process that no longer communicates: how it ended, and its stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SETTLE_S)
         code = self.exit_code
@@ -175,7 +175,7 @@ class MeasuringProcess:
 
 
 class Parent:
-    """The process that started this one, as the function that measures sees it."""
+    """The parent process, as seen by the function that measures."""
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire

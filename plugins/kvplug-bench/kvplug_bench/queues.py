@@ -109,7 +109,7 @@ def run_reader(link: Broadcast, acks: Acknowledgements, task: Mapping[str, Any])
 
 
 def _values(link: Broadcast, acks: Acknowledgements, count: int, pause_s: float = 0.0) -> list[float]:
-    """The time at which each value was sent, on the host's clock, which the readers share."""
+    """Send values. Returns the time of each on the host's clock, which the readers share."""
     sent = []
     for _ in range(count):
         acks.wait_for_all()
@@ -125,7 +125,7 @@ def _keep(link: Broadcast, acks: Acknowledgements, watch: Stopwatch, expected: T
     acks.send()
     got = None
     for _ in range(count):
-        got = None  # dropped before the next is received
+        got = None  # dropped before the next one is received
         got = link.receive(expected)
     acks.send()
     watch.stop()

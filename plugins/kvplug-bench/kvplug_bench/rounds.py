@@ -37,7 +37,7 @@ class Plan:
     sizes: tuple[int, ...]
     rounds: int = 5
     readers: int = 1
-    """Number of readers of each queue."""
+    """The number of readers of each queue."""
     idle_s: float = 1.0
     """How long a receiver waits before the message; 0 skips this op."""
     latency_bytes: int = SMALLEST
@@ -173,15 +173,15 @@ def measure_once(candidate: Candidate, plan: Plan) -> list[Figures]:
 
 
 def _attend(end: MeasuringProcess, ends: Sequence[MeasuringProcess]) -> dict[str, Any]:
-    """Forward one end's messages to the other ends until it reports its figures. One thread for each end."""
+    """Forward one end's messages to the other ends until it reports its figures. Each end has a thread."""
     while True:
-        said, value = end.recv()
-        if said == FIGURES:
+        kind, value = end.recv()
+        if kind == FIGURES:
             end.wait_until_returned()
             return dict(value)
-        if said == UNAVAILABLE:
+        if kind == UNAVAILABLE:
             raise UnavailableError(value)
-        assert said == RENDEZVOUS
+        assert kind == RENDEZVOUS
         for other in ends:
             if other is not end:
                 other.send(value)
@@ -194,7 +194,7 @@ def _gathered(
     ended: SimpleQueue[Future[dict[str, Any]]] = SimpleQueue()
     for future in attended:
         future.add_done_callback(ended.put)
-    in_turn: list[Future[dict[str, Any]]] = []  # in the order in which they ended
+    in_turn: list[Future[dict[str, Any]]] = []  # in the order of their ends
     for _ in attended:
         in_turn.append(interrupts.get(ended))
         if in_turn[-1].exception():
@@ -206,7 +206,7 @@ def _gathered(
 
 
 def _depth(error: BaseException) -> int:
-    """How far an error is from the cause: an end that refuses or dies makes the other ends fail."""
+    """The distance of an error from the cause: an end that refuses or dies makes the other ends fail."""
     match error:
         case UnavailableError():
             return 0

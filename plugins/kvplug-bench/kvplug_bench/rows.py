@@ -11,7 +11,7 @@ from kvplug_bench.candidate import ALONE, COPY, INTO, KEPT, LATENCY, LOOKED, WAK
 from kvplug_bench.rounds import Figures, Outcome
 
 _COMPARED = {LOOKED: KEPT}
-"""The op that "looked" is compared with if no baseline supports it."""
+"""The op to compare "looked" with if no baseline supports it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -38,8 +38,7 @@ class Comparison:
     of_memcpy: float | None = None
     best_baseline: str = ""
     over_best: float | None = None
-    """How many times faster than the best baseline of its kind, without memcpy; for a latency, how many
-    times shorter."""
+    """The speed relative to the best baseline of its kind, without memcpy; for a latency, its inverse."""
 
 
 def compare(outcome: Outcome, others: Sequence[Outcome]) -> Iterator[Comparison]:

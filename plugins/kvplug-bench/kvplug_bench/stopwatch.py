@@ -17,9 +17,7 @@ BURSTS = WARM_BURSTS + TIMED_BURSTS
 
 
 def in_burst(nbytes: int, burst_bytes: int = BURST_BYTES) -> int:
-    """How many messages of a size are timed together, so that the time of a burst's answer does not
-    matter.
-    """
+    """The number of messages of a size that are timed together, so that the answer's time is negligible."""
     return max(1, min(MOST_IN_BURST, burst_bytes // nbytes))
 
 

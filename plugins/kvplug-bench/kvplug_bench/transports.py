@@ -22,7 +22,7 @@ from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, InPlaceBroadcast, Link, Ren
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ONE_PROCESS = "its two ends can be connected within one process only"
+_ONE_PROCESS = "its two ends can only be connected within one process"
 
 
 class PipeLink(Link):
@@ -73,7 +73,7 @@ class QueueLink(InPlaceBroadcast):
         max_chunks: int,
         over_network: bool = False,
     ) -> None:
-        """``over_network``: readers are reached as if memory did not reach them."""
+        """``over_network``: connect to readers as if they shared no memory."""
         config = Config.load(path, overrides=overrides)
         endpoint = build_queue(
             config,
@@ -119,9 +119,9 @@ class QueueLink(InPlaceBroadcast):
         import torch
 
         with self._queue.acquire_read(indefinite=True) as memory:
-            there = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
-            yield there
-            del there  # the memory must have no view left when it is released
+            view = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+            yield view
+            del view  # the memory must have no view left when it is released
 
     def close(self) -> None:
         self._queue.close()
@@ -133,7 +133,7 @@ def _domain(spec: TransportSpec) -> str:
 
 
 def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndpoint]:
-    """The endpoint of the config's transport for that device, and the spec of what moves the bytes.
+    """The spec of the config's transport, and its endpoint for that device.
 
     Raises:
         PluginError: the config has "auto" and no transport can be used.

@@ -160,7 +160,7 @@ def test_rows_for_programs_have_every_figure_and_nothing_else(site):
         *(f"memcpy copy {op} {64 * KIB}" for op in ("into", "alone")),
     ]
     skipped = {(row["name"], row["kind"]): row["skipped_because"] for row in found if row["skipped_because"]}
-    assert skipped == {("memory", "pipe"): "its two ends can be connected within one process only"}
+    assert skipped == {("memory", "pipe"): "its two ends can only be connected within one process"}
 
 
 def test_a_queue_is_measured_with_its_readers(site):
