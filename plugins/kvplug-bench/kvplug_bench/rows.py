@@ -38,7 +38,7 @@ class Comparison:
     of_memcpy: float | None = None
     best_baseline: str = ""
     over_best: float | None = None
-    """The speed relative to the best baseline of its kind, without memcpy; for a latency, its inverse."""
+    """How many times faster than the best baseline of its kind, except memcpy; shorter, for a latency."""
 
 
 def compare(outcome: Outcome, others: Sequence[Outcome]) -> Iterator[Comparison]:

@@ -19,7 +19,7 @@ from kvplug_fs.sweeper import Sweeper
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _HEADER_BYTES: Final = (4096, 2 << 20)
-"""How much of a page is read to find its series: enough for most headers, and for every one."""
+"""Bytes of a page to read for its series: enough for most headers, then for all."""
 
 
 class FolderStore(BlockingStore):
@@ -106,7 +106,7 @@ class FolderStore(BlockingStore):
                         size = os.lstat(path).st_size
                         self._ledger.release(cost_of(size), functools.partial(os.unlink, path))
 
-    # -- what is there -------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------
 
     def keys(self, series: bytes) -> list[bytes]:
         return [key for key, entry in self._folder.all_pages() if _series_of(entry.path) == series]

@@ -82,7 +82,7 @@ class Sweeper:
         with self._lock:
             last = self._ledger.last
             scanned = not last.scanned_at or last.used_bytes > self._budget
-            if scanned:  # the ledger was removed, or does not count what is there
+            if scanned:  # the ledger was removed, or does not count all pages
                 self.scan(without=path)
             while not self._ledger.reserve(nbytes, self._budget):
                 if self._evict_one():
@@ -168,7 +168,7 @@ class Sweeper:
         """
         with self._ledger.change() as totals:
             before = attrs.evolve(totals)
-        found = _Found()
+        found = _ScanResult()
         self._scan_temporary(found, without)
         for _, entry in self._folder.all_pages():
             if self._closed.is_set():
@@ -179,7 +179,7 @@ class Sweeper:
         self._ledger.correct(before, found.used_bytes, found.num_pages)
         self._candidates = deque(found.oldest())
 
-    def _scan_temporary(self, found: _Found, without: str) -> None:
+    def _scan_temporary(self, found: _ScanResult, without: str) -> None:
         """Remove temporary files of dead writers, and count those of live ones."""
         now = time.time()
         for entry, size in self._folder.written_aside():
@@ -195,7 +195,7 @@ class Sweeper:
                     found.num_pages += 1
 
 
-class _Found:
+class _ScanResult:
     """The results of a scan."""
 
     def __init__(self) -> None:

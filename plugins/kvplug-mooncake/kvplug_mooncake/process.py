@@ -194,7 +194,7 @@ class ClientProcess:
     def _send(self, packet: bytes, deadline: Deadline) -> None:
         while True:
             try:
-                with self._lock:  # so that the socket is not closed meanwhile
+                with self._lock:  # the socket must not be closed meanwhile
                     if self._is_gone:
                         raise self._ended()
                     self._sock.send(packet, socket.MSG_DONTWAIT)

@@ -26,7 +26,7 @@ _TAG_AT: Final = 8
 """The offset of the tag in a manifest."""
 _TRIES: Final = 32
 _HEADER_BYTES: Final = (4096, 2 << 20)
-"""How much of a page is read to find its series: enough for most headers, and for every one."""
+"""Bytes of a page to read for its series: enough for most headers, then for all."""
 _SCAN: Final = 1000
 _REMEMBERED: Final = 1 << 16
 
@@ -198,7 +198,7 @@ class RedisStore(BlockingStore):
                 if not self._was_full:
                     self._was_full = True
                     _log.warning("the store 'redis' keeps fewer pages: %s", e)
-                self._take_back(key, head)
+                self._discard_pieces(key, head)
                 return False
 
     def _write(self, client: Any, key: bytes, head: Head, page: Sequence[memoryview]) -> bool:
@@ -219,7 +219,7 @@ class RedisStore(BlockingStore):
             return True
         first = [other for _, other in self._heads([key])]
         if first != [head]:  # else the other writer's pieces have the same names and content
-            self._take_back(key, head)
+            self._discard_pieces(key, head)
         return bool(first)
 
     def _reserve(self, client: Any, member: bytes, cost: int) -> bool:
@@ -232,13 +232,13 @@ class RedisStore(BlockingStore):
             if not reserved.victims:
                 return False
             for victim in reserved.victims:
-                key, tag, count = _of_member(victim)
+                key, tag, count = _parsed_member(victim)
                 drop_manifest(client, self._names.manifest(key), tag, _TAG_AT)
                 self._unlink(self._names.pieces(key, tag, count))
             self._budget.release(reserved.victims, evicted=True)
         return False
 
-    def _take_back(self, key: bytes, head: Head) -> None:
+    def _discard_pieces(self, key: bytes, head: Head) -> None:
         """Remove pieces that have no manifest."""
         self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
         if self._budget is not None:
@@ -273,7 +273,7 @@ class RedisStore(BlockingStore):
             if self._budget is not None:
                 self._budget.note((0, 0), self._budget.version)
 
-    # -- what is there -------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------
 
     def keys(self, series: bytes) -> list[bytes]:
         with mapped_errors():
@@ -327,7 +327,7 @@ def _member(key: bytes, head: Head) -> bytes:
     return key + head.tag + b"%d" % head.num_pieces
 
 
-def _of_member(member: bytes) -> tuple[bytes, bytes, int]:
+def _parsed_member(member: bytes) -> tuple[bytes, bytes, int]:
     end = len(member) - len(member[40:])
     return member[: end - TAG_BYTES], member[end - TAG_BYTES : end], int(member[end:])
 

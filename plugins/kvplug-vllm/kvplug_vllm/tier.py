@@ -332,7 +332,7 @@ class Lookups:
                 answer.num_leases += found
                 if answer.found is None:
                     answer.found = found
-                if not answer.found:  # it was a miss meanwhile
+                if not answer.found:  # it became a miss meanwhile
                     self._end_leases(key, answer)
                 self._drop_unused(key, answer)
 

@@ -117,7 +117,7 @@ class Session:
         if any(self._silent_s[name] >= self._patience_s for name in awaited):
             # Name a stopped worker first: the others may be waiting for it.
             name = min(awaited, key=lambda name: (not self._children[name].is_stopped, -self._silent_s[name]))
-            state = " and is stopped (SIGCONT lets it go on)" if self._children[name].is_stopped else ""
+            state = " and is stopped (SIGCONT resumes it)" if self._children[name].is_stopped else ""
             raise WorkerSilentError(
                 f"the {name} process has reported nothing for {self._silent_s[name]:.0f} s{state}; on a slow"
                 " machine, or for a large model, give it longer with --patience"

@@ -34,7 +34,7 @@ def first_bad_token(block_ids: list[int], invalid: frozenset[int], block_size: i
 
 
 class Scheduler:
-    """The queues of requests and their blocks. It touches no tensor.
+    """The queues of requests and their blocks. It accesses no tensor.
 
     Requests are served oldest first, and running requests before waiting ones. A prompt longer than the rest
     of the step's budget is computed in chunks. When blocks run out, a request is preempted: it loses its

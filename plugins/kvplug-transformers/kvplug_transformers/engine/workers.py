@@ -220,7 +220,7 @@ class Workers:
                     return PeerGoneError(f"{self._name(name)} {why}")
             for name, child in self._children.items():
                 if child.is_stopped:
-                    return TimeoutError(f"{self._name(name)} is stopped (SIGCONT lets it go on)")
+                    return TimeoutError(f"{self._name(name)} is stopped (SIGCONT resumes it)")
             own = {name for name, error in errors.items() if error["kind"] not in _OF_OTHERS}
             if own or deadline.expired:
                 break
