@@ -85,7 +85,7 @@ def test_what_cannot_be_served_is_refused_with_its_numbers(rig):
         (510, 10, r"510 tokens and 10 new ones do not fit the model's context of 512"),
         (60, 10, r"can grow to 5 blocks of 16 tokens, and the whole cache has 4"),
         (0, 10, "at least one prompt token"),
-        (5, 1, "there is a request 'a' already"),
+        (5, 1, "a request 'a' exists already"),
     ):
         with pytest.raises(ValueError, match=why):
             engine.add(rig.prompt(length), max_new_tokens=count, request_id="a")
