@@ -235,7 +235,7 @@ def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_whil
     assert it.replica.presences(CHAINS, 0) is None
     it.until([])
     assert it.replica.link is it.links[0]  # it may catch up
-    with pytest.raises(TimeoutError, match="a worker at an address is connected, and did not send all"):
+    with pytest.raises(TimeoutError, match="a worker at an address is connected, but did not send all"):
         it.replica.wait_until_ready(Deadline.after(0.1))
 
 

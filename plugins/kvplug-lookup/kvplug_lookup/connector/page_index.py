@@ -1,4 +1,4 @@
-"""An index of the pages that one store holds for one worker: by chain, in this process."""
+"""An index of the pages that one store holds for one worker, by chain, in this process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvplug.transport import (
 
 
 class PageIndex:
-    """The chains of pages that are held, and of those that are coming, in one series.
+    """The chains of pages in one series that are held, or coming.
 
-    Not locked: its owner locks it.
+    Not thread-safe: its owner locks it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,22 +23,22 @@ class PageIndex:
         self.held: set[bytes] = set()
         """Chains of pages that are held."""
         self._coming: dict[bytes, float] = {}
-        """Chains of pages that are coming, and until when they are waited for."""
+        """Chains of pages that are coming, and until when requests wait for them."""
         self.is_cleared = False
-        """The latest event says that the store was cleared."""
+        """The latest event was that the store was cleared."""
 
     def __len__(self) -> int:
-        """Pages that are held, or coming."""
+        """Number of pages that are held or coming."""
         return len(self.held) + len(self._coming)
 
     def apply(self, event: PageEvent, series: Series) -> None:
-        """Follow an event of the store. Pages of other series are passed over."""
+        """Apply an event of the store. Pages of other series are ignored."""
         self.is_cleared = event.kind == "cleared"
         if event.kind in ("snapshot", "cleared"):
             self.held.clear()
             self._coming.clear()
         elif event.kind in ("stored", "declared", "removed") and event.series == series.id:
-            chains = series.keys_of(event.keys)  # the chains, since masking twice gives them back
+            chains = series.keys_of(event.keys)  # masking twice returns the chains
             if event.kind == "declared":
                 self.expect(chains, event.for_s)
                 return
@@ -48,19 +48,19 @@ class PageIndex:
                 self._coming.pop(chain, None)
 
     def expect(self, chains: Iterable[bytes], for_s: float) -> None:
-        """These pages are coming, unless they are held: they are waited for, at most ``for_s`` seconds."""
+        """Note that these pages are coming, unless they are held. Requests wait at most ``for_s`` seconds."""
         until = self._clock() + for_s
         for chain in chains:
             if chain not in self.held:
                 self._coming[chain] = until
 
     def settle(self, chains: Iterable[bytes]) -> None:
-        """These pages are not waited for any more."""
+        """Stop waiting for these pages."""
         for chain in chains:
             self._coming.pop(chain, None)
 
     def presence(self, chain: bytes) -> Presence:
-        """What is known of one page."""
+        """The presence of one page."""
         if chain in self.held:
             return Presence.HELD
         until = self._coming.get(chain)

@@ -1,4 +1,4 @@
-"""The worker's ends of peer engines' stores: connected when first needed, and again after a loss."""
+"""The worker's clients of peer engines' stores. They connect on first use, and again after a loss."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _log = logging.getLogger(__name__)
 _HELLO_S = 10.0
 
 Use = Callable[[Store, Series], None]
-"""What is done with the store once it is connected."""
+"""Called with the store once it is connected."""
 GiveUp = Callable[[Exception], None]
-"""What is done where it cannot be connected to."""
+"""Called if the connection fails."""
 
 
 class PeerStore:
-    """One peer engine's store, as far as this worker is concerned: that of the worker of its rank.
+    """The store of one peer engine's worker, the one with this worker's rank.
 
-    A thread of its own connects, so that a peer that does not answer holds up no loads from others.
+    It connects in its own thread, so that a silent peer does not delay loads from others.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class PeerStore:
     ) -> None:
         """
         Args:
-            address: of the peer engine's worker 0, or the contacts of its workers.
-            name: of the source that it is.
+            address: the address of the peer engine's worker 0, or the contacts of its workers.
+            name: the source's name.
         """
         self._context = context
         self._address = address
@@ -47,13 +47,13 @@ class PeerStore:
         self._series: Series | None = None
         self._closed = False
         self.is_refused = False
-        """Our worker and the peer's can never agree. Until a connection succeeds."""
+        """The two workers refused each other. Reset when a connection succeeds."""
         self.link: PeerLink | None = None
         self._waiting: queue.SimpleQueue[tuple[Use, GiveUp, Deadline] | None] = queue.SimpleQueue()
         self._thread: BackgroundThread | None = None
 
     def use(self, use: Use, give_up: GiveUp, deadline: Deadline) -> None:
-        """Call ``use`` with the store: at once where it is connected, else in another thread."""
+        """Call ``use`` with the store: at once if it is connected, else from another thread."""
         shortage: Exception | None = None
         with self._lock:
             if self._closed:
@@ -81,16 +81,16 @@ class PeerStore:
             use(store, series)
 
     def connected(self, deadline: Deadline, *, retry: bool) -> tuple[Store, Series]:
-        """The store, connected to if need be.
+        """Return the store; connect if needed.
 
-        ``retry``: wait for a peer that is not up; one whose pages were promised must be.
+        ``retry``: wait for a peer that is not up. A peer whose pages were promised must be up.
 
         Raises what a handshake raises.
         """
         left = deadline.remaining()
         if not self._connecting.acquire(timeout=-1 if left is None else left):
             where = self._context.peers.address_of(self._context.parallelism.worker_rank, self._address)
-            raise TimeoutError(f"{self.name} at {where} was not connected to in time")
+            raise TimeoutError(f"could not connect to {self.name} at {where} in time")
         try:
             with self._lock:
                 if self._closed:
@@ -116,7 +116,7 @@ class PeerStore:
             raise
         try:
             with self._lock:
-                self.link = link  # so that a shutdown meanwhile can end what follows
+                self.link = link  # a concurrent shutdown closes it
                 if self._closed:
                     raise ClosedError("the connector was shut down")
             left = deadline.remaining()
@@ -130,7 +130,7 @@ class PeerStore:
             if store.seal.id != hello.seal:
                 self.is_refused = True
                 raise HandshakeError(
-                    "integrity: the two ends protect pages in different ways; set it to the same at both",
+                    "integrity: the two ends protect pages in different ways; set it alike at both",
                     peer=str(link.channel.peer),
                 )
             with self._lock:
@@ -150,7 +150,7 @@ class PeerStore:
             use, give_up, deadline = wanted
             try:
                 if deadline.expired:
-                    raise PeerGoneError("the peer engine's worker was not connected to in time")
+                    raise PeerGoneError("could not connect to the peer engine's worker in time")
                 use(*self.connected(deadline, retry=False))
             except Exception as e:
                 give_up(e)
@@ -164,7 +164,7 @@ class PeerStore:
         self._waiting.put(None)
 
     def close_in_background(self) -> None:
-        """:meth:`close`, without waiting for it."""
+        """:meth:`close` without waiting."""
         self._stop()
         try:
             BackgroundThread(self.close, name="kvplug-lookup-peer-close", stop=self._stop).start()
@@ -172,7 +172,7 @@ class PeerStore:
             self.close()
 
     def close(self) -> None:
-        """End the connection, and what waits for one. Idempotent."""
+        """End the connection, and fail the calls that wait for it. Idempotent."""
         self._stop()
         with self._lock:
             store, self._store = self._store, None

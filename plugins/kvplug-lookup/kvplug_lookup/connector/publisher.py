@@ -1,9 +1,9 @@
-"""Publishes events about blocks over ZeroMQ, in the form that vLLM's event publisher has.
+"""Publishes events about blocks over ZeroMQ, in the format of vLLM's event publisher.
 
 A message has three parts: topic, sequence number (8 bytes, big-endian), and a batch in MessagePack. A batch
 is an array of time, events and data-parallel rank; an event is a map with its ``type``. Subscribers that
-missed batches ask for them at the replay address: by an empty part and the first number, they get all batches
-from there on that are kept, then the number -1."""
+missed batches send an empty part and the first number to the replay address. They get all kept batches from
+there on, then the number -1."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _log = logging.getLogger(__name__)
 
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 _KEPT = 10_000
-"""Batches that are kept for subscribers that missed them."""
+"""Number of batches kept for subscribers that missed them."""
 _HIGH_WATER = 100_000
 _POLL_MS = 200
 _CLOSE_S = 2.0
 
 
 class EventPublisher:
-    """Publishes from a thread of its own. In a forked child it is closed."""
+    """Publishes from its own thread. Closed in a forked child."""
 
     def __init__(self, address: str, replay: str | None = None, *, allow_remote: bool = False) -> None:
         """Binds at once.
 
         Args:
             address: ``tcp://host:port`` or ``ipc://path``; port 0: any, see :attr:`address`.
-            replay: where missed batches are asked for; ``None``: nowhere.
-            allow_remote: other hosts may connect, though the events show prompts, and nothing proves who
-                reads them.
+            replay: the address for requests of missed batches; ``None``: no replay.
+            allow_remote: allow connections from other hosts, although the events show prompts and
+                subscribers are not authenticated.
 
         Raises:
-            ConfigError: other hosts could connect, and that is not allowed; or the address cannot be bound.
+            ConfigError: other hosts could connect without ``allow_remote``, or the address cannot be bound.
         """
         for each in (address, replay):
             if each is not None and not allow_remote:
@@ -96,7 +96,7 @@ class EventPublisher:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Publish these events as one batch. Any thread; never waits."""
+        """Publish these events as one batch. Thread-safe; never waits."""
         if self._closed:
             return
         self._queue.append(list(events))
@@ -105,7 +105,7 @@ class EventPublisher:
     def _wake(self) -> None:
         with self._lock:
             if not self._closed:
-                with contextlib.suppress(zmq.Again):  # so many wake it already
+                with contextlib.suppress(zmq.Again):  # enough wake-ups are queued
                     self._wake_out.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
@@ -132,7 +132,7 @@ class EventPublisher:
     def _answer(self, replay: Any) -> None:
         parts = replay.recv_multipart(zmq.NOBLOCK)
         if len(parts) != 3 or len(parts[2]) != 8:
-            _log.warning("a subscriber asked for missed events in a form that is not understood")
+            _log.warning("got a malformed request for missed events")
             return
         client, _, first = parts
         for seq, payload in self._kept:
@@ -145,7 +145,7 @@ class EventPublisher:
             self._closed = True
 
     def close(self) -> None:
-        """Send what is queued, and end. Idempotent."""
+        """Send the queued events, and end. Idempotent."""
         if self._closed:
             return
         deadline = time.monotonic() + _CLOSE_S
@@ -163,11 +163,11 @@ def _check_local(address: str) -> None:
     if address.startswith(("ipc://", "inproc://")):
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    # ZeroMQ's "*" is every interface, and for a resolver it may be the name of anything.
+    # ZeroMQ's "*" is every interface; a resolver could take it for a host name.
     if not host or host == "*" or not Address(host).is_loopback:
         raise ConfigError(
             f"options.lookup.events: other hosts can connect to {address}, the events show prompts, and"
-            " nothing proves who reads them; use 127.0.0.1, or set allow_unauthenticated_data_plane"
+            " readers are not authenticated; use 127.0.0.1, or set allow_unauthenticated_data_plane"
         )
 
 
@@ -175,7 +175,7 @@ def _check_local(address: str) -> None:
 
 
 def encode_batch(events: Sequence[CacheEvent], *, now: float | None = None) -> bytes:
-    """A batch as bytes. ``now``: seconds since the epoch."""
+    """Encode a batch. ``now``: seconds since the epoch."""
     return msgspec.msgpack.encode(
         [time.time() if now is None else now, [_plain(event) for event in events], 0]
     )
@@ -214,7 +214,7 @@ def _plain(event: CacheEvent) -> dict[str, Any]:
 def open_events(
     context: ConnectorContext, page_tokens: int, block_size: int
 ) -> tuple[BlockEvents, EventPublisher | None]:
-    """The events of an engine that saves: for the engine, and for routers where the options name an address.
+    """The events of a saving engine, and the publisher for routers if the options name an address.
 
     Raises what the publisher raises.
     """

@@ -1,18 +1,17 @@
-"""The scheduler side's copy of one store's index, kept up to date by the store's own events.
+"""The scheduler side's copy of one store's index, kept up to date by the store's events.
 
-So a question about a prompt is answered locally, in microseconds. What keeps the answer honest:
+It answers questions about a prompt locally, in microseconds. These rules keep the answers right:
 
-- *not yet*: while a snapshot is incomplete, and after a gap in the sequence, it is not known what is held;
-- *the fence*: a new request sends a ping down the event channel. The store answers it in line with the
-  events. Until the pong is back (or a short timeout has passed) the answer for that request is "not yet"; so
-  what was saved, or declared, before the request came in is always seen;
-- *behind for too long*: a store that does not complete its snapshot, or whose events have gaps again and
-  again, is waited for only for a while; then nothing is known to be held until the copy is complete;
-- *too large*: a copy of more pages than a store can hold is given up: the store is connected to anew;
-- *unreachable*: while the store cannot be reached nothing can be loaded from it; so it is after a load that
-  stalled, and after the store was cleared, until the store has answered a ping sent since;
-- *refused*: where the two workers' pages can never be the same, nothing is loaded until the store is
-  connected to anew.
+- *not yet*: while a snapshot is incomplete, and after a gap in the sequence, the answer is unknown;
+- *the fence*: a new request sends a ping over the event channel. The store answers it in sequence with the
+  events. Until the pong arrives, or a short timeout passes, the answer for that request is "not yet". So the
+  request sees every page that was saved or declared before it;
+- *behind for too long*: requests wait only a while for a store that does not complete its snapshot, or whose
+  events have gaps again and again. Then no page counts as held until the copy is complete;
+- *too large*: a copy with more pages than a store can hold is dropped, and the replica reconnects;
+- *unreachable*: nothing is promised while the store is not connected. After a load stalled, or the store was
+  cleared, nothing is promised until the store has answered a later ping;
+- *refused*: if the two workers' pages can never match, nothing is promised until the replica reconnects.
 """
 
 from __future__ import annotations
@@ -53,36 +52,36 @@ from kvplug_lookup.connector.page_index import PageIndex
 _log = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
-"""For one try: a producer under load may take its time to shake hands."""
+"""Timeout of one attempt: a producer under load may shake hands slowly."""
 _RETRY_S = 1.0
 _REFUSED_S = 60.0
-"""The longest pause after a refused handshake; each is twice the one before."""
+"""The longest pause after refused handshakes; each pause is twice the one before."""
 MAX_PROMISED = 1 << 12
-"""Pages in one message."""
+"""Limit on pages in one message."""
 _PING_S = 0.2
-"""A ping is a few bytes, and at most one is unanswered: there is room for it."""
+"""Timeout to send a ping: a few bytes, and at most one is unanswered."""
 _JOIN_S = 3.0
 _MOMENT_S = 0.005
-"""How long a question about a new request waits for the store's answer, in total. On one host that comes in a
-fraction of a millisecond, but not while the engine's thread asks again and again: it would take the
-interpreter's lock from the threads that bring it."""
+"""How long calls about a new request wait for the store's answer, in total. On one host it takes a fraction
+of a millisecond, but longer if the engine's thread keeps asking: it would take the interpreter's lock from
+the threads that receive it."""
 _CATCH_UP_S = 30.0
-"""How long a copy that is behind is waited for. A snapshot of a million pages takes less."""
+"""How long requests wait for a copy that is behind. A snapshot of a million pages takes less."""
 _MAX_PAGES = 1 << 23
-"""Held or coming: a gigabyte of chains, and more than the memory of a store holds."""
+"""Limit on pages held or coming: a gigabyte of chains, more than a store in memory can hold."""
 
 
 @attrs.frozen
 class Fence:
-    """One request's ping: passed when the store has answered it, or when it has waited long enough."""
+    """One request's ping. It has passed when the store has answered it, or when it expires."""
 
     number: int
     expires: Deadline
-    is_worth_a_wait: Deadline
+    blocks_until: Deadline
 
 
 class Replica:
-    """Follows one worker's store from a thread of its own; answers from any thread."""
+    """Follows one worker's store in its own thread. Its answers are thread-safe."""
 
     def __init__(
         self,
@@ -97,9 +96,9 @@ class Replica:
     ) -> None:
         """
         Args:
-            name: of the worker that is followed, for messages.
+            name: the name of the followed worker, for messages.
             address_of: returns its address, for the message of :meth:`wait_until_ready`.
-            listener: receives each event that is applied, in the replica's thread; must not block.
+            listener: receives each applied event in the replica's thread. Must not block.
             expired: called when a request has waited in vain for the store's answer.
         """
         self._connect = connect
@@ -113,27 +112,27 @@ class Replica:
         self._changed = threading.Condition(self._lock)
         self._index = PageIndex()
         self._series: Series | None = None
-        """Of the store's pages, once it has said which they are."""
+        """Series of the store's pages, once the store has sent it."""
         self._link: PeerLink | None = None
         self._is_current = False
         self._has_gap = False
-        """Events are missing, and the store that has them is being asked for a snapshot."""
+        """Events are missing, and the replica reconnects to get a snapshot."""
         self._is_late = Deadline.after(None)
-        """When an answer that depends on a copy which is behind is not waited for any more."""
+        """Until when requests wait for a copy that is behind."""
         self._pinged = self._ponged = 0
-        """Numbers of the latest fence, and of the latest that was answered."""
+        """Numbers of the latest fence, and of the latest answered fence."""
         self._asked = 0
-        """The ping that the store has not answered yet. It is asked for the next one only then, so that a
-        store that does not answer costs one message, however many requests come."""
+        """The unanswered ping; 0: none. The next ping is sent after its answer, so a silent store costs one
+        message for any number of requests."""
         self._doubted = 0
         """Nothing is promised until this ping is answered."""
         self._silent = 0
         """No request waits for the store until this ping is answered: others have waited in vain."""
         self._refused_link: PeerLink | None = None
-        """To a store whose pages are not ours."""
+        """The link to a store whose pages do not fit."""
         self._refusal: Exception | None = None
         self._shortage: ResourceExhaustedError | None = None
-        """Why the latest try to connect failed, if a resource ran out."""
+        """Why the latest attempt to connect failed, if a resource ran out."""
         self._has_tried = False
         """It was connected once, or refused."""
         self._was_connected = False
@@ -149,7 +148,7 @@ class Replica:
     # -- asked by the scheduler ----------------------------------------------------------------
 
     def fence(self) -> Fence:
-        """Ask the store to say when everything it has by now is known here."""
+        """Ping the store. The fence passes when this replica knows everything that the store has now."""
         with self._lock:
             self._pinged += 1
             number = self._pinged
@@ -157,11 +156,11 @@ class Replica:
         return Fence(number, Deadline.after(self._wait_timeout_s), Deadline.after(_MOMENT_S))
 
     def has_passed(self, fence: Fence) -> bool:
-        """Whether the store has answered. Waits a moment for that, once for each request."""
-        self._ping(0)  # the last try may have failed
+        """Whether the store has answered. Waits a moment for the answer, once for each request."""
+        self._ping(0)  # the last attempt may have failed
         with self._lock:
             while self._ponged < fence.number and self._link is not None and self._silent <= self._ponged:
-                if not self._changed.wait(fence.is_worth_a_wait.remaining()):
+                if not self._changed.wait(fence.blocks_until.remaining()):
                     break
             if self._ponged >= fence.number:
                 return True
@@ -171,13 +170,13 @@ class Replica:
                 self._silent = self._doubted = max(self._doubted, fence.number)
             if self._silent > self._ponged:
                 return True
-            # A store that was there and is not, or refused us, is not waited for; one that comes up is.
+            # Wait for a store that is coming up, but not for one that was lost or refused us.
             return self._link is None and self._has_tried
 
     def doubt(self) -> None:
-        """A load stalled: promise nothing until the store has answered again.
+        """Promise nothing until the store has answered again: a load stalled.
 
-        So a store that is stopped, which is no death, costs one timeout and not one for each request.
+        So a store that is stopped, but not dead, costs one timeout, not one for each request.
         """
         with self._lock:
             if self._doubted <= self._ponged:
@@ -187,9 +186,9 @@ class Replica:
         self._ping()
 
     def drop(self) -> None:
-        """The store was cleared: promise nothing until it has answered a ping that is sent from now on.
+        """Promise nothing until the store has answered a ping sent after this call: it was cleared.
 
-        Whether the events that say so have come or not; the answer comes after them.
+        The answer arrives after the events of the clearing.
         """
         with self._lock:
             self._pinged += 1
@@ -197,35 +196,35 @@ class Replica:
         self._ping()
 
     def refuse(self) -> None:
-        """Our worker and the store's cannot agree: promise nothing from this store."""
+        """Promise nothing from this store: our worker and the store's refused each other."""
         with self._lock:
             if self._link is not None and self._refused_link is not self._link:
                 _log.error(
-                    "nothing is loaded from %s any more: our worker does not agree with it (its log says"
-                    " why); change one of them and restart it",
+                    "no longer loading from %s: our worker and it refused each other (our worker's log has"
+                    " the reason); change one of them and restart it",
                     self._name,
                 )
             self._refused_link = self._link
 
     def expect(self, chains: Iterable[bytes], for_s: float) -> None:
-        """The store is told in this step that these pages are coming: they are waited for."""
+        """Wait for these pages: this step declares them to the store."""
         with self._lock:
             if self._link is not None:
                 self._index.expect(chains, for_s)
 
     def promise(self, chains: Sequence[bytes]) -> None:
-        """Our worker is going to load these pages: the store evicts them later. Does not wait."""
+        """Tell the store that our worker will load these pages, so it evicts them later. Does not wait."""
         link = self._link
         if link is None:
             return
         for at in range(0, len(chains), MAX_PROMISED):
-            with contextlib.suppress(KvplugError):  # if it is lost, they are evicted as before
+            with contextlib.suppress(KvplugError):  # a lost promise only allows earlier eviction
                 link.channel.send({"promised": b"".join(chains[at : at + MAX_PROMISED])}, timeout=0)
 
     def presences(self, chains: list[bytes], first: int) -> list[Presence] | None:
-        """What is known of the pages from number ``first`` on, up to the first that is absent.
+        """The presences of the pages from number ``first`` on, up to the first that is absent.
 
-        ``None``: it is not known yet.
+        ``None``: not known yet.
         """
         with self._lock:
             if self._has_gap and not self._is_late.expired:
@@ -250,12 +249,12 @@ class Replica:
 
     @property
     def link(self) -> PeerLink | None:
-        """The event channel's link, while there is one."""
+        """The event channel's link while it is connected."""
         return self._link
 
     @property
     def is_cleared(self) -> bool:
-        """Whether its store was cleared and has taken nothing since, or was never connected."""
+        """Whether its store has taken nothing since it was cleared, or was never connected."""
         with self._lock:
             return not self._was_connected or (self._is_current and self._index.is_cleared)
 
@@ -274,15 +273,15 @@ class Replica:
     def _what_is_missing(self) -> str:
         where = f"{self._name} at {self._address_of()}"
         if self._link is None:
-            return f"{where} was not connected to in time; start it, or correct its address"
-        return f"{where} is connected, and did not send all of its store's index in time"
+            return f"could not connect to {where} in time; start it, or correct its address"
+        return f"{where} is connected, but did not send all of its store's index in time"
 
     def close(self) -> None:
         self.end()
         self._thread.join(timeout=_JOIN_S)
 
     def end(self) -> None:
-        """Follow no more, and promise nothing. Does not wait for the thread."""
+        """Stop following, and promise nothing. Does not wait for the thread."""
         self._closed.set()
         with self._lock:
             link = self._link
@@ -293,20 +292,20 @@ class Replica:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said, gaps, refusals = "", 0, 0
+        logged, gaps, refusals = "", 0, 0
         while not self._closed.is_set():
             try:
                 link = self._connect(_CONNECT_S)
             except TimeoutError:
                 with self._lock:
-                    self._has_gap = False  # the store that had the missing events is not there
+                    self._has_gap = False  # the store with the missing events is gone
                 continue
             except ClosedError:
                 return
-            except Exception as e:  # out of descriptors, say, as well as what connect raises
-                if str(e) != said:
-                    said = str(e)
-                    _log.warning("no index of %s: %s", self._name, e)
+            except Exception as e:  # what connect raises, and exhausted descriptors, for example
+                if str(e) != logged:
+                    logged = str(e)
+                    _log.warning("cannot follow %s: %s", self._name, e)
                 with self._lock:
                     self._has_gap = False
                     self._shortage = NamedExhaustion.of(e, f"connecting to {self._name}")
@@ -316,15 +315,15 @@ class Replica:
                 refusals = refusals + 1 if isinstance(e, HandshakeError) else 0
                 self._closed.wait(min(_REFUSED_S, _RETRY_S * 2 ** min(refusals, 6)))
                 continue
-            said, refusals, began = "", 0, time.monotonic()
+            logged, refusals, began = "", 0, time.monotonic()
             try:
                 self._follow(link)
             except (ClosedError, PeerGoneError) as e:
                 if not self._closed.is_set():
-                    _log.warning("the index of %s is lost: %s", self._name, e)
+                    _log.warning("lost the index of %s: %s", self._name, e)
                 self._lose(link)
             except Exception as e:
-                _log.warning("the index of %s is lost: %s: %s", self._name, type(e).__name__, e)
+                _log.warning("lost the index of %s: %s: %s", self._name, type(e).__name__, e)
                 with self._lock:
                     self._shortage = NamedExhaustion.of(e, f"following {self._name}")
                 self._lose(link)
@@ -342,7 +341,7 @@ class Replica:
             self._series = series
             self._shortage = None
             self._asked = 0
-            if not self._has_gap:  # else it has been behind since then
+            if not self._has_gap:  # with a gap, it has been behind since then
                 self._is_late = Deadline.after(_CATCH_UP_S)
         _log.info("following the pages of %s", self._name)
         if self._closed.is_set():
@@ -357,14 +356,16 @@ class Replica:
             event = PageEvent.from_plain(message)
             with self._lock:
                 if not follower.accept(event):
-                    _log.warning("events of %s have a gap: starting over", self._name)
+                    _log.warning("events of %s have a gap: reconnecting for a snapshot", self._name)
                     if not self._has_gap and self._is_current:
                         self._is_late = Deadline.after(_CATCH_UP_S)
                     self._has_gap = True
                     return
                 self._index.apply(event, series)
                 if len(self._index) > _MAX_PAGES:
-                    raise WireError(f"the index has {len(self._index)} pages, more than any store holds")
+                    raise WireError(
+                        f"the index has {len(self._index)} pages; at most {_MAX_PAGES} are allowed"
+                    )
                 self._is_current = follower.ready
                 self._has_gap = self._has_gap and not follower.ready
                 self._changed.notify_all()
@@ -372,19 +373,19 @@ class Replica:
                 self._listener(event, series)
 
     def _note_pong(self, number: object) -> None:
-        """Raises WireError: it answers no ping."""
+        """Raises WireError: no such ping was sent."""
         with self._lock:
             if type(number) is not int or not 0 <= number <= self._pinged:
-                raise WireError("an answer came to a ping that was not sent")
+                raise WireError("got an answer to a ping that was not sent")
             self._ponged = max(self._ponged, number)
             self._asked = 0
             self._changed.notify_all()
 
     def _series_of(self, link: PeerLink) -> Series:
-        """The store's series, after its first words.
+        """The store's series, from its first message.
 
         Raises:
-            HandshakeError: its pages cannot be ours.
+            HandshakeError: its pages do not fit this engine.
         """
         hello = StoreHello.from_plain(link.channel.recv(timeout=_CONNECT_S))
         if differences := hello.differences(self._model):
@@ -396,7 +397,7 @@ class Replica:
         return hello.series()
 
     def _ping(self, timeout: float = _PING_S) -> None:
-        """Ask the store, unless it has still to answer or every fence has been answered."""
+        """Send a ping, unless one is unanswered or every fence has been answered."""
         with self._lock:
             link = self._link
             if link is None or self._asked or self._pinged <= self._ponged:
@@ -405,7 +406,7 @@ class Replica:
         try:
             link.channel.send({"ping": number}, timeout=timeout)
         except KvplugError as e:
-            _log.debug("the fence %d could not be sent: %s", number, e)
+            _log.debug("could not send ping %d: %s", number, e)
             with self._lock:
                 if self._link is link:
                     self._asked = 0

@@ -1,9 +1,9 @@
-"""Saving the pages that a step completes: gathered on the model's thread, kept by the stores behind it.
+"""Saves the pages that a step completes: the model's thread gathers them, the stores keep them afterwards.
 
-The store reads pages that are not gathered out of the engine's blocks: all of a cache on a device, and of
-another cache those for which the store, or ``max_unsaved``, leaves no memory. Until they are read the blocks
-are *lent*: the scheduler side keeps those of a request that has ended. Of a request that is preempted or
-aborted, pages that are not read yet are given up.
+The store reads pages that are not gathered from the engine's blocks: all pages of a cache on a device, and
+pages of another cache if the store or ``max_unsaved`` leaves no memory for them. Until they are read, the
+blocks are *lent*: the scheduler side keeps the blocks of a request that has ended. If a request is preempted
+or aborted, its unread pages are given up.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_BEHIND = 64
-"""Batches of pages that wait to be copied between stores. What is more is given up: one store has it."""
+"""Limit on batches that wait to be copied between stores. Others are given up: one store has their pages."""
 _TIMED_BYTES = 128 << 20
-"""What a store may take ``save_timeout_s`` for."""
+"""How many bytes a store may save in ``save_timeout_s``."""
 _CLOSE_S = 5.0
 
 
 @attrs.define(eq=False)
 class Tier:
-    """One store of the config, and what this worker's pages are called in it."""
+    """One store of the config, and the series of this worker's pages in it."""
 
     name: str
     store: Store
@@ -71,15 +71,15 @@ class _Batch:
     identities: list[bytes]
     source: PageBlocks
     memory: PageBuffers | None
-    """Where they are gathered; ``None``: the store reads them in the cache."""
+    """Memory to gather them into; ``None``: the store reads them from the cache."""
     started: float
     job: Job[PutReason | None] | None = None
     gathered: set[int] = attrs.field(factory=set)
-    """Layers that are in ``memory``."""
+    """Layers already in ``memory``."""
     _copy: PageCopy | None = None
 
     def gather(self, layer: int) -> None:
-        """Copy this layer into ``memory``, if there is one and it was not copied yet."""
+        """Copy this layer into ``memory``, unless there is none or the layer was copied before."""
         if self.memory is None or layer in self.gathered:
             return
         if self._copy is None:
@@ -94,10 +94,9 @@ class _Batch:
 
 
 class Saver:
-    """Gathers each layer once it is computed, and gives whole pages to the first store.
+    """Gathers each layer once it is computed, and puts whole pages into the first store.
 
-    A save that does not succeed costs nothing but a later recomputation: it is counted, with its reason, and
-    never raised.
+    A failed save only costs a later recomputation: it is counted with its reason, and never raised.
     """
 
     def __init__(
@@ -125,16 +124,16 @@ class Saver:
         self._has_warned = False
         self._warnings = warnings
         self._batches: list[_Batch] = []
-        """Of this step."""
+        """Batches of this step."""
         self._lent: list[_Batch] = []
-        """Of earlier steps, whose blocks a store may still read."""
+        """Batches of earlier steps whose blocks a store may still read."""
         self._step = -1
-        """The latest one with pages to save."""
+        """The latest step with pages to save."""
         self._lock = threading.Lock()
         self._unsaved = 0
         self._settled: list[bytes] = []
         self._unsaved_from: dict[str, int] = {}
-        """By request the first page that was not kept."""
+        """By request, the first page that was not saved."""
         self._num_resets = 0
         self._behind: queue.SimpleQueue[tuple[int, str, list[bytes], list[bytes]] | None]
         self._behind = queue.SimpleQueue()
@@ -150,7 +149,7 @@ class Saver:
     # -- on the model's thread -----------------------------------------------------------------
 
     def begin(self, step: int, plans: Sequence[SavePlan]) -> None:
-        """A step begins: find memory for the pages that it completes, and say that they are coming."""
+        """Begin a step: allocate memory for the pages that it completes, and declare them to the store."""
         for plan in plans:
             self._step = step
             try:
@@ -167,7 +166,7 @@ class Saver:
         self._compare(tier, plan.first_page + len(chains))
         if plan.num_announced < len(keys):
             tier.store.expect_reader(keys[plan.num_announced :])
-        # A store in this process answers at once; pages that it holds are not gathered again.
+        # A store in this process answers at once. Pages that it holds are not gathered again.
         held = tier.store.submit_lookup(keys, timeout=self._wait_timeout_s).results()
         begin, end = 0, len(chains)
         if held is not None:
@@ -198,14 +197,14 @@ class Saver:
             self._batches.append(batch)
 
     def _compare(self, tier: Tier, num_pages: int) -> None:
-        """Warn, once, of a prompt that is larger than the store."""
+        """Warn once about a prompt that is larger than the store."""
         form, budget = tier.series.format, tier.store.usage().budget_bytes
         if self._has_warned or budget is None or num_pages * form.nbytes <= budget:
             return
         self._has_warned = True
         _log.warning(
-            "a prompt of %d tokens takes %d MiB, and the store %r holds %d MiB: it is not loaded whole; raise"
-            " options.%s.size",
+            "a prompt of %d tokens takes %d MiB, but the store %r only holds %d MiB: it is not loaded whole;"
+            " raise options.%s.size",
             num_pages * form.page_tokens,
             num_pages * form.nbytes >> 20,
             tier.name,
@@ -214,7 +213,7 @@ class Saver:
         )
 
     def _allocate(self, count: int) -> tuple[PageBuffers | None, int]:
-        """Memory of the first store for so many pages, or for fewer, and for how many."""
+        """Allocate memory of the first store for up to ``count`` pages. Return it and their number."""
         while count:
             memory = self.first.store.allocate(self.first.series, count)
             if memory is not None:
@@ -233,20 +232,20 @@ class Saver:
             batch.gather(layer)
 
     def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
-        """Give up pages that lie in these blocks. Returns the requests whose pages they are."""
+        """Give up pages in these blocks. Return their requests."""
         spoilt = [batch for batch in self._batches if not suspect.isdisjoint(batch.block_ids)]
         for batch in spoilt:
             self._drop(batch)
         return frozenset(batch.request_id for batch in spoilt)
 
     def forget(self, request_id: str) -> None:
-        """It ended, was preempted, or its KV is not to be trusted: no store reads its blocks any more."""
+        """Stop all reads of the blocks of a request that ended, was preempted, or has wrong KV."""
         for batch in [batch for batch in self._batches if batch.request_id == request_id]:
             self._drop(batch)
         self._take_back([batch for batch in self._lent if batch.request_id == request_id])
 
     def _take_back(self, batches: Sequence[_Batch]) -> None:
-        """Return when no store reads the blocks of these, which is a matter of one copy."""
+        """Cancel the saves, and wait until no store reads their blocks: at most the time of one copy."""
         jobs = [batch.job for batch in batches if batch.job is not None and not batch.job.reusable]
         for job in jobs:
             job.cancel()
@@ -254,7 +253,7 @@ class Saver:
             if not job.wait_settled(self._settle_timeout_s):
                 raise StalledError(
                     f"the store {self.first.name!r} still reads blocks {self._settle_timeout_s:g} s after a"
-                    " save was given up: restart this engine, and what is behind that store"
+                    " save was given up: restart this engine and the process of that store"
                 )
 
     def _drop(self, batch: _Batch) -> None:
@@ -267,8 +266,8 @@ class Saver:
         self._settle(batch.chains)
 
     def end(self) -> None:
-        """The step is over: its pages are whole."""
-        for layer in range(len(self._views)):  # those without a call: an engine may replay a captured step
+        """End the step: put its pages, which are whole now."""
+        for layer in range(len(self._views)):  # an engine that replays a captured step makes no calls
             for batch in self._batches:
                 batch.gather(layer)
         batches, self._batches = self._batches, []
@@ -290,12 +289,11 @@ class Saver:
             if batch.memory is None:
                 self._lent.append(batch)
             job.add_done_callback(self._noting(batch))
-        if self._groups.has_windows:  # the engine may use blocks again that have left a window
+        if self._groups.has_windows:  # the engine may reuse blocks outside a window
             self._take_back(self._lent)
 
     def reset(self, salt: bytes, shard_series: dict[str, Series]) -> None:
-        """Nothing that was gathered by now is kept, and the first store forgets what it has, if it is ours
-        alone."""
+        """Drop everything gathered so far, and clear the stores that are not shared."""
         for batch in list(self._batches):
             self._drop(batch)
         self._take_back(self._lent)
@@ -315,7 +313,7 @@ class Saver:
 
     @property
     def read_until(self) -> int:
-        """The latest step up to which all pages were read out of the engine's blocks."""
+        """The latest step up to which all pages were read from the engine's blocks."""
         self._end_loans()
         return min((batch.step for batch in (*self._batches, *self._lent)), default=self._step + 1) - 1
 
@@ -325,26 +323,26 @@ class Saver:
     # -- from other threads --------------------------------------------------------------------
 
     def take_unsaved(self) -> dict[str, int]:
-        """By request the first page that was not kept, since the last call."""
+        """Return, by request, the first page that was not saved since the last call."""
         with self._lock:
             unsaved, self._unsaved_from = self._unsaved_from, {}
             return unsaved
 
     def take_settled(self) -> list[bytes]:
-        """Chains of pages that the first store has kept, or that are given up, since the last call."""
+        """Return the chains of pages that were saved in the first store, or given up, since the last call."""
         with self._lock:
             settled, self._settled = self._settled, []
             return settled
 
     @property
     def bytes_unsaved(self) -> int:
-        """Of pages that are being gathered, or wait to be kept."""
+        """Bytes of pages that are being gathered, or wait to be saved."""
         with self._lock:
             return self._unsaved
 
     @property
     def num_behind(self) -> int:
-        """Batches that are still to be copied from one store to another."""
+        """Number of batches that wait to be copied from one store to another."""
         return self._num_behind
 
     def _noting(self, batch: _Batch) -> Callable[[Job[PutReason | None]], None]:
@@ -384,7 +382,7 @@ class Saver:
             self._settled += chains
 
     def _room(self, count: int, page_bytes: int) -> int:
-        """So many of these pages may be gathered: at least one, where nothing waits to be kept."""
+        """How many of these pages may be gathered: at least one if no page waits to be saved."""
         with self._lock:
             fit = max(self._max_bytes - self._unsaved, 0 if self._unsaved else page_bytes) // page_bytes
             return max(0, min(count, fit))
@@ -399,7 +397,7 @@ class Saver:
 
     def _warn(self, count: int, tier: Tier, why: str) -> None:
         where = at_location(tier.name, tier.store.location)
-        self._warnings.warn(count, f"pages were not kept by the store {where}: {why}")
+        self._warnings.warn(count, f"pages could not be saved in the store {where}: {why}")
 
     def _give_up(
         self, error: str, reason: str, request_id: str, first_page: int, chains: Sequence[bytes]
@@ -437,15 +435,15 @@ class Saver:
                 if num_resets == self._num_resets:
                     self._copy(num_resets, source, chains, identities)
             except KvplugError as e:
-                _log.debug("pages are not copied to a later store: %s", e)
+                _log.debug("could not copy pages to another store: %s", e)
             except Exception:
-                _log.exception("copying pages to a later store failed")
+                _log.exception("copying pages to another store failed")
             finally:
                 with self._lock:
                     self._num_behind -= 1
 
     def _copy(self, num_resets: int, name: str, chains: list[bytes], identities: list[bytes]) -> None:
-        """From the store of that name: into the first one, or from that into each later one."""
+        """Copy pages from a later store into the first one, or from the first one into each later one."""
         source = next(tier for tier in self._tiers if tier.name == name)
         for target in self._tiers[1:] if source is self.first else (self.first,):
             begun = time.perf_counter()
@@ -473,7 +471,7 @@ class Saver:
     def _copied(
         self, num_resets: int, source: Tier, target: Tier, chains: list[bytes], identities: list[bytes]
     ) -> list[PutReason | None]:
-        """Copy pages from one store to another. Returns the results of the put, of those that were there."""
+        """Copy the held pages from one store to another. Return the results of the put."""
         series = source.series
         memory = PageBuffers.empty(series.format, len(chains))
         request = PageRequest(
@@ -488,7 +486,7 @@ class Saver:
         if not there:
             return []
         rows = memory.rows()
-        with self._lock:  # a reset forgets what was put before it, and what is put after it was got after it
+        with self._lock:  # so that a reset also forgets these pages, or comes before they were read
             if num_resets != self._num_resets:
                 return []
             request = PageRequest(
@@ -503,7 +501,7 @@ class Saver:
         return job.wait(self._timeout_s + 1)
 
     def close(self) -> None:
-        """End what is behind. Idempotent; the stores are closed by their owner, before or after."""
+        """Stop copying between stores. Idempotent; the owner closes the stores, before or after."""
         with self._lock:
             self._closed = True
             self._num_resets += 1

@@ -1,4 +1,4 @@
-"""Which pages a step saves."""
+"""Plans which pages a step saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplug_lookup.connector.tracked import Tracked
 
 
 class SavePlanner:
-    """Plans saves of the whole pages that a step completes, and again of those that were not kept."""
+    """Plans saves of the whole pages that a step completes, and of pages whose save has failed."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class SavePlanner:
     ) -> None:
         """
         Args:
-            own: the sources that the workers put pages into; the first one is told which.
+            own: the sources that the workers put pages into; the first one expects the planned pages.
             wait_timeout_s: how long a request waits for such a page.
             kept: knows which pages the workers have read.
             doubts: knows which blocks may be wrong.
-            events: is told which blocks the pages have.
+            events: receives the blocks of the pages.
         """
         self._groups = groups
         self._page_tokens = page_tokens
@@ -46,7 +46,7 @@ class SavePlanner:
         self._events = events
 
     def plans(self, output: SchedulerOutput, requests: Mapping[str, Tracked]) -> Iterator[SavePlan]:
-        """The saves of a step, of those requests that are known."""
+        """Yield the saves of a step, for known requests."""
         for scheduled in output.scheduled:
             tracked = requests.get(scheduled.request_id)
             if tracked is None:
@@ -65,7 +65,7 @@ class SavePlanner:
             token_ids = request.token_ids[: request.num_prompt_tokens]
             if output.token_ids is not None:
                 token_ids = tuple(output.token_ids(request.request_id))
-            # Tokens that this step computes and that are known; never those of a draft.
+            # Only known tokens that this step computes; never tokens of a draft.
             end = min(end, len(token_ids))
             last = end // self._page_tokens
             if last <= first:

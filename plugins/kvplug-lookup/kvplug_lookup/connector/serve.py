@@ -1,4 +1,4 @@
-"""The engine's door: peers come to follow the index of the first store, or for its pages."""
+"""Serves peers that follow the index of the first store, or load its pages."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _log = logging.getLogger(__name__)
 KeysOf = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 _MAX_LAG_BYTES = 64 << 20
-"""A follower that has more than this to read, beyond the snapshot it began with, is dropped; when it
-connects again it gets a snapshot."""
+"""A follower with more unread bytes than this, besides its first snapshot, is dropped. When it reconnects, it
+gets a snapshot."""
 _EVENT_BYTES = 256
-"""Of an event, besides its keys."""
+"""Assumed size of an event without its keys."""
 _KEY_BYTES = 32
 _HELLO_S = 10.0
 _MAX_SERVED = 1024
-"""Peers that are served at once, each in a thread; others wait."""
+"""Limit on peers that are served at once, each in a thread; others wait."""
 
 
 class _Publisher:
-    """Sends one follower every event of the store, and answers its pings in line."""
+    """Sends one follower every event of the store, and answers its pings in sequence with them."""
 
     def __init__(self, link: PeerLink, store: Store, keys_of: KeysOf) -> None:
         self._link = link
@@ -42,7 +42,7 @@ class _Publisher:
         self._sender = BackgroundThread(self._send_all, name="kvplug-lookup-events", stop=self._stop)
         self._store = store
         self._keys_of = keys_of
-        self._unsubscribe = store.subscribe(self._put_event)  # calls it with the snapshot, however large
+        self._unsubscribe = store.subscribe(self._put_event)  # sends the snapshot first, however large
         with self._lock:
             self._max_lag_bytes = self._lag_bytes + _MAX_LAG_BYTES
         try:
@@ -52,7 +52,7 @@ class _Publisher:
             raise
 
     def run(self) -> None:
-        """Answer pings, and note what the follower is going to load, until it goes."""
+        """Answer pings, and touch pages that the follower will load, until it leaves."""
         try:
             while not self._ended.is_set():
                 message = self._link.channel.recv(timeout=None)
@@ -60,10 +60,10 @@ class _Publisher:
                     self._store.touch(self._keys_of(_chains_in(message["promised"])))
                     continue
                 if not isinstance(message, dict) or type(message.get("ping")) is not int:
-                    raise WireError("a follower sent neither a ping nor what it was promised")
+                    raise WireError("a follower sent neither a ping nor promised pages")
                 self._put({"pong": message["ping"]}, 0)
         except KvplugError as e:
-            _log.debug("%s follows no more: %s", self._link.agreement.remote.engine_id, e)
+            _log.debug("%s stopped following: %s", self._link.agreement.remote.engine_id, e)
         finally:
             self.end()
 
@@ -88,7 +88,7 @@ class _Publisher:
         if not too_far:
             self._queue.put((message, size))
         elif not self._ended.is_set():
-            _log.warning("%s does not read the events it asked for: dropped", self._link)
+            _log.warning("%s does not read its events: dropped", self._link)
             self._ended.set()
             self._link.close()
 
@@ -100,16 +100,16 @@ class _Publisher:
                 with self._lock:
                     self._lag_bytes -= size
         except KvplugError as e:
-            _log.debug("no more events for %s: %s", self._link, e)
+            _log.debug("stopped sending events to %s: %s", self._link, e)
         finally:
             self._ended.set()
-            self._link.close()  # so that the follower knows, and the thread that waits for its pings
+            self._link.close()  # wakes the follower, and the thread that waits for its pings
 
 
 def _chains_in(joined: object) -> list[bytes]:
     """Raises WireError."""
     if type(joined) is not bytes or len(joined) % _KEY_BYTES or len(joined) > MAX_PROMISED * _KEY_BYTES:
-        raise WireError("a follower sent what are no pages that it was promised, or too many")
+        raise WireError("a follower sent a malformed list of promised pages, or too many")
     return [joined[at : at + _KEY_BYTES] for at in range(0, len(joined), _KEY_BYTES)]
 
 
@@ -119,8 +119,8 @@ class Service:
     def __init__(self, peers: Peers, store: Store, hello: Mapping[str, Any], keys_of: KeysOf) -> None:
         """
         Args:
-            hello: the first words to every peer.
-            keys_of: the keys of the store's pages, by their chains.
+            hello: the first message to every peer.
+            keys_of: returns the keys of the store's pages for chains.
         """
         self._store = store
         self._hello = dict(hello)
@@ -128,25 +128,25 @@ class Service:
         self._links: set[PeerLink] = set()
         self._server = peers.serve(self._serve, max_served=_MAX_SERVED)
         self.contact = self._server.contact
-        """Where it listens."""
+        """The contact for peers."""
         _log.info("serving pages at %s", self.contact)
 
     @property
     def num_served(self) -> int:
-        """Peers that are being served."""
+        """Number of peers that are being served."""
         return len(self._links)
 
     def close(self) -> None:
-        """Stop listening and hang up on every peer."""
+        """Stop listening, and close all links."""
         self._server.close()
 
     def _serve(self, link: PeerLink, _: Deadline) -> None:
         remote = link.agreement.remote
         if remote.purpose not in ("events", "store"):
-            raise WireError(f"it came for {remote.purpose!r}, which connector 'lookup' does not know")
+            raise WireError(f"connector 'lookup' does not know the link purpose {remote.purpose!r}")
         if not self._store.has_events:
             link.channel.send(
-                {"error": "its first store is one that other engines name in their `stores`"},
+                {"error": "its first store is shared: name that store in `stores` here, too"},
                 timeout=_HELLO_S,
             )
             return

@@ -1,6 +1,6 @@
 """Where the scheduler side looks for pages: replicas of stores with events, and stores that must be asked.
 
-A *source* is what all workers of this engine can load from: a store that every process reaches, or the stores
+All workers of this engine can load from a *source*. It is a store that every process reaches, or the stores
 of one engine's workers, each for the worker of its rank."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvplug.transport import Job, PageEvent, Presence, Series, Store
 from kvplug_lookup.connector.replica import Replica
 
 _ASK_AGAIN_S = 0.02
-"""After a page that is coming was asked for."""
+"""The pause before asking again about a page that is coming."""
 _REST_S = 60.0
-"""A worker refuses a store that is slow for so long, then tries it again."""
+"""How long a worker refuses a slow store before it tries again."""
 
 
 class Inquiry(abc.ABC):
@@ -27,46 +27,46 @@ class Inquiry(abc.ABC):
 
     @abc.abstractmethod
     def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
-        """What the source has for worker ``rank`` of the pages from number ``first`` on, in order, up to the
-        first that is absent. ``None``: not known yet."""
+        """The presences for worker ``rank`` of the pages from number ``first`` on, in order, up to the first
+        that is absent. ``None``: not known yet."""
 
 
 class Source(abc.ABC):
     """One source of pages for all workers of this engine."""
 
     name: str
-    """In load plans: the store's name, or ``peer`` and an address."""
+    """The name in load plans: the store's name, or ``peer`` and an address."""
     replicas: tuple[Replica, ...] = ()
-    """Of the stores whose events are followed, by worker."""
+    """Replicas of stores whose events are followed, by worker."""
     _rests_until = float("-inf")
 
     @abc.abstractmethod
     def inquire(self) -> Inquiry:
-        """A new request has come in: what was saved before is seen by this inquiry."""
+        """Begin an inquiry for a new request. It sees everything that was saved before."""
 
     def expect(self, chains: Sequence[bytes], for_s: float) -> None:
-        """The workers put these pages into it in the next step."""
+        """Note that the workers will put these pages in the next step."""
         return None
 
     def settle(self, chains: Iterable[bytes], rank: int) -> None:
-        """Worker ``rank`` has put these pages, or has given them up."""
+        """Note that worker ``rank`` has put these pages, or has given them up."""
         return None
 
     def promise(self, chains: Sequence[bytes], rank: int) -> None:
-        """Worker ``rank`` is going to load these pages from another engine. Does not wait."""
+        """Tell the source that worker ``rank`` will load these pages. Does not wait."""
         return None
 
     @property
     def is_expecting(self) -> bool:
-        """Whether workers have still to tell what became of pages."""
+        """Whether workers have not yet reported the results of some puts."""
         return False
 
     def doubt(self) -> None:
-        """A load from it stalled."""
+        """Note that a load from it stalled."""
         return None
 
     def rest(self) -> None:
-        """A worker refuses it for a while, since it is slow."""
+        """Note that a worker refuses it for a while because it is slow."""
         self._rests_until = time.monotonic() + _REST_S
 
     @property
@@ -75,16 +75,16 @@ class Source(abc.ABC):
         return time.monotonic() < self._rests_until
 
     def drop(self) -> None:
-        """It was cleared."""
+        """Note that it was cleared."""
         return None
 
     @property
     def is_cleared(self) -> bool:
-        """Whether it certainly has no page from before this moment."""
+        """Whether it certainly has no pages now."""
         return False
 
     def refuse(self) -> None:
-        """Its workers' pages are not ours."""
+        """Note that its workers' pages do not fit this engine."""
         return None
 
     @abc.abstractmethod
@@ -127,11 +127,11 @@ class FollowedSource(Source):
 
     @property
     def is_connected(self) -> bool:
-        """Whether every worker's events are followed at this moment."""
+        """Whether every worker's events are followed now."""
         return all(replica.link is not None for replica in self.replicas)
 
     def end(self) -> None:
-        """As :meth:`close`, without waiting for its threads."""
+        """Like :meth:`close`, without waiting for its threads."""
         for replica in self.replicas:
             replica.end()
 
@@ -142,10 +142,9 @@ class FollowedSource(Source):
 
 
 def peers_of(config: Config, has_stores: bool) -> list[tuple[str, str | None]]:
-    """The names of the sources that the engines at the config's addresses are, and the addresses; ``None``:
-    the config's host and port.
+    """The source names and addresses of the engines in the config; ``None``: the config's host and port.
 
-    ``has_stores``: it saves, or can load from stores of its own.
+    ``has_stores``: this engine saves, or can load from its own stores.
     """
     addresses: list[str | None] = [*config.peer_addresses]
     if not addresses and not has_stores and config.directory is None:
@@ -159,11 +158,11 @@ def followed(
     peer: str | Mapping[int, str] | None = None,
     listener: Callable[[int, PageEvent, Series], None] | None = None,
 ) -> FollowedSource:
-    """The stores of the workers of this engine, or of its peer, or of the engine ``peer``.
+    """Follow the stores of the workers of this engine, of its peer, or of the engine ``peer``.
 
     Args:
-        peer: the address of its worker 0, or the contacts of its workers, from a directory.
-        listener: gets their events, with the rank of the worker and the series of its pages.
+        peer: the address of its worker 0, or the contacts of its workers from a directory.
+        listener: receives their events, with the worker's rank and the series of its pages.
     """
     whose = "the peer engine's" if context.config.role is Role.CONSUMER else "this engine's"
     if isinstance(peer, str):
@@ -207,17 +206,16 @@ class _Followed(Inquiry):
 
 
 class AskedSource(Source):
-    """A store that every process reaches, and that has no events: it is asked about each request."""
+    """A store without events that every process reaches: it is asked about each request."""
 
     def __init__(self, name: str, store: Store, num_workers: int, wait_timeout_s: float) -> None:
         self.name = name
         self.store = store
         self._wait_timeout_s = wait_timeout_s
         self.series: list[Series | None] = [None] * num_workers
-        """Of each worker's pages, once it has said which they are."""
+        """The series of each worker's pages, once the worker has reported its shard."""
         self._coming: dict[bytes, list[float]] = {}
-        """Chains of pages that the workers are putting, and for each worker until when they are waited
-        for."""
+        """Chains of pages that the workers are putting, and for each worker until when to wait for them."""
         self._doubted_until = 0.0
 
     def inquire(self) -> Inquiry:
@@ -255,7 +253,7 @@ class AskedSource(Source):
         self._doubted_until = time.monotonic() + self._wait_timeout_s
 
     def ask(self, keys: Sequence[bytes]) -> Job[Presence] | None:
-        """``None``: it cannot be asked now."""
+        """Look up these pages; ``None`` if the store cannot be asked now."""
         if time.monotonic() < self._doubted_until:
             return None
         try:
@@ -268,7 +266,7 @@ class AskedSource(Source):
 
 
 class _Asked(Inquiry):
-    """Asks about each page once, and now and then about one that was coming when it was last asked."""
+    """Asks about each page once, and repeatedly about pages that were coming when it last asked."""
 
     def __init__(self, source: AskedSource) -> None:
         self._source = source
@@ -294,22 +292,22 @@ class _Asked(Inquiry):
 
 
 class _Answers:
-    """What a store has said of one worker's pages."""
+    """A store's answers about one worker's pages."""
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
         self._ask_again_at: dict[bytes, float] = {}
-        """Of pages that were absent: when they are asked for again; never, if they were not coming."""
+        """When to ask again about pages that were absent; never, if they were not coming."""
         self._asked: list[tuple[bytes, bool]] = []
-        """Chains, and whether their pages were coming then."""
+        """Chains of the open question, and whether their pages were coming then."""
         self._job: Job[Presence] | None = None
 
     def must_ask(self, chain: bytes) -> bool:
-        """Whether the page's absence is not known, or not any more."""
+        """Whether the page's absence is not known, or no longer."""
         return time.monotonic() >= self._ask_again_at.get(chain, 0.0)
 
     def ask(self, source: AskedSource, series: Series, chains: list[bytes], rank: int) -> bool:
-        """Ask about those that it must. Returns whether the store could be asked."""
+        """Ask about the pages that need it. Return whether the store could be asked."""
         asked = [chain for chain in chains if chain not in self.held and self.must_ask(chain)]
         coming = [source.is_coming(chain, rank) for chain in asked]
         job = source.ask(series.keys_of(asked))
@@ -318,7 +316,7 @@ class _Answers:
         return job is not None
 
     def take(self) -> bool:
-        """Note what the store has answered. Returns whether nothing is unanswered."""
+        """Note the store's answer. Return whether no question is open."""
         if self._job is None:
             return True
         results = self._job.results()

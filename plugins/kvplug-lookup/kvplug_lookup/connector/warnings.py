@@ -1,4 +1,4 @@
-"""Warnings that could come with every request: one line for each cause and minute."""
+"""Limits warnings that could come with every request to one line per cause and minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PERIOD_S: Final = 60.0
 
 
 class CountedWarnings:
-    """Logs the first warning of a cause at once, then at most one line a minute with what came meanwhile.
+    """Logs the first warning of a cause at once, then at most one line a minute with the total count.
 
     Thread-safe.
     """
@@ -22,17 +22,17 @@ class CountedWarnings:
         self._clock = clock
         self._lock = threading.Lock()
         self._causes: dict[str, tuple[float, int]] = {}
-        """When each may be logged again, and how many are not logged yet."""
+        """For each cause, when it may be logged again, and the count that is not logged yet."""
 
     def warn(self, count: int, cause: str) -> None:
-        """``cause`` follows the number in the line: what has failed, where, and why."""
+        """Log a cause now or later. The line is the count and ``cause``: what failed, where, and why."""
         with self._lock:
             due_at, waiting = self._causes.get(cause, (self._clock(), 0))
             self._causes[cause] = due_at, waiting + count
         self.flush()
 
     def flush(self, *, at_once: bool = False) -> None:
-        """Log what is due, or all that is not logged."""
+        """Log the counts that are due, or all of them."""
         now, lines = self._clock(), []
         with self._lock:
             for cause, (due_at, waiting) in list(self._causes.items()):
@@ -46,5 +46,5 @@ class CountedWarnings:
 
 
 def at_location(name: str, location: str) -> str:
-    """The name of a store, and where it keeps its pages."""
+    """The name of a store, and its location."""
     return f"{name!r} ({location})" if location else repr(name)
