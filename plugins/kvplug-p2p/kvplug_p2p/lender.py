@@ -95,9 +95,9 @@ class Lender:
         self._key = b""
         self._epoch = ""
         self._holds: dict[str, Hold] = {}
-        """By request, including those that are over and still being sent."""
+        """Holds by request, including those that are over and still being sent."""
         self._claims: dict[Claim, tuple[PeerLink, Hold]] = {}
-        """With the link that asked last. The claim ends with the link."""
+        """Each claim's hold, and the link that asked last. The claim ends with the link."""
         self._ended: set[str] = set()
         self._latest_lease = 0
         self._num_resets = 0

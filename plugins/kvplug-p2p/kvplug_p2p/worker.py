@@ -54,7 +54,7 @@ class P2PWorker(WorkerConnector):
         self._pulls: dict[str, Pull] = {}
         """Pulls of this step, and in the background."""
         self._workers: dict[tuple[str, int], ProducerWorker] = {}
-        """By the producer's id and the rank of its worker."""
+        """Connections by the producer's id and the rank of its worker."""
         self._failed_blocks: set[int] = set()
         self._ended: list[str] = []
         """Claims whose pulls have ended."""

@@ -253,7 +253,7 @@ class Deliveries:
         if begins:
             try:
                 BackgroundThread(self._drain, name="kvplug-lookup-drain", stop=self._abandon).start()
-            except RuntimeError as e:  # the next entry would wait for ever
+            except RuntimeError as e:  # otherwise the next entry would wait for ever
                 shortage = NamedExhaustion.of(e, "draining an abandoned entry")
                 self._lose(TransportError(f"could not drain an abandoned entry: {shortage or e}"))
                 if shortage is not None:  # for this call; later calls raise that the end is lost

@@ -42,7 +42,7 @@ class HeldEntry:
     hidden: Tensor | None
     nbytes: int
     born: float
-    """By the monotonic clock."""
+    """Time of the insert, by the monotonic clock."""
     readers: int = 0
     """Number of read leases that have not ended."""
     users: int = 0

@@ -147,7 +147,7 @@ class LookupWorker(WorkerConnector):
 
     @property
     def shard(self) -> Shard:
-        """The part of the model's KV that its pages have."""
+        """The part of the model's KV in its pages."""
         return self._shard
 
     @property
@@ -157,12 +157,12 @@ class LookupWorker(WorkerConnector):
 
     @property
     def num_served(self) -> int:
-        """Peers that it serves."""
+        """Number of peers that it serves."""
         return 0 if self._service is None else self._service.num_served
 
     @property
     def read_until(self) -> int:
-        """The last step whose pages the stores have read out of the engine's blocks."""
+        """The last step whose pages the stores have read from the engine's blocks."""
         return -1 if self._saver is None else self._saver.read_until
 
     @property
@@ -172,12 +172,12 @@ class LookupWorker(WorkerConnector):
 
     @property
     def num_behind(self) -> int:
-        """Batches of pages that are still to be copied from one store to another."""
+        """Number of batches that wait to be copied from one store to another."""
         return 0 if self._saver is None else self._saver.num_behind
 
     @property
     def link(self) -> PeerLink | None:
-        """What was agreed on with the first peer that is connected."""
+        """The link to the first connected peer, if there is one."""
         return next((peer.link for peer in self._peers.values() if peer.link is not None), None)
 
     # -- at start and at the end ---------------------------------------------------------------

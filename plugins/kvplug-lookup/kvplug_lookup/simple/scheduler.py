@@ -47,7 +47,7 @@ class Tracked:
     start: int = 0
     """Tokens computed at the last match."""
     promised: int = 0
-    """Tokens after those that the request may load."""
+    """Tokens after ``start`` that the request may load."""
     num_computed: int = 0
     """Tokens that the steps planned so far compute or have computed."""
     has_failed: bool = False
