@@ -1,4 +1,4 @@
-"""The conversation between a doctor and a listener, after the handshake. Both ends of it are here.
+"""Both ends of the conversation between a doctor and a listener, after the handshake.
 
 The doctor asks, the listener answers::
 
@@ -45,7 +45,7 @@ _MOST_S: Final = 30.0
 _MOST_QUESTIONS: Final = 16
 _ANSWER_S: Final = 5.0
 _BUSY_S: Final = 1.0
-"""How long a doctor that is refused because others are served may take to send its question."""
+"""How long to wait for the question of a doctor that is refused because too many are connected."""
 _MAX_CHARACTERS: Final = 400
 """The longest text accepted in a peer's report."""
 _SECRET: Final = re.compile(
@@ -57,7 +57,7 @@ _HARMLESS: Final = re.compile(r"[\w .%+-]{0,40}")
 
 _LABEL: Final = "doctor"
 _SIZES: Final = (1 << 20, *(4 << 20,) * 16)
-"""The sizes of the messages in bytes. The first one serves to touch pages and create buffers."""
+"""The sizes of the messages in bytes. The first one is a warm-up: it touches pages and creates buffers."""
 _NEXT: Final = {"send": "the next message"}
 _MEASURE_S: Final = 1.0
 _CLOSE_S: Final = 1.0
@@ -80,10 +80,10 @@ class Report:
     """``None`` if the listener does not report; the other fields are then empty."""
     buffer_size: int = 0
     missing: tuple[str, ...] = ()
-    """The plugins that are not loaded. Their errors stay there: they may contain anything, such as
+    """The plugins that failed to load. Their errors are not sent: they may contain anything, such as
     environment variables."""
     facts: Mapping[str, str | int] = attrs.field(factory=dict)
-    """The facts of an engine that is not running."""
+    """Facts of an engine that is not running, given to ``kvplug doctor --serve``."""
     connector: str = ""
     options: Mapping[str, str] = attrs.field(factory=dict)
     """The options that the config gives the connector."""
@@ -199,8 +199,8 @@ def _why_not_measured(config: Config, link: ControlLink | None, device: object, 
 
 
 def _serve_measurement(link: ControlLink, device: str, deadline: Deadline) -> str:
-    """Send messages over a pipe until the doctor stops requesting them. Return why this cannot be done;
-    empty if it was."""
+    """Send messages over a pipe until the doctor stops requesting them. Return why this is impossible;
+    empty on success."""
     if not _turn.acquire(blocking=False):
         return "another doctor is measuring there now"
     try:
@@ -222,7 +222,7 @@ def _serve_measurement(link: ControlLink, device: str, deadline: Deadline) -> st
 
 
 def _bytes_on(device: str) -> Tensor | str:
-    """Make the tensor that all messages are parts of, or return why PyTorch cannot make it here."""
+    """Return a tensor whose slices are the messages, or why PyTorch cannot make it here."""
     try:
         import torch
 
@@ -248,14 +248,14 @@ class Measured:
 
 
 def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: Deadline) -> Measured | str:
-    """Measure the agreed pipe for tensors of this device, or return why one of the ends does not.
+    """Measure the agreed pipe for tensors on this device, or return why one of the ends cannot.
 
     The doctor requests one message at a time over the channel, and measures the time from the request until
     the whole message has arrived.
 
     Raises:
         TimeoutError: a message did not come in time.
-        KvplugError: as opening a pipe, and receiving, raise it.
+        KvplugError: opening the pipe or receiving a message failed.
     """
     channel = link.channel
     into = _bytes_on(device)

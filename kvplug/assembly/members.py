@@ -2,8 +2,8 @@
 
 An announcement is JSON that names the worker and its address. In a deployment with a secret, an HMAC-SHA256
 under a separate derived key precedes the JSON, and an announcement without a valid one counts as forged. The
-directory is not trusted further: an engine found in it proves its identity in the handshake, as one at a
-configured address does.
+directory is not trusted beyond that: an engine found in it proves its identity in the handshake, like an
+engine at a configured address.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _VERSION: Final = 1
 _ROUNDS_PER_LEASE: Final = 5
 _CALLS_PER_LEASE: Final = 5
-"""A directory call may take at most this fraction of a lease, so that a lost call is repeated in time."""
+"""A directory call times out after a lease divided by this, so that a lost call is repeated in time."""
 _CLOSE_S: Final = 1.0
 _MAX_ENTRY_BYTES: Final = 16 << 10
 _MAX_WORKERS: Final = 1 << 16
@@ -52,7 +52,7 @@ _UNSIGNED: Final = b"-"
 
 
 def fingerprint_of(model: ModelInfo) -> str:
-    """Return 16 hex digits that are equal for models whose facts the handshake finds equal.
+    """Return a fingerprint of 16 hex digits, equal for models that the handshake finds equal.
 
     The model's name is not included.
     """
@@ -87,7 +87,7 @@ class Announcement:
         return f"{self.engine_id}/{self.rank}"
 
     def to_bytes(self, key: bytes | None) -> bytes:
-        """Encode the announcement, with a proof made with ``key``, or without a proof if it is ``None``."""
+        """Encode the announcement, with a proof made with ``key``, or without one if ``key`` is ``None``."""
         text = msgspec.json.encode(self)
         return _proof(key, text) + b" " + text
 
@@ -116,7 +116,7 @@ def _proof(key: bytes | None, text: bytes) -> bytes:
 def unreachable_contact(url: str, contact: str) -> str | None:
     """Return why engines on other hosts that reach the directory at ``url`` cannot dial ``contact``.
 
-    Return ``None`` if they can, and for a Unix socket in the file system, because containers of one host may
+    Return ``None`` if they can, and always for a Unix socket in the file system: containers of one host may
     share its folder.
     """
     address = Address.parse_contact(contact)
@@ -126,8 +126,8 @@ def unreachable_contact(url: str, contact: str) -> str | None:
     if not is_local or not any(host and not Address(host).is_loopback for host in hosts):
         return None
     return (
-        f"host: {address} would be announced in a directory that other hosts can reach, but only processes of"
-        " this host can reach that address; set host to an address of this host that the other engines reach,"
+        f"host: {address} would be announced in a directory that other hosts can reach, but only processes on"
+        " this host can reach that address; set host to an address of this host that other engines can reach,"
         " or use a directory at 127.0.0.1"
     )
 
@@ -251,7 +251,7 @@ class DirectoryMembers(Members):
             if reason != self._failure and not self._closed:
                 self._failure = reason
                 _log.warning(
-                    "the directory of engines does not answer; its last answer stays in use: %s", reason
+                    "the directory of engines does not answer (%s); its last answer stays in use", reason
                 )
             if listener is not None and time.monotonic() - self._answered_at > self._lease_s:
                 self._notify(listener, is_stale=True)
@@ -275,7 +275,7 @@ class DirectoryMembers(Members):
         try:
             listener(self._engines or (), is_stale)
         except Exception:
-            _log.exception("the connector failed to process a change of the engines in the directory")
+            _log.exception("the connector failed to process a change in the directory of engines")
 
     def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:
         """Return the other engines that have announced all their workers, sorted by id."""
@@ -294,7 +294,7 @@ class DirectoryMembers(Members):
                 workers.setdefault(each.engine_id, []).append(each)
                 if each.contact in ours:
                     why = f"its address is this engine's own; set host at {each.engine_id!r} to an address"
-                    rejected[name] = Reason.REFUSED, f"{why} of its own that all other engines reach"
+                    rejected[name] = Reason.REFUSED, f"{why} of its own that all other engines can reach"
         if self._listener is None:  # only followers judge what others announce
             rejected = {}
         if self._kept is not None and known.get(self._kept.name, self._kept) != self._kept:
@@ -317,8 +317,8 @@ class DirectoryMembers(Members):
 
 
 def _engine_of(workers: list[Announcement], ours: Container[str]) -> Engine | None:
-    """Return the engine of these workers. ``None``: not all are there and agree, or dialling them would reach
-    this engine itself, whose contacts are ``ours``."""
+    """Return the engine that these workers form. Return ``None`` if a worker is missing, if they disagree, or
+    if one has a contact of this engine (``ours``)."""
     workers = sorted(workers, key=lambda each: each.rank)
     first = workers[0]
     alike = {(each.num_workers, each.role, each.model) for each in workers}
@@ -334,10 +334,10 @@ def _engine_of(workers: list[Announcement], ours: Container[str]) -> Engine | No
 
 
 _WHY: Final = {
-    Reason.FORGED: "it is not proven with this deployment's secret",
-    Reason.FORMAT: "it is of another version of kvplug",
+    Reason.FORGED: "it has no proof made with this deployment's secret",
+    Reason.FORMAT: "it comes from another version of kvplug",
     Reason.CORRUPT: "it is not a valid announcement",
-    Reason.REFUSED: "another process announces itself with our engine_id, which must differ",
+    Reason.REFUSED: "another process uses this engine's engine_id; each engine needs its own",
 }
 
 

@@ -27,7 +27,7 @@ _LABEL = "pipe"
 
 
 def _resolve(config: Config, registry: Registry | None, *, counts: bool = True) -> ResolvedConfig:
-    """Resolve a config for plain pipes. ``counts``: metrics are counted, so sinks are allowed.
+    """Resolve a config for plain pipes. ``counts``: whether pipes are counted, as sinks require.
 
     Raises:
         ConfigError: the config has faults, or asks for something that a plain pipe does not do.
@@ -36,14 +36,14 @@ def _resolve(config: Config, registry: Registry | None, *, counts: bool = True) 
     faults = []
     known = option_fields(Config)
     if config.connector != known["connector"].default:
-        faults.append(f"connector: a plain pipe has no connector, and {config.connector!r} was given")
+        faults.append(f"connector: a plain pipe has no connector, but {config.connector!r} was given")
     if config.integrity not in (known["integrity"].default, "off"):
         faults.append(
-            f"integrity: a plain pipe sends tensors without a hash, and {config.integrity!r} was given;"
-            " leave it out, or hash what you send"
+            f"integrity: a plain pipe sends tensors without a hash, but {config.integrity!r} was given;"
+            " leave integrity out, or hash the tensors yourself"
         )
     if config.sinks and not counts:
-        faults.append("sinks: pipes between the ranks of a group are not counted; leave them out")
+        faults.append("sinks: pipes between the ranks of a group are not counted; leave sinks out")
     resolved.check(keys=("transport", "sinks"), more=faults)
     return resolved
 
@@ -58,7 +58,7 @@ class _Reporting:
         self._users = 0
 
     def use(self) -> Callable[[bool], None]:
-        """Register a user. Return the function that ends this use; its argument permits waiting for sinks."""
+        """Register a user. Return the function that ends its use; the argument permits waiting for sinks."""
         with self._lock:
             self._users += 1
         return self._end
@@ -87,13 +87,12 @@ def _settings(
 class PipeServer(LinkServer[Pipe]):
     """Accepts pipes from other programs; made by :func:`listen_pipe`.
 
-    ``contact`` is what the other process passes to :func:`connect_pipe`. ``accept`` returns the pipe to the
-    next program, over the transport that both ends agreed on. Pipes to several programs are opened
-    concurrently, in threads. A program that is slow, stopped or gone does not delay the others, and pipes
-    that one program connects in sequence may be accepted in another order. A pipe that fails to open, or is
-    not open within the config's ``timeout_s``, is logged. Pipes that are still being opened when ``accept``
-    times out are kept for the next call. ``close`` ends the pipes that were not accepted; the others stay
-    open.
+    ``contact`` is what the other process passes to :func:`connect_pipe`. ``accept`` returns the next
+    program's pipe, over the transport that both ends agreed on. Pipes to several programs are opened
+    concurrently, in threads. A program that is slow, stopped or gone does not delay the others. Pipes that
+    one program connects in sequence may be accepted in another order. A pipe that fails to open, or is not
+    open within the config's ``timeout_s``, is logged. Pipes that are still being opened when ``accept`` times
+    out are kept for the next call. ``close`` ends the pipes that were not accepted; the others stay open.
     """
 
     def __init__(self, settings: LinkSettings, address: str | None) -> None:
@@ -150,11 +149,11 @@ def build_pipe_endpoint(
 ) -> PipeEndpoint:
     """Build the endpoint of the config's ``transport``, for :func:`kvplug.connect_ranks`.
 
-    Ranks do not negotiate, so every rank's config must name the same transport. The pipes do not count
-    metrics. ``device`` defaults to the config's.
+    Ranks do not negotiate, so every rank's config must name the same transport. Their pipes are not
+    counted. ``device`` defaults to the config's.
 
     Raises:
-        ConfigError: the transport is "auto", or its options are wrong; every fault at once.
+        ConfigError: the transport is "auto", or its options are wrong; the error lists every fault.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the transport cannot work here, or its factory did not return an endpoint.
         InsecureAddressError: other hosts can reach the config's host, but no secret is set.

@@ -1,4 +1,4 @@
-"""The context of a connector: the argument of its factory, with all that it may use from outside.
+"""The context of a connector, passed to its factories: all that the connector may use from outside.
 
 Only the composition root (:mod:`kvplug.assembly`) looks names up. A plugin gets its options, its identity,
 its metrics and its access to other processes from the context.
@@ -37,12 +37,12 @@ class PeerLink(abc.ABC):
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         """Open a pipe over the transport that was agreed on for tensors on ``device``.
 
-        Both ends call it, in the same order, with the same label. The contact is sent over the channel.
+        Both ends call it, in the same order, with the same label. The channel carries the pipe's contact.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the channel; pipes live on. An ``open_pipe`` under way raises. Idempotent."""
+        """Close the channel; pipes stay open. An ``open_pipe`` in progress raises. Idempotent."""
 
 
 class PeerServer(abc.ABC):
@@ -66,12 +66,12 @@ class Peers(abc.ABC):
     @abc.abstractmethod
     def serve(self, serve_link: Callable[[PeerLink, Deadline], None], *, max_served: int = 0) -> PeerServer:
         """Listen at the config's address for this worker, or at the embedding program's, and call
-        ``serve_link`` in a thread for each peer that was authenticated and agreed with. A refused peer
-        receives the reason and is counted.
+        ``serve_link`` in a thread for each peer whose handshake succeeds. A refused peer receives the reason
+        and is counted.
 
         The second argument of ``serve_link`` is the deadline of the peer's handshake, by which pipes must be
-        open. The link is closed when ``serve_link`` returns, which may be when the peer goes. Pipes that it
-        opened live on, and the connector closes them. An error that it raises is logged and ends that link
+        open. ``serve_link`` may run until the peer is gone; the link is closed when it returns. Pipes that it
+        opened stay open until the connector closes them. An error that it raises is logged and ends that link
         only. At most ``max_served`` peers are served at once (0: 256); others wait.
         """
 
@@ -88,7 +88,7 @@ class Peers(abc.ABC):
         """Connect to worker ``rank`` of a peer engine; retry until it listens or the deadline passes.
 
         ``purpose`` is a word that both connectors know; the acceptor finds it in the agreement. With
-        ``retry=False`` the peer must already listen. ``peer`` is the address of the peer engine's worker 0,
+        ``retry=False`` the peer must be listening. ``peer`` is the address of the peer engine's worker 0,
         as in the config's ``peers``, or the contact of each worker by its rank. By default it is the config's
         host and port, or the embedding program's choice.
 
@@ -120,7 +120,7 @@ class ConnectorContext:
     """The argument of a connector's two factories."""
 
     config: Config
-    """The whole config. Its ``options`` are checked and in :attr:`options`."""
+    """The whole config. :attr:`options` has the checked options of this connector."""
     options: Any
     """An instance of the spec's options class, or ``None``."""
     side: Side

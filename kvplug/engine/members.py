@@ -1,4 +1,4 @@
-"""The engines of a deployment that a directory lists."""
+"""The engines that a directory lists for a deployment."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Engine:
     epochs: tuple[str, ...]
     """The epochs of the workers' processes, by rank. They change when the engine restarts."""
     contacts: Mapping[int, str] = attrs.field(repr=False)
-    """Where each worker listens, by rank, for ``Peers.connect(peer=...)``. That refuses a different engine at
-    the contact, and this engine after a restart. Opaque."""
+    """Where each worker listens, by rank, for ``Peers.connect(peer=...)``. Connecting fails if another engine
+    listens there, or if this engine has restarted. Opaque."""
     role: str
     """``producer``, ``consumer`` or ``both``."""
     model: str
@@ -46,10 +46,10 @@ class Members(abc.ABC):
 
     @abc.abstractmethod
     def follow(self, listener: Listener) -> None:
-        """Call ``listener(engines, is_stale)`` with all other engines after each change, in a thread of the
-        directory. ``is_stale`` means that the directory has not answered for longer than a lease. Then
-        ``engines`` are its last known ones, and the call is repeated until the directory answers and all
-        engines are reported again."""
+        """Call ``listener(engines, is_stale)`` with all other engines after each change, in a background
+        thread. ``is_stale`` means that the directory has not answered for longer than a lease, so that
+        ``engines`` are the last known ones. The stale call is repeated until the directory answers; a fresh
+        call follows."""
 
     @abc.abstractmethod
     def wait_until_known(self, deadline: Deadline) -> None:

@@ -3,12 +3,12 @@
 Only a pipe's sends are measured, by the sending end: a receive also waits until the peer has something to
 send. Delays that are not the path's fault are left out where they can be detected: waiting behind earlier
 messages of the same pipe, concurrent transfers of this process, and a host with more runnable threads than
-processors. One fast batch ends a suspicion.
+processors. One fast batch clears a suspected path.
 
-A store claims no rate, and its caches, its load and the number of concurrent requests change its rate several
-times over. So it is compared with the best rate that it has sustained, and counts as slow only below a
-twentieth of it. Two things make a store look faster than it is, so the rates that they give are capped: a put
-of pages that the store holds moves nothing, and a disk's pages may come from the page cache.
+A store claims no rate. Its caches, its load and the number of concurrent requests can change its rate
+severalfold. So it is compared with the best rate that it has sustained, and counts as slow only below a
+twentieth of it. The rates of puts and of disks are capped, because they can look too fast: a put of pages
+that the store holds moves nothing, and a disk's pages may come from the page cache.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _BATCH_S: Final = 0.25
 """A batch also ends after this time, on a very slow path."""
 _SLOW_BATCHES: Final = 8
 _SLOW_S: Final = 3.0
-"""An alarm needs this many slow batches in a row, which take at least this many seconds. Time between them
-does not count: a few messages an hour, each late by some milliseconds, do not deserve a warning."""
+"""An alarm needs this many slow batches in a row, taking at least this many seconds in all. Time between
+batches does not count: a few messages an hour, each some milliseconds late, deserve no warning."""
 _HISTORY: Final = 16
 """A path is compared with the median of this many batches that were not slow."""
 _MOST_LOAD: Final = 16.0
-"""A higher load of the host, in runnable threads per processor, does not excuse more."""
+"""The host's load, in runnable threads per processor, excuses slowness only up to this value."""
 _MOST_PUT_GB_PER_S: Final = 2.0
 _MOST_DISK_GB_PER_S: Final = 1.0
-"""Higher rates count as these rates in the history of puts and of disks."""
+"""The highest rates that the history of puts and of disks records."""
 _MOST_RATES: Final = 32
-"""The most page sizes measured, for gets and puts together. A process has as many as its models have groups
-of layers."""
+"""The most pairs of operation and page size that are measured. A process has one page size for each group of
+layers of its models."""
 _NOT_MEASURED: Final = frozenset({"cancelled", "closed", "store_gone"})
 """A request with such a result ended early, so its time is meaningless."""
 _WORDS: Final = {
@@ -76,10 +76,10 @@ class SlowRate:
     expected_gb_per_s: float
     """The claimed rate, or the path's earlier rate."""
     factor: int = CLAIM_FACTOR
-    """How many times slower than expected counts as slow; ``CLAIM_FACTOR``: expected by the claim."""
+    """How many times slower than expected counts as slow; ``CLAIM_FACTOR`` if the claim was expected."""
     nbytes: int = 0
     seconds: float = 0.0
-    """Time of the measured transfers; 0: the transport measured the rate when the pipe began."""
+    """Time of the measured transfers; 0 if the transport measured the rate when the pipe opened."""
 
     def __str__(self) -> str:
         moved = f"{self.nbytes >> 20} MiB in {self.seconds:.3g} s" if self.nbytes else "at its start"
@@ -98,7 +98,7 @@ class _Moved:
     nbytes: int = 0
     seconds: float = 0.0
     excess: tuple[float, float] = (float("inf"), float("inf"))
-    """How far the best batch exceeded the limits of the claim and of the history: 1 is at the limit."""
+    """The best batch's time, as multiples of the limits that the claim and the history set."""
 
     def add(self, nbytes: int, seconds: float) -> None:
         self.count += 1
@@ -124,7 +124,7 @@ class Rate:
             factor: how many times slower than its history a path must be to count as slow.
             keeps_best: compare with the best median so far instead of the latest.
             most_gb_per_s: higher rates count as this rate in the history.
-            on_known: called with this object when there is something to remember: its usual rate, an alarm.
+            on_known: called with this object when it has a new usual rate or has given an alarm.
         """
         self._claim = claim
         self._on_known = on_known
@@ -134,15 +134,15 @@ class Rate:
         self._lock = threading.Lock()
         self._batch, self._slow = _Moved(), _Moved()
         self._usual: dict[int, float] = {}
-        """The rate of batches that were not slow, by the mean size of a batch's messages, to a power of four.
-        Where each message has its own latency, small messages are slower without any fault."""
+        """The median rate of batches that were not slow, by the batch's mean message size in powers of four.
+        Sizes are separate because small messages are slower where each message adds latency."""
         self._newer: dict[int, list[float]] = {}
-        """The rates since then."""
+        """The rates since the usual rate was last set, by the same sizes."""
         self._alarmed = False
 
     def add(self, nbytes: int, seconds: float) -> SlowRate | None:
-        """Add a transfer that took ``seconds``, its share of the time that concurrent transfers took. Returns
-        a slow rate to warn of, or ``None``."""
+        """Add a transfer. ``seconds``: the time that it would have taken alone. Returns a slow rate to warn
+        of, or ``None``."""
         with self._lock:
             batch = self._batch
             batch.add(nbytes, seconds)
@@ -152,7 +152,7 @@ class Rate:
             return self._judge(batch)
 
     def is_first_alarm(self) -> bool:
-        """Whether this is the first call, since each path gets one warning."""
+        """Return true on the first call only, because each path gets one warning."""
         with self._lock:
             first, self._alarmed = not self._alarmed, True
         self._on_known(self)
@@ -174,8 +174,8 @@ class Rate:
         if slow.count < _SLOW_BATCHES or slow.seconds < _SLOW_S:
             return None
         self._slow = _Moved()
-        # The best batch must be slow by an idle host's standards too. The load is squared, since a busy host
-        # keeps both ends waiting and each piece of a message waits for both.
+        # Even the best batch must be slower than the host's load excuses. The load is squared, since a busy
+        # host keeps both ends waiting and each piece of a message waits for both.
         excuse = min(max(1.0, host_load()), _MOST_LOAD) ** 2
         if self._claim is not None and slow.excess[0] > excuse:
             expected, factor = self._claim.gb_per_s, CLAIM_FACTOR
@@ -202,8 +202,8 @@ class Rate:
 
 
 class SharedTime:
-    """Time divided among concurrent users: while there are ``n``, it passes ``n`` times more slowly. Its
-    difference over one use is the time that this use would have taken alone. Thread-safe."""
+    """Time divided among concurrent users: while there are ``n``, it passes ``n`` times more slowly. Over
+    one use, it advances by the time that the use would have taken alone. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may abort a pipe
@@ -211,7 +211,7 @@ class SharedTime:
         self._until = self._time = 0.0
 
     def at(self, now: float, users: int = 0) -> float:
-        """Return the shared time at ``now``, and add ``users`` to its users from then on (-1: one fewer)."""
+        """Return the shared time at ``now``, and change the number of users by ``users`` from then on."""
         with self._lock:
             if now > self._until:
                 if self._users:
@@ -235,14 +235,14 @@ class LargeSend(NamedTuple):
 
 
 Sending = LargeSend | float
-"""A send in progress; for a send that is not measured, only when it began."""
+"""A send in progress; for a send that is not measured, only its start time."""
 
 
 class PathWatch:
     """Measures the large sends of one pipe, and keeps an alarm until the next call on the pipe.
 
-    ``alarm(found)`` is called in the thread of that call, because it may take a moment and transfers end in
-    the transport's threads. It returns an error to refuse the pipe with from then on, or ``None``.
+    ``alarm(found)`` is called in the thread of that call, not in the transport's threads, because it may take
+    a moment. It returns the error that every call raises from then on, or ``None``.
     """
 
     def __init__(self, rate: Rate, alarm: Callable[[SlowRate], Exception | None]) -> None:
@@ -252,11 +252,11 @@ class PathWatch:
         self._large: deque[LargeSend] = deque()
         """The large sends in progress."""
         self._ended = 0.0
-        """When the latest message ended, leaving out messages sent after a large one still in progress."""
+        """When the latest message ended. Messages sent after a large one still in progress do not count."""
         self._found: SlowRate | None = None
         self._refusal: Exception | None = None
         self.due = False
-        """Whether an alarm must be given, or the pipe is refused."""
+        """Whether an alarm is due, or the pipe is refused."""
 
     def __del__(self) -> None:
         if self._large:
@@ -295,7 +295,7 @@ class PathWatch:
 
     def take_alarm(self) -> Exception | None:
         """Give the alarm that is due. Returns the error with which the pipe is refused, or ``None``."""
-        self.due = False  # first, so that an alarm that is found meanwhile is given later
+        self.due = False  # first, so that the next call gives an alarm found meanwhile
         found, self._found = self._found, None
         if found is not None and (refusal := self._alarm(found)) is not None:
             self._refusal = refusal
@@ -303,7 +303,7 @@ class PathWatch:
         return self._refusal
 
     def close(self) -> None:
-        """Give the alarm that is due when the pipe closes. Not for a signal handler."""
+        """Give the alarm that is due when the pipe closes. A signal handler must not call this."""
         if self._found is not None:
             self.take_alarm()
 
@@ -384,19 +384,19 @@ class StoreWatch:
 
 def host_load() -> float:
     """Return the number of runnable threads per processor on this host. If this process may use only some of
-    the processors, return its own number instead if that is higher."""
+    the processors, return the number of its own threads per usable processor if that is higher."""
     host, ours = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     try:
         average, _, _, threads, _ = _LOAD.read_text(encoding="ascii").split()
         runnable = max(float(average), int(threads.partition("/")[0]) - 1)
     except (OSError, ValueError):
         return 1.0
-    # Those figures count all processors. Divided by a few, they would excuse a pinned process for anything.
+    # The host's threads, divided by a pinned process's few processors, would excuse any slowness.
     return max(runnable / host, _num_running() / ours if ours < host else 0.0)
 
 
 def _num_running() -> int:
-    """Count the threads of this process that run or could run, except the calling one."""
+    """Count the threads of this process that are running or runnable, except the calling one."""
     running = -1
     try:
         for task in _TASKS.iterdir():

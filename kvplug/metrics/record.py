@@ -1,4 +1,4 @@
-"""Counts and measures the traffic of pipes and stores. Only this module is instrumented."""
+"""Counts and measures the traffic of pipes and stores, which have no instrumentation of their own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PipeRecorder:
         """``on_end(may_wait)`` is called once, when this end closes or aborts the pipe. ``watch`` measures
         the sends; ``None``: the sends are not measured."""
         self.stats = stats
-        """The figures of this pipe, and of other pipes that share them."""
+        """The counters of this pipe; other pipes may share them."""
         self.watch = watch
         self._on_end = on_end
 
@@ -55,7 +55,7 @@ class PipeRecorder:
             self._give_alarm(pipe, watch)
         try:
             sent = nbytes()
-        except Exception:  # these are not tensors; the pipe will raise that error
+        except Exception:  # not tensors: the pipe will raise the error
             sent = 0
         started = time.perf_counter()
         sending = None if watch is None else watch.begin(sent, started)
@@ -110,7 +110,7 @@ class PipeRecorder:
             raise refusal
 
     def ended(self, *, may_wait: bool) -> None:
-        """Note that this end was closed or, if it may not wait, aborted."""
+        """Note that this end was closed, or, if ``may_wait`` is false, aborted."""
         if self.watch is not None and may_wait:
             self.watch.close()
         on_end, self._on_end = self._on_end, None
@@ -127,7 +127,7 @@ class StoreRecorder:
     def __init__(self, stats: TransferStats, watch: StoreWatch | None) -> None:
         """``watch`` measures the gets and puts; ``None``: they are not measured."""
         self.stats = stats
-        """The figures of this store, and of other stores that share them."""
+        """The counters of this store; other stores may share them."""
         self._watch = watch
 
     def refuses(self, op: StoreOp) -> bool:

@@ -1,4 +1,4 @@
-"""Sinks of metrics. Each is called periodically with the changes since its last call, never per transfer."""
+"""Metrics sinks. Each is called periodically with the changes since its last call, never per transfer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CLOSE_S = 5.0
 class Sink(abc.ABC):
     """Shows, stores or sends metrics.
 
-    Called from one thread at a time, without holding any kvplug lock. The first exception is logged, and all
-    exceptions are otherwise ignored: metrics never make a transfer fail.
+    kvplug calls it from one thread at a time, and holds no lock meanwhile. Exceptions are logged once until
+    the sink works again, and otherwise ignored: metrics never make a transfer fail.
     """
 
     @abc.abstractmethod
@@ -28,7 +28,7 @@ class Sink(abc.ABC):
         """Process ``snapshot``: the counts since the last call (see :mod:`kvplug.metrics.stats`), never
         empty.
 
-        ``labels``: the source of the metrics: ``connector`` (empty for a plain pipe), ``side``
+        ``labels`` name the source of the metrics: ``connector`` (empty for a plain pipe), ``side``
         (``"scheduler"``, ``"worker"`` or ``"pipe"``), ``role``, ``rank`` and ``engine_id``.
         """
 
@@ -122,12 +122,14 @@ class Reporter:
                 except Exception:
                     if id(sink) not in self._broken:
                         _log.warning(
-                            "metrics sink %r failed; logged once until it works again", sink, exc_info=True
+                            "metrics sink %r failed; further failures are not logged until it works again",
+                            sink,
+                            exc_info=True,
                         )
                     self._broken.add(id(sink))
 
     def end(self) -> None:
-        """As :meth:`close`, but let the thread do it. Never blocks."""
+        """Let the thread do what :meth:`close` does, and return at once."""
         self._closed.set()
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ def test_an_announcement_without_the_secret_does_not_count(
         waits.until(lambda: {"stranger/0", "enemy/0", "friend/0"} <= directory.kept.keys())
         time.sleep(LEASE_S)
     assert heard.knows("friend")
-    assert caplog.text.count("is not proven with this deployment's secret") == 2, "each is told once"
+    assert caplog.text.count("has no proof made with this deployment's secret") == 2, "each is told once"
     directory.kept["renamed/0"] = directory.kept["friend/0"]  # a proof is of one name only
     time.sleep(LEASE_S)
     assert heard.knows("friend")

@@ -234,7 +234,7 @@ def test_an_end_that_cannot_accept_a_pipe_leaves_the_channel_to_its_caller() -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"connector": "lookpu"}, "connector: a plain pipe has no connector, and 'lookpu' was given"),
+        ({"connector": "lookpu"}, "connector: a plain pipe has no connector, but 'lookpu' was given"),
         ({"integrity": "xxh3_46"}, "integrity: a plain pipe sends tensors without a hash"),
         ({"sinks": ("lgo",)}, "sinks: no sink named 'lgo'"),
         ({"sinks": ("log", "kvplug:log")}, "'log' and 'kvplug:log' are the same sink; name it once"),

@@ -1,4 +1,4 @@
-"""The values that an engine and a connector exchange: frozen, neutral, without engine types.
+"""The immutable values that an engine and a connector exchange, independent of any engine's types.
 
 An adapter translates between these values and its engine's objects. A connector's two sides exchange only
 plain values (:data:`Plain`), so that any engine can carry them in any way.
@@ -85,9 +85,9 @@ class Parallelism:
     """The place of this worker among the workers that share a model."""
 
     worker_rank: int = 0
-    """This worker's rank in its engine. Its control address has the config's port plus this rank."""
+    """This worker's rank in its engine. Its control port is the config's port plus this rank."""
     num_workers: int = 1
-    """The engine's workers. Each loads from the peer engine's worker of the same rank."""
+    """The number of workers in the engine. Each loads from the peer engine's worker of the same rank."""
     tensor_rank: int = 0
     """Which shard of the heads this worker has."""
     tensor_size: int = 1
@@ -109,7 +109,7 @@ class Request:
     num_prompt_tokens: int
     """How many of ``token_ids`` are the prompt."""
     extra: bytes = b""
-    """All that determines the KV besides the tokens: adapter, media hashes, cache salt. Opaque."""
+    """Everything besides the tokens that determines the KV: adapter, media hashes, cache salt. Opaque."""
     generation: int = 0
     """Grows each time the request is preempted or recomputed from scratch."""
     params: Mapping[str, Any] = attrs.field(factory=dict)
@@ -146,19 +146,19 @@ class ScheduledRequest:
 
 @attrs.frozen(kw_only=True)
 class SchedulerOutput:
-    """The engine scheduler's plan of one step."""
+    """The engine scheduler's plan for one step."""
 
     step: int
     """Grows with each step."""
     scheduled: tuple[ScheduledRequest, ...]
     """The requests that this step computes."""
     block_ids: Callable[[str], BlockIds] = attrs.field(eq=False, repr=False)
-    """Returns all blocks so far of a request that this step schedules, by its id. Valid only during
+    """Given the id of a request that this step schedules, returns all its blocks so far. Valid only during
     ``build_connector_meta``. It is a function because copying every table in every step is too expensive."""
     token_ids: Callable[[str], Sequence[int]] | None = attrs.field(default=None, eq=False, repr=False)
-    """Returns the tokens so far of a request that this step schedules, by its id: the prompt, then generated
-    and accepted tokens, never drafts or placeholders. Valid like ``block_ids``. ``None`` if the engine does
-    not provide tokens; then only prompts can be saved."""
+    """Given the id of a request that this step schedules, returns its tokens so far: the prompt, then
+    generated and accepted tokens, never drafts or placeholders. Valid as long as ``block_ids``. ``None`` if
+    the engine does not provide tokens; then only prompts can be saved."""
     preempted_request_ids: frozenset[str] = frozenset()
     """Requests whose blocks may be overwritten in this very step."""
     finished_request_ids: frozenset[str] = frozenset()
@@ -167,14 +167,14 @@ class SchedulerOutput:
 
 @attrs.frozen(kw_only=True)
 class WorkerOutput:
-    """The reports of worker sides to the scheduler side after a step, aggregated over workers."""
+    """What the worker sides report to the scheduler side after a step, aggregated over workers."""
 
     finished_sending: frozenset[str] = frozenset()
     """Ids of requests whose blocks every worker has saved or sent, so that the engine may free them."""
     finished_recving: frozenset[str] = frozenset()
-    """Ids of requests whose blocks every worker has loaded, or failed to."""
+    """Ids of requests whose loads have ended, successfully or not, in every worker."""
     invalid_block_ids: frozenset[int] = frozenset()
-    """Blocks that some worker could not load, whose tokens the engine recomputes."""
+    """Blocks that some worker could not load. The engine recomputes their tokens."""
     worker_metadata: tuple[Plain, ...] = ()
     """The metadata of each worker that returned any, in any order."""
     stats: Mapping[str, Any] | None = None

@@ -42,13 +42,13 @@ class PageRequest:
     keys: Sequence[bytes]
     """One key for each page: :meth:`Series.key_of` of its chain, or a foreign key."""
     identities: Sequence[bytes]
-    """What identifies each page: token ids and parent, or the engine's own key. A reader gets a page only if
-    the identity in the page's header is equal."""
+    """What identifies each page: token ids and parent, or the engine's own key. A get copies a page only if
+    the page's header has the same identity."""
     memory: PageMemory
     """The memory that the pages are copied from or into."""
     is_use: bool = True
-    """For a get: whether the pages count as used, for stores that evict by use. False where they are only
-    copied into another store, which happens once to each page."""
+    """For a get: whether a store that evicts by use counts it as a use. False for the one copy of each page
+    into another store."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.keys) == len(self.identities) == len(self.memory):
@@ -59,7 +59,7 @@ class PageRequest:
 
 
 class Recorder(Protocol):
-    """Counts and measures each request to one store, at the one place where its job ends."""
+    """Counts and measures each request to one store, when its job ends."""
 
     def refuses(self, op: Literal["get", "put"]) -> bool:
         """Whether the store is too slow for such requests now."""
@@ -68,18 +68,19 @@ class Recorder(Protocol):
         """Make the request, and count its results when its job is done. ``page_nbytes``: bytes of a page."""
 
     def close(self) -> None:
-        """Report the remaining figures, since the store is closed."""
+        """Report the remaining figures, when the store is closed."""
 
 
 class Store(abc.ABC):
     """Pages of KV under content keys, kept in this process or elsewhere.
 
-    Law. What is got is what was put, bit for bit, verified before the caller may use it, or a miss with a
-    reason. A page is visible whole or not at all; the first whole put of a key wins. The methods ``submit_*``
-    never wait; every job ends by its deadline. After a job has settled, its memory is not touched. Memory and
-    disk stay within the budget. A store that is gone is a miss, and is tried again.
+    Law. A get returns what was put, bit for bit, verified before the caller may use it, or a miss with a
+    reason. A page is visible whole or not at all; the first complete put of a key wins. The methods
+    ``submit_*`` never wait; every job ends by its deadline. After a job has settled, its memory is not
+    touched. Memory and disk stay within the budget. Requests to a store that is gone miss, and it is tried
+    again.
 
-    Callers. Connectors and adapters of engines. Any thread may call any method, and several threads at once.
+    Callers. Connectors and engine adapters. Any thread may call any method, and several may at once.
 
     Not promised. A page that a lookup found may be gone before a get: only a lease postpones eviction, and
     the store may die. A put may not be kept.
@@ -99,12 +100,11 @@ class Store(abc.ABC):
         credentials: Credentials
         """Credentials for its listeners and connections."""
         seal: PageSeal = attrs.field(factory=PageSeal)
-        """How its pages are protected if other programs can write to it: with a proof if the config has a
-        secret."""
+        """How pages that other programs can write are protected: with a proof if there is a secret."""
         host: str = DEFAULT_HOST
         """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
         allow_unauthenticated_data_plane: bool = False
-        """Whether it may use connections between hosts that authenticate neither end."""
+        """Whether its connections between hosts may leave both ends unauthenticated."""
         buffer_size: int = 2**30
         """Bytes of memory that it may use for pages, unless its options say otherwise."""
         timeout_s: float = 30.0
@@ -128,7 +128,7 @@ class Store(abc.ABC):
             label."""
 
         def close(self) -> None:
-            """Close the channel; pipes live on. Idempotent."""
+            """Close the channel; pipes stay open. Idempotent."""
 
     seal: PageSeal = PageSeal()
     """How its pages are protected. The seal's id is part of the series of every page in the store."""
@@ -136,7 +136,7 @@ class Store(abc.ABC):
     """Counts and measures its requests; set by the program that has opened the store."""
     staging: Staging | None = None
     """Serves memory on devices; set by the program that has opened the store. Without staging, requests must
-    have CPU memory."""
+    use CPU memory."""
 
     @property
     def is_shared(self) -> bool:
@@ -151,13 +151,13 @@ class Store(abc.ABC):
 
     @property
     def location(self) -> str:
-        """Where it keeps its pages, such as a folder or a server's address; empty for this process. For
-        people; no secrets."""
+        """Where it keeps its pages, such as a folder or a server's address; empty for this process. Shown
+        to people; contains no secrets."""
         return ""
 
     @property
     def route(self) -> str:
-        """How its pages reach this process, for people: "its memory is mapped, staged to cuda:0"."""
+        """How its pages reach this process, in words, such as "its memory is mapped, staged to cuda:0"."""
         devices = self.staging.devices if self.staging is not None else ()
         return ", ".join(filter(None, (self._route, f"staged to {', '.join(devices)}" if devices else "")))
 
@@ -188,8 +188,8 @@ class Store(abc.ABC):
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         """Keep copies of the pages. A page that the store already has counts as kept, and is not replaced.
 
-        Result: ``None`` for a page that the store has now, else why not. Lack of room is a result, not an
-        error.
+        Result: ``None`` for a page that the store has now, else the reason why not. Lack of room is such a
+        reason, not an error.
         """
         staging = self._staging_of(pages.memory) if pages.keys else None
         put = self._put if staging is None else staging.put
@@ -199,8 +199,8 @@ class Store(abc.ABC):
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         """Copy the pages into ``pages.memory``.
 
-        Result: ``None`` for a page that was copied and verified, else why not. Each part of a missed page's
-        memory is unchanged, zeros, or the page's right bytes; never other bytes."""
+        Result: ``None`` for a page that was copied and verified, else the reason for the miss. Each part of a
+        missed page's memory is unchanged, zeros, or the page's correct bytes; never other bytes."""
         staging = self._staging_of(pages.memory) if pages.keys else None
         get = self._get if staging is None else staging.get
         return self._submitted(
@@ -211,14 +211,14 @@ class Store(abc.ABC):
         )
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
-        """Forget the pages. With ``None``: forget all pages, in a job with one result. Result: whether they
+        """Remove the pages. ``None`` removes all pages, in a job with one result. Result: whether the pages
         are gone.
 
-        Pages that are declared or being put when this is called are not kept either. A get that has begun
-        may get its pages or misses.
+        Pages that are declared or being put when this is called are not kept either. A get in progress may
+        return its pages or miss.
 
         Raises:
-            UnsupportedError: ``keys`` is ``None``, and other programs keep pages in the store, too.
+            UnsupportedError: ``keys`` is ``None``, and other programs also keep pages in the store.
         """
         if self.staging is not None:
             self.staging.forget(keys)
@@ -278,8 +278,8 @@ class Store(abc.ABC):
     # -- at once -------------------------------------------------------------------------------
 
     def allocate(self, series: Series, count: int) -> PageBuffers | None:
-        """Return memory to gather pages into before a put, which may then need no copy, or ``None`` if there
-        is no room now.
+        """Return memory in which to gather pages for a put, or ``None`` if there is no room now. Its put may
+        need no copy.
 
         The memory belongs to the caller until it is put or given back to :meth:`free`.
         """
@@ -293,7 +293,7 @@ class Store(abc.ABC):
         return None
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Announce that the caller is going to put these pages. Until then, or until ``timeout`` is over,
+        """Announce that the caller is going to put these pages. Until it does, or ``timeout`` passes,
         lookups report absent ones as ``COMING`` if the store supports it. Does not wait."""
         return None
 
@@ -302,7 +302,7 @@ class Store(abc.ABC):
         return None
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """End this end's leases on the pages. Does not wait."""
+        """Give up this end's leases on the pages. Does not wait."""
         return None
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -310,9 +310,8 @@ class Store(abc.ABC):
         return None
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
-        """Announce that one more end, other than this one, will get each of these pages, including pages that
-        are not put yet. Until it has, a store that evicts by use may evict all other pages first. Does not
-        wait."""
+        """Announce that one more end, not this one, will get each of these pages, even those not put yet.
+        Until it has, a store that evicts by use may evict all other pages first. Does not wait."""
         return None
 
     def keys(self, series: Series) -> Sequence[bytes]:
@@ -372,7 +371,7 @@ class Store(abc.ABC):
         """Whether this end can never answer again: it was closed, or its other end is gone for good."""
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """End all other jobs as ``CLOSED``, finish the puts that have begun, and close. Idempotent."""
+        """End all jobs as ``CLOSED`` except puts that have begun, finish those, and close. Idempotent."""
         if self.staging is not None:
             timeout = self.staging.close(timeout)
         self._close(timeout)
