@@ -53,7 +53,7 @@ class PipeListener(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop listening; accepted pipes live on. Idempotent."""
+        """Stop listening; accepted pipes stay open. Idempotent."""
 
 
 class PipeEndpoint(abc.ABC):
