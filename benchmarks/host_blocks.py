@@ -41,7 +41,7 @@ from host import opened, served
 
 from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageBlocks, TransferStats
 from kvplug.transport import PageRequest, Series, Store
-from kvplug.transport.store.copy import library
+from kvplug.transport.store.compiled import library
 from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan

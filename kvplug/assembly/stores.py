@@ -22,7 +22,6 @@ from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
-from kvplug.transport.store.copy import library
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.staging.memory import PinnedMemory
@@ -53,7 +52,6 @@ class StoreOpener:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
             ConfigError: the store's options are wrong.
             PluginError: the store cannot work here, or its factory failed or did not return a store.
-            UnsupportedError: the compiled part of kvplug is missing.
             ResourceExhaustedError: a descriptor, thread, memory or space ran out.
         """
         spec = self._resolved.usable(Kind.STORE, name)
@@ -82,7 +80,6 @@ class StoreOpener:
         )
         context = self._resolved.context(spec, seal=seal, connect=self._connect)
         with NamedExhaustion(f"opening {spec.called}"):
-            library()  # no store works without it
             store: Store | BlockingStore = made(spec, context, factory=factory)
             if isinstance(store, BlockingStore):
                 store = ExecutedStore(store, name=spec.name, seal=seal, timeout_s=config.timeout_s)

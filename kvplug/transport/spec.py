@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.errors import PluginError, PluginLoadError
+from kvplug.errors import PluginError, PluginLoadError, UnsupportedError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.peer_text import peer_text
 from kvplug.transport.capabilities import Capabilities
@@ -274,6 +274,22 @@ class StoreSpec(_ProbedSpec):
     """Whether the pages outlive the processes that use the store."""
     cross_host: bool = False
     """Whether processes of several hosts can use the store."""
+
+    def run_probe(self) -> Probe:
+        """Run the probe and return its result. Return "not viable" if the compiled part of kvplug, which all
+        stores need, is missing.
+
+        Raises:
+            ResourceExhaustedError: the process has no free descriptor, thread or memory. A later probe may
+                succeed.
+        """
+        from kvplug.transport.store.compiled import library
+
+        try:
+            library()
+        except UnsupportedError as e:
+            return Probe(viable=False, reason=str(e))
+        return super().run_probe()
 
     def load_client(self) -> Callable[..., Any]:
         """Load ``client``. Raises as :meth:`load_factory`."""

@@ -23,7 +23,8 @@ from kvplug.transport import (
     PageSeal,
     Series,
 )
-from kvplug.transport.store import copy as copies
+from kvplug.transport.spec import StoreSpec
+from kvplug.transport.store import compiled
 from kvplug.transport.store.format import Part, opaque_format, pieces_format
 from kvplug.transport.store.memory import PagePieces
 
@@ -279,14 +280,16 @@ def test_read_only_memory_is_read_and_not_written() -> None:
         checks(rows, headers, pages, range(1))
 
 
-def test_without_the_compiled_part_a_store_says_what_to_install(
+def test_without_the_compiled_part_no_store_is_viable_and_the_reason_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(copies, "_FILE", tmp_path / "_pages.so")
-    copies.library.cache_clear()
+    monkeypatch.setattr(compiled, "_FILE", tmp_path / "_pages.so")
+    compiled.library.cache_clear()
     try:
+        probe = StoreSpec(name="mine", summary="A store.", factory="mine:Store").run_probe()
+        assert not probe.viable and "install kvplug again" in probe.reason
         with pytest.raises(UnsupportedError, match="install kvplug again"):
             PageCopy(PageBuffers.empty(opaque_format(4), 1))
     finally:
         monkeypatch.undo()
-        copies.library.cache_clear()
+        compiled.library.cache_clear()

@@ -1,0 +1,73 @@
+"""The compiled part of the core: the functions of pages.c, for :mod:`kvplug.transport.store.copy`.
+
+Light, since the probe of every store loads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvplug.errors import UnsupportedError
+from kvplug.net.exhaustion import NamedExhaustion
+
+_FILE: Final = Path(__file__).with_name("_pages.so")
+_SOURCE: Final = Path(__file__).with_name("pages.c")
+_POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Library(NamedTuple):
+    """The functions of pages.c."""
+
+    move: Callable[..., int]
+    """Releases the interpreter's lock."""
+    move_locked: Callable[..., int]
+    """The same function, but keeps the interpreter's lock."""
+    hash: int
+    """Address of xxhash's XXH3_64bits."""
+
+
+@functools.cache  # does not cache exceptions
+def library() -> _Library:
+    """Return the compiled functions.
+
+    Raises:
+        UnsupportedError: they were not compiled, or cannot be used.
+        ResourceExhaustedError: there is no descriptor or memory to load them.
+    """
+    try:
+        return _loaded()
+    except (OSError, AttributeError, ImportError) as e:
+        NamedExhaustion.check(e, f"loading {_FILE}")
+        raise UnsupportedError(
+            f"stores need the compiled part of kvplug, {_FILE}, which cannot be used ({e}): install kvplug"
+            " again, from a wheel for this platform or with a C compiler"
+        ) from e
+
+
+def _loaded() -> _Library:
+    import xxhash
+
+    functions = ctypes.CDLL(str(_FILE))
+    source = functions.kvplug_pages_source
+    source.restype = ctypes.c_uint32
+    if source() != zlib.crc32(_SOURCE.read_bytes()):
+        raise ImportError("it was built from another pages.c")
+    # xxhash's module contains the functions of the C library. Samples show that the one found is the same.
+    hash_of = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__).XXH3_64bits
+    hash_of.restype, hash_of.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    for sample in (b"", b"kvplug", bytes(range(256)) * 17):
+        if hash_of(sample, len(sample)) != xxhash.xxh3_64_intdigest(sample):
+            raise ImportError("xxhash's XXH3_64bits is another function than its Python one")
+    move, move_locked = functions.kvplug_pages_move, ctypes.PyDLL(str(_FILE)).kvplug_pages_move
+    for each in (move, move_locked):
+        each.restype = ctypes.c_int
+        each.argtypes = (_POINTER, ctypes.c_int, _I64, _I64, _I64, _I64, _POINTER)
+    address = ctypes.cast(hash_of, _POINTER).value
+    assert address
+    return _Library(move, move_locked, address)
