@@ -160,18 +160,6 @@ def _bind(cpus: Cpus) -> None:
 
 
 @contextlib.contextmanager
-def thread_cpus() -> Iterator[None]:
-    """Make threads that a library starts while the block runs use the CPUs of kvplug's threads.
-
-    These threads inherit the CPUs from the calling thread, which gets its own CPUs back afterwards.
-    """
-    with _own_cpus_again():
-        if cpus := _wanted():
-            _bind(cpus)
-        yield
-
-
-@contextlib.contextmanager
 def _own_cpus_again() -> Iterator[None]:
     before = _of_thread(0)
     try:

@@ -26,10 +26,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
-from kvplug.net.affinity import set_own_cpus, thread_cpus
+from kvplug.net.affinity import set_own_cpus
 from kvplug.net.deadline import Deadline
 from kvplug.net.fork import alive
 
@@ -57,14 +56,6 @@ class BackgroundThread(threading.Thread):
         """
         super().__init__(target=target, name=name, args=args, daemon=True)
         self._ended_by: Stop | None = stop
-
-    @staticmethod
-    def affinity() -> AbstractContextManager[None]:
-        """Return a context in which threads that a library starts use the CPUs of kvplug's threads.
-
-        These threads inherit the CPUs from the calling thread, which gets its own CPUs back afterwards.
-        """
-        return thread_cpus()
 
     def start(self) -> None:
         """Raises RuntimeError: no more threads can be started now, or the program is exiting."""

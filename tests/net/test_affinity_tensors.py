@@ -28,8 +28,6 @@ found = {"main": look()}
 thread = BackgroundThread(lambda: found.update(ours=copy()), name="kvplug test", stop=lambda: None)
 thread.start()
 thread.join()
-with BackgroundThread.affinity():
-    pass
 copy()
 found["main after"] = look()
 print(json.dumps(found))

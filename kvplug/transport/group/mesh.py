@@ -1,6 +1,6 @@
 """Pipes between the ranks of a group, and the control plane of a communicator over them.
 
-A library of collectives (gloo, NCCL) does not report which rank is missing, and a rank cannot use it to
+A library of collectives, such as NCCL, does not report which rank is missing, and a rank cannot use it to
 report that it has given up. The pipes do both: each notices when its peer's process ends, and carries news.
 
 A pipe carries calls (any bytes) to be compared, tensors that a call announced, and news: a message ``None``,
