@@ -103,6 +103,13 @@ class LyingWriter:
         self.say(first)
         return attaches.result()
 
+    def wait_for_hang_up(self) -> None:
+        """Wait until the reader has ended the connection."""
+        assert self._connection is not None
+        with contextlib.suppress(OSError):
+            while self._connection.sock.recv(4096):
+                pass
+
     def say(self, data: bytes) -> None:
         assert self._connection is not None
         self._connection.sock.sendall(data)

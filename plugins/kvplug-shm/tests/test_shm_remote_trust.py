@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import socket
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ import pytest
 
 import shm_queue_ends as ends
 import shm_remote_ends as remote
-from kvplug import AuthenticationError, PeerGoneError, TransportError
+from kvplug import AuthenticationError, ConfigError, PeerGoneError, TransportError
 from kvplug.errors import InsecureAddressError
 from kvplug.net.trust.credentials import Secret
 from kvplug.transport import Credentials, QueueHandle, WireError
+from kvplug_shm.queue import reader_table
 from kvplug_shm.queue.stream import HEADER, REPORT, FrameKind, header
 from kvplug_testing.waits import until
 
@@ -121,6 +123,41 @@ def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(writer: An
     goes_on(writer)
 
 
+def test_an_evicted_reader_gets_no_bytes_of_later_messages(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer may fill the memory again from which it was sending."""
+    mixed: dict[str, Any] = {"local_reader_ranks": (1,), "host": "127.0.0.1", "credentials": SECRET}
+    writer, _ = queue(2, attached=0, max_chunks=2, max_chunk_bytes=32 * MIB, **mixed)
+    local = ends.endpoint(**mixed).create_from_handle(writer.export_handle(), 1)
+    came = bytearray()
+
+    def overwrite_and_read(_: logging.LogRecord) -> bool:
+        for _ in range(4):
+            writer.enqueue(b"B" * 31 * MIB)
+            local.dequeue()
+        with contextlib.suppress(OSError):
+            while part := insider.sock.recv(MIB):
+                came.extend(part)
+        return True
+
+    with contextlib.closing(remote.insider(writer.export_handle())) as insider, local:
+        insider.sock.settimeout(2)
+        writer.enqueue(b"A" * 31 * MIB)  # more than the sockets hold
+        local.dequeue()
+        monkeypatch.setattr(reader_table.logger, "filters", [overwrite_and_read])
+        insider.sock.sendall(b"\xff" * REPORT.size)
+        until(lambda: came and insider.sock.recv(1) == b"")
+    assert b"A" * MIB in came and b"BB" not in came
+
+
+def test_a_reader_that_accepts_less_than_the_writer_sends_does_not_join(writer: Any) -> None:
+    smaller = ends.endpoint(**NETWORK, options={"max_message_bytes": MIB})
+    with pytest.raises(ConfigError, match="max_message_bytes: "):
+        smaller.create_from_handle(writer.export_handle(), 0)
+    goes_on(writer)
+
+
 @pytest.fixture
 def liar() -> Iterator[remote.LyingWriter]:
     made = remote.LyingWriter()
@@ -138,6 +175,7 @@ ALIVE = header(FrameKind.ALIVE, 0)
         (header(FrameKind.MESSAGE, 1, True, 2**63, 2**63), "at most"),
         (header(FrameKind.OVER, 1, False, 2**20), "is none of a queue"),
         (b"\xff" * HEADER.size, "is none of a queue"),
+        (header(FrameKind.MESSAGE, 0, True), "message 1 of 0"),
         (header(FrameKind.OVER, 3, False, 4) + b"why\x1b", r"evicted this reader \(why.\): 3 of 3 messages"),
     ],
 )
@@ -151,11 +189,22 @@ def test_what_cannot_be_is_an_error_of_the_reader_and_takes_no_memory(
                 reader.dequeue(timeout=10)
 
 
+def test_a_writer_cannot_send_more_messages_than_the_queue_has_room_for(liar: remote.LyingWriter) -> None:
+    with contextlib.closing(liar.reader(lambda: joined(liar.handle), ALIVE)) as reader:
+        liar.say(header(FrameKind.MESSAGE, 9, True) * 5)
+        liar.wait_for_hang_up()
+        for _ in range(4):
+            with reader.acquire_read(timeout=10):
+                pass
+        with pytest.raises(WireError, match="room for 4"):
+            reader.dequeue(timeout=10)
+
+
 def test_a_connection_that_ends_within_a_message_says_how_many_are_lost(liar: remote.LyingWriter) -> None:
     with contextlib.closing(liar.reader(lambda: joined(liar.handle), ALIVE)) as reader:
         liar.say(header(FrameKind.MESSAGE, 2, True, 0, MIB) + bytes(1000))
         liar.close()
-        with pytest.raises(PeerGoneError, match="at least 2 after them are lost"):
+        with pytest.raises(TransportError, match="at least 2 after them are lost"):
             reader.dequeue(timeout=10)
 
 

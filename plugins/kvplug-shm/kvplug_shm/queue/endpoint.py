@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug import TransportError
+from kvplug import ConfigError, TransportError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Address,
@@ -155,12 +155,18 @@ class ShmQueueEndpoint(QueueEndpoint):
             heartbeat_timeout_s = context.heartbeat_timeout_s
             writer = join.ask(connection, queue, rank, heartbeat_timeout_s, deadline, shares_memory=False)
             with contextlib.closing(writer):
+                if (most := writer.sizes.max_message_bytes) > self._max_message_bytes:
+                    raise ConfigError(
+                        f"options.shm.max_message_bytes: {self._max_message_bytes} was given for reader rank"
+                        f" {rank}, and the writer of this queue sends up to {most}"
+                    )
                 source = RemoteSource(
                     connection,
                     writer.take_pidfd(),
                     writer.silence_s,
                     rank=rank,
                     max_message_bytes=self._max_message_bytes,
+                    max_unread=writer.sizes.max_chunks,
                     pool=pool,
                 )
         except BaseException:

@@ -105,6 +105,11 @@ class ReaderTable:
             if member is None:
                 ranks = ", ".join(map(str, self.reader_ranks[:50])) or "none"
                 return f"rank {rank} is no reader of this queue; its readers are {ranks}"
+            if member.gone:
+                return (
+                    f"reader rank {rank} ({member.process}) is gone from this queue: {member.gone.gone}."
+                    " A rank attaches once: make a new queue"
+                )
             if member.attached:
                 return f"reader rank {rank} has attached to this queue already ({member.process})"
             if self._closed:

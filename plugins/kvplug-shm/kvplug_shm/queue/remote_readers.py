@@ -95,7 +95,13 @@ class RemoteReaders:
             self._closing = True
             for link in self._links:
                 link.changed.notify()
-            while any(link.arrived < number for link in self._links) and not deadline.expired:
+            while late := [link for link in self._links if link.arrived < number]:
+                if deadline.expired:
+                    logger.warning(
+                        "a queue was closed before all its messages had arrived: %s",
+                        ", ".join(f"{number - link.arrived} for reader rank {link.rank}" for link in late),
+                    )
+                    break
                 self._arrived.wait(deadline.remaining())
             left = deadline.remaining()
             lingering = Deadline.after(LINGER_S if left is None else min(LINGER_S, left))
@@ -150,11 +156,14 @@ class RemoteReaders:
         except KvplugError as e:
             why = link.fault or str(e)
         finally:
-            if not self._closing:
-                table.evict(link.rank, why, died=died)
+            is_closing = self._closing
+            if not is_closing:
                 reason = why.encode("utf-8", "replace")[:_MOST_REASON]
                 link.stream.send_now(header(FrameKind.OVER, table.published(), False, len(reason)) + reason)
+            # Only when the sender has ended may the writer use the memory again that it was sending from.
             self._end(link)
+            if not is_closing:
+                table.evict(link.rank, why, died=died)
 
     def _end(self, link: Link) -> None:
         link.stream.hang_up()

@@ -46,15 +46,19 @@ class RemoteSource:
         *,
         rank: int,
         max_message_bytes: int,
+        max_unread: int,
         pool: Pool,
     ) -> None:
         """Takes ownership of the connection and the ``pidfd``, also if it raises.
+
+        ``max_unread``: the most messages that the writer has room for.
 
         Raises:
             RuntimeError: this process can have no more threads.
         """
         self._rank = rank
         self._most = max_message_bytes + max_message_bytes // 64 + POOLED_FROM  # memories are aligned
+        self._max_unread = max_unread
         self._pool = pool
         self.writer = f"the writer ({connection.peer} at {connection.address})"
         self._lock = threading.RLock()
@@ -211,6 +215,11 @@ class RemoteSource:
 
     def _receive_message(self, raw: bool, head_nbytes: int, body_nbytes: int) -> None:
         nbytes = head_nbytes + body_nbytes
+        if len(self._messages) >= self._max_unread or self._published <= self._arrived:
+            raise WireError(
+                f"message {self._arrived + 1} of {self._published} was announced while {len(self._messages)}"
+                f" were unread; the queue has room for {self._max_unread}"
+            )
         if nbytes > self._most:
             raise WireError(f"a message of {nbytes} bytes was announced; at most {self._most} are accepted")
         MessageLimit().check_size(
@@ -243,11 +252,13 @@ class RemoteSource:
 
     def _gone(self, how: str) -> KvplugError:
         lost = self._published - self._arrived
-        losses = f"at least {lost} after them are" if lost else "what it sent after them, if anything, is"
-        return PeerGoneError(
-            f"{self.writer} is gone ({how}) after {self._arrived} messages had arrived at reader rank"
-            f" {self._rank}; {losses} lost"
-        )
+        after = f"({how}) after {self._arrived} messages had arrived at reader rank {self._rank}"
+        if lost:
+            return TransportError(
+                f"{self.writer} is gone, or has evicted this reader {after};"
+                f" at least {lost} after them are lost"
+            )
+        return PeerGoneError(f"{self.writer} is gone {after}; what it sent after them, if anything, is lost")
 
     def _in_words(self, error: Exception) -> str:
         return f"reader rank {self._rank}, from {self.writer}: {error}"

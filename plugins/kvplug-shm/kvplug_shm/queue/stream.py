@@ -31,7 +31,7 @@ LINGER_S: Final = 1.0
 """How long an end that leaves waits until the other end has noticed."""
 _STEP_BYTES: Final = 1 << 20
 _LAST_BYTES_S: Final = 0.2
-"""Within this time the last bytes of a dead process have arrived."""
+"""Within this time the last bytes of a dead process arrive, and an exit shows that has closed connections."""
 
 
 class FrameKind(enum.IntEnum):
@@ -143,7 +143,7 @@ class Stream:
                 NamedExhaustion.check(e, "receiving from the other end of a queue")
                 received = 0
             if not received:
-                raise PeerGoneError("its process ended" if self._is_dead else "its connection ended")
+                raise PeerGoneError("its process ended" if self._has_died() else "its connection ended")
             self._num_silent = 0
             view = view[received:]
 
@@ -171,6 +171,14 @@ class Stream:
         self._num_silent += 1
         if self._num_silent >= Watch.Terms.BEATS_PER_TIMEOUT:
             raise PeerGoneError(f"silent for {self._silence_s:.1f} s")
+
+    def _has_died(self) -> bool:
+        """Whether the other process has ended: the kernel closes its connections a moment before."""
+        if self._is_dead or self._pidfd is None:
+            return self._is_dead
+        events = select.poll()
+        events.register(self._pidfd, select.POLLIN)
+        return bool(events.poll(_LAST_BYTES_S * 1000))
 
     def hang_up(self) -> None:
         """End the connection: threads that send or receive notice it. Never waits."""
