@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _start_log(os.environ.get("KVPLUG_LOG", "").strip().lower())
         color = False if os.environ.get("NO_COLOR") else None  # None: only on a terminal
         program.main(args=None if arguments is None else list(arguments), prog_name="kvplug", color=color)
-    except KvplugError as e:
+    except (KvplugError, OSError) as e:  # OSError: stdout cannot be written
         if os.environ.get("KVPLUG_DEBUG", "").strip().lower() in _TRUE:
             raise
         print(printable(f"kvplug: {e}"), file=sys.stderr)

@@ -334,6 +334,6 @@ def _unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
             " containers need --network=host, a socket in a shared folder (unix:/path), or an address and a"
             " secret"
         )
-    host = contact.rpartition(":")[0]
+    host = contact.rpartition(":")[0] or contact
     found = from_error(topic, error, change.replace("HOST", host), f"{contact}: ")
     return attrs.evolve(found, why=tuple(why))

@@ -105,7 +105,17 @@ def describe(
 
 
 def check_fillable(tensor: Tensor) -> None:
-    """Check that a tensor can be written. Raises UnsupportedError if its elements share memory."""
+    """Check that a tensor can be written.
+
+    Raises:
+        UnsupportedError: its elements share memory, or torch forbids writing it here.
+    """
+    import torch
+
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "a tensor that was made under torch.inference_mode() is filled only under it; pass its clone()"
+        )
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UnsupportedError(
             f"a tensor of shape {list(tensor.shape)} cannot be filled: some of its elements share memory,"

@@ -300,7 +300,9 @@ class Mesh:
             return
         lacking = NamedExhaustion.of(error)
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "TransportError"
-        self._announce(["ended", kind, str(lacking or error)[:2000], lacking.resource if lacking else ""])
+        # The class says what the text of an error such as KeyError or KeyboardInterrupt does not.
+        text = str(lacking or error) if lacking or isinstance(error, KvplugError) else repr(error)
+        self._announce(["ended", kind, text[:2000], lacking.resource if lacking else ""])
 
     def leave(self) -> None:
         """Inform all other ranks that this rank has finished its calls, unless it gave up. Never waits."""

@@ -109,7 +109,9 @@ def test_ranks_that_have_other_sizes_of_data_parallelism_are_refused(communicato
 @pytest.mark.parametrize("method", ["all_reduce", "broadcast"])
 def test_what_cannot_be_filled_is_refused_before_anything_is_begun(communicators: Make, method: str) -> None:
     made = communicators(2)
-    for wrong in (torch.ones(1).expand(3), torch.ones(3).to_sparse()):
+    with torch.inference_mode():
+        not_here = torch.ones(3)
+    for wrong in (torch.ones(1).expand(3), torch.ones(3).to_sparse(), not_here):
         for error in at_all(made, lambda end: getattr(end, method)(wrong)):  # noqa: B023
             assert isinstance(error, UnsupportedError)
     assert at_all(made, lambda end: end.all_gather(torch.ones(1).expand(2)).tolist()) == [[1.0] * 4] * 2
