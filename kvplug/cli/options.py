@@ -45,14 +45,14 @@ def reads_config(command: Command) -> Command:
     @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=_complete)
     @functools.wraps(command)
     def with_config(path: str | None, given: tuple[str, ...], **others: Any) -> None:
-        named = [each for each in given if "=" not in each]
+        overrides = tuple(each for each in given if "=" in each[1:])  # "=x" has no key
+        named = [each for each in given if each not in overrides]
         if wrong := [each for each in named if not each.endswith((".toml", ".json"))]:
             raise click.UsageError(f"{wrong[0]!r} was given; allowed is FILE.toml, FILE.json or KEY=VALUE")
         if path is not None:
             named.append(path)
         if len(named) > 1:
             raise click.UsageError(f"{' and '.join(named)} were given; allowed is one file")
-        overrides = tuple(each for each in given if "=" in each)
         command(load=functools.partial(Config.load, *named, overrides=overrides), **others)
 
     return with_config

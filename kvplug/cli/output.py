@@ -57,13 +57,16 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def paragraph(head: str, text: str, most: int | None = None) -> str:
-    """Wrap text beside its head to ``most`` columns (default: the terminal's)."""
+    """Wrap each line of a text beside the head to ``most`` columns (default: the terminal's)."""
     columns = shutil.get_terminal_size().columns
     indent = " " * len(head)
     width = min(columns, most or columns)
-    return textwrap.fill(
-        printable(f"{head}{text}"), width, subsequent_indent=indent, break_on_hyphens=False
-    ).rstrip()
+    first, *others = text.splitlines() or [""]
+    lines = [f"{head}{first}", *(f"{indent}{other.strip()}" for other in others)]
+    return "\n".join(
+        textwrap.fill(printable(line), width, subsequent_indent=indent, break_on_hyphens=False).rstrip()
+        for line in lines
+    )
 
 
 def show_findings(findings: Sequence[Finding], *, quiet: bool = False, details: bool = False) -> None:

@@ -167,6 +167,8 @@ def _parsed(text: str, default: int | None) -> Address:
         return Address(name=check_unix_path(text.removeprefix("unix:")))
     if text.startswith("unix:"):
         name = text.removeprefix("unix:").removeprefix("@")
+        if name and not text.startswith("unix:@"):
+            raise ValueError("write unix:@name for an abstract Unix socket, or unix:/path for a file")
         if name:
             _check_bytes("name", name, MAX_UNIX_BYTES)
             if not _UNIX_NAME.fullmatch(name):

@@ -560,7 +560,7 @@ class Draft:
             elif key.startswith("options."):
                 wrong = sources.put_option(options, key, value)
             else:
-                wrong = (sources.unknown(key, value, (*KEYS, "options")),)
+                wrong = (sources.unknown(key, value, (*KEYS, "options"), given),)
             place = "" if source in files else source.rpartition(": ")[2]
             faults += (fault.at(place) for fault in wrong)
         defaults = {key: _plain_default(key) for key in KEYS if key not in given}

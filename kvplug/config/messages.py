@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Final, Self
 
 _LONGEST = 60
@@ -100,12 +100,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found!r}?" if found else ""
 
 
-def unknown_key(key: str, known: Iterable[str]) -> Fault:
-    """Make the fault of an unknown key. It hides the value, which may be a secret under a misspelt name."""
+def unknown_key(key: str, known: Iterable[str], given: Container[str] = ()) -> Fault:
+    """Make the fault of an unknown key. It hides the value, which may be a secret under a misspelt name.
+
+    ``given``: the keys that are set. A second line with one of them would be a duplicate.
+    """
     names = sorted(known)
     near = nearest(key, names)
     hint = f"; did you mean {near!r}?" if near else "; known are " + ", ".join(names) if names else ""
-    line = in_place_of(key, near) if near else f"{key}    (remove it)"
+    if near is None:
+        line = f"{key}    (remove it)"
+    elif near in given:
+        line = f"{key}    (remove it: {near} is set already)"
+    else:
+        line = in_place_of(key, near)
     return Fault(f"{key}: not a known key{hint}", key=key, line=line)
 
 

@@ -12,7 +12,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar, Union
 
 import attrs
@@ -236,7 +236,7 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
     """
     prefix = f"{where}." if where else ""
     known = _options(cls)
-    found = {str(key): structured(cls, str(key), given) for key, given in values.items()}
+    found = {str(key): structured(cls, str(key), given, values) for key, given in values.items()}
     faults = [fault for _, of_key in found.values() for fault in of_key]
     for key, each in known.items():
         if each.is_required and values.get(key, "") == "":
@@ -251,10 +251,11 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
     raise ConfigError(*(fault.under(prefix) for fault in faults))
 
 
-def structured(cls: type, key: str, given: Any) -> tuple[Any, tuple[Fault, ...]]:
-    """Convert the value given for one option of the class, or return its faults."""
+def structured(cls: type, key: str, given: Any, others: Container[str] = ()) -> tuple[Any, tuple[Fault, ...]]:
+    """Convert the value given for one option of the class, or return its faults. ``others``: the keys that
+    are set."""
     known = _options(cls)
-    return known[key].structured(given) if key in known else (None, (unknown_key(key, known),))
+    return known[key].structured(given) if key in known else (None, (unknown_key(key, known, others),))
 
 
 def describe_options(cls: type) -> tuple[OptionRow, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final
 
 import attrs
@@ -268,7 +268,7 @@ def put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> tupl
     return (Fault(text, key=key, line="[options.NAME]    (a NAME that `kvplug list` shows)"),)
 
 
-def unknown(key: str, value: Any, known: Iterable[str]) -> Fault:
+def unknown(key: str, value: Any, known: Iterable[str], given: Container[str]) -> Fault:
     """Make the fault of an unknown key. It never repeats the value, which may be a secret."""
     if "." not in key and any(word in key.lower() for word in _SECRET_WORDS):
         text = (
@@ -282,4 +282,4 @@ def unknown(key: str, value: Any, known: Iterable[str]) -> Fault:
             " keys go before all tables"
         )
         return Fault(text, key=key, line=in_place_of(key, f"[options.{key}]"))
-    return unknown_key(key, known)
+    return unknown_key(key, known, given)

@@ -60,6 +60,7 @@ def test_show_takes_one_file_and_names_what_is_neither_a_file_nor_a_key(birds: A
     for arguments, said in (
         ((path, "--config", path), "allowed is one file"),
         (("port",), "'port' was given; allowed is FILE.toml, FILE.json or KEY=VALUE"),
+        (("=x",), "'=x' was given; allowed is FILE.toml, FILE.json or KEY=VALUE"),
     ):
         done = birds.kvplug("config", "show", *arguments)
         assert (done.returncode, done.stdout) == (2, "") and said in done.stderr

@@ -323,6 +323,7 @@ def test_a_fault_of_this_host_is_named(fork_server: ForkServer, fault: str, tmp_
     [
         ("[option.redis]\naddress = 1", {}, "options    (in place of option)"),
         ("role = 'bth'", {}, "role = 'both'"),
+        ("rol = 'both'\nrole = 'both'", {}, "rol    (remove it: role is set already)"),
         ("role = both", {}, "kvplug.toml    (or another file: --config, KVPLUG_CONFIG)"),
         ("", {"KVPLUG_ROLE": "bth"}, "export KVPLUG_ROLE='both'"),
         ("password = 'x'", {}, "export KVPLUG_SECRET=...    (in place of password)"),
