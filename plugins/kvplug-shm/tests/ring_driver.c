@@ -1,8 +1,9 @@
 /* Two threads, the writer and the reader of one ring, for gcc's sanitizers.
  *
- * Usage: ring_driver SECONDS SEED. Built with -DRING_C="path of ring.c". In every round a new ring, of a random size
- * and with one of two ways to wait, carries flat messages of random sizes; both threads draw the same numbers, so that the
- * reader knows what has to come. Exit code 1 and a line at the first wrong byte; stuck for 60 s: SIGALRM. */
+ * Usage: ring_driver SECONDS ROUNDS SEED. Built with -DRING_C="path of ring.c". It runs for at least that long, and at
+ * least that many rounds. In every round a new ring, of a random size and with one of two ways to wait, carries flat
+ * messages of random sizes; both threads draw the same numbers, so that the reader knows what has to come. Exit code 1
+ * and a line at the first wrong byte; a round that takes 60 s: SIGALRM. */
 
 #include RING_C
 
@@ -162,11 +163,11 @@ static void *read_all(void *given) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 3)
+    if (argc != 4)
         return 2;
     int64_t until = now_ns() + atoll(argv[1]) * 1000000000;
-    struct draw from = {(uint64_t)atoll(argv[2]) * 2654435761u + 1};
-    long rounds = 0;
+    struct draw from = {(uint64_t)atoll(argv[3]) * 2654435761u + 1};
+    long rounds = 0, least = atol(argv[2]);
     for (int at = 0; at < 512; at++)
         table[at] = (unsigned char)(at * 7);
     do {
@@ -190,7 +191,7 @@ int main(int argc, char **argv) {
         free(round.words);
         free(round.bytes);
         rounds++;
-    } while (now_ns() < until);
+    } while (now_ns() < until || rounds < least);
     printf("%ld rounds\n", rounds);
     return 0;
 }

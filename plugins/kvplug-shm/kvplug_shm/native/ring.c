@@ -19,6 +19,10 @@
 #include <emmintrin.h>
 #endif
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernel compares the first half of a word, which must be the low one"
+#endif
+
 #define LINE 64
 #define HEAD 0
 #define WRITER_ASLEEP 1
@@ -228,7 +232,8 @@ void kvplug_end_reading(struct end *end) {
     announce(end, tail(end->readers), end->count << 1 | OVER, WRITER_ASLEEP, 1);
 }
 
-/* The writer never waits for this reader again. It may be alive, and store its tail once more. */
+/* The writer never waits for this reader again. It may be alive, and store its tail once more. The fence of `announce`
+ * keeps later stores into the reader's places behind the store of `evicted`: a release alone would not. */
 void kvplug_evict(struct end *end, int64_t reader) {
     store_word(end->words, evicted(reader), 1);
     announce(end, tail(reader), load(end, tail(reader)) | OVER, WRITER_ASLEEP, 1);
