@@ -24,7 +24,7 @@ from kvplug.assembly.members import Announcement
 from kvplug.engine import CacheEvent
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE
-from kvplug.transport import PageBuffers, PageEvent, PageEventLog, PageRequest, Series, Store
+from kvplug.transport import PageBuffers, PageEvent, PageRequest, Series, Store
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.publisher import encode_batch
@@ -183,7 +183,7 @@ def wire() -> PerEvent:
     """Bytes of stored and removed pages on a channel."""
 
     def nbytes(count: int) -> float:
-        log = PageEventLog()
+        log = PageEvent.Log()
         keys = [secrets.token_bytes(32) for _ in range(count)]
         events = [
             log.declared(bytes(16), keys, 2.0),
@@ -237,7 +237,7 @@ def indexing(parent: peers.Parent, count: int) -> float:
     from kvplug_lookup.connector.page_index import PageIndex
     from scale.children import taken
 
-    index, log, series = PageIndex(), PageEventLog(), Series(opaque_format(1 << 10))
+    index, log, series = PageIndex(), PageEvent.Log(), Series(opaque_format(1 << 10))
     before = taken()[2]
     for _ in range(0, count, 16):
         event = log.stored(series.id, [secrets.token_bytes(32) for _ in range(16)])

@@ -46,7 +46,6 @@ from kvplug.metrics.reasons import (
     reason_of as reason_of,
 )
 from kvplug.metrics.sinks import (
-    HookSink as HookSink,
     Sink as Sink,
 )
 from kvplug.metrics.stats import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvplug.metrics.stats import StatsReader, StatsSnapshot, TransferStats
 from kvplug.net.threads import BackgroundThread
@@ -68,16 +68,6 @@ class LogSink(Sink):
                 _log.info("%s slow %s: %d by %s", who, op, count, name)
         for source, count in snapshot.get("not_held", {}).items():
             _log.info("%s not held: %d pages by %s", who, count, source)
-
-
-class HookSink(Sink):
-    """Calls a function with the arguments of :meth:`Sink.emit`."""
-
-    def __init__(self, hook: Callable[[StatsSnapshot, Mapping[str, str]], object]) -> None:
-        self._hook = hook
-
-    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-        self._hook(snapshot, labels)
 
 
 class Reporter:

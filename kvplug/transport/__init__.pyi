@@ -30,7 +30,6 @@ from kvplug.transport.spec import (
 # Write a store of blocking calls.
 from kvplug.transport.store.blocking import (
     BlockingStore as BlockingStore,
-    PageError as PageError,
 )
 from kvplug.transport.store.header import (
     PageSeal as PageSeal,
@@ -53,7 +52,6 @@ from kvplug.transport.store.engine import (
 )
 from kvplug.transport.store.events import (
     PageEvent as PageEvent,
-    PageEventLog as PageEventLog,
 )
 from kvplug.transport.store.format import (
     PageFormat as PageFormat,
@@ -99,7 +97,6 @@ from kvplug.transport.pipe.partial import (
 )
 from kvplug.transport.pipe.pipe import (
     DuplexPipe as DuplexPipe,
-    Lifecycle as Lifecycle,
     Pipe as Pipe,
 )
 from kvplug.transport.pipe.offers import (
@@ -114,7 +111,6 @@ from kvplug.transport.pipe.transfer import (
 from kvplug.transport.queue import (
     MessageQueue as MessageQueue,
     QueueEndpoint as QueueEndpoint,
-    QueueHandle as QueueHandle,
 )
 
 # Write a communicator.

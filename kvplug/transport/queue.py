@@ -60,70 +60,6 @@ def _unchanging(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(given))
 
 
-@attrs.frozen(kw_only=True)
-class QueueHandle:
-    """The plain values that a reader needs to attach. Anything that carries values can carry them."""
-
-    @attrs.frozen(kw_only=True)
-    class Reader:
-        """The writer's view of one reader."""
-
-        rank: int
-        """Its rank among the readers of the handle."""
-        process: str
-        """``"pid 12"``, with the host if it is another one; "has not come yet" before the reader attaches."""
-        lag: int
-        """How many messages the reader has not received yet."""
-        gone: str = ""
-        """Why the reader was evicted ("has left", "its process ended"); empty while it is attached or
-        expected."""
-        died: bool = False
-        """Whether the reader was evicted because it died, rather than because it left."""
-
-        def __str__(self) -> str:
-            behind = "" if self.gone else f", {self.lag} message{'' if self.lag == 1 else 's'} behind"
-            return f"reader rank {self.rank} ({self.process}{f'; {self.gone}' if self.gone else ''}){behind}"
-
-    transport: str
-    """The name of the transport that made the handle. Other transports refuse it."""
-    reader_ranks: tuple[int, ...] = attrs.field(converter=_ranks)
-    """The ranks that may attach, each once."""
-    local_reader_ranks: tuple[int, ...] = attrs.field(converter=_ranks)
-    """The ranks that are reached through shared memory."""
-    data: Mapping[str, Any] = attrs.field(converter=_unchanging)
-    """The transport's own values, such as names, addresses and tokens. Do not log them."""
-
-    def __repr__(self) -> str:
-        return f"<QueueHandle of a queue {self.transport!r} for readers {_listed(self.reader_ranks)}>"
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the handle as plain values, for :func:`kvplug.net.wire.encode`, JSON or a group."""
-        return dict(to_plain(self))
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> QueueHandle:
-        """Return the handle that :meth:`as_plain` made ``plain`` of.
-
-        Raises:
-            WireError: a field of the handle is missing or wrong; the error names it.
-        """
-        return from_plain(plain, cls, "queue handle")
-
-    def check(self, transport: str, rank: int) -> None:
-        """Check that reader ``rank`` may attach with the handle. For transports.
-
-        Raises:
-            WireError: the handle belongs to another transport.
-            ConfigError: ``rank`` is not a reader of the queue.
-        """
-        if self.transport != transport:
-            raise WireError(f"a handle of the queue {self.transport!r} was given to the queue {transport!r}")
-        if rank not in self.reader_ranks:
-            raise ConfigError(
-                f"rank {rank} is not a reader of this queue; its readers are {_listed(self.reader_ranks)}"
-            )
-
-
 class MessageQueue(abc.ABC):
     """One end of a queue: the writer's, or one reader's.
 
@@ -142,6 +78,26 @@ class MessageQueue(abc.ABC):
 
     Not promised. That a message has been read when ``enqueue`` returns.
     """
+
+    @attrs.frozen(kw_only=True)
+    class ReaderState:
+        """The writer's view of one reader."""
+
+        rank: int
+        """Its rank among the readers of the handle."""
+        process: str
+        """``"pid 12"``, with the host if it is another one; "has not come yet" before the reader attaches."""
+        lag: int
+        """How many messages the reader has not received yet."""
+        gone: str = ""
+        """Why the reader was evicted ("has left", "its process ended"); empty while it is attached or
+        expected."""
+        died: bool = False
+        """Whether the reader was evicted because it died, rather than because it left."""
+
+        def __str__(self) -> str:
+            behind = "" if self.gone else f", {self.lag} message{'' if self.lag == 1 else 's'} behind"
+            return f"reader rank {self.rank} ({self.process}{f'; {self.gone}' if self.gone else ''}){behind}"
 
     class Wait:
         """The wait of one blocking call: its deadline, its cancelling event, and the warnings that it logs.
@@ -231,7 +187,7 @@ class MessageQueue(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def readers(self) -> tuple[QueueHandle.Reader, ...]:
+    def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
         """All readers of the handle, in its order. Only the writer's end has them.
 
         Raises:
@@ -240,7 +196,7 @@ class MessageQueue(abc.ABC):
         """
 
     @abc.abstractmethod
-    def export_handle(self) -> QueueHandle:
+    def export_handle(self) -> QueueEndpoint.Handle:
         """Return the handle for :meth:`QueueEndpoint.create_from_handle`. Works at both ends.
 
         Raises:
@@ -400,6 +356,51 @@ class QueueEndpoint(abc.ABC):
     :meth:`create` and :meth:`create_from_handle`."""
 
     @attrs.frozen(kw_only=True)
+    class Handle:
+        """The plain values that a reader needs to attach. Anything that carries values can carry them."""
+
+        transport: str
+        """The name of the transport that made the handle. Other transports refuse it."""
+        reader_ranks: tuple[int, ...] = attrs.field(converter=_ranks)
+        """The ranks that may attach, each once."""
+        local_reader_ranks: tuple[int, ...] = attrs.field(converter=_ranks)
+        """The ranks that are reached through shared memory."""
+        data: Mapping[str, Any] = attrs.field(converter=_unchanging)
+        """The transport's own values, such as names, addresses and tokens. Do not log them."""
+
+        def __repr__(self) -> str:
+            return f"<QueueEndpoint.Handle {self.transport!r} for readers {_listed(self.reader_ranks)}>"
+
+        def as_plain(self) -> dict[str, Any]:
+            """Return the handle as plain values, for :func:`kvplug.net.wire.encode`, JSON or a group."""
+            return dict(to_plain(self))
+
+        @classmethod
+        def from_plain(cls, plain: Any) -> QueueEndpoint.Handle:
+            """Return the handle that :meth:`as_plain` made ``plain`` of.
+
+            Raises:
+                WireError: a field of the handle is missing or wrong; the error names it.
+            """
+            return from_plain(plain, cls, "queue handle")
+
+        def check(self, transport: str, rank: int) -> None:
+            """Check that reader ``rank`` may attach with the handle. For transports.
+
+            Raises:
+                WireError: the handle belongs to another transport.
+                ConfigError: ``rank`` is not a reader of the queue.
+            """
+            if self.transport != transport:
+                raise WireError(
+                    f"a handle of the queue {self.transport!r} was given to the queue {transport!r}"
+                )
+            if rank not in self.reader_ranks:
+                raise ConfigError(
+                    f"rank {rank} is not a reader of this queue; its readers are {_listed(self.reader_ranks)}"
+                )
+
+    @attrs.frozen(kw_only=True)
     class Context:
         """For the factory of a message queue, which returns a ``QueueEndpoint``."""
 
@@ -446,7 +447,7 @@ class QueueEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def create_from_handle(
-        self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
+        self, handle: QueueEndpoint.Handle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> MessageQueue:
         """Attach reader ``rank`` and return its end. Each rank attaches once: a second reader would miss
         messages.
@@ -515,7 +516,7 @@ class QueueEndpoint(abc.ABC):
             plain = group.broadcast(plain, writer_rank, deadline.remaining())
             try:
                 if plain is not None and not is_writer:
-                    handle = QueueHandle.from_plain(plain)
+                    handle = QueueEndpoint.Handle.from_plain(plain)
                     queue = self.create_from_handle(handle, group.rank, deadline.remaining())
             except Exception as e:
                 error = e

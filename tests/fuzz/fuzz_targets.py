@@ -17,13 +17,15 @@ from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identi
 from kvplug.net.wire import decode, decode_out_of_band, encode, from_plain, to_plain
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
-from kvplug.transport import PageEvent, PageFormat, PageSeal, QueueHandle, Series
+from kvplug.transport import PageEvent, PageFormat, PageSeal, QueueEndpoint, Series
 from kvplug.transport.store.format import opaque_format
 
 Targets = Mapping[str, tuple[Target, Sequence[bytes]]]
 _SERIES = Series(opaque_format(64), b"rank 0", PageSeal().id)
 _PAGE_EVENTS: tuple[Any, ...] = ({"kind": "stored"}, {"kind": "removed", "reason": PageEvent.Removal.EVICTED})
-_HANDLE = QueueHandle(transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data={"contact": "c"})
+_HANDLE = QueueEndpoint.Handle(
+    transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data={"contact": "c"}
+)
 _CONNECTION: Any = SimpleNamespace(describe="a peer", peer=PeerIdentity.of_this_process())
 
 
@@ -98,7 +100,7 @@ CORE: Targets = {
             b"unix:/run/x",
         ],
     ),
-    "handles": (plain(QueueHandle.from_plain), [encode(_HANDLE.as_plain())]),
+    "handles": (plain(QueueEndpoint.Handle.from_plain), [encode(_HANDLE.as_plain())]),
     "page-formats": (plain(PageFormat.from_plain), [encode(opaque_format(64).to_plain())]),
     "page-events": (
         plain(PageEvent.from_plain),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvplug.metrics.sinks import HookSink, LogSink, Reporter, Sink
+from kvplug.metrics.sinks import LogSink, Reporter, Sink
 from kvplug.metrics.stats import StatsSnapshot, TransferStats
 from kvplug_testing.waits import until
 
@@ -99,13 +99,14 @@ def test_a_sink_that_hangs_does_not_hang_the_close(
     monkeypatch.setattr("kvplug.metrics.sinks._CLOSE_S", 0.05)
     entered, leave = threading.Event(), threading.Event()
 
-    def hang(*_: object) -> None:
-        entered.set()
-        leave.wait(20)
+    class Hanging(Sink):
+        def emit(self, *_: object) -> None:
+            entered.set()
+            leave.wait(20)
 
     stats = TransferStats()
     one_load(stats)
-    reporter = Reporter(stats, [HookSink(hang)], interval_s=0.01)
+    reporter = Reporter(stats, [Hanging()], interval_s=0.01)
     assert entered.wait(20)
     reporter.close()
     assert "hangs" in caplog.text

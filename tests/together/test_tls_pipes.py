@@ -17,7 +17,7 @@ import torch
 import trustme
 
 from kvplug import Config, PeerGoneError, build_queue, connect_pipe, listen_pipe
-from kvplug.transport import QueueEndpoint, QueueHandle
+from kvplug.transport import QueueEndpoint
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
@@ -113,7 +113,7 @@ def queue(tls: dict[str, Any]) -> QueueEndpoint:
 
 
 def reads(parent: peers.Parent, tls: dict[str, Any], handle: dict[str, Any]) -> bool:
-    with queue(tls).create_from_handle(QueueHandle.from_plain(handle), 0) as reader:
+    with queue(tls).create_from_handle(QueueEndpoint.Handle.from_plain(handle), 0) as reader:
         got = reader.dequeue()
         return relays() == 1 and torch.equal(got["kv"], torch.arange(1 << 20))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 
 from kvplug.errors import ClosedError
-from kvplug.transport import Lifecycle
+from kvplug.transport import DuplexPipe
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
 
 
 def test_closing_goes_before_every_other_reason() -> None:
-    lifecycle = Lifecycle("the pipe to a peer")
+    lifecycle = DuplexPipe.Lifecycle("the pipe to a peer")
     lifecycle.lose_peer("its process ended")
     assert lifecycle.close("is closed")
     assert not lifecycle.close("was aborted")
@@ -32,7 +32,7 @@ class Held(str):
 
 
 def test_a_forked_child_learns_that_it_is_its_parents_though_the_lock_is_taken() -> None:
-    lifecycle = Lifecycle("the pipe to a peer")
+    lifecycle = DuplexPipe.Lifecycle("the pipe to a peer")
     lifecycle.fail(Held("nonsense came"))
     inside = Call(lambda: lifecycle.fail("again"))
     assert inside.is_blocked(0.1)

@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import AuthenticationError, ConfigError, TransportError
 from kvplug.net.wire import decode, encode
-from kvplug.transport import DEFAULT_TIMEOUT, Credentials, QueueEndpoint, QueueHandle, Timeout, WireError
+from kvplug.transport import DEFAULT_TIMEOUT, Credentials, QueueEndpoint, Timeout, WireError
 from kvplug_testing import peers
 from kvplug_testing.groups import local_groups
 from kvplug_testing.sources import module_at
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 WITHIN_S = 40.0
 RelayEndpoint = module_at(str(Path(__file__).parents[1] / "lab/subjects/relay.py")).RelayEndpoint
 
-HANDLE = QueueHandle(
+HANDLE = QueueEndpoint.Handle(
     transport="shm",
     reader_ranks=(1, 3),
     local_reader_ranks=[3],
@@ -35,7 +35,7 @@ HANDLE = QueueHandle(
 
 @pytest.mark.parametrize("carry", [lambda x: decode(encode(x)), lambda x: json.loads(json.dumps(x))])
 def test_a_handle_goes_through_whatever_carries_plain_values(carry: Any) -> None:
-    assert QueueHandle.from_plain(carry(HANDLE.as_plain())) == HANDLE
+    assert QueueEndpoint.Handle.from_plain(carry(HANDLE.as_plain())) == HANDLE
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_handle_goes_through_whatever_carries_plain_values(carry: Any) -> None
 )
 def test_what_is_no_handle_is_refused(plain: Any) -> None:
     with pytest.raises(WireError, match="queue handle"):
-        QueueHandle.from_plain(plain)
+        QueueEndpoint.Handle.from_plain(plain)
 
 
 def test_a_handle_keeps_its_data_out_of_logs_and_cannot_be_changed() -> None:
@@ -83,7 +83,9 @@ class Deaf(RelayEndpoint):
 class Shy(RelayEndpoint):
     """Reader 1 cannot attach."""
 
-    def create_from_handle(self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+    def create_from_handle(
+        self, handle: QueueEndpoint.Handle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Any:
         if rank == 1:
             raise AuthenticationError("who are you?")
         return super().create_from_handle(handle, rank, timeout)

@@ -53,7 +53,7 @@ from kvplug.transport.pipe.content import Content, Target, bytes_of, cut, spans_
 from kvplug.transport.pipe.device import Mark, TensorDevice
 from kvplug.transport.pipe.join import PipeJoin
 from kvplug.transport.pipe.partial import PartialMessage
-from kvplug.transport.pipe.pipe import DuplexPipe, Lifecycle
+from kvplug.transport.pipe.pipe import DuplexPipe
 from kvplug.transport.pipe.transfer import SendWindow, Transfer
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class ComingMessage(PartialMessage):
 class _ComingOffers:
     """The offers that this end has not taken, in order. The worker adds them, receivers take them."""
 
-    def __init__(self, lock: threading.RLock, lifecycle: Lifecycle, most: int) -> None:
+    def __init__(self, lock: threading.RLock, lifecycle: DuplexPipe.Lifecycle, most: int) -> None:
         self._lock = lock
         self._changed = threading.Condition(lock)
         self._lifecycle = lifecycle
@@ -851,7 +851,9 @@ class OfferPipe(DuplexPipe):
         if self._coming.end(self._survives):
             self._lifecycle.lose_peer("it ended before its messages were taken")
         else:
-            self._lifecycle.lose_peer(Lifecycle.CLOSED_BY_PEER if is_closed else "it ended the pipe")
+            self._lifecycle.lose_peer(
+                DuplexPipe.Lifecycle.CLOSED_BY_PEER if is_closed else "it ended the pipe"
+            )
         self._on_peer_gone()
 
     def _give_back(self) -> None:

@@ -282,99 +282,6 @@ def _nbytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else int(tensor.nbytes)
 
 
-class Lifecycle:
-    """Records whether something, such as a pipe, has ended, and why.
-
-    The first reason is kept, except that closing at this end replaces it. A forked child counts as closed.
-
-    >>> pipe = Lifecycle("the pipe to pid 7")
-    >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
-    (True, False)
-    >>> pipe.error()
-    PeerGoneError('the pipe to pid 7: it was killed')
-    """
-
-    CLOSED_BY_PEER = "the peer closed it"
-    """The reason for :meth:`lose_peer` if the peer announced its close and all its messages were received."""
-
-    def __init__(self, what: str) -> None:
-        """``what`` names the pipe or other thing in errors: "the pipe to pid 7"."""
-        self._what = what
-        self._lock = threading.Lock()
-        self._error: type[KvplugError] = KvplugError
-        self._reason = ""
-        self._closed = ""
-        close_after_fork(self)
-
-    @property
-    def closed(self) -> bool:
-        """Whether this end was closed, or this is a forked child."""
-        return bool(self._closed)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it ended in any way."""
-        return bool(self._closed or self._reason)
-
-    @property
-    def peer_lost(self) -> bool:
-        """Whether the peer ended it."""
-        return self._error is PeerGoneError
-
-    @property
-    def broken(self) -> bool:
-        """Whether the stream's position is lost: even messages that have arrived cannot be received."""
-        return self._error is TransportError
-
-    @property
-    def state(self) -> str:
-        """For a ``repr``: "open", "closed" (at this end) or "ended"."""
-        return "closed" if self.closed else "ended" if self.ended else "open"
-
-    def close(self, reason: str) -> bool:
-        """Record that this end was closed. Return False if it already was."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._closed = reason
-            return True
-
-    def lose_peer(self, reason: str) -> bool:
-        """Record that the peer is gone. Return False if an end was recorded before.
-
-        :attr:`CLOSED_BY_PEER` replaces another reason of this kind: this end may notice that the connection
-        ended before it reads that the peer closed it.
-        """
-        if reason == self.CLOSED_BY_PEER and self.peer_lost:
-            self._reason = reason
-        return self._end(PeerGoneError, reason)
-
-    def fail(self, reason: str) -> bool:
-        """Record that the stream cannot be trusted any more. Return False if an end was recorded before."""
-        return self._end(TransportError, reason)
-
-    def _after_fork_in_child(self) -> None:
-        self._closed = self._closed or "belongs to the process that this one was forked from"
-
-    def error(self) -> KvplugError:
-        """Return a new exception that says how it ended."""
-        if self._closed:
-            return ClosedError(f"{self._what} {self._closed}")
-        if self._reason:
-            error = self._error(f"{self._what}: {self._reason}")
-            if isinstance(error, PeerGoneError):
-                error.closed = self._reason == self.CLOSED_BY_PEER
-            return error
-        return PeerGoneError(f"{self._what}: the connection ended")
-
-    def _end(self, error: type[KvplugError], reason: str) -> bool:
-        with self._lock:
-            if self._reason:
-                return False
-            self._error, self._reason = error, reason
-            return True
-
-
 class DescriptorGuard:
     """Counts the threads that use descriptors. After :meth:`retire`, the last one to leave closes them.
 
@@ -458,6 +365,101 @@ class DuplexPipe(Pipe, abc.ABC):
     or ``_receive_blocks``.
     """
 
+    class Lifecycle:
+        """Records whether something, such as a pipe, has ended, and why.
+
+        The first reason is kept, except that closing at this end replaces it. A forked child counts as
+        closed.
+
+        >>> pipe = DuplexPipe.Lifecycle("the pipe to pid 7")
+        >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
+        (True, False)
+        >>> pipe.error()
+        PeerGoneError('the pipe to pid 7: it was killed')
+        """
+
+        CLOSED_BY_PEER = "the peer closed it"
+        """The reason for :meth:`lose_peer` if the peer announced its close, and all its messages were
+        received."""
+
+        def __init__(self, what: str) -> None:
+            """``what`` names the pipe or other thing in errors: "the pipe to pid 7"."""
+            self._what = what
+            self._lock = threading.Lock()
+            self._error: type[KvplugError] = KvplugError
+            self._reason = ""
+            self._closed = ""
+            close_after_fork(self)
+
+        @property
+        def closed(self) -> bool:
+            """Whether this end was closed, or this is a forked child."""
+            return bool(self._closed)
+
+        @property
+        def ended(self) -> bool:
+            """Whether it ended in any way."""
+            return bool(self._closed or self._reason)
+
+        @property
+        def peer_lost(self) -> bool:
+            """Whether the peer ended it."""
+            return self._error is PeerGoneError
+
+        @property
+        def broken(self) -> bool:
+            """Whether the stream's position is lost: even messages that have arrived cannot be received."""
+            return self._error is TransportError
+
+        @property
+        def state(self) -> str:
+            """For a ``repr``: "open", "closed" (at this end) or "ended"."""
+            return "closed" if self.closed else "ended" if self.ended else "open"
+
+        def close(self, reason: str) -> bool:
+            """Record that this end was closed. Return False if it already was."""
+            with self._lock:
+                if self._closed:
+                    return False
+                self._closed = reason
+                return True
+
+        def lose_peer(self, reason: str) -> bool:
+            """Record that the peer is gone. Return False if an end was recorded before.
+
+            :attr:`CLOSED_BY_PEER` replaces another reason of this kind: this end may notice that the
+            connection ended before it reads that the peer closed it.
+            """
+            if reason == self.CLOSED_BY_PEER and self.peer_lost:
+                self._reason = reason
+            return self._end(PeerGoneError, reason)
+
+        def fail(self, reason: str) -> bool:
+            """Record that the stream cannot be trusted any more. Return False if an end was recorded
+            before."""
+            return self._end(TransportError, reason)
+
+        def _after_fork_in_child(self) -> None:
+            self._closed = self._closed or "belongs to the process that this one was forked from"
+
+        def error(self) -> KvplugError:
+            """Return a new exception that says how it ended."""
+            if self._closed:
+                return ClosedError(f"{self._what} {self._closed}")
+            if self._reason:
+                error = self._error(f"{self._what}: {self._reason}")
+                if isinstance(error, PeerGoneError):
+                    error.closed = self._reason == self.CLOSED_BY_PEER
+                return error
+            return PeerGoneError(f"{self._what}: the connection ended")
+
+        def _end(self, error: type[KvplugError], reason: str) -> bool:
+            with self._lock:
+                if self._reason:
+                    return False
+                self._error, self._reason = error, reason
+                return True
+
     @attrs.frozen(kw_only=True)
     class Settings:
         """The settings that every pipe takes from its endpoint's context. A transport adds its own."""
@@ -486,7 +488,7 @@ class DuplexPipe(Pipe, abc.ABC):
         self._peer = peer
         self._timeout_s = settings.timeout_s
         self._limit = MessageLimit(settings.max_message_bytes, device=device)
-        self._lifecycle = Lifecycle(f"the pipe to {peer}")
+        self._lifecycle = self.Lifecycle(f"the pipe to {peer}")
         self._doing = f"the pipe to {peer}"
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._let_go = False

@@ -12,7 +12,7 @@ from kvplug.errors import ClosedError, TimeoutError
 from kvplug.net.deadline import Deadline, Timeout
 
 if TYPE_CHECKING:
-    from kvplug.transport.pipe.pipe import Lifecycle
+    from kvplug.transport.pipe.pipe import DuplexPipe
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class SendWindow:
     SMALLEST_COST: ClassVar[int] = 256
     """The cost of an empty message, so that the number of messages in flight is bounded too."""
 
-    def __init__(self, *, limit: int, peer: str, lifecycle: Lifecycle) -> None:
+    def __init__(self, *, limit: int, peer: str, lifecycle: DuplexPipe.Lifecycle) -> None:
         """``limit`` is the option ``max_in_flight_bytes``."""
         self.limit = limit
         """The most bytes that may be in flight."""

@@ -11,18 +11,6 @@ from kvplug.transport.store.results import MissReason, Usage
 from kvplug.transport.store.store import Store
 
 
-class PageError(TransportError):
-    """One page could not be read or written. The store still counts as reachable.
-
-    Lookups report a page that cannot be read as absent until a put has replaced it. The reasons ``TIMEOUT``,
-    ``CANCELLED``, ``CLOSED`` and ``NO_MEMORY`` do not concern the page, so it is still reported."""
-
-    def __init__(self, reason: MissReason, message: str = "") -> None:
-        super().__init__(message or reason.value)
-        self.reason = reason
-        """The page's result."""
-
-
 class BlockingStore(abc.ABC):
     """Keeps bytes under keys, by calls that return when they are done.
 
@@ -33,7 +21,7 @@ class BlockingStore(abc.ABC):
     deadlines, counts, and retries after errors. So a method may be slow, and may raise whatever its libraries
     raise:
 
-    - :class:`PageError`: this page is a miss, or is not kept, for the error's reason.
+    - :class:`BlockingStore.PageError`: this page is a miss, or is not kept, for the error's reason.
     - ``ConnectionError``, or an error of a read or write that took more than five seconds: the store is gone.
       Requests are misses, and the executor does not call the store for a while.
     - Any other error: the executor calls :meth:`has` with a key that no page has. If that call fails too, the
@@ -47,6 +35,18 @@ class BlockingStore(abc.ABC):
     Forks. In a forked child kvplug calls no method, not even :meth:`close`. A store that keeps descriptors
     open, such as connections, passes itself to ``kvplug.transport.close_after_fork`` and closes them in
     ``_after_fork_in_child``, where it must not send anything."""
+
+    class PageError(TransportError):
+        """One page could not be read or written. The store still counts as reachable.
+
+        Lookups report a page that cannot be read as absent until a put has replaced it. The reasons
+        ``TIMEOUT``, ``CANCELLED``, ``CLOSED`` and ``NO_MEMORY`` do not concern the page, so it is still
+        reported."""
+
+        def __init__(self, reason: MissReason, message: str = "") -> None:
+            super().__init__(message or reason.value)
+            self.reason = reason
+            """The page's result."""
 
     Context: TypeAlias = Store.Context
     """The argument of the store's factory."""

@@ -63,6 +63,129 @@ class PageEvent:
         OTHER = "other"
         """A reason that this version does not know."""
 
+    class Log:
+        """Numbers a store's events.
+
+        The store calls the log under its own lock, and passes events to its followers in the order of their
+        numbers. The log does not record which pages the store holds.
+
+        >>> log = PageEvent.Log("life 1")
+        >>> event = log.stored(bytes(16), [bytes(32)])
+        >>> log.position
+        ('life 1', 1)
+
+        Args:
+            epoch: identifies this run of the store; random by default.
+        """
+
+        def __init__(self, epoch: str | None = None) -> None:
+            self.epoch = uuid.uuid4().hex if epoch is None else epoch
+            """Identifies this run of the store in every event."""
+            self._seq = 0
+
+        @property
+        def position(self) -> tuple[str, int]:
+            """(epoch, number of the latest event); the number is 0 before the first."""
+            return self.epoch, self._seq
+
+        def _event(self, kind: EventKind, **fields: Any) -> PageEvent:
+            self._seq += 1
+            return PageEvent(kind=kind, epoch=self.epoch, seq=self._seq, **fields)
+
+        def stored(self, series: bytes, keys: Sequence[bytes]) -> PageEvent:
+            """Return the next event, for pages that the store holds from now on."""
+            return self._event("stored", series=series, keys=tuple(keys))
+
+        def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> PageEvent:
+            """Return the next event, for pages that are going to be put within ``for_s`` seconds."""
+            return self._event("declared", series=series, keys=tuple(keys), for_s=for_s)
+
+        def removed(self, series: bytes, keys: Sequence[bytes], reason: PageEvent.Removal) -> PageEvent:
+            """Return the next event, for pages that the store no longer holds or expects."""
+            return self._event("removed", series=series, keys=tuple(keys), reason=reason)
+
+        def cleared(self) -> PageEvent:
+            """Return the next event, for a store that forgets everything."""
+            return self._event("cleared")
+
+        def snapshot(
+            self,
+            held: Mapping[bytes, Sequence[bytes]],
+            declared: Sequence[tuple[bytes, Sequence[bytes], float]] = (),
+        ) -> list[PageEvent]:
+            """Return the first events for a new follower.
+
+            Args:
+                held: for each series, the keys of all held pages.
+                declared: series, keys and remaining seconds of all pages that were declared and not yet put.
+            """
+            of_pages = [
+                PageEvent(kind="stored", epoch=self.epoch, seq=self._seq, series=series, keys=part)
+                for series, keys in held.items()
+                for part in _parts(keys)
+            ]
+            of_pages += [
+                PageEvent(
+                    kind="declared", epoch=self.epoch, seq=self._seq, series=series, keys=part, for_s=for_s
+                )
+                for series, keys, for_s in declared
+                for part in _parts(keys)
+            ]
+            return [
+                PageEvent(kind="snapshot", epoch=self.epoch, seq=self._seq, count=len(of_pages)),
+                *of_pages,
+            ]
+
+    class Follower:
+        """Checks that each event is the next one, and whether the index is complete.
+
+        >>> log, follower = PageEvent.Log(), PageEvent.Follower()
+        >>> all(map(follower.accept, log.snapshot({}))), follower.ready
+        (True, True)
+        >>> missed, event = log.stored(bytes(16), [bytes(32)]), log.cleared()
+        >>> follower.accept(event), follower.ready
+        (False, False)
+        """
+
+        def __init__(self) -> None:
+            self._epoch: str | None = None
+            self._seq = 0
+            self._left = 0
+            """Events of the snapshot that have not come yet."""
+
+        @property
+        def ready(self) -> bool:
+            """Whether the index equals the store as of the last accepted event, and no event is missing."""
+            return self._epoch is not None and not self._left
+
+        @property
+        def epoch(self) -> str | None:
+            """The store's epoch, or ``None`` if a snapshot is needed."""
+            return self._epoch
+
+        def accept(self, event: PageEvent) -> bool:
+            """Return whether ``event`` is the next one, which the index must apply now.
+
+            False means that an earlier event is missing, or that the store has restarted. The follower is
+            then not ready until it has accepted the next snapshot.
+            """
+            if event.kind == "snapshot":
+                self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
+                return True
+            if event.epoch != self._epoch:
+                self._epoch = None
+            elif self._left:
+                if event.kind in ("stored", "declared") and event.seq == self._seq:
+                    self._left -= 1
+                    return True
+                self._epoch = None
+            elif event.seq == self._seq + 1:
+                self._seq = event.seq
+                return True
+            else:
+                self._epoch = None
+            return False
+
     kind: EventKind
     """What happened."""
     epoch: str
@@ -129,131 +252,6 @@ _FIELDS: Final[dict[str, tuple[str, ...]]] = {
 _REASONS: Final = frozenset(PageEvent.Removal)
 
 
-# -- the store's side --------------------------------------------------------------------------
-
-
-class PageEventLog:
-    """Numbers a store's events.
-
-    The store calls the log under its own lock, and passes events to its followers in the order of their
-    numbers. The log does not record which pages the store holds.
-
-    >>> log = PageEventLog("life 1")
-    >>> event = log.stored(bytes(16), [bytes(32)])
-    >>> log.position
-    ('life 1', 1)
-
-    Args:
-        epoch: identifies this run of the store; random by default.
-    """
-
-    class Follower:
-        """Checks that each event is the next one, and whether the index is complete.
-
-        >>> log, follower = PageEventLog(), PageEventLog.Follower()
-        >>> all(map(follower.accept, log.snapshot({}))), follower.ready
-        (True, True)
-        >>> missed, event = log.stored(bytes(16), [bytes(32)]), log.cleared()
-        >>> follower.accept(event), follower.ready
-        (False, False)
-        """
-
-        def __init__(self) -> None:
-            self._epoch: str | None = None
-            self._seq = 0
-            self._left = 0
-            """Events of the snapshot that have not come yet."""
-
-        @property
-        def ready(self) -> bool:
-            """Whether the index equals the store as of the last accepted event, and no event is missing."""
-            return self._epoch is not None and not self._left
-
-        @property
-        def epoch(self) -> str | None:
-            """The store's epoch, or ``None`` if a snapshot is needed."""
-            return self._epoch
-
-        def accept(self, event: PageEvent) -> bool:
-            """Return whether ``event`` is the next one, which the index must apply now.
-
-            False means that an earlier event is missing, or that the store has restarted. The follower is
-            then not ready until it has accepted the next snapshot.
-            """
-            if event.kind == "snapshot":
-                self._epoch, self._seq, self._left = event.epoch, event.seq, event.count
-                return True
-            if event.epoch != self._epoch:
-                self._epoch = None
-            elif self._left:
-                if event.kind in ("stored", "declared") and event.seq == self._seq:
-                    self._left -= 1
-                    return True
-                self._epoch = None
-            elif event.seq == self._seq + 1:
-                self._seq = event.seq
-                return True
-            else:
-                self._epoch = None
-            return False
-
-    def __init__(self, epoch: str | None = None) -> None:
-        self.epoch = uuid.uuid4().hex if epoch is None else epoch
-        """Identifies this run of the store in every event."""
-        self._seq = 0
-
-    @property
-    def position(self) -> tuple[str, int]:
-        """(epoch, number of the latest event); the number is 0 before the first."""
-        return self.epoch, self._seq
-
-    def _event(self, kind: EventKind, **fields: Any) -> PageEvent:
-        self._seq += 1
-        return PageEvent(kind=kind, epoch=self.epoch, seq=self._seq, **fields)
-
-    def stored(self, series: bytes, keys: Sequence[bytes]) -> PageEvent:
-        """Return the next event, for pages that the store holds from now on."""
-        return self._event("stored", series=series, keys=tuple(keys))
-
-    def declared(self, series: bytes, keys: Sequence[bytes], for_s: float) -> PageEvent:
-        """Return the next event, for pages that are going to be put within ``for_s`` seconds."""
-        return self._event("declared", series=series, keys=tuple(keys), for_s=for_s)
-
-    def removed(self, series: bytes, keys: Sequence[bytes], reason: PageEvent.Removal) -> PageEvent:
-        """Return the next event, for pages that the store no longer holds or expects."""
-        return self._event("removed", series=series, keys=tuple(keys), reason=reason)
-
-    def cleared(self) -> PageEvent:
-        """Return the next event, for a store that forgets everything."""
-        return self._event("cleared")
-
-    def snapshot(
-        self,
-        held: Mapping[bytes, Sequence[bytes]],
-        declared: Sequence[tuple[bytes, Sequence[bytes], float]] = (),
-    ) -> list[PageEvent]:
-        """Return the first events for a new follower.
-
-        Args:
-            held: for each series, the keys of all held pages.
-            declared: series, keys and remaining seconds of all pages that were declared and not yet put.
-        """
-        of_pages = [
-            PageEvent(kind="stored", epoch=self.epoch, seq=self._seq, series=series, keys=part)
-            for series, keys in held.items()
-            for part in _parts(keys)
-        ]
-        of_pages += [
-            PageEvent(kind="declared", epoch=self.epoch, seq=self._seq, series=series, keys=part, for_s=for_s)
-            for series, keys, for_s in declared
-            for part in _parts(keys)
-        ]
-        return [PageEvent(kind="snapshot", epoch=self.epoch, seq=self._seq, count=len(of_pages)), *of_pages]
-
-
 def _parts(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     for begin in range(0, len(keys), _SNAPSHOT_PAGES):
         yield tuple(keys[begin : begin + _SNAPSHOT_PAGES])
-
-
-# -- the follower's side -----------------------------------------------------------------------

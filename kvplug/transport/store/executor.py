@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.threads import ExitGuard
-from kvplug.transport.store.blocking import BlockingStore, PageError
+from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.copy import PageCopy
 from kvplug.transport.store.engine import JobEngine, JobTask, in_words
 from kvplug.transport.store.header import PageSeal
@@ -219,7 +219,7 @@ class StoreTask(JobTask):
         began = time.monotonic()
         try:
             reason = super().attempt(step)
-        except PageError as e:
+        except BlockingStore.PageError as e:
             reason, error = e.reason, e
         except Exception as e:
             reason, error = MissReason.STORE_GONE, e
@@ -324,7 +324,7 @@ class GetTask(PageTask):
         reason: MissReason | None
         try:
             length = self._calls.read(key, (header, payload))
-        except PageError as e:
+        except BlockingStore.PageError as e:
             _log.debug("a page is missed: %s", e)
             self.note(step, e.reason)
             return
@@ -398,7 +398,7 @@ class PutTask(PageTask):
             return PutReason.TOO_LARGE
         except PermissionError:
             return PutReason.READ_ONLY
-        except PageError as e:
+        except BlockingStore.PageError as e:
             _log.debug("a page is not kept: %s", e)
             return PutReason.of(e.reason)
 

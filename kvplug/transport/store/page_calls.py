@@ -22,7 +22,7 @@ import attrs
 from kvplug.errors import CapacityError, ClosedError, UnsupportedError
 from kvplug.net.exhaustion import SPACE, NamedExhaustion
 from kvplug.net.threads import ExitGuard
-from kvplug.transport.store.blocking import BlockingStore, PageError
+from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.engine import in_words
 from kvplug.transport.store.results import MissReason
 
@@ -64,7 +64,7 @@ class PageCalls:
         """Whether each key has a readable page, as far as is known.
 
         Raises:
-            PageError: the store gave up the call.
+            BlockingStore.PageError: the store gave up the call.
         """
         held = self._held(keys, is_first=True)
         if self._unreadable:
@@ -82,7 +82,7 @@ class PageCalls:
             return found + [False] * (len(keys) - len(found))
         except ConnectionError:
             raise
-        except PageError as e:
+        except BlockingStore.PageError as e:
             if e.reason not in _PASSING:
                 self._report("cannot look for some pages, which count as absent", e)
             raise
@@ -112,12 +112,12 @@ class PageCalls:
         """:meth:`BlockingStore.read`.
 
         Raises:
-            PageError: the page cannot be read.
+            BlockingStore.PageError: the page cannot be read.
         """
         what = "has pages that cannot be read; they are misses"
         try:
             return self._tried(lambda: self._read(key, into), what, MissReason.UNREADABLE)
-        except PageError as e:
+        except BlockingStore.PageError as e:
             if e.reason not in _PASSING:
                 self.is_unreadable(key, sum(map(len, into)))
             raise
@@ -127,7 +127,9 @@ class PageCalls:
         if length is None and self._store.has((key,))[0]:
             length = self._store.read(key, into)  # the page may have come in between
             if length is None:
-                raise PageError(MissReason.UNREADABLE, "the store has the page but returns nothing")
+                raise BlockingStore.PageError(
+                    MissReason.UNREADABLE, "the store has the page but returns nothing"
+                )
         return length
 
     def _tried(
@@ -148,12 +150,12 @@ class PageCalls:
             expected: errors that are raised as they are.
 
         Raises:
-            PageError: the page is lost.
+            BlockingStore.PageError: the page is lost.
         """
         began = time.monotonic()
         try:
             return call()
-        except PageError as e:
+        except BlockingStore.PageError as e:
             if e.reason not in _PASSING:
                 self._report(what, e)
             raise
@@ -164,7 +166,7 @@ class PageCalls:
             is_late = isinstance(e, TimeoutError)
             if is_last or is_late:
                 self._report(what, e)
-                raise PageError(MissReason.TIMEOUT if is_late else reason, in_words(e)) from e
+                raise BlockingStore.PageError(MissReason.TIMEOUT if is_late else reason, in_words(e)) from e
         return self._tried(call, what, reason, expected=expected, is_last=True)
 
     def is_unreadable(self, key: bytes, nbytes: int) -> None:
@@ -185,14 +187,15 @@ class PageCalls:
 
         Raises:
             CapacityError, PermissionError: raised by the store.
-            PageError: the page cannot be written, or the one under its key can be neither read nor replaced.
+            BlockingStore.PageError: the page cannot be written, or the one under its key can be neither read
+                nor replaced.
         """
         if key in self._unreadable:
             return self._replace(key, page)
         what, write = "does not keep some pages", lambda: self._store.write(key, page)
         try:
             return self._tried(write, what, MissReason.OTHER, expected=(CapacityError, PermissionError))
-        except (CapacityError, PageError):
+        except (CapacityError, BlockingStore.PageError):
             raise
         except PermissionError as e:
             self._report(what, e)
@@ -212,14 +215,16 @@ class PageCalls:
                 return False
             found = self._store.read(key, (memoryview(bytearray(length)),))
             if found != length:
-                raise PageError(MissReason.UNREADABLE, f"{length} bytes were written, but {found} were read")
+                raise BlockingStore.PageError(
+                    MissReason.UNREADABLE, f"{length} bytes were written, but {found} were read"
+                )
         except CapacityError:
             raise
         except Exception as e:
-            if not isinstance(e, (PageError, UnsupportedError)):
+            if not isinstance(e, (BlockingStore.PageError, UnsupportedError)):
                 self._raise_if_gone(e)
             self._report("has pages that can be neither read nor replaced", e)
-            raise PageError(MissReason.UNREADABLE, in_words(e)) from e
+            raise BlockingStore.PageError(MissReason.UNREADABLE, in_words(e)) from e
         self.forget(key)
         return True
 
@@ -250,7 +255,7 @@ class PageCalls:
         except UnsupportedError:
             return False
         except Exception as e:
-            if not isinstance(e, (PageError, PermissionError)):
+            if not isinstance(e, (BlockingStore.PageError, PermissionError)):
                 self._raise_if_gone(e)
             self._report(what, e)
             return False
@@ -275,7 +280,7 @@ class PageCalls:
 
     def _report(self, what: str, error: BaseException) -> None:
         """Log an error; a warning only for the first one with its cause."""
-        root = error.__cause__ or error if isinstance(error, PageError) else error
+        root = error.__cause__ or error if isinstance(error, BlockingStore.PageError) else error
         cause = what, getattr(error, "reason", None), type(root), getattr(root, "errno", None)
         with self._lock:
             is_new = cause not in self._reported

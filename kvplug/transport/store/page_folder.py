@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplug.errors import ConfigError
-from kvplug.transport.store.blocking import PageError
+from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.results import MissReason
 
 _KEY_BYTES: Final = 32
@@ -133,23 +133,23 @@ class PageFolder:
         """Open the page for reading, or return ``None`` if it is absent. Does not wait for a pipe.
 
         Raises:
-            PageError: something under the page's name cannot be read.
+            BlockingStore.PageError: something under the page's name cannot be read.
         """
         path = self.path_of(key)
         try:
             if _is_link(os.path.dirname(path)):
-                raise PageError(MissReason.UNREADABLE, f"{os.path.dirname(path)} is a link")
+                raise BlockingStore.PageError(MissReason.UNREADABLE, f"{os.path.dirname(path)} is a link")
             fd = os.open(path, _READ)
         except _ABSENT:
             self.check_mounted()
             return None
         except OSError as e:
             if e.errno in _FOREIGN:
-                raise PageError(MissReason.UNREADABLE, f"{path}: {e.strerror}") from e
+                raise BlockingStore.PageError(MissReason.UNREADABLE, f"{path}: {e.strerror}") from e
             raise
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise PageError(MissReason.UNREADABLE, f"{path} is not a file")
+            raise BlockingStore.PageError(MissReason.UNREADABLE, f"{path} is not a file")
         return fd
 
     def note_use(self, keys: Sequence[bytes]) -> None:
@@ -164,7 +164,7 @@ class PageFolder:
         """Make the page's folder, and remove anything under the page's name that is not a readable page.
 
         Raises:
-            PageError: something in the way cannot be removed.
+            BlockingStore.PageError: something in the way cannot be removed.
         """
         path = self.path_of(key)
         folder = os.path.dirname(path)
@@ -180,11 +180,15 @@ class PageFolder:
                 elif not self.is_page(key):
                     os.unlink(path)
         except (IsADirectoryError, PermissionError) as e:
-            raise PageError(MissReason.UNREADABLE, f"{e.filename} is in the way: {e.strerror}") from e
+            raise BlockingStore.PageError(
+                MissReason.UNREADABLE, f"{e.filename} is in the way: {e.strerror}"
+            ) from e
         except OSError as e:
             if e.errno != errno.ENOTEMPTY:
                 raise
-            raise PageError(MissReason.UNREADABLE, f"{path} is a folder that is not empty") from e
+            raise BlockingStore.PageError(
+                MissReason.UNREADABLE, f"{path} is a folder that is not empty"
+            ) from e
 
     # -- all of them ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kvplug.errors import PluginError
 from kvplug.negotiation.select import AUTO
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.pipe import PipeEndpoint
-from kvplug.transport.queue import MessageQueue, QueueHandle
+from kvplug.transport.queue import MessageQueue, QueueEndpoint
 from kvplug.transport.spec import Kind, TransportSpec
 from kvplug_bench.device import kind_of
 from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, InPlaceBroadcast, Link, Rendezvous, UnavailableError
@@ -91,7 +91,7 @@ class QueueLink(InPlaceBroadcast):
             plain, other_domain = rendezvous.recv()
             if domain != other_domain:
                 raise UnavailableError(_ONE_PROCESS)
-            handle = QueueHandle.from_plain(plain)
+            handle = QueueEndpoint.Handle.from_plain(plain)
             self._queue = endpoint.create_from_handle(handle, rendezvous.rank - 1, RENDEZVOUS_TIMEOUT_S)
         self._queue.wait_until_ready(RENDEZVOUS_TIMEOUT_S)
 

@@ -25,7 +25,7 @@ from kvplug.transport import (
     BackgroundThread,
     Deadline,
     DescriptorGuard,
-    Lifecycle,
+    DuplexPipe,
     MessageLimit,
     PartialMessage,
     WireError,
@@ -243,7 +243,7 @@ class Inbox:
         *,
         peer: str,
         message_limit: MessageLimit,
-        lifecycle: Lifecycle,
+        lifecycle: DuplexPipe.Lifecycle,
         descriptors: DescriptorGuard,
         lost: Callable[[str], None],
         fail: Callable[[str], None],
@@ -307,7 +307,7 @@ class Inbox:
             self._fail(f"what arrives is not a message: {e}")
             raise
         if announcement.goodbye:
-            self._lost(Lifecycle.CLOSED_BY_PEER)
+            self._lost(DuplexPipe.Lifecycle.CLOSED_BY_PEER)
             raise self._lifecycle.error()
         first.drop(size)
         meta = announcement.meta

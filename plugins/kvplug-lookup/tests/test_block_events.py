@@ -8,7 +8,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvplug.engine import CacheEvent
-from kvplug.transport import PageEvent, PageEventLog, Series
+from kvplug.transport import PageEvent, Series
 from kvplug.transport.store.format import opaque_format
 from kvplug_lookup.connector import block_events
 from kvplug_lookup.connector.block_events import BlockEvents
@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, rank: int) -> None:
         self.series = SERIES[rank]
-        self.log = PageEventLog()
+        self.log = PageEvent.Log()
         self.held: set[str] = set()
         self.line: list[PageEvent] = []
         self.is_connected = False
@@ -183,7 +183,7 @@ def test_blocks_of_pages_that_no_worker_holds_are_forgotten(monkeypatch: pytest.
     events = BlockEvents(num_workers=1, page_tokens=PAGE, block_size=PAGE, medium="CPU", owner="host")
     told: list[CacheEvent] = []
     events.listen(told.extend)
-    log, series = PageEventLog(), SERIES[0]
+    log, series = PageEvent.Log(), SERIES[0]
 
     def plan(number: int) -> list[bytes]:
         chains = [bytes([number, page]) * 16 for page in range(2)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError, TimeoutError
-from kvplug.transport import Deadline, PageEvent, PageEventLog, Presence, Series
+from kvplug.transport import Deadline, PageEvent, Presence, Series
 from kvplug_lookup.connector import replica as replicas
 from kvplug_lookup.connector.keys import hello_of
 from kvplug_lookup.connector.replica import Replica
@@ -64,7 +64,7 @@ class Followed:
     """A replica, and the links that it has made."""
 
     def __init__(self, series: Series, hello: dict[str, Any], wait_timeout_s: float) -> None:
-        self.series, self.log = series, PageEventLog()
+        self.series, self.log = series, PageEvent.Log()
         self.links: list[FakeLink] = []
         self.may_connect = threading.Event()
         self.may_connect.set()

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from kvplug import TransportError
-from kvplug.transport import BackgroundThread, Deadline, MissReason, PageError, Segment, close_after_fork
+from kvplug.transport import BackgroundThread, BlockingStore, Deadline, MissReason, Segment, close_after_fork
 from kvplug_mooncake.landing import Landing, LateError, Slot
 from kvplug_mooncake.protocol import (
     MAX_PACKET,
@@ -160,7 +160,7 @@ class ClientProcess:
         Raises:
             LateError: no answer arrived by the deadline.
             ClientGoneError: the process has ended.
-            PageError: the store was closed.
+            BlockingStore.PageError: the store was closed.
         """
         call = _Call(slot)
         with self._lock:
@@ -188,7 +188,7 @@ class ClientProcess:
 
     def _ended(self) -> TransportError:
         if self._is_closing:
-            return PageError(MissReason.CLOSED, "the store was closed")
+            return BlockingStore.PageError(MissReason.CLOSED, "the store was closed")
         return ClientGoneError("Mooncake's client process has ended")
 
     def _send(self, packet: bytes, deadline: Deadline) -> None:

@@ -10,14 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvplug import CapacityError, ConfigError, TransportError
-from kvplug.transport import (
-    Address,
-    BlockingStore,
-    Deadline,
-    MissReason,
-    PageError,
-    close_after_fork,
-)
+from kvplug.transport import Address, BlockingStore, Deadline, MissReason, close_after_fork
 from kvplug_mooncake.landing import LateError
 from kvplug_mooncake.options import MooncakeOptions
 from kvplug_mooncake.process import ClientProcess
@@ -95,7 +88,7 @@ class MooncakeStore(BlockingStore):
         replaced.
 
         Raises:
-            PageError: a call was given up.
+            BlockingStore.PageError: a call was given up.
         """
         client = self.running()
         try:
@@ -104,7 +97,7 @@ class MooncakeStore(BlockingStore):
             if client.num_late > self._setup.lanes or client.is_stuck():
                 _log.warning("Mooncake's client process is replaced: %d calls do not end", client.num_late)
                 client.kill()
-            raise PageError(MissReason.TIMEOUT, str(e)) from e
+            raise BlockingStore.PageError(MissReason.TIMEOUT, str(e)) from e
 
     def _each(self, keys: Sequence[bytes], make: Callable[[int, list[bytes]], Request]) -> Iterator[Answer]:
         for at in range(0, len(keys), MAX_KEYS):
@@ -136,7 +129,7 @@ class MooncakeStore(BlockingStore):
                 # larger than expected: its beginning identifies it
                 length = self._read(key, into, len(MARK) + length)
         except CapacityError as e:
-            raise PageError(MissReason.NO_MEMORY, str(e)) from e
+            raise BlockingStore.PageError(MissReason.NO_MEMORY, str(e)) from e
         return length
 
     def _read(self, key: bytes, into: Sequence[memoryview], nbytes: int) -> int | None:
@@ -215,13 +208,13 @@ def _error_of(answer: Answer, master: str) -> TransportError:
     """The error to raise for an answer. Only a lost master means that the store is gone."""
     match answer.outcome:
         case Outcome.LATE:
-            return PageError(MissReason.TIMEOUT, answer.text)
+            return BlockingStore.PageError(MissReason.TIMEOUT, answer.text)
         case Outcome.HOLDER_GONE:
-            return PageError(MissReason.STORE_GONE, answer.text)
+            return BlockingStore.PageError(MissReason.STORE_GONE, answer.text)
         case Outcome.MASTER_GONE:
             return TransportError(f"the Mooncake master at {master} does not answer: {answer.text}")
         case _:
-            return PageError(MissReason.OTHER, answer.text)
+            return BlockingStore.PageError(MissReason.OTHER, answer.text)
 
 
 def _gather(into: memoryview, parts: Sequence[memoryview]) -> None:

@@ -19,13 +19,7 @@ import pytest
 from server_process import free_port, listens, stopped
 
 from kvplug import ConfigError
-from kvplug.transport import (
-    Deadline,
-    MissReason,
-    PageError,
-    PutReason,
-    Store,
-)
+from kvplug.transport import BlockingStore, Deadline, MissReason, PutReason, Store
 from kvplug_mooncake.landing import LateError
 from kvplug_mooncake.probe import probe
 from kvplug_mooncake.protocol import MARK, Get, Outcome, Put
@@ -330,7 +324,7 @@ def test_a_page_that_does_not_fit_the_landing_area_is_refused_alone(opened: Any,
     assert put(large, "large", nbytes=2 * PAGES.nbytes) == [None]
     assert got(small, "large", nbytes=2 * PAGES.nbytes) == [MissReason.NO_MEMORY]
     assert put(small, "small", nbytes=PAGES.nbytes // 2) == [None]
-    with pytest.raises(PageError, match=f"landing_bytes is {PAGES.nbytes}"):
+    with pytest.raises(BlockingStore.PageError, match=f"landing_bytes is {PAGES.nbytes}"):
         inside(small).read(bytes(32), [memoryview(bytearray(2 * PAGES.nbytes))])
 
 

@@ -27,7 +27,7 @@ from valkey.retry import Retry
 from valkey.sentinel import MasterNotFoundError, Sentinel
 
 from kvplug import ConfigError, TimeoutError, TransportError
-from kvplug.transport import Address, MissReason, PageError, close_after_fork
+from kvplug.transport import Address, BlockingStore, MissReason, close_after_fork
 from kvplug_redis.landing import LandingParser, LongReplyError
 from kvplug_redis.options import PORTS, RedisOptions
 
@@ -201,7 +201,8 @@ def mapped_errors() -> Iterator[None]:
     Raises:
         PermissionError: the server is a read-only replica, or the user may not write.
         NoRoomError: the server is full.
-        PageError: another program has put a value of another type, or a longer one, under a key.
+        BlockingStore.PageError: another program has put a value of another type, or a longer one, under a
+            key.
         TimeoutError: the server does not answer in time.
         TransportError: any other error.
     """
@@ -210,7 +211,7 @@ def mapped_errors() -> Iterator[None]:
     except (PermissionError, NoRoomError, TransportError, TimeoutError):  # from a nested block
         raise
     except LongReplyError as e:
-        raise PageError(MissReason.UNREADABLE, str(e)) from e
+        raise BlockingStore.PageError(MissReason.UNREADABLE, str(e)) from e
     except LateError as e:
         raise TimeoutError(f"the server does not answer: {_brief(e)}") from e
     except ReadOnlyError as e:
@@ -236,7 +237,7 @@ def mapped_errors() -> Iterator[None]:
         if "READONLY" in text:
             raise PermissionError(_REPLICA) from e
         if "WRONGTYPE" in text:
-            raise PageError(MissReason.UNREADABLE, "a key holds a value of another type") from e
+            raise BlockingStore.PageError(MissReason.UNREADABLE, "a key holds a value of another type") from e
         if text.startswith(("MOVED", "ASK ")):
             text = "it is a node of a cluster: set options.redis.mode to cluster"
         elif "cluster support disabled" in text:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvplug import CapacityError
-from kvplug.transport import BlockingStore, PageError, PageSeal, Usage, WireError
+from kvplug.transport import BlockingStore, PageSeal, Usage, WireError
 from kvplug_redis.budget import Budget, drop_manifest
 from kvplug_redis.connection import Client, NoRoomError, mapped_errors
 from kvplug_redis.landing import LANDED, LongReplyError, landing
@@ -115,7 +115,7 @@ class RedisStore(BlockingStore):
             try:
                 with mapped_errors(), landing(length, group):
                     found = client.get(name)
-            except PageError:
+            except BlockingStore.PageError:
                 return False
             if found is not LANDED:
                 if found is None or len(found) != length:
@@ -142,7 +142,7 @@ class RedisStore(BlockingStore):
             if len(self._touched) > _REMEMBERED:
                 self._touched.popitem(last=False)
         # best effort: the page can be read even if the server is full or read-only for this user
-        with contextlib.suppress(PermissionError, NoRoomError, PageError), mapped_errors():
+        with contextlib.suppress(PermissionError, NoRoomError, BlockingStore.PageError), mapped_errors():
             if self._budget is not None:
                 self._budget.touch([_member(key, head)])
             if self._ttl_ms is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import KvplugError
 from kvplug.net.trust.credentials import Secret
-from kvplug.transport import Connection, Credentials, Deadline, QueueEndpoint, QueueHandle
+from kvplug.transport import Connection, Credentials, Deadline, QueueEndpoint
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
@@ -69,7 +69,7 @@ def child(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
     with ExitStack() as stack:
 
         def start(
-            what: str, handle: QueueHandle | None = None, *args: Any, rank: int = 0, **given: Any
+            what: str, handle: QueueEndpoint.Handle | None = None, *args: Any, rank: int = 0, **given: Any
         ) -> peers.Peer:
             plain = None if handle is None else handle.as_plain()
             made = fork_server.start(
@@ -135,7 +135,7 @@ def run_end(
     if plain is None:
         with endpoint(**given).create() as end:
             return globals()[what](parent, end, *args)
-    with endpoint(**given).create_from_handle(QueueHandle.from_plain(plain), rank) as end:
+    with endpoint(**given).create_from_handle(QueueEndpoint.Handle.from_plain(plain), rank) as end:
         parent.send("attached")
         return globals()[what](parent, end, *args)
 

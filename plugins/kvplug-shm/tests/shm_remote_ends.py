@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 
 import shm_queue_ends as ends
-from kvplug.transport import Connection, Deadline, QueueHandle
+from kvplug.transport import Connection, Deadline, QueueEndpoint
 from kvplug_shm.queue import join
 from kvplug_shm.queue.ring_buffer import Sizes
 from kvplug_testing.pairs import accepting
@@ -21,12 +21,12 @@ NETWORK: Final[dict[str, Any]] = {"local_reader_ranks": ()}
 """No reader shares the writer's memory."""
 
 
-def with_contact(handle: QueueHandle, contact: str, **changes: Any) -> QueueHandle:
+def with_contact(handle: QueueEndpoint.Handle, contact: str, **changes: Any) -> QueueEndpoint.Handle:
     """A handle that leads elsewhere."""
     return attrs.evolve(handle, data={**handle.data, "remote_contact": contact, **changes})
 
 
-def address_of(handle: QueueHandle) -> tuple[str, int]:
+def address_of(handle: QueueEndpoint.Handle) -> tuple[str, int]:
     """Where the writer listens."""
     host, _, port = str(handle.data["remote_contact"]).rpartition(":")
     return host.strip("[]"), int(port)
@@ -35,7 +35,7 @@ def address_of(handle: QueueHandle) -> tuple[str, int]:
 class Wire:
     """Carries bytes between a reader and the writer, until it is cut."""
 
-    def __init__(self, handle: QueueHandle) -> None:
+    def __init__(self, handle: QueueEndpoint.Handle) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.handle = with_contact(handle, f"127.0.0.1:{self._listening.getsockname()[1]}")
         self._there = address_of(handle)
@@ -62,7 +62,7 @@ class Wire:
             end.close()
 
 
-def insider(handle: QueueHandle, rank: int = 0) -> Connection:
+def insider(handle: QueueEndpoint.Handle, rank: int = 0) -> Connection:
     """The connection of a reader that has joined, whose bytes the test sends."""
     deadline = Deadline.after(ends.PATIENCE_S)
     connection = Connection.dial(handle.data["remote_contact"], ends.SECRET, join.PURPOSE, ends.PATIENCE_S)
@@ -77,7 +77,7 @@ class LyingWriter:
 
     def __init__(self) -> None:
         self._listener = accepting("127.0.0.1:0", ends.SECRET, join.PURPOSE)
-        self.handle = QueueHandle(
+        self.handle = QueueEndpoint.Handle(
             transport="shm",
             reader_ranks=(0,),
             local_reader_ranks=(),

@@ -30,7 +30,7 @@ while True:
     pipe.send_tensor(pipe.recv_tensor())
 """
 READER = """
-handle = shm_queue_ends.QueueHandle.from_plain(given)
+handle = shm_queue_ends.QueueEndpoint.Handle.from_plain(given)
 reader = shm_queue_ends.endpoint(heartbeat_timeout_s=2.0).create_from_handle(handle, 1)
 while True:
     reader.dequeue()

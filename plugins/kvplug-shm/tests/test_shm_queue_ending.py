@@ -10,7 +10,7 @@ import pytest
 import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug.net.wire import decode
-from kvplug.transport import QueueHandle, WireError
+from kvplug.transport import MessageQueue, WireError
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_testing.waits import Call, until
 
@@ -62,13 +62,13 @@ def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
 ) -> None:
     """A signal's, which runs within whatever its thread does."""
     writer, _ = queue(2)
-    made = QueueHandle.Reader
+    made = MessageQueue.ReaderState
 
     def ended(**given: Any) -> Any:
         writer.abort()
         return made(**given)
 
-    monkeypatch.setattr(QueueHandle, "Reader", ended)
+    monkeypatch.setattr(MessageQueue, "ReaderState", ended)
     assert isinstance(Call(lambda: writer.readers).outcome(), ClosedError)
 
 

@@ -15,13 +15,7 @@ import torch
 import shm_queue_ends as ends
 from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.net.wire import encode
-from kvplug.transport import (
-    Connection,
-    Credentials,
-    Deadline,
-    QueueHandle,
-    WireError,
-)
+from kvplug.transport import Connection, Credentials, Deadline, QueueEndpoint, WireError
 from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.ring import protocol
 from kvplug_testing.pairs import accepting
@@ -173,7 +167,9 @@ def answered(writer: Any, answer: bytes) -> Any:
     handle = writer.export_handle()
     with accepting("unix:", Credentials(), PURPOSE) as listener:
         false = {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
-        joining = Call(lambda: ends.endpoint().create_from_handle(QueueHandle.from_plain(false), 0, 10))
+        joining = Call(
+            lambda: ends.endpoint().create_from_handle(QueueEndpoint.Handle.from_plain(false), 0, 10)
+        )
         with listener.accept(10) as connection:
             connection.receive(1024, Deadline.after(10))
             connection.send(answer, Deadline.after(10))

@@ -16,7 +16,7 @@ import shm_remote_ends as remote
 from kvplug import AuthenticationError, ConfigError, PeerGoneError, TransportError
 from kvplug.errors import InsecureAddressError
 from kvplug.net.trust.credentials import Secret
-from kvplug.transport import Credentials, QueueHandle, WireError
+from kvplug.transport import Credentials, QueueEndpoint, WireError
 from kvplug_shm.queue import reader_table
 from kvplug_shm.queue.stream import HEADER, REPORT, FrameKind, header
 from kvplug_testing.waits import until
@@ -31,7 +31,7 @@ def writer(queue: Any) -> Any:
     return queue(2, attached=0, **NETWORK)[0]
 
 
-def joined(handle: QueueHandle, rank: int = 0, credentials: Credentials = SECRET) -> Any:
+def joined(handle: QueueEndpoint.Handle, rank: int = 0, credentials: Credentials = SECRET) -> Any:
     return ends.endpoint(**NETWORK, credentials=credentials).create_from_handle(handle, rank)
 
 

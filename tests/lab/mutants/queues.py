@@ -18,7 +18,7 @@ import attrs
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-relay"))
 
 from kvplug.net.wire import encode
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueEndpoint, Timeout
 from kvplug_lab.mutants import breaks
 from kvplug_relay import queue as relay
 from kvplug_relay.message import Kind, Memory
@@ -132,7 +132,7 @@ class TestReceivesIntoTheSameMemory(Reader):
 class TestHasAHandleThatOnlyTheWireCarries(Writer):
     """There are bytes in the handle, and JSON has none."""
 
-    def export_handle(self) -> QueueHandle:
+    def export_handle(self) -> QueueEndpoint.Handle:
         handle = super().export_handle()
         return attrs.evolve(handle, data={"contact": handle.data["contact"].encode()})
 
@@ -152,7 +152,7 @@ class TestLetsARankInTwice(RelayEndpoint):
 
     made: ClassVar[dict[tuple[str, int], Reader]] = {}
 
-    def create_from_handle(self, handle: QueueHandle, rank: int, *args: Any, **given: Any) -> Reader:
+    def create_from_handle(self, handle: QueueEndpoint.Handle, rank: int, *args: Any, **given: Any) -> Reader:
         key = handle.data["contact"], rank
         if key not in self.made:
             self.made[key] = super().create_from_handle(handle, rank, *args, **given)

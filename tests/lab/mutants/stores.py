@@ -13,7 +13,7 @@ from unittest import mock
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.store import executor
 from kvplug.transport.store.copy import PageCopy
-from kvplug.transport.store.events import PageEvent, PageEventLog
+from kvplug.transport.store.events import PageEvent
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
@@ -592,7 +592,7 @@ class TestAllLivesHaveOneEpoch(PagePlace):
 
     def __init__(self, budget_bytes: int) -> None:
         super().__init__(budget_bytes)
-        self._log = PageEventLog("the only one")
+        self._log = PageEvent.Log("the only one")
 
 
 # -- everything with an end ------------------------------------------------------------------------

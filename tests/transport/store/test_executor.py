@@ -19,7 +19,7 @@ import pytest
 
 from kvplug.errors import TimeoutError, UnsupportedError
 from kvplug.transport.store import page_calls
-from kvplug.transport.store.blocking import PageError
+from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.header import PageSeal
@@ -227,9 +227,9 @@ def test_a_page_that_alone_is_lost_has_its_reason_and_the_store_is_not_taken_for
 
     def gate(call: str, key: bytes) -> None:
         if call in ("read", "write") and key == foreign_key(b"test", b"a"):
-            raise PageError(MissReason.TIMEOUT, "its holder does not answer")
+            raise BlockingStore.PageError(MissReason.TIMEOUT, "its holder does not answer")
         if call == "has":
-            raise PageError(MissReason.TIMEOUT)
+            raise BlockingStore.PageError(MissReason.TIMEOUT)
 
     inner.gate = gate
     for _ in range(3):

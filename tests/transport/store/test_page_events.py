@@ -9,7 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug.errors import WireError
-from kvplug.transport.store.events import PageEvent, PageEventLog
+from kvplug.transport.store.events import PageEvent
 
 SERIES = bytes(range(16))
 
@@ -19,8 +19,8 @@ def key(number: int) -> bytes:
 
 
 def test_a_snapshot_has_its_stores_own_epoch_and_everything_that_is_held_and_expected() -> None:
-    assert PageEventLog().epoch != PageEventLog().epoch
-    log = PageEventLog("one")
+    assert PageEvent.Log().epoch != PageEvent.Log().epoch
+    log = PageEvent.Log("one")
     log.cleared()
     header, *rest = log.snapshot({SERIES: [key(1), key(2)]}, [(SERIES, [key(3)], 1.5)])
     assert header == PageEvent(kind="snapshot", epoch="one", seq=1, count=2)
@@ -36,7 +36,7 @@ def test_a_snapshot_has_its_stores_own_epoch_and_everything_that_is_held_and_exp
 def test_what_is_not_the_next_event_is_refused_and_the_follower_is_not_ready(
     owed: int, epoch: str, seq: int
 ) -> None:
-    follower = PageEventLog.Follower()
+    follower = PageEvent.Follower()
     assert follower.accept(PageEvent(kind="snapshot", epoch="e", seq=1, count=owed))
     assert follower.ready == (not owed)
     assert not follower.accept(PageEvent(kind="cleared", epoch=epoch, seq=seq))
@@ -96,7 +96,7 @@ class Following(RuleBasedStateMachine):
         self.epochs = 0
         self.past: dict[tuple[str, int], frozenset[bytes]] = {}
         self.restart()
-        self.follower = PageEventLog.Follower()
+        self.follower = PageEvent.Follower()
         self.index: set[bytes] = set()
         self.at = ("", 0)
         self.line: list[PageEvent] = []
@@ -105,7 +105,7 @@ class Following(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.epochs += 1
-        self.log = PageEventLog(str(self.epochs))
+        self.log = PageEvent.Log(str(self.epochs))
         self.held: set[bytes] = set()
         self.past[self.log.position] = frozenset()
         self.lossless = False

@@ -12,7 +12,6 @@ from kvplug.transport import (
     Deadline,
     NamedExhaustion,
     QueueEndpoint,
-    QueueHandle,
     Timeout,
     WireError,
 )
@@ -41,7 +40,7 @@ class RelayEndpoint(QueueEndpoint):
 
     @NamedExhaustion("attaching to a message queue")
     def create_from_handle(
-        self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
+        self, handle: QueueEndpoint.Handle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Reader:
         deadline = Deadline.after(timeout, self.context.timeout_s)
         handle.check(NAME, rank)

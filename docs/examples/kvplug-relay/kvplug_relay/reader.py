@@ -28,7 +28,6 @@ from kvplug.transport import (
     MessageQueue,
     NamedExhaustion,
     QueueEndpoint,
-    QueueHandle,
     Timeout,
     Watch,
     WireError,
@@ -47,7 +46,7 @@ class Reader(End):
     """The end of one rank. No call of its needs a thread: messages wait on the socket."""
 
     def __init__(
-        self, context: QueueEndpoint.Context, handle: QueueHandle, rank: int, connection: Connection
+        self, context: QueueEndpoint.Context, handle: QueueEndpoint.Handle, rank: int, connection: Connection
     ) -> None:
         self._handle = handle
         self._connection = connection
@@ -89,7 +88,7 @@ class Reader(End):
     def readers(self) -> NoReturn:
         raise UnsupportedError("only the writer's end knows the readers")
 
-    def export_handle(self) -> QueueHandle:
+    def export_handle(self) -> QueueEndpoint.Handle:
         self._check_open()
         return self._handle
 

@@ -26,7 +26,6 @@ from kvplug.transport import (
     Listener,
     MessageQueue,
     QueueEndpoint,
-    QueueHandle,
     Timeout,
     Watch,
 )
@@ -54,8 +53,8 @@ class Attached:
     gone: str = ""
     died: bool = False
 
-    def state(self, sent: int) -> QueueHandle.Reader:
-        return QueueHandle.Reader(
+    def state(self, sent: int) -> MessageQueue.ReaderState:
+        return MessageQueue.ReaderState(
             rank=self.rank, process=self.process, lag=sent - self.taken, gone=self.gone, died=self.died
         )
 
@@ -87,16 +86,16 @@ class Writer(End):
             raise
 
     @property
-    def readers(self) -> tuple[QueueHandle.Reader, ...]:
+    def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
         self._check_open()
         with self._lock, self._descriptors:
             self._listen_to_readers()
             return tuple(each.state(self._sent) for each in self._readers.values())
 
-    def export_handle(self) -> QueueHandle:
+    def export_handle(self) -> QueueEndpoint.Handle:
         self._check_open()
         ranks = tuple(self._readers)
-        return QueueHandle(
+        return QueueEndpoint.Handle(
             transport=self._name,
             reader_ranks=ranks,
             local_reader_ranks=ranks,

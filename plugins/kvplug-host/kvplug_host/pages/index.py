@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final
 
-from kvplug.transport import PageEvent, PageEventLog, Presence, PutReason, Usage
+from kvplug.transport import PageEvent, Presence, PutReason, Usage
 from kvplug_host.arena.slots import Chunk, SizeClass, Slot, SlotTable
 
 REBALANCE_AFTER: Final = 64
@@ -96,7 +96,7 @@ class Index:
         """How many of these waited for a reader."""
         self._expected: OrderedDict[bytes, tuple[Holder, int]] = OrderedDict()
         """Pages that are not here yet: who expects that others read them, and how many."""
-        self._log = PageEventLog()
+        self._log = PageEvent.Log()
         self._uses = itertools.count(1)
         self._evicted: dict[bytes, list[bytes]] = defaultdict(list)
         """By series, of the operation under way."""

@@ -40,7 +40,6 @@ from kvplug.transport import (
     Deadline,
     NamedExhaustion,
     PageEvent,
-    PageEventLog,
     Presence,
     Series,
     WireError,
@@ -334,7 +333,7 @@ class Replica:
                 self._closed.wait(min(_RETRY_S, 0.01 * 2**gaps))
 
     def _follow(self, link: PeerLink) -> None:
-        follower = PageEventLog.Follower()
+        follower = PageEvent.Follower()
         series = self._series_of(link)
         with self._lock:
             self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True

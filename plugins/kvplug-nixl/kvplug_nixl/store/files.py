@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 from kvplug import CapacityError, TransportError
-from kvplug.transport import BlockingStore, MissReason, PageError, Usage
+from kvplug.transport import BlockingStore, MissReason, Usage
 from kvplug_nixl.store.agent import Agent, Move
 from kvplug_nixl.store.folder import Folder, cost_of
 from kvplug_nixl.store.options import NixlStoreOptions
@@ -51,7 +51,9 @@ class FileStore(BlockingStore):
             status = os.fstat(fd)
             if not self._move("READ", fd, into, status.st_size):
                 if os.fstat(fd).st_size == status.st_size:
-                    raise PageError(MissReason.UNREADABLE, f"NIXL cannot read {self._folder.path_of(key)}")
+                    raise BlockingStore.PageError(
+                        MissReason.UNREADABLE, f"NIXL cannot read {self._folder.path_of(key)}"
+                    )
                 return 0  # it was cut off meanwhile, and will be removed as a wrong page
         finally:
             os.close(fd)

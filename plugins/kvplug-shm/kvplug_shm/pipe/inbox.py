@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.transport import Blocks, Deadline, Lifecycle, MessageLimit, PartialMessage, WireError
+from kvplug.transport import Blocks, Deadline, DuplexPipe, MessageLimit, PartialMessage, WireError
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.announcement import small_in
@@ -52,7 +52,7 @@ class Inbox:
         message_limit: MessageLimit,
         pieces: Pieces,
         spin_s: float,
-        lifecycle: Lifecycle,
+        lifecycle: DuplexPipe.Lifecycle,
         lost: Callable[[str], None],
         fail_pipe: Callable[[str], None],
     ) -> None:
@@ -299,7 +299,11 @@ class Inbox:
             if end.writer_over(count):
                 self._no_more = True
                 is_whole = end.writer_ended and self._message is None
-                self._lost(Lifecycle.CLOSED_BY_PEER if is_whole else "it ended within a message, or is gone")
+                self._lost(
+                    DuplexPipe.Lifecycle.CLOSED_BY_PEER
+                    if is_whole
+                    else "it ended within a message, or is gone"
+                )
                 raise self._lifecycle.error()
             left = deadline.remaining()
             if left == 0.0:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
-    Lifecycle,
+    DuplexPipe,
     PartialMessage,
     SendWindow,
     Transfer,
@@ -38,7 +38,13 @@ class _Window(SendWindow):
     SMALLEST_COST = SMALLEST_COST
 
     def __init__(
-        self, ring: Outgoing, wake_writer: Callable[[], None], *, limit: int, peer: str, lifecycle: Lifecycle
+        self,
+        ring: Outgoing,
+        wake_writer: Callable[[], None],
+        *,
+        limit: int,
+        peer: str,
+        lifecycle: DuplexPipe.Lifecycle,
     ) -> None:
         super().__init__(limit=limit, peer=peer, lifecycle=lifecycle)
         self._ring: Outgoing | None = ring
@@ -84,7 +90,7 @@ class Outbox:
         limit: int,
         pieces: Pieces,
         spin_s: float,
-        lifecycle: Lifecycle,
+        lifecycle: DuplexPipe.Lifecycle,
         lost: Callable[[str], None],
         fail_pipe: Callable[[str], None],
         stop: Callable[[], None],

@@ -16,7 +16,6 @@ from kvplug.transport import (
     NamedExhaustion,
     PeerIdentity,
     QueueEndpoint,
-    QueueHandle,
     Timeout,
     WireError,
 )
@@ -84,7 +83,7 @@ class ShmQueueEndpoint(QueueEndpoint):
                 self._remote_address(all_readers_local=len(local) == len(ranks)),
             )
             undo.callback(admission.close)
-            handle = QueueHandle(
+            handle = QueueEndpoint.Handle(
                 transport=NAME,
                 reader_ranks=ranks,
                 local_reader_ranks=local,
@@ -112,7 +111,7 @@ class ShmQueueEndpoint(QueueEndpoint):
 
     @NamedExhaustion("making a reader's end of a queue 'shm'")
     def create_from_handle(
-        self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
+        self, handle: QueueEndpoint.Handle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> ShmReader:
         deadline = Deadline.after(timeout, self.context.timeout_s)
         handle.check(NAME, rank)
@@ -137,7 +136,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         raise WireError("this is no handle of a queue 'shm'; pass on what export_handle() gave")
 
     def _local_reader(
-        self, handle: QueueHandle, queue: str, contact: str, rank: int, deadline: Deadline
+        self, handle: QueueEndpoint.Handle, queue: str, contact: str, rank: int, deadline: Deadline
     ) -> ShmReader:
         context, options = self.context, self._options
         connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())
@@ -147,7 +146,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         return ShmReader(context, handle, rank, source, limits, Pool(options.pool_bytes))
 
     def _remote_reader(
-        self, handle: QueueHandle, queue: str, contact: str, rank: int, deadline: Deadline
+        self, handle: QueueEndpoint.Handle, queue: str, contact: str, rank: int, deadline: Deadline
     ) -> ShmReader:
         context, pool = self.context, Pool(self._options.pool_bytes)
         connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())

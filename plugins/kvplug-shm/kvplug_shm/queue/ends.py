@@ -6,14 +6,7 @@ import abc
 from collections.abc import Callable
 
 from kvplug.net.wire import Limits
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Deadline,
-    MessageQueue,
-    QueueEndpoint,
-    QueueHandle,
-    Timeout,
-)
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueEndpoint, Timeout
 from kvplug_shm.queue.use_guard import UseGuard
 
 
@@ -26,7 +19,11 @@ class ShmEnd(MessageQueue):
     """One end of a queue "shm"."""
 
     def __init__(
-        self, context: QueueEndpoint.Context, handle: QueueHandle, rank: int | None, drop: Callable[[], None]
+        self,
+        context: QueueEndpoint.Context,
+        handle: QueueEndpoint.Handle,
+        rank: int | None,
+        drop: Callable[[], None],
     ) -> None:
         self._handle = handle
         self._use_guard = UseGuard(drop)
@@ -36,7 +33,7 @@ class ShmEnd(MessageQueue):
     def closed(self) -> bool:
         return self._use_guard.closed
 
-    def export_handle(self) -> QueueHandle:
+    def export_handle(self) -> QueueEndpoint.Handle:
         self._use_guard.check()
         return self._handle
 

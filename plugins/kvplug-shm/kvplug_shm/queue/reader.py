@@ -18,7 +18,6 @@ from kvplug.transport import (
     MessageQueue,
     NamedExhaustion,
     QueueEndpoint,
-    QueueHandle,
     Timeout,
 )
 from kvplug_shm.memory.pool import Pool
@@ -91,7 +90,7 @@ class ShmReader(ShmEnd):
     def __init__(
         self,
         context: QueueEndpoint.Context,
-        handle: QueueHandle,
+        handle: QueueEndpoint.Handle,
         rank: int,
         source: Source,
         limits: Limits,
@@ -109,7 +108,7 @@ class ShmReader(ShmEnd):
         self._pool = pool
 
     @property
-    def readers(self) -> tuple[QueueHandle.Reader, ...]:
+    def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
         self._check_writer()
         return ()
 

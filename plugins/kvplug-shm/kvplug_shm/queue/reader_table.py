@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from kvplug import ClosedError
-from kvplug.transport import QueueHandle
+from kvplug.transport import MessageQueue
 from kvplug_shm.queue.ring_buffer import QueueMessage, ShmRingBuffer
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
@@ -27,7 +27,7 @@ class _RegisteredReader:
     attached: bool = False
     joining: bool = False
     """Admitted, but the join is not complete yet."""
-    gone: QueueHandle.Reader | None = None
+    gone: MessageQueue.ReaderState | None = None
     stand_in: ReadingEnd | None = None
     """The ring's words of a remote reader, which the writer's process moves."""
 
@@ -61,7 +61,7 @@ class ReaderTable:
         """The index of that reader in the ring."""
         return self._members[rank].index
 
-    def readers(self) -> tuple[QueueHandle.Reader, ...]:
+    def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
         """All readers, as they are now, or as they were when they left. Raises ClosedError."""
         with self._lock:
             return tuple(map(self._reader, self._members.values()))
@@ -72,7 +72,7 @@ class ReaderTable:
         most = max((reader.lag for reader in here), default=0)
         return listed(reader for reader in here if reader.lag == most)
 
-    def unready(self) -> list[QueueHandle.Reader]:
+    def unready(self) -> list[MessageQueue.ReaderState]:
         """The readers that take part and are not ready yet. Raises ClosedError."""
         with self._lock:
             ring, _ = self._memory()
@@ -195,7 +195,7 @@ class ReaderTable:
             gone = self._evict(member, HAS_LEFT if left else reason, died=not left)
         _tell(gone)
 
-    def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> QueueHandle.Reader | None:
+    def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> MessageQueue.ReaderState | None:
         """Evict the reader. Returns its last state, if this call evicted it."""
         if member.gone or self._closed or self._shared is None:
             return None
@@ -206,12 +206,12 @@ class ReaderTable:
         ring.words.wake(ring.ready_word(member.index))
         return member.gone
 
-    def _reader(self, member: _RegisteredReader) -> QueueHandle.Reader:
+    def _reader(self, member: _RegisteredReader) -> MessageQueue.ReaderState:
         if member.gone is not None:
             return member.gone
         _, end = self._memory()
         over = end.over(member.index)  # it has announced that; its hang-up is not noticed yet
-        return QueueHandle.Reader(
+        return MessageQueue.ReaderState(
             rank=member.rank,
             process=member.process,
             lag=max(0, end.lag(member.index)),
@@ -224,12 +224,12 @@ class ReaderTable:
         return self._shared
 
 
-def _tell(gone: QueueHandle.Reader | None) -> None:
+def _tell(gone: MessageQueue.ReaderState | None) -> None:
     """Without a lock: a signal handler cannot deadlock here."""
     if gone is not None:
         logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)
 
 
-def listed(readers: Iterable[QueueHandle.Reader]) -> str:
+def listed(readers: Iterable[MessageQueue.ReaderState]) -> str:
     """Readers, for messages."""
     return ", ".join(map(str, readers)) or "no reader"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvplug import CapacityError, PeerGoneError
 from kvplug.net.wire import aligned, encode_out_of_band
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, NamedExhaustion, QueueEndpoint, QueueHandle, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, NamedExhaustion, QueueEndpoint, Timeout
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
@@ -41,7 +41,7 @@ class ShmWriter(ShmEnd):
         self,
         context: QueueEndpoint.Context,
         options: ShmQueueOptions,
-        handle: QueueHandle,
+        handle: QueueEndpoint.Handle,
         *,
         ring: ShmRingBuffer,
         end: WritingEnd,
@@ -65,7 +65,7 @@ class ShmWriter(ShmEnd):
         """The word of a reader for which this end has waited in vain, and what it was."""
 
     @property
-    def readers(self) -> tuple[QueueHandle.Reader, ...]:
+    def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
         self._use_guard.check()
         return self._reader_table.readers()
 

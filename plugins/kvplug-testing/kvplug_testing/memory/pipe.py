@@ -22,7 +22,6 @@ from kvplug.transport import (
     Deadline,
     DeviceMark,
     DuplexPipe,
-    Lifecycle,
     Pipe,
     PipeEndpoint,
     PipeListener,
@@ -218,7 +217,7 @@ class MemoryPipe(DuplexPipe):
         return out if received is out else out.copy_(received)  # queued on the caller's stream
 
     def _drain(self, deadline: Deadline) -> None:
-        self._other._lifecycle.lose_peer(Lifecycle.CLOSED_BY_PEER)
+        self._other._lifecycle.lose_peer(DuplexPipe.Lifecycle.CLOSED_BY_PEER)
         with self._other._window.lock:
             self._other._window.room.notify_all()  # wakes the receiver here, and the sender there
         if not self._eager:

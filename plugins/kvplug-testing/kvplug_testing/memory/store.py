@@ -15,7 +15,6 @@ from kvplug.transport import (
     BlockingStore,
     Job,
     PageEvent,
-    PageEventLog,
     PageSeal,
     Presence,
     Series,
@@ -55,7 +54,7 @@ class PagePlace(BlockingStore):
         """For each page that is expected: until when, by each end that declared it."""
         self._series: dict[bytes, bytes] = {}
         """The series of the declared pages."""
-        self._log = PageEventLog()
+        self._log = PageEvent.Log()
         self._listeners: list[Listener] = []
 
     def leave(self, end: End) -> None:

@@ -25,7 +25,7 @@ from kvplug import (
     build_queue,
 )
 from kvplug.engine import Parallelism
-from kvplug.transport import Pipe, QueueHandle
+from kvplug.transport import Pipe, QueueEndpoint
 from kvplug_transformers.engine.step import Step
 from kvplug_transformers.processes.parent_link import ParentLink, start_log
 
@@ -61,7 +61,7 @@ class Rank:
         start = next(self._parent.commands())
         config = self._config = Config.from_dict(start["config"])
         rank, size = self._rank, self._size = start["rank"], start["size"]
-        handle, registry = QueueHandle.from_plain(start["steps"]), self._registry
+        handle, registry = QueueEndpoint.Handle.from_plain(start["steps"]), self._registry
         inner = on_one_host(config)
         queues = build_queue(
             inner, registry=registry, local_reader_ranks=range(size), max_chunk_bytes=MAX_MESSAGE_BYTES

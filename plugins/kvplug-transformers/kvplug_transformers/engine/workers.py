@@ -20,7 +20,7 @@ from kvplug.engine import (
     Plain,
     WorkerOutput,
 )
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueHandle, Timeout
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueEndpoint, Timeout
 from kvplug_transformers.engine.options import EngineOptions
 from kvplug_transformers.engine.rank import MAX_MESSAGE_BYTES, on_one_host
 from kvplug_transformers.engine.reports import Reports
@@ -110,7 +110,7 @@ class Workers:
                 child.send("start", rank=rank, **arguments)
             loaded = self._wait_until_loaded(deadline)
             for event in loaded:
-                handle = QueueHandle.from_plain(event["answers"])
+                handle = QueueEndpoint.Handle.from_plain(event["answers"])
                 self._answers.append(endpoint.create_from_handle(handle, 0))
         except BaseException:
             self.close(at_once=True)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
-from kvplug.transport import MessageQueue, NamedExhaustion, QueueHandle
+from kvplug.transport import MessageQueue, NamedExhaustion, QueueEndpoint
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, Handle, fields_of
@@ -118,7 +118,7 @@ class QueueEnds(Ends):
         return QueueEnd("writer", self._writer)
 
     def connect(self, role: int, contact: Any) -> End:
-        handle = QueueHandle.from_plain(contact)
+        handle = QueueEndpoint.Handle.from_plain(contact)
         reader = self._endpoint.create_from_handle(handle, role - 1, timeout=self.timeout_s)
         self.suite.later(reader.abort)
         return QueueEnd("reader", reader)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from kvplug import CapacityError, ConfigError, TimeoutError, TransportError, UnsupportedError
-from kvplug.transport import MessageQueue, QueueHandle, WireError
+from kvplug.transport import MessageQueue, QueueEndpoint, WireError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
@@ -114,7 +114,7 @@ class Messages(QueueGeneral):
         assert [each.rank for each in writer.readers] == [7, 2]
         for rank in (7, 0, -1):
             raises(ConfigError, partial(self.attach, handle, rank))
-        other = QueueHandle.from_plain({**handle.as_plain(), "transport": "some-other"})
+        other = QueueEndpoint.Handle.from_plain({**handle.as_plain(), "transport": "some-other"})
         raises(WireError, lambda: self.attach(other, 7))
         passes(writer, readers, "x")
         readers[1].close()

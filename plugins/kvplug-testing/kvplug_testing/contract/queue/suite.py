@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import TimeoutError
 from kvplug.kit import Kind
-from kvplug.transport import Credentials, MessageQueue, QueueEndpoint, QueueHandle
+from kvplug.transport import Credentials, MessageQueue, QueueEndpoint
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract
@@ -59,7 +59,7 @@ class QueueSuite(Contract):
         """A reader of the writer's queue, in this process."""
         return self.attach(handle_of(writer), rank, **context)
 
-    def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
+    def attach(self, handle: QueueEndpoint.Handle, rank: int = 0, **context: Any) -> MessageQueue:
         """A reader that must attach in time."""
         made: MessageQueue = in_time(self.endpoint(**context).create_from_handle, handle, rank)
         self.later(made.abort)
@@ -69,11 +69,11 @@ class QueueSuite(Contract):
 # -- calls that must end in time ---------------------------------------------------------------
 
 
-def handle_of(writer: MessageQueue) -> QueueHandle:
+def handle_of(writer: MessageQueue) -> QueueEndpoint.Handle:
     """The writer's handle, carried as JSON."""
     plain = writer.export_handle().as_plain()
     carried = json.dumps(plain, default=lambda it: pytest.fail(f"JSON has no {it!r}, and a handle has"))
-    return QueueHandle.from_plain(json.loads(carried))
+    return QueueEndpoint.Handle.from_plain(json.loads(carried))
 
 
 def in_time(call: Callable[..., Any], *args: Any) -> Any:

@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 
 from kvplug import UnsupportedError
-from kvplug.transport import PageEvent, PageEventLog, Presence, Series, Store
+from kvplug.transport import PageEvent, Presence, Series, Store
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.calls import ended, forgotten, got, held, kept, looked_up, missed, put
 from kvplug_testing.contract.store.pages import Batch, held_request, sized_format
@@ -25,7 +25,7 @@ class Index:
     """What a listener knows: the keys of each series."""
 
     def __init__(self) -> None:
-        self._follower = PageEventLog.Follower()
+        self._follower = PageEvent.Follower()
         self._known: dict[bytes, dict[bytes, Presence]] = defaultdict(dict)
         self.events: list[PageEvent] = []
         self._faults: list[str] = []
