@@ -80,7 +80,9 @@ class DeviceCommunicator:
     all other ranks raise a ``TimeoutError`` or ``PeerGoneError`` that names that rank. After such an error
     the ranks would be in different calls, so the communicator is broken: later calls raise ``TransportError``
     at once, and the caller must make a new communicator. Tensors and arguments that do not fit are refused
-    before the call begins, at every rank if :attr:`compares` is true, and the communicator stays usable.
+    before the call begins, at every rank if :attr:`compares` is true, and the communicator stays usable. A
+    wrong ``timeout`` is refused at once, and only at its rank: the other ranks wait for that rank, which may
+    repeat the call.
 
     Callers. The engine's model code. Every rank makes the same calls in the same order, from one thread at a
     time, else ``BusyError``; any thread may call ``destroy``. ``send``, ``recv`` and ``batch_isend_irecv``

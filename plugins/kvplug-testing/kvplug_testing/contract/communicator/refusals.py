@@ -14,6 +14,8 @@ from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank
 METHODS: Final = ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter")
 """Collectives in which every rank waits for every other one, whether they compare their calls or not."""
 
+_LATE_S: Final = 0.5
+
 
 def still_works(ranks: Ranks) -> None:
     """Check that the communicator works after a refusal."""
@@ -87,6 +89,22 @@ class Refusals(CommunicatorSuite):
         for each in (pending | ranks.begin("all_gather", {1: [_f32(2)]})).values():
             each.raised(TensorMismatchError)
         still_works(ranks)
+
+    @law("COMM-3")
+    def test_a_wrong_timeout_is_refused_at_once_at_its_rank_alone_which_may_call_again(self) -> None:
+        ranks = self.ranks(2)
+        given = each_rank("int64", (3,), 2)
+        for wrong in (-1.0, float("nan"), "soon"):
+            pending = ranks.begin("all_reduce", {0: [given[0]]})[0]
+            (refused,) = ranks.raised("all_reduce", {1: [given[1]]}, ConfigError, timeout=wrong)
+            assert "timeout" in refused.text, str(refused)
+            pending.check_blocked()
+            ranks.begin("all_reduce", {1: [given[1]]})[1].result()
+            check([pending.result()[0]], [total(given)], "all_reduce with a rank that called again")
+        pending = ranks.begin("all_reduce", {0: [given[0]]}, timeout=_LATE_S)[0]
+        ranks.raised("all_reduce", {1: [given[1]]}, ConfigError, timeout=-1.0)
+        late = pending.raised(TimeoutError)
+        assert "rank 1" in late.text, f"the error does not name the rank that is missing: {late}"
 
     @law("COMM-3", needs="compared_calls")
     def test_what_a_receiver_does_not_want_is_refused_at_both(self) -> None:
