@@ -299,7 +299,7 @@ class DescriptorGuard:
         """
         self._close = close
         self._refusal = refusal
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may retire it while its own thread holds the lock
         self._inside = 0
         self._over = False
         self._closed = False
