@@ -8,7 +8,25 @@ from kvplug.transport import option
 
 
 @attrs.frozen(kw_only=True)
-class ShmPipeOptions:
+class _ShmOptions:
+    pool_bytes: int = option(
+        default=256 * 1024 * 1024,
+        unit="bytes",
+        at_least=0,
+        takes_memory=True,
+        help="Memory of freed received tensors that is kept and reused for the next ones. All pipes of an"
+        " endpoint share it; each reader of a queue has its own.",
+    )
+    spin_us: int = option(
+        default=50,
+        unit="microseconds",
+        at_least=0,
+        help="Spin for this long before sleeping. Longer lowers wake-up latency and uses more CPU.",
+    )
+
+
+@attrs.frozen(kw_only=True)
+class ShmPipeOptions(_ShmOptions):
     """Memory of the pipe "shm", and how its ends wait."""
 
     slots: int = option(
@@ -31,23 +49,10 @@ class ShmPipeOptions:
         help="send_tensor blocks while more bytes than this are queued or unread in the ring. A single larger"
         " message is sent alone.",
     )
-    pool_bytes: int = option(
-        default=256 * 1024 * 1024,
-        unit="bytes",
-        at_least=0,
-        takes_memory=True,
-        help="Memory of freed received tensors that an endpoint keeps and reuses for the next ones.",
-    )
-    spin_us: int = option(
-        default=50,
-        unit="microseconds",
-        at_least=0,
-        help="Spin for this long before sleeping. Longer lowers wake-up latency and uses more CPU.",
-    )
 
 
 @attrs.frozen(kw_only=True)
-class ShmQueueOptions:
+class ShmQueueOptions(_ShmOptions):
     """Memory of the queue "shm", and how its ends wait."""
 
     max_message_bytes: int = option(
@@ -63,17 +68,4 @@ class ShmQueueOptions:
         takes_memory=True,
         help="Shared memory that a queue keeps for its next messages. Memory beyond it goes back to the"
         " system when the messages that took it have been read.",
-    )
-    pool_bytes: int = option(
-        default=256 * 1024 * 1024,
-        unit="bytes",
-        at_least=0,
-        takes_memory=True,
-        help="Memory of freed received tensors that a reader keeps and reuses for the next ones.",
-    )
-    spin_us: int = option(
-        default=50,
-        unit="microseconds",
-        at_least=0,
-        help="Spin for this long before sleeping. Longer lowers wake-up latency and uses more CPU.",
     )
