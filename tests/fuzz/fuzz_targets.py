@@ -26,7 +26,6 @@ _PAGE_EVENTS: tuple[Any, ...] = ({"kind": "stored"}, {"kind": "removed", "reason
 _HANDLE = QueueEndpoint.Handle(
     transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data={"contact": "c"}
 )
-_CONNECTION: Any = SimpleNamespace(describe="a peer", peer=PeerIdentity.of_this_process())
 
 
 def plain(read: Callable[[Any], object]) -> Target:
@@ -53,7 +52,7 @@ def _hello() -> Any:
     return to_plain(hello)
 
 
-def _queue_join(read: Callable[..., Any]) -> Target:
+def _joining(read: Callable[[Any], object], peer_of: Callable[..., Any]) -> Target:
     """Of a queue's writer: the first frame of a reader on another host."""
 
     def target(data: bytes) -> None:
@@ -62,7 +61,8 @@ def _queue_join(read: Callable[..., Any]) -> Target:
             peer=PeerIdentity(pid=1, boot_id="another host"),
             receive_fds=lambda nbytes, *_: (data[:nbytes].ljust(nbytes, b"\0"), []),
         )
-        read(connection, 1.0, None)
+        with contextlib.closing(peer_of(connection, 1.0, None)) as peer:
+            read(peer)
 
     return target
 
@@ -132,16 +132,12 @@ def _of_plugins() -> dict[str, tuple[Target, Sequence[bytes]]]:
         hello = encode(hello_of(shard, model, "host", bytes(16)))
         found["store-hellos"] = (plain(StoreHello.from_plain), [hello])
     with contextlib.suppress(ImportError):
-        from kvplug_shm.pipe.join import _STRUCT, Join
-        from kvplug_shm.queue import join as queue_join
+        from kvplug_shm.joining import JoiningPeer
+        from kvplug_shm.queue import join
 
-        steps = (0, 1, 2, 3)
-        found["shm-joins"] = (
-            fixed(lambda data: Join.unpack(data, _CONNECTION, *steps), _STRUCT.size),
-            [Join(step=1, slots=2, slot_bytes=4096).pack()],
-        )
         asks = encode({"queue": "q", "rank": 0, "terms": [True, 1000]})
-        found["queue-joins"] = (_queue_join(queue_join.asked), [len(asks).to_bytes(2, "little") + asks])
+        first = len(asks).to_bytes(2, "little") + asks
+        found["queue-joins"] = (_joining(join.asked, JoiningPeer), [first])
     with contextlib.suppress(ImportError):
         from kvplug_cuda_ipc.pipe.join import Hello
 

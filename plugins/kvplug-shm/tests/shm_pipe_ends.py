@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 import torch
 
-from kvplug.transport import Connection, Credentials, Deadline, PipeEndpoint, Segment, Watch
+from kvplug.transport import Connection, Credentials, Deadline, PipeEndpoint, Segment
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.options import ShmPipeOptions
-from kvplug_shm.pipe.contact import ShmContact
-from kvplug_shm.pipe.endpoint import ShmEndpoint
-from kvplug_shm.pipe.geometry import lines, segment_size
-from kvplug_shm.pipe.header import header_of
-from kvplug_shm.pipe.join import PURPOSE, Join
+from kvplug_shm.pipe.endpoint import ShmContact, ShmEndpoint
+from kvplug_shm.pipe.geometry import RingSizes, lines
+from kvplug_shm.pipe.message import header_of
 from kvplug_shm.pipe.pipe import ShmPipe
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_testing.pairs import PipePairs
@@ -39,7 +37,8 @@ def endpoint(*, heartbeat_timeout_s: float = 10.0, device: str = "cpu", **option
 
 def guest(contact: str) -> Connection:
     """A connection to a listener that has proved itself, and does not join."""
-    return Connection.dial(ShmContact.parse(contact).addresses[0], Credentials(), PURPOSE, PATIENCE_S)
+    address = ShmContact.parse(contact).addresses[0]
+    return Connection.dial(address, Credentials(), ShmEndpoint.PURPOSE, PATIENCE_S)
 
 
 def meet(end: ShmEndpoint, listener: Any) -> None:
@@ -49,22 +48,22 @@ def meet(end: ShmEndpoint, listener: Any) -> None:
         assert torch.equal(other.recv_tensor(), torch.arange(3))
 
 
-TERMS: Watch.Terms = Join(step=0).terms
+TERMS = (True, 0xFFFF)
+"""This end sees the other's death; else: milliseconds of silence that count as death."""
 
 
 class PeerByHand:
     """The connecting end of a pipe, which has the memory of both rings and writes into it what it likes."""
 
-    def __init__(self, contact: str, terms: Watch.Terms = TERMS) -> None:
-        self.connection, deadline = guest(contact), Deadline.after(PATIENCE_S)
-        self.connection.send(Join(step=0, terms=terms).pack(), deadline)
-        data, (fd,) = self.connection.receive_fds(len(Join(step=0).pack()), 1, deadline)
-        answer = Join.unpack(data, self.connection, 1)
-        ring_bytes = answer.slots * answer.slot_bytes
-        segment = Segment.attach(fd, segment_size(ring_bytes))
-        os.close(fd)
-        self.connection.send(Join(step=3).pack(), deadline)
-        self.into, self.out = Incoming(segment, 0, ring_bytes), Outgoing(segment, 1, ring_bytes)
+    def __init__(self, contact: str, terms: tuple[bool, int] = TERMS) -> None:
+        self.connection = guest(contact)
+        with closing(JoiningPeer(self.connection, PATIENCE_S, Deadline.after(PATIENCE_S))) as peer:
+            peer.send({"terms": list(terms)})
+            answer = peer.receive(max_fds=1)
+            sizes = RingSizes.of(answer["slots"], answer["slot_bytes"])
+            segment = Segment.attach(peer.fds[0], sizes.segment_nbytes)
+            peer.send("there")
+        self.into, self.out = Incoming(segment, 0, sizes), Outgoing(segment, 1, sizes)
 
     def lay(self, data: bytes) -> None:
         """Put bytes, for which there is room, where the pipe expects a message or the next part of one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from kvplug import KvplugError
 from kvplug.net.trust.credentials import Secret
 from kvplug.transport import Connection, Credentials, Deadline, QueueEndpoint
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
@@ -82,20 +83,31 @@ def child(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
         yield start
 
 
+@contextmanager
+def joining(
+    handle: QueueEndpoint.Handle, contact: str, credentials: Credentials | None = None
+) -> Iterator[tuple[JoiningPeer, str]]:
+    """A connection to the writer that has proved itself, and the queue to ask for. The test closes it."""
+    given = credentials or Credentials()
+    connection = Connection.dial(handle.data[contact], given, join.PURPOSE, PATIENCE_S)
+    with closing(JoiningPeer(connection, PATIENCE_S, Deadline.after(PATIENCE_S))) as peer:
+        yield peer, handle.data["queue"]
+
+
 @pytest.fixture
 def memory_of() -> Iterator[Callable[[Any, int], ShmRingBuffer]]:
     """Makes the memory of a queue, as a process has it that has joined as that rank, and then died."""
     with ExitStack() as stack:
 
         def make(writer: Any, rank: int) -> ShmRingBuffer:
-            data = writer.export_handle().data
-            connection = Connection.dial(data["contact"], Credentials(), join.PURPOSE, PATIENCE_S)
-            joined = join.join(connection, data["queue"], rank, PATIENCE_S, Deadline.after(PATIENCE_S))
-            joined.watch.close()
-            join.hang_up(connection)
+            with joining(writer.export_handle(), "contact") as (peer, queue):
+                _, sizes = join.ask(peer, queue, rank, shares_memory=True)
+                ring = ShmRingBuffer.attach(sizes, peer.fds[0])
+                join.confirm(peer)
+                join.hang_up(peer.connection)
             until(lambda: writer.readers[rank].gone)
-            stack.callback(joined.ring.close)
-            return joined.ring
+            stack.callback(ring.close)
+            return ring
 
         yield make
 

@@ -12,6 +12,7 @@ import attrs
 
 import shm_queue_ends as ends
 from kvplug.transport import Connection, Deadline, QueueEndpoint
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.queue import join
 from kvplug_shm.queue.ring_buffer import Sizes
 from kvplug_testing.pairs import accepting
@@ -64,12 +65,10 @@ class Wire:
 
 def insider(handle: QueueEndpoint.Handle, rank: int = 0) -> Connection:
     """The connection of a reader that has joined, whose bytes the test sends."""
-    deadline = Deadline.after(ends.PATIENCE_S)
-    connection = Connection.dial(handle.data["remote_contact"], ends.SECRET, join.PURPOSE, ends.PATIENCE_S)
-    writer = join.ask(connection, handle.data["queue"], rank, ends.PATIENCE_S, deadline, shares_memory=False)
-    writer.close()
-    join.confirm(connection, deadline)
-    return connection
+    with ends.joining(handle, "remote_contact", ends.SECRET) as (peer, queue):
+        join.ask(peer, queue, rank, shares_memory=False)
+        join.confirm(peer)
+        return peer.connection
 
 
 class LyingWriter:
@@ -92,14 +91,12 @@ class LyingWriter:
 
     def reader(self, attach: Callable[[], Any], first: bytes) -> Any:
         """A reader that has joined, to which ``first`` was sent."""
-        deadline = Deadline.after(ends.PATIENCE_S)
         attaches = Call(attach)
         self._connection = connection = self._listener.accept(ends.PATIENCE_S)
-        asked = join.asked(connection, ends.PATIENCE_S, deadline)
-        asked.close()
-        sizes = Sizes(n_reader=1, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 20)
-        join.admit(connection, asked, 0, sizes, (), deadline)
-        join.welcome(connection, deadline)
+        deadline = Deadline.after(ends.PATIENCE_S)
+        with contextlib.closing(JoiningPeer(connection, ends.PATIENCE_S, deadline)) as peer:
+            join.asked(peer)
+            join.admit(peer, 0, Sizes(1, 4, 1 << 16, 1 << 20))
         self.say(first)
         return attaches.result()
 

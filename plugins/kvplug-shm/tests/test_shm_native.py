@@ -22,8 +22,8 @@ from kvplug_shm import probe
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, Pieces, lines, segment_size
-from kvplug_shm.pipe.header import Header
+from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, RingSizes, lines
+from kvplug_shm.pipe.message import Header
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
@@ -32,10 +32,10 @@ from kvplug_testing.waits import Call
 has_compiler = pytest.mark.skipif(ring_library.compiler() is None, reason="there is no compiler")
 RING = 1024
 MIB = 1 << 20
-PIECES = Pieces(at_once=500, smallest=2 * LINE, largest=4 * LINE)
+SIZES = RingSizes(RING, at_once=500, smallest=2 * LINE, largest=4 * LINE)
 
 
-def segment(nbytes: int = segment_size(RING)) -> Segment:
+def segment(nbytes: int = SIZES.segment_nbytes) -> Segment:
     made, fd = Segment.create("test", nbytes)
     os.close(fd)
     return made
@@ -97,12 +97,12 @@ def test_a_wheel_has_them_where_a_compiler_succeeds(compiler: str, monkeypatch: 
 class Ring:
     """Both ends of one ring, in memory of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: RingSizes = SIZES) -> None:
         self.memory = segment()
-        self.out, self.into = Outgoing(self.memory, 0, RING), Incoming(self.memory, 0, RING)
+        self.out, self.into = Outgoing(self.memory, 0, sizes), Incoming(self.memory, 0, sizes)
 
-    def put(self, data: torch.Tensor, limit: int, pieces: Pieces = PIECES) -> bool:
-        return self.out.put(Header(b"p" * LINE, len(data)), data.data_ptr(), pieces, limit)
+    def put(self, data: torch.Tensor, limit: int) -> bool:
+        return self.out.put(Header(b"p" * LINE, len(data)), data.data_ptr(), limit)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """The bytes of the next message, if it has come."""
@@ -142,11 +142,11 @@ def test_what_there_is_room_for_is_put_and_taken_whole_and_in_order(
 def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nbytes: int, limit: int) -> None:
     left = []
     for at_once in (100, RING):
-        ring = Ring()
+        ring = Ring(RingSizes(RING, at_once=at_once, smallest=LINE, largest=2 * LINE))
         ring.out.end.publish(shift * LINE)
         ring.into.end.release(max(0, shift - 3) * LINE)
         data = torch.arange(nbytes).to(torch.uint8)
-        done = ring.put(data, limit, Pieces(at_once=at_once, smallest=LINE, largest=2 * LINE))
+        done = ring.put(data, limit)
         left.append((done, ring.out.end.sent, bytes(ring.memory.view)))
     assert left[0] == left[1]
 
@@ -165,11 +165,11 @@ def test_for_an_end_that_was_given_up_or_says_what_cannot_be_nothing_is_moved(wo
         ring.out.words.store(protocol.tail(0), word)
         ring.out.words.store(protocol.HEAD, word)
     before = bytes(ring.memory.view)
-    assert ring.out.push(b"p" * LINE, span, 0, 600, PIECES, patient=True) == 0
+    assert ring.out.push(b"p" * LINE, span, 0, 600, patient=True) == 0
     assert bytes(ring.memory.view) == before
     if word is not None and word < 2**63:
         with pytest.raises(WireError):
-            ring.into.pull(span, 0, 600, 0, LINE, patient=True)
+            ring.into.pull(span, 0, 600, 0, patient=True)
         with pytest.raises(WireError):
             ring.into.next_line()
 
@@ -196,14 +196,14 @@ def test_an_end_that_shows_and_withdraws_holds_no_call(
 ) -> None:
     monkeypatch.setattr("kvplug_shm.memory.words.library", lambda: steps_that_are_misled)
     memory = segment()
-    out, into = Outgoing(memory, 0, RING, 1.0), Incoming(memory, 0, RING, 1.0)
+    out, into = Outgoing(memory, 0, SIZES, 1.0), Incoming(memory, 0, SIZES, 1.0)
     data = torch.zeros(MIB, dtype=torch.uint8)  # large, so that the call lets other threads run
     span = Span.flat(data.data_ptr())
     if what == "room":
         out.end.publish(RING)
-        moves = Call(lambda: out.push(b"", span, 0, MIB, PIECES, patient=patient))
+        moves = Call(lambda: out.push(b"", span, 0, MIB, patient=patient))
     else:
-        moves = Call(lambda: into.pull(span, 0, MIB, 0, LINE, patient=patient))
+        moves = Call(lambda: into.pull(span, 0, MIB, 0, patient=patient))
     try:
         assert moves.result(10) == 0
     finally:  # the thread must not run on

@@ -13,7 +13,7 @@ import shm_pipe_ends as ends
 from kvplug import ClosedError, ConfigError, PeerGoneError, TransportError
 from kvplug.transport import PeerIdentity
 from kvplug_shm.memory.words import Words
-from kvplug_shm.pipe.contact import ShmContact
+from kvplug_shm.pipe.endpoint import ShmContact
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
 

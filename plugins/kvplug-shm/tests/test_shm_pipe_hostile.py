@@ -17,10 +17,9 @@ from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
 from kvplug.transport import Credentials, Deadline, WireError
-from kvplug_shm.pipe import join
-from kvplug_shm.pipe.contact import ShmContact
-from kvplug_shm.pipe.geometry import LINE, segment_size
-from kvplug_shm.pipe.join import Join
+from kvplug_shm.joining import JoiningPeer
+from kvplug_shm.pipe.endpoint import ShmContact, ShmEndpoint
+from kvplug_shm.pipe.geometry import LINE, RingSizes
 from kvplug_shm.pipe.rings import Incoming
 from kvplug_shm.ring.protocol import HEAD
 from kvplug_testing import peers
@@ -153,15 +152,15 @@ def test_a_header_that_changes_between_two_looks_is_read_once(monkeypatch: pytes
 def host(answer: Any, fds: Any) -> Any:
     """What a connecting end makes of a listener that answers so."""
     end = ends.endpoint()
-    with accepting("unix:", Credentials(), join.PURPOSE) as listener:
+    with accepting("unix:", Credentials(), ShmEndpoint.PURPOSE) as listener:
         connecting = Call(lambda: end.connect(str(ShmContact.here(listener.contact)), timeout=5))
-        guest = listener.accept(5)
-        try:
-            guest.receive(len(Join(step=0).pack()), Deadline.after(5))
-            guest.send(answer, Deadline.after(5), fds)
+        with (
+            listener.accept(5) as connection,
+            contextlib.closing(JoiningPeer(connection, 5, Deadline.after(5))) as guest,
+        ):
+            assert guest.agrees(guest.receive())
+            guest.send(answer, fds)
             return connecting.outcome()
-        finally:
-            guest.close()
 
 
 def memory(nbytes: int, seals: int | None = None) -> int:
@@ -175,16 +174,21 @@ def memory(nbytes: int, seals: int | None = None) -> int:
     return fd
 
 
+SIZE = RingSizes.of(1, 4096).segment_nbytes
+TERMS = list(ends.TERMS)
+
+
 @pytest.mark.parametrize(
     ("slots", "slot_bytes", "nbytes", "seals", "count"),
     [
-        (1, 4096, segment_size(4096), 0, 1),  # it could shrink under us
-        (1, 4096, segment_size(4096) - 4096, None, 1),
-        (1, 4096, segment_size(4096), None, 0),
-        (1, 4096, segment_size(4096), None, 2),
-        (0, 4096, segment_size(0), None, 1),
-        (3, 1000, segment_size(3000), None, 1),
-        (2**32 - 1, 2**32 - 1, MIB, None, 1),
+        (1, 4096, SIZE, 0, 1),  # it could shrink under us
+        (1, 4096, SIZE - 4096, None, 1),
+        (1, 4096, SIZE, None, 0),
+        (1, 4096, SIZE, None, 2),
+        (0, 4096, 4096, None, 1),
+        (-1, -4096, SIZE, None, 1),
+        (3, 1000, SIZE, None, 1),
+        (2**62, 2**62, MIB, None, 1),
     ],
 )
 def test_memory_that_is_not_what_was_promised_is_refused(
@@ -192,7 +196,15 @@ def test_memory_that_is_not_what_was_promised_is_refused(
 ) -> None:
     fds = [memory(nbytes, seals) for _ in range(count)]
     with peers.nothing_left():
-        error = host(Join(step=1, slots=slots, slot_bytes=slot_bytes).pack(), fds)
+        error = host({"slots": slots, "slot_bytes": slot_bytes, "terms": TERMS}, fds)
         assert isinstance(error, WireError), error
     for fd in fds:
         os.close(fd)
+
+
+@pytest.mark.parametrize("answer", ["hello", {"slots": 1, "slot_bytes": 4096}, {"terms": TERMS}])
+def test_an_answer_of_another_form_is_refused(answer: Any) -> None:
+    fd = memory(SIZE)
+    with peers.nothing_left():
+        assert isinstance(host(answer, [fd]), WireError)
+    os.close(fd)

@@ -12,7 +12,6 @@ import torch
 
 import shm_pipe_ends as ends
 from kvplug import ClosedError, PeerGoneError, TransportError
-from kvplug.transport import Watch
 from kvplug_shm.pipe.rings import Outgoing
 
 local_pair, by_hand = ends.local_pair, ends.by_hand
@@ -71,7 +70,7 @@ def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
 
 @pytest.mark.parametrize("into", [False, True])
 def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(by_hand: Any, into: bool) -> None:
-    beats = Watch.Terms(sees_death=False, heartbeat_ms=200)  # it sends none
+    beats = (False, 200)  # it sends none
     peer, other = by_hand(beats, slots=2, slot_bytes=4096, heartbeat_timeout_s=0.2)
     sent = torch.ones(7_000, dtype=torch.uint8)
     content = ends.content_of(sent)

@@ -33,12 +33,12 @@ def test_a_head_or_a_tail_that_cannot_be_is_an_error(queue: Any, memory_of: Any,
     writer.enqueue("one")
     words = memory_of(writer, 2).words.words
     words[protocol.tail(1)] = count << 1
-    with pytest.raises(WireError, match="a reader says"):
+    with pytest.raises(WireError, match="a reader states"):
         writer.enqueue("two", timeout=1)
     assert reader.dequeue() == "one"
     words[protocol.HEAD] = count << 1
     for _ in range(2):
-        with pytest.raises(WireError, match="units came than"):
+        with pytest.raises(WireError, match="more units than"):
             another.dequeue(timeout=1)
 
 
@@ -136,7 +136,7 @@ def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.Mo
     decoded: list[Any] = []
     name = writer.export_handle().data["contact"].removeprefix("unix:@")
     with monkeypatch.context() as patch:
-        patch.setattr("kvplug_shm.queue.join.decode", lambda *given, **_: decoded.append(given))
+        patch.setattr("kvplug_shm.joining.decode", lambda *given, **_: decoded.append(given))
         for data in (b"", b"\x80\x04" * 200, frame({"rank": 0}), random.Random(5).randbytes(4096)):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(f"\0{name}")

@@ -17,7 +17,7 @@ from kvplug import (
     TimeoutError,
     TransportError,
 )
-from kvplug_shm.queue import join
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_testing.contract.forked_child import held, in_forked_child
@@ -75,13 +75,14 @@ def test_a_child_that_is_forked_while_a_reader_joins_does_not_hold_the_ring(
     until(lambda: "kvplug-queue" not in held())  # of queues before
     writer, _ = queue(2, attached=0)
     found: list[str] = []
-    welcome = join.welcome
+    send = JoiningPeer.send
 
-    def forks_before(*args: Any) -> None:
-        found.append(in_forked_child(held))
-        welcome(*args)
+    def forks_before(peer: JoiningPeer, value: object, *args: Any) -> None:
+        if value == "welcome":
+            found.append(in_forked_child(held))
+        send(peer, value, *args)
 
-    monkeypatch.setattr(join, "welcome", forks_before)
+    monkeypatch.setattr(JoiningPeer, "send", forks_before)
     with ends.endpoint().create_from_handle(writer.export_handle(), 1):
         assert "/memfd:kvplug-queue" in held()
     assert len(found) == 1
@@ -112,7 +113,7 @@ def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(join.Peer, "watch", refused)
+        patch.setattr(JoiningPeer, "watch", refused)
         with pytest.raises(ResourceExhaustedError, match="no free descriptor"):
             end.create_from_handle(handle, 1)
     with end.create_from_handle(handle, 1) as reader:

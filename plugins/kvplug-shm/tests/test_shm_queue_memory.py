@@ -47,7 +47,7 @@ def test_what_large_messages_took_goes_back_when_small_ones_follow(queue: Any) -
 def test_messages_that_are_too_large_are_refused_and_the_rest_passes(queue: Any) -> None:
     writer, (reader,) = queue(options={"max_message_bytes": MIB})
     for value in (torch.ones(MIB), bytes(MIB + 1)):
-        with pytest.raises(CapacityError, match=f"at most {MIB} are sent.*max_message_bytes"):
+        with pytest.raises(CapacityError, match=f"max_message_bytes is {MIB}"):
             writer.enqueue(value)
     many = [torch.full((1024,), float(at)) for at in range(240)]
     for _ in range(3):

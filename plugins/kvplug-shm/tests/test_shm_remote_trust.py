@@ -118,7 +118,7 @@ def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(writer: An
         if len(message) < REPORT.size:
             insider.sock.shutdown(socket.SHUT_RDWR)
         until(lambda: writer.readers[0].gone)
-    gone = "it sent nonsense" if len(message) >= REPORT.size else "its connection ended"
+    gone = "it sent an invalid report" if len(message) >= REPORT.size else "its connection ended"
     assert writer.readers[0].gone.startswith(gone) and writer.readers[0].died
     goes_on(writer)
 
@@ -173,8 +173,8 @@ ALIVE = header(FrameKind.ALIVE, 0)
     [
         (header(FrameKind.MESSAGE, 1, True, 0, 2**63), "at most"),
         (header(FrameKind.MESSAGE, 1, True, 2**63, 2**63), "at most"),
-        (header(FrameKind.OVER, 1, False, 2**20), "is none of a queue"),
-        (b"\xff" * HEADER.size, "is none of a queue"),
+        (header(FrameKind.OVER, 1, False, 2**20), "does not belong to a queue"),
+        (b"\xff" * HEADER.size, "does not belong to a queue"),
         (header(FrameKind.MESSAGE, 0, True), "message 1 of 0"),
         (header(FrameKind.OVER, 3, False, 4) + b"why\x1b", r"evicted this reader \(why.\): 3 of 3 messages"),
     ],

@@ -182,7 +182,7 @@ static void announce(struct end *end, int64_t word, uint64_t value, int64_t firs
         }
 }
 
-/* Sleep until `word` differs from `seen`; `own` says that this end sleeps. Nothing sleeps on the word of an end that
+/* Sleep until `word` differs from `seen`; `own` is the word that shows that this end sleeps. Nothing sleeps on the word of an end that
  * has ended: evicting that end would not change the word. */
 static void park(struct end *end, int64_t word, uint64_t seen, int64_t own, int64_t nap_ns) {
     if (seen & OVER || nap_ns <= 0)
@@ -192,7 +192,7 @@ static void park(struct end *end, int64_t word, uint64_t seen, int64_t own, int6
     store_word(end->words, own, 0);
 }
 
-/* Words beside the two of this protocol, and what Python says of an end in messages. */
+/* For words beside those of this protocol, and for Python's messages about an end. */
 uint64_t kvplug_load(unsigned char *words, int64_t word) { return load_word(words, word); }
 
 void kvplug_store(unsigned char *words, int64_t word, uint64_t value) {
@@ -223,7 +223,7 @@ void kvplug_release(struct end *end, uint64_t count) {
     announce(end, tail(end->readers), end->count << 1, WRITER_ASLEEP, 1);
 }
 
-/* An end says that it publishes, or reads, nothing more. */
+/* An end announces that it publishes, or reads, nothing more. */
 void kvplug_end_writing(struct end *end) {
     announce(end, HEAD, end->count << 1 | OVER, asleep(0), end->readers);
 }
@@ -271,12 +271,12 @@ static int64_t room_of(const struct end *end) {
 
 /* Units that have arrived. */
 static int64_t available_to(const struct end *end) {
-    uint64_t come = (load(end, HEAD) >> 1) - end->count;
-    if (come > INT64_MAX)
+    uint64_t units = (load(end, HEAD) >> 1) - end->count;
+    if (units > INT64_MAX)
         return 0; /* the writer has ended in the middle of a unit */
-    if (come > end->places)
+    if (units > end->places)
         return load(end, evicted(end->readers)) ? (int64_t)end->places : IMPLAUSIBLE;
-    return (int64_t)come;
+    return (int64_t)units;
 }
 
 /* Whether a reader has ended, or was evicted: nothing is written for it any more. */
@@ -316,7 +316,7 @@ int64_t kvplug_room(const struct end *end) { return room_of(end); }
 
 int64_t kvplug_available(const struct end *end) { return available_to(end); }
 
-static int have_come(const struct end *end, uint64_t seen, int64_t count) {
+static int have_arrived(const struct end *end, uint64_t seen, int64_t count) {
     return (int64_t)((seen >> 1) - end->count) >= count;
 }
 
@@ -325,20 +325,20 @@ static uint64_t look_for_units(const struct end *end, int64_t count, int64_t spi
     struct patience patience = patience_of(spin_ns);
     for (;;) {
         uint64_t seen = load(end, HEAD);
-        if (have_come(end, seen, count) || seen & OVER || !look_again(&patience, spin_ns))
+        if (have_arrived(end, seen, count) || seen & OVER || !look_again(&patience, spin_ns))
             return seen;
     }
 }
 
 /* Whether `count` units can be read, after spinning for `spin_ns`. */
 static int spin_for_units(const struct end *end, int64_t count, int64_t spin_ns) {
-    return have_come(end, look_for_units(end, count, spin_ns), count);
+    return have_arrived(end, look_for_units(end, count, spin_ns), count);
 }
 
 /* The same; if not, sleep once for `nap_ns` at most. */
 static int sleep_for_units(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
     uint64_t seen = look_for_units(end, count, spin_ns);
-    if (have_come(end, seen, count))
+    if (have_arrived(end, seen, count))
         return 1;
     park(end, HEAD, seen, asleep(end->readers), nap_ns);
     return 0;
@@ -346,7 +346,7 @@ static int sleep_for_units(struct end *end, int64_t count, int64_t spin_ns, int6
 
 /* Whether `count` units can be read, after spinning for `spin_ns` and one sleep of `nap_ns` at most. */
 int kvplug_poll_units(struct end *end, int64_t count, int64_t spin_ns, int64_t nap_ns) {
-    return sleep_for_units(end, count, spin_ns, nap_ns) || (nap_ns > 0 && have_come(end, load(end, HEAD), count));
+    return sleep_for_units(end, count, spin_ns, nap_ns) || (nap_ns > 0 && have_arrived(end, load(end, HEAD), count));
 }
 
 /* Whether `count` units can be written, after spinning for `spin_ns`. */

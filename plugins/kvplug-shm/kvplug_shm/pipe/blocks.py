@@ -15,8 +15,7 @@ from kvplug.net.wire.tensors import dtype_name
 from kvplug.transport import Blocks
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.header import header_of
+from kvplug_shm.pipe.message import Message, header_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,22 +26,20 @@ def _check_device(blocks: Blocks) -> None:
         raise UnsupportedError(f"the pipe 'shm' moves blocks of CPU tensors, not of {blocks.device} ones")
 
 
-class BlockContent(Content):
-    """A message that is gathered while it is copied. It keeps the caches alive."""
+def message_of(blocks: Blocks, pool: Pool) -> Message:
+    """A message that is gathered while it is copied. It keeps the caches alive.
 
-    __slots__ = ()
-
-    def __init__(self, blocks: Blocks, pool: Pool) -> None:
-        """Raises UnsupportedError: a device or dtype that is not carried."""
-        _check_device(blocks)
-        super().__init__(None)
-        self.header = header_of(blocks.dtype, torch.Size(blocks.shape))
-        self._span = Span.of_blocks(blocks)
-        self._owner = blocks
-        if self._span is None:
-            self._owner = gathered = pool.tensor(TensorMeta("uint8", (blocks.nbytes,)))
-            blocks.gather(0, _as_rows(blocks, gathered))
-            self.address = gathered.data_ptr()
+    Raises:
+        UnsupportedError: a device or dtype that is not carried.
+    """
+    _check_device(blocks)
+    header = header_of(blocks.dtype, torch.Size(blocks.shape))
+    span = Span.of_blocks(blocks)
+    if span is not None:
+        return Message(header, span, blocks)
+    gathered = pool.tensor(TensorMeta("uint8", (blocks.nbytes,)))
+    blocks.gather(0, _as_rows(blocks, gathered))
+    return Message(header, Span.flat(gathered.data_ptr()), gathered)
 
 
 class BlockTarget:

@@ -15,8 +15,6 @@ SMALLEST_BYTES: Final = 1024
 SMALLEST_COST: Final = 2 * LINE
 """The cost of an empty unread message, so that the number of messages is bounded too."""
 LARGEST_BYTES: Final = protocol.MAX_PLACES // LINE * LINE
-LONGEST_LOOK_S: Final = 0.005
-"""The most bytes that are copied between two checks of the deadline, or of signals in the compiled steps."""
 PAGE: Final = 4096
 NUM_WORDS: Final = protocol.num_words(1)
 
@@ -26,28 +24,30 @@ def lines(nbytes: int) -> int:
     return (nbytes + LINE - 1) & -LINE
 
 
-def segment_size(ring_bytes: int) -> int:
-    """Bytes of the segment of a pipe."""
-    return PAGE + 2 * -(-ring_bytes // PAGE) * PAGE
-
-
 @attrs.frozen
-class Pieces:
-    """The steps in which a message is copied, so that both ends copy at the same time.
+class RingSizes:
+    """Bytes of each of the two rings of a pipe, and of the steps in which a message is copied, so that both
+    ends copy at the same time.
 
     Each step has a fixed cost of some microseconds. So the steps are short only where the other end waits for
     one: at the beginning, and towards the end.
     """
 
+    nbytes: int
     at_once: int
     """Bytes of the largest message that is copied as a whole, with the interpreter's lock."""
     smallest: int
     largest: int
 
     @classmethod
-    def of(cls, ring_bytes: int, slot_bytes: int) -> Pieces:
-        largest = max(LINE, min(slot_bytes, ring_bytes // 4) & -LINE)
+    def of(cls, slots: int, slot_bytes: int) -> RingSizes:
+        nbytes = slots * slot_bytes
+        largest = max(LINE, min(slot_bytes, nbytes // 4) & -LINE)
         smallest = max(LINE, largest // 4 & -LINE)
         at_once = min(smallest, RELEASE_GIL_BYTES)
-        largest, smallest = min(largest, 256 * 1024), min(smallest, 64 * 1024)
-        return cls(at_once, smallest, largest)
+        return cls(nbytes, at_once, min(smallest, 64 * 1024), min(largest, 256 * 1024))
+
+    @property
+    def segment_nbytes(self) -> int:
+        """Bytes of the segment of a pipe."""
+        return PAGE + 2 * -(-self.nbytes // PAGE) * PAGE

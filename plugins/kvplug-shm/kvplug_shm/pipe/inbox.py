@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 from kvplug import KvplugError, TimeoutError
 from kvplug.transport import Blocks, Deadline, DuplexPipe, MessageLimit, PartialMessage, WireError
 from kvplug_shm.memory.pool import Pool
+from kvplug_shm.native.library import LONGEST_NS, in_ns
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.announcement import small_in
-from kvplug_shm.pipe.arrival import Arrival, Flat, announced
+from kvplug_shm.pipe.arrival import Arrival, small_in
 from kvplug_shm.pipe.blocks import BlockTarget
-from kvplug_shm.pipe.content import is_plain
-from kvplug_shm.pipe.geometry import LINE, LONGEST_LOOK_S, Pieces, lines
+from kvplug_shm.pipe.geometry import LINE, lines
+from kvplug_shm.pipe.message import is_plain
 from kvplug_shm.pipe.rings import Incoming
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ class Inbox:
         pool: Pool,
         peer: str,
         message_limit: MessageLimit,
-        pieces: Pieces,
-        spin_s: float,
         lifecycle: DuplexPipe.Lifecycle,
         lost: Callable[[str], None],
         fail_pipe: Callable[[str], None],
@@ -60,8 +58,6 @@ class Inbox:
         self._pool = pool
         self._peer = peer
         self._limit = message_limit
-        self._pieces = pieces
-        self._spin_s = spin_s
         self._lifecycle = lifecycle
         self._lost = lost
         self._fail_pipe = fail_pipe
@@ -71,11 +67,6 @@ class Inbox:
         self._stopped = False
         self._no_more = False
         """Only a part of a message, or nothing, is left; an evicted peer may still write."""
-
-    @property
-    def ring_bytes(self) -> int:
-        ring = self._ring
-        return 0 if ring is None else ring.nbytes
 
     def receive_at_once(self, out: Tensor | None, patient: bool) -> Tensor | Literal[Answer.NOT_YET] | None:
         """A small message that has arrived and fits; ``NOT_YET``: leave it to :meth:`receive`.
@@ -87,7 +78,7 @@ class Inbox:
             return NOT_YET
         try:
             with self._reading:
-                return self._at_once(ring, out, self._spin_s if patient else 0.0)
+                return self._at_once(ring, out, ring.spin_s if patient else 0.0)
         except KvplugError:
             return NOT_YET  # receive raises it
         finally:
@@ -104,7 +95,7 @@ class Inbox:
                     return tensor
             return self._receive(ring, out, deadline)
 
-        return self._reads(read, deadline, looked=self._spin_s <= LONGEST_LOOK_S)
+        return self._reads(read, deadline, looked=True)
 
     def receive_blocks(self, target: BlockTarget, deadline: Deadline) -> None:
         """Only one thread at a time. Raises as ``Pipe.recv_blocks``."""
@@ -151,6 +142,7 @@ class Inbox:
             with self._reading:
                 if self._stopped or self._no_more:
                     raise self._lifecycle.error()
+                looked = looked and in_ns(ring.spin_s) <= LONGEST_NS
                 if self._message is None and not self._wait(ring, LINE, deadline, looked=looked):
                     raise TimeoutError(
                         f"no message has arrived from {self._peer}; it is alive as far as can be seen"
@@ -186,7 +178,7 @@ class Inbox:
             return NOT_YET
         meta, dtype, nbytes = small
         taken = LINE + lines(nbytes)
-        if here < taken or nbytes > self._pieces.at_once:
+        if here < taken or nbytes > ring.sizes.at_once:
             return NOT_YET
         if out is None:
             if nbytes > self._limit.most:
@@ -213,7 +205,7 @@ class Inbox:
             tensor = message.receive(
                 out,
                 allocate=self._pool.tensor,
-                fill=lambda memory: self._fill(ring, message, Flat(memory).span, deadline),
+                fill=lambda memory: self._fill(ring, message, Span.flat(memory.data_ptr()), deadline),
                 fail=self._fail_pipe,
                 peer=self._peer,
                 limit=self._limit,
@@ -238,13 +230,13 @@ class Inbox:
             raise message.late(self._peer)
         if message.own is None:
             message.own = message.allocate_own(self._pool.tensor, self._fail_pipe)
-        if not self._fill(ring, message, Flat(message.own).span, deadline):
+        if not self._fill(ring, message, Span.flat(message.own.data_ptr()), deadline):
             raise message.late(self._peer)
         target.fill(message.own)
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> Arrival:
         """The first line has arrived: read the announcement."""
-        message = announced(ring, lambda count: self._wait(ring, count, deadline))
+        message = Arrival.read(ring, lambda count: self._wait(ring, count, deadline))
         if message is None:
             raise TimeoutError(f"the announcement of a message from {self._peer} has not wholly arrived")
         return message
@@ -262,7 +254,6 @@ class Inbox:
                 message.got,
                 nbytes,
                 message.unreleased,
-                self._pieces.largest,
                 patient=not deadline.expired,
                 enough=None if blocks is None else blocks.awaited_bytes,
             )
@@ -291,7 +282,7 @@ class Inbox:
             ClosedError, TransportError: the pipe was ended here meanwhile.
         """
         end, left = ring.end, deadline.remaining()
-        spin_s = 0.0 if looked or left == 0.0 else self._spin_s
+        spin_s = 0.0 if looked or left == 0.0 else ring.spin_s
         while not end.poll(count, spin_s):
             spin_s = 0.0
             if self._stopped:

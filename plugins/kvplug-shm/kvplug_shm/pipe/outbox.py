@@ -21,10 +21,8 @@ from kvplug.transport import (
     Transfer,
     WireError,
 )
-from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST, Pieces
-from kvplug_shm.pipe.header import Header
-from kvplug_shm.pipe.message import Message, Progress
+from kvplug_shm.pipe.geometry import LINE, SMALLEST_COST
+from kvplug_shm.pipe.message import Header, Message, Progress
 from kvplug_shm.pipe.rings import Outgoing
 
 
@@ -88,16 +86,12 @@ class Outbox:
         *,
         peer: str,
         limit: int,
-        pieces: Pieces,
-        spin_s: float,
         lifecycle: DuplexPipe.Lifecycle,
         lost: Callable[[str], None],
         fail_pipe: Callable[[str], None],
         stop: Callable[[], None],
     ) -> None:
         self._ring: Outgoing | None = ring
-        self._pieces = pieces
-        self._spin_s = spin_s
         self._lifecycle = lifecycle
         self._lost = lost
         self._fail_pipe = fail_pipe
@@ -112,15 +106,6 @@ class Outbox:
         self._writing = threading.Lock()
         """Held by the thread that writes into the ring."""
 
-    @property
-    def ring_bytes(self) -> int:
-        ring = self._ring
-        return 0 if ring is None else ring.nbytes
-
-    @property
-    def queued_bytes(self) -> int:
-        return self._window.in_flight
-
     # -- the caller ----------------------------------------------------------------------------------
 
     def send_at_once(self, header: Header, address: int) -> Transfer | None:
@@ -130,7 +115,7 @@ class Outbox:
             return None
         try:
             with self._writing:
-                if window.ended or not ring.put(header, address, self._pieces, window.limit):
+                if window.ended or not ring.put(header, address, window.limit):
                     return None
         except WireError:
             return None  # send raises it
@@ -144,19 +129,18 @@ class Outbox:
         transfer.finish()
         return transfer
 
-    def send(self, content: Content, deadline: Deadline) -> Transfer:
+    def send(self, message: Message, deadline: Deadline) -> Transfer:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
-        ring, window = self._ring, self._window
-        message = Message(content, window.cost(content.nbytes))
+        ring, window, cost = self._ring, self._window, message.header.cost
         if ring is None:
             raise self._lifecycle.error()
         try:
             if not window.in_flight:
-                ring.end.poll(window.room_for(message.cost), self._spin_s)
+                ring.end.poll(window.room_for(cost), ring.spin_s)
             with self._lock:
-                window.wait_for_room(content.nbytes, deadline)
+                window.wait_for_room(message.header.nbytes, deadline)
                 message.progress = Progress.ADMITTED
-                window.add(message.cost)
+                window.add(cost)
                 # The writer drops a message only after it was copied, so with an empty queue this thread, the
                 # only sender, may write into the ring.
                 idle = not self._queue
@@ -178,7 +162,7 @@ class Outbox:
                     if self._push(ring, message, patient=not deadline.expired):
                         if message.complete:
                             return
-                    elif deadline.expired or not ring.end.poll(_least(message), self._spin_s):
+                    elif deadline.expired or not ring.end.poll(message.least_room, ring.spin_s):
                         return
         except _NotTakenError:
             self._not_taken()
@@ -211,7 +195,7 @@ class Outbox:
             if message.progress is Progress.ADMITTED:
                 message.progress = Progress.OVER
                 if not self._window.ended:
-                    self._window.settle(message.cost)
+                    self._window.settle(message.header.cost)
             cut = message.progress is Progress.TOUCHED and not self._window.ended
         if cut:
             self._fail_pipe(f"the rest of a message is not sent: {error!r}")
@@ -227,18 +211,17 @@ class Outbox:
             _NotTakenError: the peer has ended reading.
             WireError: the peer's words are impossible.
         """
-        end, content = ring.end, message.content
+        end, header = ring.end, message.header
         room = end.room() & -LINE
         if room == ring.nbytes and end.over(0):
             raise _NotTakenError
-        prefix = b"" if message.announced else content.header.prefix
-        if room < (len(prefix) or LINE):
+        if room < message.least_room:
             return False
-        _touch(message)
+        if message.progress is Progress.ADMITTED:
+            message.progress = Progress.TOUCHED
+        prefix = b"" if message.announced else header.prefix
         before = end.sent
-        message.done += ring.push(
-            prefix, content.span, message.done, content.nbytes, self._pieces, patient=patient
-        )
+        message.done += ring.push(prefix, message.span, message.done, header.nbytes, patient=patient)
         if end.sent == before:
             return False
         message.announced = True
@@ -288,7 +271,7 @@ class Outbox:
                 if message.complete:
                     self._sent(message)
                 elif not pushed:
-                    self._sleep(ring, _least(message))
+                    self._sleep(ring, message.least_room)
                 del message  # the memory that was sent is not held until there is more to send
         except _NotTakenError:
             self._not_taken()
@@ -319,7 +302,7 @@ class Outbox:
             self._sleep(ring, wanted)
 
     def _sleep(self, ring: Outgoing, count: int) -> None:
-        ring.end.poll(count, self._spin_s, None)
+        ring.end.poll(count, ring.spin_s, None)
 
     def _sent(self, message: Message) -> None:
         with self._lock:
@@ -330,8 +313,8 @@ class Outbox:
 
     def _settle(self, message: Message) -> None:
         message.progress = Progress.OVER
-        message.content.drop()
-        self._window.settle(message.cost)
+        message.drop()
+        self._window.settle(message.header.cost)
 
     # -- how it ends ---------------------------------------------------------------------------------
 
@@ -369,13 +352,3 @@ class Outbox:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)
-
-
-def _least(message: Message) -> int:
-    """Bytes of the ring that must be free before another push can make progress."""
-    return LINE if message.announced else len(message.content.header.prefix)
-
-
-def _touch(message: Message) -> None:
-    if message.progress is Progress.ADMITTED:
-        message.progress = Progress.TOUCHED

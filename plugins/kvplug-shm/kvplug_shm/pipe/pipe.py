@@ -12,20 +12,18 @@ import attrs
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Blocks,
-    Connection,
     Deadline,
     DuplexPipe,
     Segment,
     Timeout,
     Transfer,
-    Watch,
 )
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.pipe.blocks import BlockContent, BlockTarget
-from kvplug_shm.pipe.content import Content, is_plain
-from kvplug_shm.pipe.geometry import Pieces
-from kvplug_shm.pipe.header import NONE_HEADER, header_of
+from kvplug_shm.pipe.blocks import BlockTarget, message_of
+from kvplug_shm.pipe.geometry import RingSizes
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
+from kvplug_shm.pipe.message import NONE_HEADER, Message, header_of, is_plain
 from kvplug_shm.pipe.outbox import Outbox
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 
@@ -38,36 +36,8 @@ class ShmPipeSettings(DuplexPipe.Settings):
     """The settings of a pipe."""
 
     max_in_flight_bytes: int
-    slots: int
-    slot_bytes: int
     spin_s: float
     pool: Pool
-
-
-@attrs.frozen(kw_only=True)
-class Shared:
-    """The memory of one pipe, which both ends have mapped."""
-
-    segment: Segment
-    ring_bytes: int
-    """Bytes of each of the two rings."""
-    pieces: Pieces
-    accepted: bool
-    """Whether this is the accepting end, whose outgoing ring is the first."""
-
-
-@attrs.frozen(kw_only=True)
-class HeldMemory:
-    """Bytes of memory that a pipe uses."""
-
-    shared: int
-    """The two rings; 0 once both have ended."""
-    queued: int
-    """Sent tensors that are not in the ring yet, in the sender's own memory."""
-    idle: int
-    """Unused memory in the pool, which all pipes of the endpoint share."""
-    lent: int
-    """Received tensors that are still referenced."""
 
 
 class ShmPipe(DuplexPipe):
@@ -79,62 +49,40 @@ class ShmPipe(DuplexPipe):
 
     def __init__(
         self,
-        control: Connection,
-        shared: Shared,
+        peer: JoiningPeer,
+        segment: Segment,
+        sizes: RingSizes,
         settings: ShmPipeSettings,
         *,
-        pidfd: int | None,
-        heartbeat_interval_s: float | None,
+        accepted: bool,
     ) -> None:
-        """Takes ownership of the connection and of the peer's ``pidfd``.
+        """Takes ownership of the peer's connection and pidfd.
 
-        ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
-        send heartbeats this often.
+        ``segment``: the two rings; the first one is written by the end that was ``accepted``.
         """
-        super().__init__(control.describe, settings)
-        self._control = control
+        super().__init__(peer.connection.describe, settings)
+        self._control = peer.connection
         self._pool = settings.pool
         self._closing = threading.RLock()  # also for the handler of a signal
-        outgoing_ring, incoming_ring = (0, 1) if shared.accepted else (1, 0)
         self._outbox = Outbox(
-            Outgoing(shared.segment, outgoing_ring, shared.ring_bytes, settings.spin_s),
+            Outgoing(segment, 0 if accepted else 1, sizes, settings.spin_s),
             peer=self._peer,
             limit=settings.max_in_flight_bytes,
-            pieces=shared.pieces,
-            spin_s=settings.spin_s,
             lifecycle=self._lifecycle,
             lost=self._sending_lost,
             fail_pipe=self._fail,
             stop=self.abort,
         )
         self._inbox = Inbox(
-            Incoming(shared.segment, incoming_ring, shared.ring_bytes, settings.spin_s),
+            Incoming(segment, 1 if accepted else 0, sizes, settings.spin_s),
             pool=settings.pool,
             peer=self._peer,
             message_limit=self._limit,
-            pieces=shared.pieces,
-            spin_s=settings.spin_s,
             lifecycle=self._lifecycle,
             lost=self._peer_gone,
             fail_pipe=self._fail,
         )
-        self._watch = Watch(
-            pidfd=pidfd,
-            sock=control.sock,
-            interval_s=heartbeat_interval_s,
-            timeout_s=settings.heartbeat_timeout_s,
-            on_gone=self._peer_gone,
-        )
-
-    @property
-    def held(self) -> HeldMemory:
-        """The memory that it uses now."""
-        return HeldMemory(
-            shared=self._outbox.ring_bytes + self._inbox.ring_bytes,
-            queued=self._outbox.queued_bytes,
-            idle=self._pool.idle_bytes,
-            lent=self._pool.lent_bytes,
-        )
+        self._watch = peer.watch(self._peer_gone)
 
     # -- moving bytes: first the fast path, of messages that fit at once -----------------------------------
 
@@ -147,7 +95,7 @@ class ShmPipe(DuplexPipe):
             header = header_of(tensor.dtype, tensor.shape)
             transfer = self._outbox.send_at_once(header, tensor.data_ptr())
         if transfer is None:
-            transfer = self._outbox.send(Content(tensor), deadline or Deadline.after(self._timeout_s))
+            transfer = self._outbox.send(Message.of(tensor), deadline or Deadline.after(self._timeout_s))
         return transfer
 
     def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
@@ -159,8 +107,7 @@ class ShmPipe(DuplexPipe):
         return tensor
 
     def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
-        content = BlockContent(blocks, self._pool)
-        return self._outbox.send(content, self._deadline(timeout))
+        return self._outbox.send(message_of(blocks, self._pool), self._deadline(timeout))
 
     def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
         self._inbox.receive_blocks(BlockTarget(blocks), self._deadline(timeout))

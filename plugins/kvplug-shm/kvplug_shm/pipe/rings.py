@@ -13,8 +13,8 @@ from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native.library import LONGEST_NS, in_ns
 from kvplug_shm.native.spans import Span
-from kvplug_shm.pipe.geometry import LINE, NUM_WORDS, PAGE, Pieces
-from kvplug_shm.pipe.header import Header
+from kvplug_shm.pipe.geometry import LINE, NUM_WORDS, PAGE, RingSizes
+from kvplug_shm.pipe.message import Header
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
 _ANY: Final = 2**63 - 1
@@ -26,8 +26,11 @@ Sleeping in the middle of a large message costs two wake-ups, during which nothi
 
 
 class _Ring:
-    def __init__(self, segment: Segment, index: int, nbytes: int, spin_s: float) -> None:
-        self.nbytes = nbytes
+    def __init__(self, segment: Segment, index: int, sizes: RingSizes, spin_s: float) -> None:
+        self.sizes = sizes
+        self.nbytes = nbytes = sizes.nbytes
+        self.spin_s = spin_s
+        """How long an end spins before it sleeps."""
         self.words = Words(segment, index * Words.size(NUM_WORDS), NUM_WORDS)
         begin = PAGE + index * -(-nbytes // PAGE) * PAGE
         self.bytes = segment.view[begin : begin + nbytes]
@@ -47,25 +50,26 @@ class _Ring:
 class Outgoing(_Ring):
     """The ring that this process writes. ``ring`` 0 is the accepting end's."""
 
-    def __init__(self, segment: Segment, ring: int, nbytes: int, spin_s: float = 0.0) -> None:
-        super().__init__(segment, ring, nbytes, spin_s)
-        self.end = end = WritingEnd(self.words, 1, nbytes)
+    def __init__(self, segment: Segment, ring: int, sizes: RingSizes, spin_s: float = 0.0) -> None:
+        super().__init__(segment, ring, sizes, spin_s)
+        self.end = end = WritingEnd(self.words, 1, sizes.nbytes)
         end.state.bytes = self._address
         self._end = end.pointer
-        self._half = nbytes // 2
+        self._at_once, self._half = sizes.at_once, sizes.nbytes // 2
         self._put, self._put_in_pieces = self._steps.put, self._steps.put_in_pieces
 
-    def put(self, header: Header, address: int, pieces: Pieces, limit: int) -> bool:
+    def put(self, header: Header, address: int, limit: int) -> bool:
         """Publish a whole message, if it is not large and there is room, with ``limit`` bytes unread at most.
 
         Returns whether it was published. Raises WireError if the reader's word is impossible.
         """
         limit = min(limit, _ANY)
-        if header.nbytes <= pieces.at_once:
+        if header.nbytes <= self._at_once:
             done: int = self._put(self._end, header.pointer, address, limit)
         elif header.nbytes <= self._half:
+            sizes = self.sizes
             done = self._put_in_pieces(
-                self._end, header.pointer, address, limit, pieces.smallest, pieces.largest
+                self._end, header.pointer, address, limit, sizes.smallest, sizes.largest
             )
         else:
             return False
@@ -73,9 +77,7 @@ class Outgoing(_Ring):
             self.end.room()  # says why
         return done == 1
 
-    def push(
-        self, prefix: bytes, span: Span, done: int, nbytes: int, pieces: Pieces, *, patient: bool
-    ) -> int:
+    def push(self, prefix: bytes, span: Span, done: int, nbytes: int, *, patient: bool) -> int:
         """Publish as much of a message as possible without sleeping, from byte ``done`` of ``nbytes`` on.
 
         ``patient``: spin for room. Returns the number of bytes, without the prefix before them. Writes
@@ -90,8 +92,8 @@ class Outgoing(_Ring):
             span.pointer,
             done,
             nbytes,
-            pieces.smallest,
-            pieces.largest,
+            self.sizes.smallest,
+            self.sizes.largest,
             self._spin_ns(left, patient=patient),
             LONGEST_NS,
         )
@@ -101,9 +103,9 @@ class Outgoing(_Ring):
 class Incoming(_Ring):
     """The ring that this process reads."""
 
-    def __init__(self, segment: Segment, ring: int, nbytes: int, spin_s: float = 0.0) -> None:
-        super().__init__(segment, ring, nbytes, spin_s)
-        self.end = end = ReadingEnd(self.words, 0, nbytes)
+    def __init__(self, segment: Segment, ring: int, sizes: RingSizes, spin_s: float = 0.0) -> None:
+        super().__init__(segment, ring, sizes, spin_s)
+        self.end = end = ReadingEnd(self.words, 0, sizes.nbytes)
         end.state.bytes = self._address
         self._end = end.pointer
         self._line = ctypes.create_string_buffer(LINE)
@@ -141,7 +143,6 @@ class Incoming(_Ring):
         done: int,
         nbytes: int,
         unreleased: int,
-        largest: int,
         *,
         patient: bool,
         enough: int | None = None,
@@ -155,7 +156,7 @@ class Incoming(_Ring):
         left = nbytes - done
         pull = self._steps.pull if left < RELEASE_GIL_BYTES else self._steps.long_pull
         enough = nbytes if enough is None else enough
-        spin_ns = self._spin_ns(left, patient=patient)
+        largest, spin_ns = self.sizes.largest, self._spin_ns(left, patient=patient)
         taken: int = pull(
             self._end, span.pointer, done, nbytes, enough, unreleased, largest, spin_ns, LONGEST_NS
         )

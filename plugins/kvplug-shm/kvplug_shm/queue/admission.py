@@ -8,15 +8,24 @@ import secrets
 import threading
 from typing import Final
 
-from kvplug import ClosedError, KvplugError, ResourceExhaustedError
-from kvplug.transport import Acceptor, Connection, Credentials, Deadline, Listener, Watch, close_after_fork
+from kvplug import ClosedError
+from kvplug.transport import (
+    Acceptor,
+    Connection,
+    Credentials,
+    Deadline,
+    DescriptorGuard,
+    Listener,
+    Watch,
+    close_after_fork,
+)
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.queue import join
 from kvplug_shm.queue.join import PURPOSE, hang_up
 from kvplug_shm.queue.reader_table import ReaderTable
-from kvplug_shm.queue.remote_readers import RemoteReaders
+from kvplug_shm.queue.remote_readers import Link, RemoteReaders
 from kvplug_shm.queue.ring_buffer import Sizes
 
-_DECLINE_S: Final = 0.1
 _JOIN_TIMEOUT_S: Final = 10.0
 """How long a proven reader may take to send its request."""
 _OTHER_JOIN_S: Final = 1.0
@@ -43,7 +52,7 @@ class Admission:
 
         Raises:
             InsecureAddressError: that is a TCP address, and there is neither a secret nor TLS.
-            ConfigError: it is no address of this host.
+            ConfigError: it is not an address of this host.
             TransportError, ResourceExhaustedError: a listener or a thread cannot be created.
         """
         self.queue = secrets.token_hex(8)
@@ -52,34 +61,32 @@ class Admission:
         self.remote_readers = RemoteReaders(reader_table)
         self._sizes = sizes
         self._fd = fd
+        self._memory = DescriptorGuard(self._close_fd, lambda: ClosedError("the queue was closed"))
+        """Guards each use of ``fd``, which is open until every reader has joined or is gone."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._lock = threading.RLock()  # a signal handler may close it
         self._closed = False
         self._joined: dict[int, tuple[Connection, Watch]] = {}
-        self._handed_over: set[int] = set()
-        """Descriptors that are being handed over to readers."""
         self._listeners: list[Listener] = []
-        try:
-            for address in ("unix:", remote_address):
-                if address:
-                    self._listeners.append(Listener.open(address, credentials, PURPOSE))
-        except BaseException:
-            for listener in self._listeners:
-                listener.close()
-            os.close(fd)
-            raise
         close_after_fork(self)
         try:
+            try:
+                for address in ("unix:", remote_address):
+                    if address:
+                        self._listeners.append(Listener.open(address, credentials, PURPOSE))
+            except BaseException:
+                for listener in self._listeners:
+                    listener.close()
+                raise
             self._acceptor: Acceptor[None] = Acceptor(
                 self._listeners,
                 self._admit,
                 what="the join of a queue's reader",
                 name="kvplug-shm-queue",
                 max_served=_MAX_JOINING + len(reader_table.reader_ranks),
-                lost=_decline,
             )
         except BaseException:
-            self._close_memory()
+            self._memory.retire()
             self._reader_table.close()
             raise
 
@@ -98,7 +105,7 @@ class Admission:
         with self._lock:
             self._closed = True
             joined = list(self._joined.values())
-            self._close_memory()
+            self._memory.retire()
         self._reader_table.close()
         self.remote_readers.abort()
         for connection, watch in joined:
@@ -109,13 +116,10 @@ class Admission:
             self._joined.clear()  # not earlier: after an interrupt this is called again
 
     def _after_fork_in_child(self) -> None:
-        # The acceptor and the connections close themselves.
+        # The acceptor, the connections and the memory close themselves.
         self._closed = True
-        for fd in self._handed_over:
-            os.close(fd)
-        self._close_memory()
 
-    def _close_memory(self) -> None:
+    def _close_fd(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -124,101 +128,76 @@ class Admission:
 
     def _admit(self, connection: Connection) -> None:
         deadline = Deadline.after(_JOIN_TIMEOUT_S)
-        with contextlib.closing(join.asked(connection, self._heartbeat_timeout_s, deadline)) as reader:
-            if reader.queue != self.queue:
-                join.miss(connection, deadline)
+        with contextlib.closing(JoiningPeer(connection, self._heartbeat_timeout_s, deadline)) as reader:
+            queue, rank = join.asked(reader)
+            if queue != self.queue:
+                join.miss(reader)
                 connection.close()
                 return
-            self._reader_table.wait_join_ended(reader.rank, _OTHER_JOIN_S)
-            why = self._reader_table.admit(reader.rank, str(connection.peer))
+            self._reader_table.wait_join_ended(rank, _OTHER_JOIN_S)
+            why = self._reader_table.admit(rank, str(connection.peer))
             if why:
-                join.refuse(connection, why, deadline)
+                join.refuse(reader, why)
                 connection.close()
                 return
+            link: Link | None = None
             try:
                 if connection.address == self.remote_contact:
-                    self._admit_remote(connection, reader, deadline)
+                    link = self._admit_remote(reader, rank)
                 else:
-                    self._admit_local(connection, reader, deadline)
+                    self._admit_local(reader, rank)
             finally:
-                with self._lock:
-                    if self._reader_table.all_came:
-                        self._close_memory()  # no other reader needs it
+                if self._reader_table.all_came:
+                    self._memory.retire()  # no other reader needs it
+        if link is not None:
+            self.remote_readers.serve(link)
 
-    def _admit_remote(self, connection: Connection, reader: join.Asked, deadline: Deadline) -> None:
-        rank, remote_readers = reader.rank, self.remote_readers
+    def _admit_remote(self, reader: JoiningPeer, rank: int) -> Link:
         try:
-            link = remote_readers.prepare(rank, connection, reader.take_pidfd(), reader.silence_s)
+            link = self.remote_readers.prepare(rank, reader)
             try:
-                index = self._reader_table.index_of(rank)
-                join.admit(connection, reader, index, self._sizes, (), deadline)
-                join.welcome(connection, deadline)
+                join.admit(reader, self._reader_table.index_of(rank), self._sizes)
             except BaseException:
-                remote_readers.cancel(link)
+                self.remote_readers.cancel(link)
                 raise
         except BaseException:
             self._reader_table.dismiss(rank)
             raise
         self._reader_table.joined(rank)
-        with self._lock:
-            if self._reader_table.all_came:
-                self._close_memory()
-        remote_readers.serve(link)
+        return link
 
-    def _admit_local(self, connection: Connection, reader: join.Asked, deadline: Deadline) -> None:
-        rank, on_gone = reader.rank, join.LateCall()
-        watch: Watch | None = None
-        welcomed = False
-        try:
+    def _admit_local(self, reader: JoiningPeer, rank: int) -> None:
+        connection, is_welcome = reader.connection, False
+
+        def end(reason: str) -> None:
             with self._lock:
-                if self._closed:
-                    raise ClosedError("the queue was closed")
-                fd = os.dup(self._fd)
-                self._handed_over.add(fd)
-            try:
-                if reader.silence_s is None:  # before the reader counts on it
-                    watch = reader.watch(connection, on_gone)
-                index = self._reader_table.index_of(rank)
-                join.admit(connection, reader, index, self._sizes, [fd], deadline)
-                join.welcome(connection, deadline)
-            finally:
-                self._handed_over.discard(fd)
-                os.close(fd)
-            welcomed = True
-            if watch is None:  # heartbeats begin after the last message
-                watch = reader.watch(connection, on_gone)
+                if self._joined.pop(rank, None) is None:
+                    return  # it is joining, and the reason is looked at afterwards; or this end was closed
+            self._reader_table.hung_up(rank, reason)
+            hang_up(connection)
+
+        def admit() -> None:
+            nonlocal is_welcome
+            with self._memory:
+                join.admit(reader, self._reader_table.index_of(rank), self._sizes, [self._fd])
+            is_welcome = True
+
+        try:
+            watch = reader.watch_from(admit, end)
         except Exception as e:
-            if watch is not None:
-                watch.close()
-            if not welcomed:
+            if not is_welcome:
                 self._reader_table.dismiss(rank)
                 raise
             self._reader_table.evict(rank, f"it could not be watched: {e}", died=True)
             connection.close()
             return
-        self._note(connection, rank, watch, on_gone)
-
-    def _note(self, connection: Connection, rank: int, watch: Watch, on_gone: join.LateCall) -> None:
-        """The connection is a reader's from here on."""
-
-        def end(reason: str) -> None:
-            self._reader_table.hung_up(rank, reason)
-            with self._lock:
-                self._joined.pop(rank, None)
-            hang_up(connection)
-
-        on_gone.be(end)
         with self._lock:
             closed = self._closed
-            if not closed and watch.reason is None:
+            if not closed:
                 self._joined[rank] = (connection, watch)
         self._reader_table.joined(rank)  # not with the lock: a signal handler may close the queue there
         if closed:
             watch.close()
             hang_up(connection)
-
-
-def _decline(connection: Connection, shortage: ResourceExhaustedError) -> None:
-    """Tell a reader why it is not admitted. It is a few bytes, into a connection that carries nothing yet."""
-    with contextlib.suppress(KvplugError):
-        join.decline(connection, shortage, Deadline.after(_DECLINE_S))
+        elif watch.reason is not None:
+            end(watch.reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,14 +18,14 @@ from kvplug.transport import (
     Timeout,
     WireError,
 )
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue import join
 from kvplug_shm.queue.admission import Admission
-from kvplug_shm.queue.ends import limits_of
 from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.queue.local_reader import LocalSource
-from kvplug_shm.queue.reader import ShmReader
+from kvplug_shm.queue.reader import ShmReader, Source
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.remote_source import RemoteSource
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer, Sizes
@@ -51,7 +50,7 @@ class ShmQueueEndpoint(QueueEndpoint):
 
     @property
     def _max_message_bytes(self) -> int:
-        """A chunk is no larger message than is permitted."""
+        """At least the size of a chunk, so that each chunk is a permitted message."""
         return max(self._options.max_message_bytes, self.context.max_chunk_bytes)
 
     @NamedExhaustion("making the writer's end of a queue 'shm'")
@@ -59,28 +58,16 @@ class ShmQueueEndpoint(QueueEndpoint):
         context, options = self.context, self._options
         ranks = self._reader_ranks(reader_ranks)
         local = self._local_reader_ranks(ranks)
-        sizes = Sizes(
-            n_reader=len(ranks),
-            max_chunks=context.max_chunks,
-            max_chunk_bytes=context.max_chunk_bytes,
-            max_message_bytes=self._max_message_bytes,
-        )
+        sizes = Sizes(len(ranks), context.max_chunks, context.max_chunk_bytes, self._max_message_bytes)
+        domain = PeerIdentity.of_this_process().domain
+        remote_address = self._remote_address(all_readers_local=len(local) == len(ranks))
         with contextlib.ExitStack() as undo:
-            domain = PeerIdentity.of_this_process().domain
             ring, fd = ShmRingBuffer.create(sizes)
             undo.callback(ring.close)
-            with contextlib.ExitStack() as undo_memory:
-                undo_memory.callback(os.close, fd)
-                end = WritingEnd(ring.words, sizes.n_reader, sizes.max_chunks)
-                reader_table = ReaderTable(ring, end, ranks)
-                undo_memory.pop_all()
+            end = WritingEnd(ring.words, sizes.n_reader, sizes.max_chunks)
+            reader_table = ReaderTable(ring, end, ranks)
             admission = Admission(
-                reader_table,
-                sizes,
-                fd,
-                context.credentials,
-                context.heartbeat_timeout_s,
-                self._remote_address(all_readers_local=len(local) == len(ranks)),
+                reader_table, sizes, fd, context.credentials, context.heartbeat_timeout_s, remote_address
             )
             undo.callback(admission.close)
             handle = QueueEndpoint.Handle(
@@ -125,57 +112,49 @@ class ShmQueueEndpoint(QueueEndpoint):
                 here = PeerIdentity.of_this_process().domain
                 same = here == domain or _NOWHERE in (here, domain)  # where it is not known, try it
                 if rank in handle.local_reader_ranks and same:
-                    return self._local_reader(handle, queue, contact, rank, deadline)
-                if not remote_contact:
-                    raise TransportError(
-                        f"the memory of this queue's writer does not reach reader rank {rank}, and it listens"
-                        " on no network: name the ranks on its host as its local_reader_ranks, and give it a"
-                        " host that can be reached from here"
-                    )
-                return self._remote_reader(handle, queue, remote_contact, rank, deadline)
-        raise WireError("this is no handle of a queue 'shm'; pass on what export_handle() gave")
+                    return self._reader(handle, queue, contact, rank, deadline, shares_memory=True)
+                if remote_contact:
+                    return self._reader(handle, queue, remote_contact, rank, deadline, shares_memory=False)
+                raise TransportError(
+                    f"the memory of this queue's writer does not reach reader rank {rank}, and it listens"
+                    " on no network: name the ranks on its host as its local_reader_ranks, and give it a"
+                    " host that can be reached from here"
+                )
+        raise WireError("this is not a handle of a queue 'shm'; pass on what export_handle() returned")
 
-    def _local_reader(
-        self, handle: QueueEndpoint.Handle, queue: str, contact: str, rank: int, deadline: Deadline
+    def _reader(
+        self,
+        handle: QueueEndpoint.Handle,
+        queue: str,
+        contact: str,
+        rank: int,
+        deadline: Deadline,
+        *,
+        shares_memory: bool,
     ) -> ShmReader:
-        context, options = self.context, self._options
+        context, options, pool = self.context, self._options, Pool(self._options.pool_bytes)
         connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())
-        joined = join.join(connection, queue, rank, context.heartbeat_timeout_s, deadline)
-        source = LocalSource(joined, options.spin_us * 1e-6)
-        limits = limits_of(joined.ring.sizes.max_message_bytes)
-        return ShmReader(context, handle, rank, source, limits, Pool(options.pool_bytes))
-
-    def _remote_reader(
-        self, handle: QueueEndpoint.Handle, queue: str, contact: str, rank: int, deadline: Deadline
-    ) -> ShmReader:
-        context, pool = self.context, Pool(self._options.pool_bytes)
-        connection = Connection.dial(contact, context.credentials, PURPOSE, deadline.remaining())
-        try:
-            heartbeat_timeout_s = context.heartbeat_timeout_s
-            writer = join.ask(connection, queue, rank, heartbeat_timeout_s, deadline, shares_memory=False)
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.close)
+            writer = JoiningPeer(connection, context.heartbeat_timeout_s, deadline)
             with contextlib.closing(writer):
-                if (most := writer.sizes.max_message_bytes) > self._max_message_bytes:
+                index, sizes = join.ask(writer, queue, rank, shares_memory=shares_memory)
+                most = sizes.max_message_bytes
+                source: Source
+                if shares_memory:
+                    ring = ShmRingBuffer.attach(sizes, writer.fds[0])
+                    source = LocalSource(connection, ring, index, options.spin_us * 1e-6)
+                elif most > self._max_message_bytes:
                     raise ConfigError(
                         f"options.shm.max_message_bytes: {self._max_message_bytes} was given for reader rank"
                         f" {rank}, and the writer of this queue sends up to {most}"
                     )
-                source = RemoteSource(
-                    connection,
-                    writer.take_pidfd(),
-                    writer.silence_s,
-                    rank=rank,
-                    max_message_bytes=self._max_message_bytes,
-                    max_unread=writer.sizes.max_chunks,
-                    pool=pool,
-                )
-        except BaseException:
-            connection.close()
-            raise
-        try:
-            join.confirm(connection, deadline)
-            source.begin(deadline)
-        except BaseException:
-            source.leave(died=True)
-            raise
-        limits = limits_of(self._max_message_bytes)
-        return ShmReader(context, handle, rank, source, limits, pool)
+                else:
+                    max_unread, most = sizes.max_chunks, self._max_message_bytes
+                    source = RemoteSource(
+                        writer, rank=rank, max_message_bytes=most, max_unread=max_unread, pool=pool
+                    )
+                undo.callback(source.leave, died=True)
+                source.join(writer)
+            undo.pop_all()
+        return ShmReader(context, handle, rank, source, most, pool)

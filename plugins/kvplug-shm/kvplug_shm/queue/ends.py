@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 
-from kvplug.net.wire import Limits
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueEndpoint, Timeout
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    MessageQueue,
+    QueueEndpoint,
+    Timeout,
+)
 from kvplug_shm.queue.use_guard import UseGuard
-
-
-def limits_of(max_message_bytes: int) -> Limits:
-    """The limits of values in a queue. The size of the mapping bounds what a reader decodes."""
-    return Limits(max_bytes=max_message_bytes)
 
 
 class ShmEnd(MessageQueue):

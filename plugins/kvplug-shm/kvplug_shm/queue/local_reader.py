@@ -8,9 +8,10 @@ import select
 from collections.abc import Callable
 
 from kvplug import PeerGoneError, TransportError
-from kvplug.transport import MessageQueue, WireError, close_after_fork
-from kvplug_shm.queue.join import Joined, hang_up
-from kvplug_shm.queue.ring_buffer import QueueMessage
+from kvplug.transport import Connection, MessageQueue, Watch, WireError, close_after_fork
+from kvplug_shm.joining import JoiningPeer
+from kvplug_shm.queue import join
+from kvplug_shm.queue.ring_buffer import QueueMessage, ShmRingBuffer
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, copy_for_one_of
 
@@ -18,18 +19,20 @@ from kvplug_shm.ring.ends import ReadingEnd, copy_for_one_of
 class LocalSource:
     """The ring, and a watch on the writer. See :class:`~kvplug_shm.queue.reader.Source`."""
 
-    def __init__(self, joined: Joined, spin_s: float) -> None:
-        """Takes ownership of ``joined``."""
-        self._ring = joined.ring
-        self._index = joined.index
-        self._end = ReadingEnd(joined.ring.words, joined.index, joined.ring.sizes.max_chunks)
-        self._connection = joined.connection
+    def __init__(self, connection: Connection, ring: ShmRingBuffer, index: int, spin_s: float) -> None:
+        """Takes ownership of the connection and the ring."""
+        self._ring = ring
+        self._index = index
+        self._end = ReadingEnd(ring.words, index, ring.sizes.max_chunks)
+        self._connection = connection
         self._spin_s = spin_s
         self._gone = ""
-        self._watch = joined.watch
-        self.copy = copy_for_one_of(joined.ring.sizes.n_reader)
+        self._watch: Watch | None = None
+        self.copy = copy_for_one_of(ring.sizes.n_reader)
         close_after_fork(self)
-        joined.on_gone.be(self._writer_gone)
+
+    def join(self, writer: JoiningPeer) -> None:
+        self._watch = writer.watch_from(lambda: join.confirm(writer), self._writer_gone)
 
     @property
     def writer(self) -> str:
@@ -76,7 +79,6 @@ class LocalSource:
             words.wait(word, 0, wait.pause())
 
     def check_evicted(self) -> None:
-        """Raises TransportError if the writer has evicted this reader; says how many messages it lost."""
         end = self._end
         if end.evicted():
             lost = protocol.count_in(self._ring.words.load(protocol.HEAD)) - end.read
@@ -93,11 +95,11 @@ class LocalSource:
     def leave(self, *, died: bool) -> None:
         if not died:
             self._end.end()
-        self._watch.close()
-        hang_up(self._connection)
+        if self._watch is not None:
+            self._watch.close()
+        join.hang_up(self._connection)
 
     def drop(self) -> None:
-        """After :meth:`leave`, when no thread is inside any more: release the memory."""
         self._ring.close()
 
     def _after_fork_in_child(self) -> None:

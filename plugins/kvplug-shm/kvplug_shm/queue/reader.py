@@ -20,6 +20,7 @@ from kvplug.transport import (
     QueueEndpoint,
     Timeout,
 )
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.queue.ends import ShmEnd
 from kvplug_shm.queue.ring_buffer import QueueMessage
@@ -43,6 +44,14 @@ class Source(Protocol):
     @property
     def copy(self) -> CopyBytes:
         """Copies a tensor's bytes out of a message."""
+
+    def join(self, writer: JoiningPeer) -> None:
+        """Make the last step of the join. If it fails, :meth:`leave` must follow.
+
+        Raises:
+            TimeoutError, PeerGoneError, TransportError, WireError, CapacityError: it failed.
+            ResourceExhaustedError: one of the two processes lacks a resource.
+        """
 
     def poll(self) -> QueueMessage | None:
         """The next message if it has arrived; it stays until :meth:`advance`. The fast path.
@@ -93,10 +102,10 @@ class ShmReader(ShmEnd):
         handle: QueueEndpoint.Handle,
         rank: int,
         source: Source,
-        limits: Limits,
+        max_message_bytes: int,
         pool: Pool,
     ) -> None:
-        """Takes ownership of ``source`` and ``pool``. ``limits`` are the writer's."""
+        """Takes ownership of ``source`` and ``pool``."""
 
         def let_go() -> None:
             source.drop()
@@ -104,7 +113,7 @@ class ShmReader(ShmEnd):
 
         super().__init__(context, handle, rank, let_go)
         self._source = source
-        self._limits = limits
+        self._limits = Limits(max_bytes=max_message_bytes)  # the size of the mapping bounds it, too
         self._pool = pool
 
     @property

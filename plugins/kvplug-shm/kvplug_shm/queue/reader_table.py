@@ -67,7 +67,7 @@ class ReaderTable:
             return tuple(map(self._reader, self._members.values()))
 
     def slowest(self) -> str:
-        """The readers that the writer waits for when there is no room, for messages."""
+        """Name, for messages, the readers that the writer waits for when there is no room."""
         here = [reader for reader in self.readers() if not reader.gone]
         most = max((reader.lag for reader in here), default=0)
         return listed(reader for reader in here if reader.lag == most)
@@ -104,7 +104,7 @@ class ReaderTable:
             member = self._members.get(rank)
             if member is None:
                 ranks = ", ".join(map(str, self.reader_ranks[:50])) or "none"
-                return f"rank {rank} is no reader of this queue; its readers are {ranks}"
+                return f"rank {rank} is not a reader of this queue; its readers are {ranks}"
             if member.gone:
                 return (
                     f"reader rank {rank} ({member.process}) is gone from this queue: {member.gone.gone}."

@@ -15,7 +15,8 @@ from typing import Final
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
-from kvplug.transport import BackgroundThread, Connection, Deadline, WireError
+from kvplug.transport import BackgroundThread, Deadline, WireError
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.queue.reader_table import HAS_LEFT, ReaderTable
 from kvplug_shm.queue.stream import LINGER_S, REPORT, Flag, FrameKind, Stream, header
 
@@ -116,16 +117,16 @@ class RemoteReaders:
 
     # -- the threads ---------------------------------------------------------------------------
 
-    def prepare(self, rank: int, connection: Connection, pidfd: int | None, silence_s: float | None) -> Link:
+    def prepare(self, rank: int, reader: JoiningPeer) -> Link:
         """Make what a reader that is joining needs here. :meth:`serve` or :meth:`cancel` must follow.
 
-        Owns the ``pidfd``, also if it raises, and otherwise the connection.
+        Owns the reader's pidfd, also if it raises, and otherwise its connection.
 
         Raises:
             RuntimeError: this process can have no more threads. The connection is open.
         """
         table = self._reader_table
-        stream = Stream(connection, pidfd, silence_s, lambda: header(FrameKind.ALIVE, table.published()))
+        stream = Stream(reader, lambda: header(FrameKind.ALIVE, table.published()))
         link = Link(rank, stream, threading.Condition(self._lock))
         link.sender = BackgroundThread(
             self._send, args=(link,), name=f"kvplug-shm-reader-{rank}", stop=stream.hang_up
@@ -136,10 +137,6 @@ class RemoteReaders:
             stream.close_pidfd()
             raise
         return link
-
-    def cancel(self, link: Link) -> None:
-        """The reader has not joined."""
-        self._end(link)
 
     def serve(self, link: Link) -> None:
         """Serve a reader that has joined, until it is gone."""
@@ -152,7 +149,7 @@ class RemoteReaders:
             self._receive(link)
             why, died = HAS_LEFT, False
         except WireError as e:
-            why = f"it sent nonsense: {e}"
+            why = f"it sent an invalid report: {e}"
         except KvplugError as e:
             why = link.fault or str(e)
         finally:
@@ -161,11 +158,12 @@ class RemoteReaders:
                 reason = why.encode("utf-8", "replace")[:_MOST_REASON]
                 link.stream.send_now(header(FrameKind.OVER, table.published(), False, len(reason)) + reason)
             # Only when the sender has ended may the writer use the memory again that it was sending from.
-            self._end(link)
+            self.cancel(link)
             if not is_closing:
                 table.evict(link.rank, why, died=died)
 
-    def _end(self, link: Link) -> None:
+    def cancel(self, link: Link) -> None:
+        """The reader has not joined, or has ended."""
         link.stream.hang_up()
         with self._lock:
             if link in self._links:
@@ -182,7 +180,7 @@ class RemoteReaders:
 
         Raises:
             PeerGoneError: it is gone.
-            WireError: what it sent is no report.
+            WireError: the bytes are not a report.
         """
         table, report = self._reader_table, bytearray(REPORT.size)
         while True:

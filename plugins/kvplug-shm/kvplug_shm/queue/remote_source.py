@@ -19,14 +19,14 @@ from kvplug.net.wire.copying import copy_bytes
 from kvplug.net.wire.tensors import TensorMeta, memory_of_writable
 from kvplug.transport import (
     BackgroundThread,
-    Connection,
-    Deadline,
     MessageLimit,
     MessageQueue,
     WireError,
     peer_text,
 )
+from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.memory.pool import POOLED_FROM, Pool
+from kvplug_shm.queue import join
 from kvplug_shm.queue.ring_buffer import QueueMessage
 from kvplug_shm.queue.stream import HEADER, LINGER_S, REPORT, Flag, FrameKind, Stream
 
@@ -40,16 +40,14 @@ class RemoteSource:
 
     def __init__(
         self,
-        connection: Connection,
-        pidfd: int | None,
-        silence_s: float | None,
+        writer: JoiningPeer,
         *,
         rank: int,
         max_message_bytes: int,
         max_unread: int,
         pool: Pool,
     ) -> None:
-        """Takes ownership of the connection and the ``pidfd``, also if it raises.
+        """Takes ownership of the writer's connection and pidfd, also if it raises.
 
         ``max_unread``: the most messages that the writer has room for.
 
@@ -60,6 +58,7 @@ class RemoteSource:
         self._most = max_message_bytes + max_message_bytes // 64 + POOLED_FROM  # memories are aligned
         self._max_unread = max_unread
         self._pool = pool
+        connection = writer.connection
         self.writer = f"the writer ({connection.peer} at {connection.address})"
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -70,7 +69,7 @@ class RemoteSource:
         self._published = self._arrived = self._read = 0
         self._arrived_bytes = self._read_bytes = 0
         self._all_ready = False
-        self._stream = Stream(connection, pidfd, silence_s, self._report_of)
+        self._stream = Stream(writer, self._report_of)
         self._has_joined = threading.Event()
         self._thread = BackgroundThread(
             self._run, name=f"kvplug-shm-reader-{rank}", stop=partial(self.leave, died=True)
@@ -81,15 +80,12 @@ class RemoteSource:
             self._stream.close()
             raise
 
-    def begin(self, deadline: Deadline) -> None:
-        """The writer has welcomed this reader: receive from here on.
-
-        Returns when everything that was enqueued before the join is here: else it is lost if the writer dies.
-
-        Raises:
-            TimeoutError, PeerGoneError, TransportError, WireError, CapacityError: they did not arrive.
-        """
+    def join(self, writer: JoiningPeer) -> None:
+        """Returns when everything that was enqueued before the join is here: else it is lost if the writer
+        dies. Raises as :meth:`Source.join`."""
+        join.confirm(writer)
         self._has_joined.set()
+        deadline = writer.deadline
         with self._lock:
             while self._awaited is None or self._arrived < self._awaited:
                 self._check_end()
@@ -190,7 +186,7 @@ class RemoteSource:
 
         Raises:
             PeerGoneError: the writer is gone.
-            WireError: it is no frame, or the message is larger than allowed.
+            WireError: the bytes are not a frame, or the message is larger than allowed.
             CapacityError, ResourceExhaustedError: there is no memory for the message.
         """
         data = bytearray(HEADER.size)
@@ -210,7 +206,7 @@ class RemoteSource:
                         self._awaited = self._published
                     self._changed.notify_all()
             case _:
-                raise WireError(f"a frame of the kind {kind} and {head_nbytes} bytes is none of a queue")
+                raise WireError(f"a frame of kind {kind} with {head_nbytes} bytes does not belong to a queue")
         return None
 
     def _receive_message(self, raw: bool, head_nbytes: int, body_nbytes: int) -> None:
@@ -247,7 +243,7 @@ class RemoteSource:
                 f"{self.writer} has evicted this reader ({reason}): {losses}, and all that come later"
             )
         if lost:
-            return TransportError(f"{self.writer} has closed in haste: {losses}")
+            return TransportError(f"{self.writer} has closed without sending everything: {losses}")
         return PeerGoneError(f"{self.writer} has closed, and everything of it was received")
 
     def _gone(self, how: str) -> KvplugError:

@@ -43,7 +43,7 @@ class QueueMessage(NamedTuple):
     """Of a value: the memories of its tensors. Of a chunk: its bytes."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Sizes:
     """The sizes that the ends agree on, and the layout of the segment that follows from them."""
 
@@ -120,7 +120,7 @@ class ShmRingBuffer:
         """Map the ring of another process. The caller still owns the descriptor.
 
         Raises:
-            WireError: it is no sealed memory of these sizes.
+            WireError: it is not sealed memory of these sizes.
             ResourceExhaustedError, TransportError: it cannot be mapped.
         """
         return cls(sizes, Segment.attach(fd, sizes.nbytes))
@@ -133,7 +133,7 @@ class ShmRingBuffer:
             self._segment.memory.close()
 
     def ready_word(self, reader: int | None) -> int:
-        """Index of the word that says that this end waits until all are ready; ``None``: the writer."""
+        """Index of the word that is set while this end waits until all are ready; ``None``: the writer."""
         first = protocol.num_words(self.sizes.n_reader)
         return first if reader is None else first + 1 + reader
 
@@ -156,7 +156,7 @@ class ShmRingBuffer:
         end = body_at + body_nbytes
         if stated != number or kind not in (VALUE, CHUNK) or end > self._arena_nbytes:
             raise WireError(
-                f"the entry of message {number} says that it is message {stated} of kind {kind}, at"
+                f"the entry of message {number} states message {stated} of kind {kind}, at"
                 f" {at} to {end} of {self._arena_nbytes} bytes"
             )
         arena = self.arena

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplug import PeerGoneError
-from kvplug.transport import Connection, NamedExhaustion, Watch
+from kvplug.transport import NamedExhaustion, Watch
+from kvplug_shm.joining import JoiningPeer
 
 HEADER: Final = struct.Struct("<BB6xQQQ")
 """Kind, whether the message is a chunk, number of published messages, bytes of the head and of the body."""
@@ -63,21 +64,12 @@ def header(
 class Stream:
     """Bytes in both directions. One thread receives, which also sends the heartbeats; any thread sends."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        pidfd: int | None,
-        silence_s: float | None,
-        heartbeat: Callable[[], bytes],
-    ) -> None:
-        """Takes ownership of the connection and of the other end's ``pidfd``.
-
-        ``silence_s``: the silence that counts as death; ``None``: both ends have a pidfd.
-        """
-        self._connection = connection
-        self._sock = connection.sock
-        self._pidfd = pidfd
-        self._silence_s = silence_s
+    def __init__(self, peer: JoiningPeer, heartbeat: Callable[[], bytes]) -> None:
+        """Takes ownership of the connection to the other end, and of its pidfd."""
+        self._connection = peer.connection
+        self._sock = peer.connection.sock
+        self._pidfd = peer.take_pidfd()
+        self._silence_s = silence_s = peer.silence_s
         self._interval_s = None if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
         self._heartbeat = heartbeat
         self._next_beat = time.monotonic()

@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from kvplug import CapacityError, PeerGoneError
-from kvplug.net.wire import aligned, encode_out_of_band
+from kvplug.net.wire import Limits, aligned, encode_out_of_band
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, NamedExhaustion, QueueEndpoint, Timeout
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
-from kvplug_shm.queue.ends import ShmEnd, limits_of
+from kvplug_shm.queue.ends import ShmEnd
 from kvplug_shm.queue.extents import Arena
 from kvplug_shm.queue.reader_table import ReaderTable, listed
 from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import WritingEnd
 
-_ANY_SIZE: Final = limits_of(1 << 62)
+_ANY_SIZE: Final = Limits(max_bytes=1 << 62)
 _NEAR_FROM_BYTES: Final = 1 << 20
 _NEAR_BYTES: Final = 16 << 20
 """Unread bytes of large messages that the writer goes ahead of its readers. Measured with four readers of
@@ -62,7 +62,7 @@ class ShmWriter(ShmEnd):
         self._keep_nbytes = options.keep_bytes
         self._spin_s = options.spin_us * 1e-6
         self._does_not_read: tuple[int, int] | None = None
-        """The word of a reader for which this end has waited in vain, and what it was."""
+        """The word of a reader that did not change while this end waited for it, and its value."""
 
     @property
     def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
@@ -108,8 +108,7 @@ class ShmWriter(ShmEnd):
     def _check_size(self, nbytes: int) -> None:
         if nbytes > self._most:
             raise CapacityError(
-                f"the value takes {nbytes} bytes, and at most {self._most} are sent: the queue's option"
-                " max_message_bytes says how many"
+                f"the value takes {nbytes} bytes, and the queue's option max_message_bytes is {self._most}"
             )
 
     @contextmanager
@@ -155,11 +154,11 @@ class ShmWriter(ShmEnd):
         return self._wait_for_place(nbytes, deadline) if at is None else at
 
     def _stay_near(self, nbytes: int, deadline: Deadline) -> None:
-        """Wait until few large messages are unread, as long as each reader goes on reading.
+        """Wait until few large messages are unread, as long as each reader continues to read.
 
         A writer that runs ahead fills memory that has left the caches before it is read; and where processes
-        share processors, it takes them from the readers. After a reader that does not go on, there is no more
-        waiting until it does.
+        share processors, it takes them from the readers. The writer does not wait again for a
+        reader that did not continue, until it does.
         """
         end, patience_s = self._writing, nbytes / _SLOW_BYTES_PER_S
         num_unread = max(1, _NEAR_BYTES // nbytes)

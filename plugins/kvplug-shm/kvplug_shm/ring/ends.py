@@ -72,7 +72,7 @@ class WritingEnd(RingEnd):
         room = self._steps.room(self.pointer)
         if room < 0:
             raise WireError(
-                f"a reader says that it has read other than {self.sent - self._places} to {self.sent} units"
+                f"a reader states a count outside of {self.sent - self._places} to {self.sent} units"
             )
         return int(room)
 
@@ -127,12 +127,12 @@ class ReadingEnd(RingEnd):
     def available(self) -> int:
         """How many units have arrived and are not released: at most as many as there are places.
 
-        Raises WireError if the writer's word says more and it has not evicted this reader.
+        Raises WireError if the writer's word states more and the writer has not evicted this reader.
         """
         self._words.check()
         available = self._steps.available(self.pointer)
         if available < 0:
-            raise WireError(f"the writer says that more units came than the {self._places} places can hold")
+            raise WireError(f"the writer states more units than the {self._places} places can hold")
         return int(available)
 
     def evicted(self) -> bool:
@@ -171,7 +171,7 @@ class ReadingEnd(RingEnd):
 
     @property
     def writer_ended(self) -> bool:
-        """Whether the writer has said itself that it ended."""
+        """Whether the writer itself has announced its end."""
         return self._writer_ended if self.writer_evicted else protocol.is_over(self._words.load(HEAD))
 
 
