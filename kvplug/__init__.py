@@ -1,6 +1,6 @@
 """kvplug: the socket between LLM engines and KV cache transports.
 
-This door is for programs: a config, what is built from it, and the errors that a program catches. Authors of
+Programs import from this package: a config, what is built from it, and the errors to catch. Authors of
 transports import from :mod:`kvplug.transport`, authors of connectors and of adapters to engines from
 :mod:`kvplug.engine`.
 """

@@ -40,5 +40,5 @@ class Duration:
 
         allowed = "a time of at least 0" if self._may_be_zero else "a time above 0"
         raise click.BadParameter(
-            f"{shown(given)} was given; expected is {allowed}, such as 30, 500ms or '5 min'"
+            f"{shown(given)} was given; allowed is {allowed}, such as 30, 500ms or '5 min'"
         )

@@ -96,11 +96,10 @@ class Address:
 
     @staticmethod
     def beside(host: str) -> str:
-        """Return the address where a server with this configured ``host`` accepts further connections from
-        peers on this host.
+        """Return an address for a second listener of a server, which only processes of its machine reach.
 
-        For a path, the address is beside the socket. Otherwise it is ``unix:``, an abstract socket with a
-        generated name.
+        ``host`` is the ``host`` of the server's config. If it is the path of a socket, the second socket is
+        beside it. Otherwise the address is ``unix:``, an abstract socket with a generated name.
 
         >>> Address.beside("unix:/run/kvplug/store.sock")[:28]
         'unix:/run/kvplug/store.sock-'
@@ -194,7 +193,7 @@ def _parsed(text: str, default: int | None) -> Address:
     if not port.isascii() or not port.isdigit():
         raise ValueError(f"{shown(port)} is not a port; {_FORMS}")
     if len(port) > 5 or int(port) > LAST_PORT:
-        raise ValueError(f"the last port is {LAST_PORT}")
+        raise ValueError(f"a port is at most {LAST_PORT}")
     return Address(host, int(port))
 
 
@@ -208,7 +207,7 @@ def check_host(host: str) -> None:
     elif re.fullmatch(r"[0-9.]+", host):
         ipaddress.IPv4Address(host)
     elif len(host) > 253 or not all(map(_LABEL.fullmatch, host.removesuffix(".").split("."))):
-        raise ValueError(f"{shown(host)} cannot be a host" if host else f"the host is missing; {_FORMS}")
+        raise ValueError(f"{shown(host)} is not a host name" if host else f"the host is missing; {_FORMS}")
 
 
 def check_unix_path(path: str, limit: int = MAX_UNIX_BYTES) -> str:

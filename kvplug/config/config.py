@@ -163,8 +163,8 @@ def _cross_faults(values: Mapping[str, Any]) -> list[str]:
         first = port + offset
         if first > LAST_PORT:
             faults.append(
-                f"port: {port} was given; with port_offset {offset} rank 0 would listen at {first}, and the"
-                f" last port is {LAST_PORT}"
+                f"port: {port} was given; with port_offset {offset} rank 0 would listen at {first}, but a"
+                f" port is at most {LAST_PORT}"
             )
     heartbeat, timeout = values.get("heartbeat_timeout_s"), values.get("timeout_s")
     if heartbeat is not None and timeout is not None and heartbeat > timeout:
@@ -451,7 +451,7 @@ class Config:
             return f"{self.host}-{number}"
         port = self.port + number
         if port > LAST_PORT:
-            raise ConfigError(f"rank {rank} would listen at port {port}; the last one is {LAST_PORT}")
+            raise ConfigError(f"rank {rank} would listen at port {port}, but a port is at most {LAST_PORT}")
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     @staticmethod

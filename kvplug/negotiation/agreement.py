@@ -31,7 +31,7 @@ from kvplug.transport.capabilities import Requirements
 
 OFF = "off"
 SIGNALS_DEVICE = "cpu"
-"""Signals and metadata cross between memories of this kind, wherever the KV is."""
+"""The kind of memory for signals and metadata at both ends, even if the KV is on a GPU."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,9 +1,9 @@
 """The CPUs that kvplug's threads run on.
 
-A new thread inherits the affinity of the thread that starts it. Engines bind their main threads: OpenMP binds
-the thread that loads it to the first of its CPUs, where vLLM's worker then spins. All of kvplug's threads
-would share that one CPU with the worker. So each kvplug thread, when it starts, sets its own affinity
-(:func:`set_own_cpus`) to the CPUs that the config's key ``thread_cpus`` names.
+A new thread inherits the affinity of the thread that starts it. The main thread of an engine's worker is
+often bound to one CPU: OpenMP binds the thread that loads it to the first of its CPUs. vLLM's worker then
+spins on that CPU, and all threads of kvplug would share it. So each kvplug thread, when it starts, sets its
+own affinity (:func:`set_own_cpus`) to the CPUs that the config's key ``thread_cpus`` names.
 
 The default, "all", means the CPUs that the operator gave to the program, as far as kvplug can find out:
 
@@ -14,7 +14,7 @@ The default, "all", means the CPUs that the operator gave to the program, as far
   itself.
 
 A program that was restricted from outside (taskset, numactl, Slurm, systemd) stays within its restriction:
-kvplug never takes an affinity from a parent that is another program, nor from the list of all CPUs. A
+kvplug does not use the affinity of a parent that is another program, or the list of all CPUs. A
 container's cpuset restricts every thread anyway.
 
 Where OpenMP binds threads to CPUs (``GOMP_CPU_AFFINITY``, ``OMP_PROC_BIND``, ...), it binds a thread when

@@ -73,8 +73,8 @@ class NamedExhaustion(contextlib.ContextDecorator):
     """``with NamedExhaustion("connecting a pipe"):`` wraps code that may need a system resource.
 
     If an error in the block, or one of its causes, reports that a resource ran out, a
-    :class:`ResourceExhaustedError` is raised from it. Any other error passes unchanged, unless ``error`` is
-    given: an error of the kinds ``of`` is then replaced by ``error``, whose text is ``doing`` and the reason.
+    :class:`ResourceExhaustedError` is raised from it. Any other error passes unchanged by default. If
+    ``error`` is given, it replaces errors of the kinds in ``of``; its text is ``doing`` and the reason.
     Several threads may enter one object at once, and it can decorate a function.
 
     >>> with NamedExhaustion("connecting a pipe"):
@@ -143,8 +143,8 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def check(error: BaseException, doing: str) -> None:
-        """Raise if ``error`` reports that a resource ran out. Handlers call this before giving it another
-        meaning.
+        """Raise if ``error`` reports that a resource ran out. Code that catches an error calls this before it
+        raises another error instead.
 
         Raises:
             ResourceExhaustedError: the error that :meth:`of` returns.
@@ -157,8 +157,8 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
-        """Check that this many descriptors and threads are available. For libraries that end the process if
-        they are not, such as UCX.
+        """Check that this many descriptors and threads are available. Call this before a library, such as
+        UCX, that ends the process when it lacks one.
 
         Raises:
             ResourceExhaustedError: they are not available.

@@ -62,7 +62,7 @@ _registered: Final[weakref.WeakValueDictionary[int, Inherited | socket.socket]] 
 """By identity."""
 _modules: Final[list[ModuleType]] = []
 _descriptors: Final[dict[int, tuple[object, ...]]] = {}
-"""By number: what the number stood for when it was registered."""
+"""For each descriptor: what identified its file when it was registered."""
 
 
 def close_after_fork(*things: Inherited | socket.socket) -> None:
@@ -82,7 +82,8 @@ def close_sockets(*socks: socket.socket) -> None:
 def close_fd_after_fork(fd: int) -> None:
     """Close a descriptor of shared memory or of a process in every forked child.
 
-    Whoever closes it need not report that: a child closes the number only if it still stands for the same.
+    The owner may close it without a call of this module: a child closes the number only if it still belongs
+    to the same file.
     """
     with contextlib.suppress(OSError):
         _descriptors[fd] = _file_of(fd)

@@ -114,7 +114,7 @@ socket = "/run/%s"
 """ % ("a" * 120)  # fmt: skip
 FAULTS = (
     ("stores", "nothing was given; 'lookup' saves into a store, such as 'host'"),
-    ("peers", "'10.0.0.7:99999' is not an address: the last port is 65535"),
+    ("peers", "'10.0.0.7:99999' is not an address: a port is at most 65535"),
     ("thread_cpus", "without 99998-99999"),
     ("options.fs.path", "must be given"),
     ("options.redis.address", "'10.0.0.7:port' is not an address: 'port' is not a port"),

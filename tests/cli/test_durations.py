@@ -48,11 +48,11 @@ def test_each_time_is_a_duration_which_refuses_what_no_call_can_wait_for() -> No
     assert ("doctor",) in paths
     for wrong in WRONG:
         with pytest.raises(
-            click.BadParameter, match=f"{re.escape(repr(wrong))} was given; expected is a time "
+            click.BadParameter, match=f"{re.escape(repr(wrong))} was given; allowed is a time "
         ):
             Duration()(wrong)
     done = CliRunner().invoke(program, ["doctor", "--timeout=nan"])
-    assert done.exit_code == 2 and "'nan' was given; expected is a time " in done.output
+    assert done.exit_code == 2 and "'nan' was given; allowed is a time " in done.output
 
 
 @pytest.mark.parametrize(

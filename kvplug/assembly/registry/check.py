@@ -41,7 +41,8 @@ Tables = Mapping[str, Mapping[str, Any]]
 def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -> tuple[str, ...]:
     """Return the faults of the names in a config, and of all its tables of options.
 
-    ``names`` holds those keys of :data:`CHOSEN`, :data:`NAMED` and :data:`CHECKED` whose form is valid.
+    ``names`` holds values of the keys in :data:`CHOSEN`, :data:`NAMED` and :data:`CHECKED`. Leave out a key
+    whose value has the wrong form.
     """
     faults: list[str] = []
     for key, kind in {**CHOSEN, **NAMED}.items():

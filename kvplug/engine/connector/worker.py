@@ -29,10 +29,10 @@ class WorkerConnector(abc.ABC):
     ``wait_for_save``; ``get_finished``; ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``;
     ``build_worker_metadata``; ``clear_connector_metadata``. At the end ``shutdown``.
 
-    Each of two calls of a step may come later. ``start_load_kv`` comes before the forward pass only if a
-    request of this step needs its loads. If all loads are in the background, it may come after the forward
-    pass, or in a step without one. So it begins only loads; everything else that a step needs begins in
-    ``bind_connector_metadata``. ``wait_for_save`` comes after ``build_worker_metadata`` in an engine that
+    Two calls of a step may come later than listed. ``start_load_kv`` must come before the forward pass only
+    if a request of this step needs its loads. If all loads are in the background, it may come after the
+    forward pass, or in a step without one. So it begins only loads; everything else that a step needs begins
+    in ``bind_connector_metadata``. ``wait_for_save`` comes after ``build_worker_metadata`` in an engine that
     drafts (speculative decoding), since the draft model's layers run then. So the loads that the step needs
     have ended when the first of ``wait_for_save``, ``get_finished`` and ``get_block_ids_with_load_errors``
     returns. ``clear_connector_metadata`` is always the last call.

@@ -1,8 +1,8 @@
 """Anonymous, sealed memory that two processes of one user share, freed when the last of them ends.
 
 A segment is a memfd. It has no name to open, does not count against ``/dev/shm``, and is freed with the last
-process that holds it. Its size is sealed before its descriptor is passed on, so no process can shrink it
-while another reads it, whose access would then raise SIGBUS.
+process that holds it. Its size is sealed before its descriptor is passed on. Otherwise one process could
+shrink it, and another process that reads the lost part would get SIGBUS.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Segment:
 
         Raises:
             WireError: it is not sealed, writable memory of this size.
-            ResourceExhaustedError: there are not enough addresses, or no descriptor is left.
+            ResourceExhaustedError: the address space is too small, or no descriptor is left.
             TransportError: it cannot be mapped for another reason.
         """
         with NamedExhaustion(f"shared memory of {nbytes} bytes cannot be mapped", TransportError, _REFUSALS):
@@ -85,8 +85,10 @@ class Segment:
 
 
 class _Mapping(mmap.mmap):
-    """An anonymous mapping, which :meth:`of` replaces by the memfd's memory. Before Python 3.13, a file
-    mapping made by Python keeps a descriptor open, and descriptors are scarce.
+    """A mapping of a memfd that keeps no descriptor open.
+
+    A file mapping that Python makes keeps one open before Python 3.13, and descriptors are scarce. So
+    :meth:`of` makes an anonymous mapping, and maps the memfd over it.
 
     In a forked child, private memory replaces it, so that the child does not keep the parent's memory alive.
     Views that the child inherited then show zeros. If the memory were unmapped, reading them would crash or

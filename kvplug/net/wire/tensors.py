@@ -311,6 +311,11 @@ def copy_into(out: Tensor, flat: Buffer, copy: CopyBytes = copy_bytes) -> None:
         return
     whole = empty_like_meta(meta_of(out))
     copy(_view(whole), source)
+    copy_tensor(out, whole)
+
+
+def copy_tensor(out: Tensor, whole: Tensor) -> None:
+    """Copy a dense tensor into ``out``, which has the same shape, dtype and device, and any strides."""
     out = out.detach()
     if out.is_conj() or out.is_neg():
         out.copy_(whole)  # copy_ accounts for out's flag, so that out then reads as whole

@@ -315,10 +315,12 @@ def decode_out_of_band(
 
     Raises:
         WireError: the bytes are not a head, exceed ``limits``, need other memories than these, or hold a
-            tensor, dtype or array while torch or numpy is not installed. Whatever the bytes, only errors of
-            ``make`` can be raised besides. At most ``limits.memory_bound`` of head and memories together is
-            allocated (besides importing torch, and by ``make``).
+            tensor, dtype or array while torch or numpy is not installed.
         ResourceExhaustedError: there is not enough memory.
+        Errors of ``make``. Nothing else is raised, whatever the bytes.
+
+    At most ``limits.memory_bound`` of head and memories together is allocated (besides importing torch, and
+    by ``make``).
     """
     return _decode(head, memories, limits, make or tensors.empty_like_meta, copy)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvplug.errors import ConfigError, TransportError, UnsupportedError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.streams import DeviceMark, StreamPool, on_stream
-from kvplug.net.wire.tensors import TensorMeta, as_bits, dtype_of
+from kvplug.net.wire.tensors import TensorMeta, copy_tensor, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -146,11 +146,7 @@ class TensorDevice:
 
     def copy(self, out: Tensor, message: Tensor) -> None:
         """Queue a copy of the whole message into ``out``, of any strides, on the caller's current stream."""
-        out = out.detach()
-        if out.is_conj() or out.is_neg():
-            out.copy_(message)  # accounts for the flag, so that out then reads as the message
-        else:
-            as_bits(out).copy_(as_bits(message))
+        copy_tensor(out, message)
 
     # -- order -------------------------------------------------------------------------------------------
 

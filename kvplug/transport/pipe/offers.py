@@ -2,14 +2,14 @@
 
     queued -> offered, once the device has written it -> moved by the receiver -> taken
 
-A message consists of one or more *offers*. Each says where bytes of the message lie, in the transport's own
-words, its *place*; the first one also announces the message. The ends send each other these values over a
-channel:
+A message consists of one or more *offers*. An offer names the *place* of some bytes of the message, in a form
+that the transport defines. The first offer also announces the message. The ends send each other these values
+over a channel:
 
     offer      prefix, number of bytes, place: these bytes can be moved
     taken      how many offers were moved: their memory belongs to the sender again
     heartbeat  this end is alive
-    goodbye    this end sends nothing more. True: it was closed, and everything that it sent was taken
+    goodbye    this end sends nothing more. True: it was closed, and the peer has taken everything
 
 A transport may add values of its own. One thread per pipe, the worker, receives them, announces offers that
 become ready, and notices the peer's end. Callers queue messages, and move what they receive, in their own
@@ -60,9 +60,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POLL_S: Final = 1.0
-"""Seconds between two looks of an idle worker at the pipe's state."""
+"""How often an idle worker checks the pipe's state, in seconds."""
 _SEND_S: Final = 5.0
-"""Seconds that the peer may take to read a value. The connection holds all values that may be unread."""
+"""Seconds that the peer may take to read a value. The connection has room for all values that may be
+unread."""
 _JOIN_S: Final = 1.0
 """Seconds that ``close`` waits for the worker to give everything back."""
 _COPY_S: Final = 5.0
@@ -74,7 +75,7 @@ take longer."""
 
 
 class Backoff:
-    """The pauses of one wait that polls: none for 100 µs, then longer and longer ones, up to 1 ms."""
+    """The pauses of one polling wait: none for 100 µs, then longer and longer ones, up to 1 ms."""
 
     def __init__(self) -> None:
         self.reset()
@@ -103,12 +104,12 @@ class SentMessage:
         self.cost = cost
         self.transfer = Transfer(content.nbytes)
         self.num_offered = 0
-        """Bytes for which offers were made."""
+        """How many of its bytes are in offers."""
         self.is_copied = content.is_copy or not content.nbytes
-        """Whether the caller may overwrite the tensor once the whole message is announced, and not only when
-        it is taken."""
+        """Whether the caller may overwrite the tensor as soon as the whole message is announced. Otherwise
+        the tensor must stay unchanged until the message is taken."""
         self.place: Any = None
-        """The transport's own."""
+        """For the transport's own use."""
 
 
 @attrs.define(eq=False)
@@ -118,13 +119,13 @@ class Offer:
     message: SentMessage
     nbytes: int
     ready: Mark | None
-    """Passed when the device has written the bytes; ``None``: it has."""
+    """Passed when the device has written the bytes; ``None``: they are written."""
     place: Any = None
-    """Where they lie, for the peer."""
+    """The place of the bytes, for the peer."""
     is_first: bool = True
     is_last: bool = True
     work: Any = None
-    """What moves them, if that is this end."""
+    """The operation that moves the bytes, if this end moves them."""
 
 
 @attrs.frozen(eq=False)
@@ -132,7 +133,7 @@ class ComingOffer:
     """Bytes of a message that the peer offers."""
 
     meta: TensorMeta | None
-    """Of the whole message, in its first offer."""
+    """Describes the whole message; only in its first offer."""
     nbytes: int
     place: Any
 
@@ -145,11 +146,11 @@ class ComingMessage(PartialMessage):
     def __init__(self, meta: TensorMeta | None) -> None:
         super().__init__(meta)
         self.state: Any = None
-        """The transport's own, for a call that resumes the message."""
+        """For the transport's own use, when a call resumes the message."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes are in memory of this end, so that the peer is not needed."""
+        """Whether all bytes are in this end's memory, so that the peer is not needed."""
         return self.own is not None and self.got == self.nbytes
 
 
@@ -163,16 +164,17 @@ class _ComingOffers:
         self._most = most
         self._offers: deque[ComingOffer] = deque()
         self._missing = 0
-        """Bytes of the last message that are still to be offered."""
+        """Bytes of the last message that were not offered yet."""
         self._incomplete = 0
-        """How many of the last offers belong to a message that is not wholly offered."""
+        """How many offers belong to a message whose other bytes were not offered yet."""
         self._no_more = False
         self._stopped = False
 
     def add(self, prefix: bytes, nbytes: int, read_place: Callable[[TensorMeta | None], Any]) -> None:
-        """
+        """Add an offer of the peer.
+
         Raises:
-            WireError: the offer contradicts earlier ones, or is one too many.
+            WireError: the offer contradicts earlier ones, or there are too many.
         """
         with self._lock:
             if bool(prefix) is bool(self._missing):
@@ -189,8 +191,8 @@ class _ComingOffers:
             self._changed.notify_all()
 
     def end(self, survives: Callable[[ComingOffer], bool]) -> bool:
-        """Expect no more. Keep whole messages whose offers all survive, up to the first that does not; return
-        whether any were dropped."""
+        """Expect no more offers. Keep the offers of whole messages, up to the first offer that does not
+        survive. Return whether any offers were dropped."""
         with self._lock:
             self._no_more = True
             whole = list(self._offers)[: len(self._offers) - self._incomplete]
@@ -202,21 +204,23 @@ class _ComingOffers:
             return dropped > 0
 
     def stop(self) -> None:
-        """Let nothing more be taken, and wake the threads that wait."""
+        """Refuse to hand out more offers, and wake the threads that wait for one."""
         with self._lock:
             self._stopped = True
             self._changed.notify_all()
 
     def check(self) -> None:
-        """
+        """Check that offers can still be taken.
+
         Raises:
-            KvplugError: nothing more can be taken; the error says why.
+            KvplugError: no more offers can be taken; the error says why.
         """
         if self._stopped or self._lifecycle.broken or (self._no_more and not self._offers):
             raise self._lifecycle.error()
 
     def oldest(self, deadline: Deadline) -> ComingOffer | None:
-        """Wait for an offer and return it; it stays. ``None``: none came in time. Raises as :meth:`check`."""
+        """Wait for an offer and return it, but do not remove it. Return ``None`` if no offer came in time.
+        Raises as :meth:`check`."""
         with self._lock:
             self.check()
             while not self._offers:
@@ -226,12 +230,12 @@ class _ComingOffers:
             return self._offers[0]
 
     def after(self, count: int) -> list[ComingOffer]:
-        """Return all but the oldest ``count``."""
+        """Return all offers except the oldest ``count``."""
         with self._lock:
             return list(self._offers)[count:]
 
     def take(self, count: int) -> None:
-        """Remove the oldest ``count``. After the end there may be fewer."""
+        """Remove the oldest ``count`` offers, or all if there are fewer, as after :meth:`end`."""
         with self._lock:
             for _ in range(min(count, len(self._offers))):
                 self._offers.popleft()
@@ -239,12 +243,12 @@ class _ComingOffers:
             self._changed.notify_all()
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait for a change: an offer came or was taken, or the pipe ends."""
+        """Wait until an offer comes or is taken, or the pipe ends."""
         with self._lock:
             self._changed.wait(deadline.remaining())
 
     def wait_until_taken(self, deadline: Deadline) -> None:
-        """Wait until nothing is left to take, or :meth:`stop`."""
+        """Wait until all offers are taken, or :meth:`stop` is called."""
         with self._lock:
             while self._offers and not self._stopped and not deadline.expired:
                 self._changed.wait(deadline.remaining())
@@ -253,14 +257,14 @@ class _ComingOffers:
 class OfferPipe(DuplexPipe):
     """The base of pipes that move messages out of the sender's memory; see this module's docstring.
 
-    Law of order on a device. A message that was sent behind late kernels carries their result: it is offered
-    when the device has passed the mark that the call set on the caller's current stream, and the caller does
-    not wait for that. Memory of the caller is written only after its current stream has done what it was
-    given before the call. A message in new memory, or copied to where it belongs, is there for what the
-    caller queues next. No work on a device waits for the peer.
+    Law of order on a device. A sent message contains the results of all work that was queued earlier on the
+    caller's current stream. The call sets a mark on that stream, and the message is offered when the device
+    has passed the mark; the caller does not wait for it. A receive writes the caller's memory only after the
+    work that was queued earlier on the caller's current stream. Work that the caller queues on that stream
+    afterwards sees the message. No work on a device waits for the peer.
 
     A subclass sets :attr:`NAME`, calls :meth:`_start` when it is complete, and implements :meth:`_move`. It
-    overrides what else it needs of the methods below "what a transport writes".
+    may override the other methods below "what a transport writes".
     """
 
     Backoff: TypeAlias = Backoff
@@ -284,22 +288,22 @@ class OfferPipe(DuplexPipe):
     NAME: ClassVar[str]
     """The transport's name, for messages and the worker's thread."""
     MAX_OFFERS: ClassVar[int] = 64
-    """The most offers that are not taken. It bounds what a receiver that stops has to store."""
+    """The most offers that may wait to be taken. This bounds the memory of a peer that does not receive."""
     MAX_RUNS: ClassVar[int] = 1024
-    """Blocks of more layers than this are gathered and scattered, instead of moved where they lie."""
+    """Blocks of more layers than this are gathered and scattered. Others are moved in place."""
 
     AWAITS_DEVICE: ClassVar[bool] = False
-    """Whether a message is moved into new memory, too, only when the caller's stream is done: for a transport
-    that has no streams of its own, and waits for copies that a busy device would hold up."""
+    """Whether a receive into new memory also waits for the caller's stream. For a transport without streams
+    of its own: it waits for its copies, and a busy device would delay them."""
 
     @attrs.frozen(kw_only=True)
     class Settings(DuplexPipe.Settings):
-        """What a pipe takes from its endpoint's context and options. A transport adds its own."""
+        """The settings from the endpoint's context and options. A transport adds its own."""
 
         device: TensorDevice
         """The device of the tensors."""
         max_in_flight_bytes: int
-        """The most bytes that may be sent and not taken."""
+        """The most bytes that may be sent before the peer takes them."""
         copy_bytes: int = 0
         """Messages of up to this size are copied when they are sent."""
 
@@ -324,25 +328,25 @@ class OfferPipe(DuplexPipe):
         """Guards the messages both ways. Re-entrant: a signal handler may abort the pipe while its thread
         holds the lock."""
         self._queue: deque[SentMessage] = deque()
-        """Messages for which offers have still to be made."""
+        """Messages that are not wholly in offers yet."""
         self._pending: deque[Offer] = deque()
-        """Offers that are not announced."""
+        """Offers that are not announced yet."""
         self._announced: deque[Offer] = deque()
         """Offers that are announced and still in use."""
         self._num_taken = 0
-        """How many of those the peer has taken."""
+        """How many of the announced offers the peer has taken."""
         self._unresolved: dict[int, SentMessage] = {}
         """Messages whose transfers have not ended, by identity."""
         self._coming = _ComingOffers(self._lock, self._lifecycle, self.MAX_OFFERS)
         self._incoming: ComingMessage | None = None
         self._moving = threading.Lock()
-        """Held while memory of the peer's is in use."""
+        """Held while the peer's memory is in use."""
         self._hung: list[object] = []
         """Memory that a device which hangs may still write to."""
         self._wake_fd: int | None = None
         with contextlib.ExitStack() as undo:
             self._stream = settings.device.new_stream()
-            """For what is received: only this pipe uses it."""
+            """For copies of received messages. Only this pipe uses it."""
             undo.callback(self._stream.close)
             with no_fork:
                 self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -355,7 +359,7 @@ class OfferPipe(DuplexPipe):
         self._worker = BackgroundThread(self._work, name=f"kvplug-{self.NAME}", stop=self.abort)
 
     def _start(self) -> None:
-        """Start the worker. If it cannot be started, the channel and the pidfd stay the join's.
+        """Start the worker. If it cannot be started, the join still owns the channel and the pidfd.
 
         Raises:
             ResourceExhaustedError: there are no more threads.
@@ -375,43 +379,46 @@ class OfferPipe(DuplexPipe):
     # -- what a transport writes -------------------------------------------------------------------------
 
     def _prepare(self, message: SentMessage) -> None:
-        """Prepare the memory of a message that is about to be queued. In the caller, without locks."""
+        """Prepare the memory of a message that is about to be queued. Called in the caller's thread, without
+        locks."""
 
     def _next_offer(self, message: SentMessage) -> Offer | None:
-        """Return the next offer of a message, or ``None`` if there is no room for one now. With the lock.
+        """Return the next offer of a message, or ``None`` if there is no room for one now. Called with the
+        lock held.
 
         By default the message is offered as a whole, when its content is ready.
         """
         return Offer(message, message.content.nbytes, message.content.ready, message.place)
 
     def _place_of(self, offer: Offer) -> Any:
-        """Return the place of an offer that is ready and announced now. With the lock."""
+        """Return the place of an offer that is about to be announced. Called with the lock held."""
         return offer.place
 
     def _is_unused(self, offer: Offer) -> bool:
-        """Whether this end's device does not use the memory of an offer that the peer has taken. With the
-        lock.
+        """Whether this end's device no longer uses the memory of an offer that the peer has taken. Called
+        with the lock held.
 
         Raises:
-            WireError: the peer cannot have taken it.
+            WireError: the peer cannot have taken the offer.
         """
         return True
 
     def _taken_back(self, offer: Offer) -> None:
-        """The memory of an offer belongs to this end again. With the lock."""
+        """Reuse the memory of an offer, which belongs to this end again. Called with the lock held."""
 
     def _forget(self, message: SentMessage) -> None:
-        """The message was taken, or will not be queued. Maybe with the lock."""
+        """Release the transport's data of a message that was taken or will not be queued. The lock may be
+        held."""
 
     def _read_place(self, meta: TensorMeta | None, nbytes: int, place: Any) -> Any:
-        """Return the place in an offer of the peer as this end's receivers need it. ``meta`` is ``None``
+        """Convert the place in an offer of the peer to the form that :meth:`_move` uses. ``meta`` is ``None``
         except in the first offer of a tensor.
 
         Raises:
-            WireError: there cannot be such a place.
+            WireError: the place is not valid.
         """
         if place is not None:
-            raise WireError("it says where bytes lie that this transport does not move")
+            raise WireError("it names a place, but this transport does not use places")
 
     def _survives(self, offer: ComingOffer) -> bool:
         """Whether an offer can be moved even though the peer has ended."""
@@ -426,43 +433,45 @@ class OfferPipe(DuplexPipe):
         self, message: ComingMessage, memory: list[Tensor], deadline: Deadline, *, in_place: bool
     ) -> bool:
         """Move the rest of a message into ``memory``, contiguous tensors that may be written now, and count
-        the bytes in ``message.got``. Call :meth:`_take` for each offer. In the caller's thread.
+        the bytes in ``message.got``. Call :meth:`_take` for each offer. Called in the caller's thread.
 
-        Returns False at the deadline. Nothing is written any more when it returns or raises, unless
-        ``in_place`` is False, and it returns: then the next call goes on.
+        Returns False at the deadline. When it returns or raises, nothing may write to ``memory`` any more.
+        The exception: if it returns and ``in_place`` is False, writes may continue until the next call
+        resumes.
 
         Raises:
             KvplugError: the pipe has ended or fails, or its memory cannot be used.
         """
 
     def _on_value(self, kind: str, content: list[Any]) -> None:
-        """Handle a value of the transport's own. In the worker.
+        """Handle a value that only this transport has. Called in the worker.
 
         Raises:
-            WireError: there is no such value.
+            WireError: the transport has no such value.
         """
         raise WireError(f"it sent a value that the pipe {self.NAME!r} does not know")
 
     def _step(self) -> bool:
-        """Do in the worker what can be done now. Return whether to look again soon."""
+        """Do the work that is possible now, without waiting. Called in the worker. Return whether to call
+        this again soon."""
         self._announce()
         if self._num_taken:
             self._settle()
         return bool(self._pending or self._num_taken)
 
     def _look(self) -> None:
-        """Check now and then, in the worker, that the transport still works."""
+        """Check that the transport still works. Called in the worker from time to time."""
 
     def _revoke(self) -> bool:
-        """Make sure that the peer does not take memory for a message which this end takes back now. Any
-        thread, without waiting. Idempotent.
+        """Keep the peer from reading the memory of messages that were not taken, because this end is about to
+        reuse it. Called in any thread; must not wait. Idempotent.
 
-        False: that takes time, and the transport calls :meth:`_fail_transfers` when it is done.
+        Return False if that takes time. The transport then calls :meth:`_fail_transfers` when it is done.
         """
         return True
 
     def _free(self) -> None:
-        """Give back what the pipe has of the transport. In the worker, at the end, when no call uses it."""
+        """Release the transport's resources. Called in the worker at the end, when no call uses them."""
 
     # -- sending -----------------------------------------------------------------------------------------
 
@@ -576,7 +585,7 @@ class OfferPipe(DuplexPipe):
         for key, message in lost.items():
             try:
                 message.transfer.fail(self._lifecycle.error())
-            except BaseException as e:  # Ctrl-C, or of a callback; the other transfers must fail, too
+            except BaseException as e:  # Ctrl-C, or raised by a callback; the other transfers must fail too
                 interrupted = e
             self._unresolved.pop(key, None)  # only now: a forked child ends what is in there
         if interrupted is not None:
@@ -652,7 +661,8 @@ class OfferPipe(DuplexPipe):
         return in_place
 
     def _keep(self, message: ComingMessage, memory: list[Tensor]) -> None:
-        """Copy what has arrived out of the caller's memory, which belongs to the caller again after this."""
+        """Copy the bytes that have arrived out of the caller's memory, since the caller may use it after
+        this."""
         own = message.allocate_own(self._new_tensor, self._fail)
         flat, at = bytes_of(own), 0
         with self._copying(own, *memory):
@@ -664,7 +674,7 @@ class OfferPipe(DuplexPipe):
 
     @contextlib.contextmanager
     def _copying(self, *memory: Tensor) -> Iterator[None]:
-        """Queue copies on the pipe's own stream while the block runs; at its end they are done."""
+        """Run a block that queues copies on the pipe's own stream, and wait for the copies at its end."""
         with self._stream.current():
             yield
             copied = self._device.now(memory[0].device)
@@ -682,7 +692,8 @@ class OfferPipe(DuplexPipe):
             raise
 
     def _poll(self, is_done: Callable[[], bool], check: Callable[[], object], deadline: Deadline) -> bool:
-        """Wait until ``is_done()``; return False at the deadline. ``check``, called in between, may raise."""
+        """Wait until ``is_done()``. Return False at the deadline. ``check`` is called between polls, and may
+        raise."""
         backoff = Backoff()
         while not is_done():
             check()
@@ -702,7 +713,7 @@ class OfferPipe(DuplexPipe):
                 self._tell("goodbye", True)
 
     def _release(self) -> None:
-        """The worker, which is woken, gives everything back."""
+        """Wake the worker, which releases everything."""
         is_revoked = self._revoke()
         self._coming.stop()
         self._end_sending(is_revoked)
@@ -743,7 +754,7 @@ class OfferPipe(DuplexPipe):
     # -- the worker --------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, *content: Any) -> None:
-        """Send the peer a value. Any thread, maybe with the lock."""
+        """Send the peer a value. Called in any thread; the lock may be held."""
         try:
             self.channel.send([kind, *content], timeout=_SEND_S)
         except (ClosedError, PeerGoneError, WireError):
@@ -781,7 +792,7 @@ class OfferPipe(DuplexPipe):
                 self._stream.close()
 
     def _serve(self) -> None:
-        """Until the pipe has ended."""
+        """Do the worker's part until the pipe has ended."""
         silence_s = self._silence_s
         interval_s = _POLL_S if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
         last_received = next_beat = time.monotonic()
@@ -818,8 +829,8 @@ class OfferPipe(DuplexPipe):
         return bool(ready)
 
     def _read(self) -> bool:
-        """Handle the next value, if it has arrived. Return whether it had. One at a time: a look for another
-        would hold up the thread that this one has woken."""
+        """Handle the next value if it has arrived, and return whether it had. Handle one value at a time,
+        since looking for another one would delay the thread that the first one has woken."""
         try:
             value = self.channel.recv(0)
         except TimeoutError:
@@ -857,7 +868,7 @@ class OfferPipe(DuplexPipe):
         self._on_peer_gone()
 
     def _give_back(self) -> None:
-        """In the worker, at the end: give everything back, except what the peer has to agree to."""
+        """Release everything at the end, in the worker, except memory that the peer may still use."""
         with self._moving:
             self._free()
             if self._incoming is not None and not self._incoming.is_complete:

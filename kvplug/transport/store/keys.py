@@ -1,4 +1,4 @@
-"""Keys of pages: 32 bytes that identify what a page's KV is computed from.
+"""Keys of pages. A key has 32 bytes, and identifies everything that a page's KV is computed from.
 
 The *chain* of a page is a hash over the model, the extra, and every token up to the page's end: it hashes the
 previous page's chain and the page's own tokens. So equal prefixes have equal chains, and the chains of a
@@ -38,6 +38,15 @@ _MASK: Final = b"kvplug mask"
 _FOREIGN: Final = b"kvplug foreign"
 
 
+def _hash_in(namespace: bytes, name: bytes, purpose: bytes) -> bytes:
+    """Return the hash of a name in a namespace. The namespace's length is hashed too, so that bytes that move
+    from one of them to the other give another hash."""
+    hashed = _hash(len(namespace).to_bytes(8, "little"), person=purpose)
+    hashed.update(namespace)
+    hashed.update(name)
+    return hashed.digest()
+
+
 class ChainMemo:
     """Computes chains, and remembers recent ones, so that pages which are seen again are not hashed again.
 
@@ -45,8 +54,8 @@ class ChainMemo:
     cannot be confused. Not thread-safe.
 
     Args:
-        max_pages: when the memo has so many pages, it forgets the older half. A page of 16 tokens takes about
-            200 bytes.
+        max_pages: when the memo has this many pages, it forgets the older half. A page of 16 tokens takes
+            about 200 bytes.
     """
 
     def __init__(self, max_pages: int = 1 << 16) -> None:
@@ -68,10 +77,7 @@ class ChainMemo:
                 static scales.
             extra: opaque bytes that the engine adds for this request: adapter, media, cache salt.
         """
-        hashed = _hash(len(namespace).to_bytes(8, "little"), person=_ROOT)
-        hashed.update(namespace)
-        hashed.update(extra)
-        return hashed.digest()
+        return _hash_in(namespace, extra, _ROOT)
 
     @staticmethod
     def next_chain(parent: bytes, packed_tokens: bytes) -> bytes:
@@ -176,12 +182,10 @@ class Series:
 def foreign_key(namespace: bytes, key: bytes) -> bytes:
     """Return the key of a page that an engine identifies by ``key``.
 
-    ``namespace``: all that the engine's key leaves out: the engine, model, revision, salt, adapter, dtype.
+    ``namespace``: everything that determines the KV and is not in ``key``: the engine, model, revision,
+    salt, adapter, dtype.
     """
-    hashed = _hash(len(namespace).to_bytes(8, "little"), person=_FOREIGN)
-    hashed.update(namespace)
-    hashed.update(key)
-    return hashed.digest()
+    return _hash_in(namespace, key, _FOREIGN)
 
 
 # -- identities --------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _MAX_UNREADABLE: Final = 1 << 14
-"""Unreadable pages that are remembered. The oldest are forgotten, and then fail once more."""
+"""The most unreadable pages that are remembered. A forgotten page is tried again, and fails once more."""
 _SLOW_S: Final = 5.0
 """A call that took longer before it failed is not repeated: it may have waited for a lock."""
 _RETRY_S: Final = 30.0

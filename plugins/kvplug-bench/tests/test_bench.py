@@ -246,7 +246,7 @@ def test_what_was_not_measured_is_one_row_that_says_why():
         (["--baseline", "memcpy,glo"], "no baseline is named 'glo'; did you mean 'gloo'?"),
         (["--sizes", "1MiB,64M"], "'M' is not a unit of size"),
         (["--sizes", "16"], "sizes must be multiples of 4, and at least 64 bytes; 16 B was given"),
-        (["--idle", "soon"], "'soon' was given; expected is a time of at least 0"),
+        (["--idle", "soon"], "'soon' was given; allowed is a time of at least 0"),
         (["--device", "cpu,cuda"], "'cpu,cuda' is neither one device nor two of the same kind"),
         (["--plot", "a.jpg"], "'a.jpg' is not a .png or .svg file"),
         (["--plot", "/nope/a.svg"], "'/nope/a.svg' cannot be written: No such file or directory"),

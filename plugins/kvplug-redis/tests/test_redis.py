@@ -313,7 +313,7 @@ def test_what_is_wrong_is_named_and_no_password_is_shown(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"address": ["a b"]}, "cannot be a host"),
+        ({"address": ["a b"]}, "is not a host name"),
         ({"address": ["a:1", "b:2"]}, "mode is single"),
         ({"user": "kv"}, "password_file: nothing was given"),
         ({"password_file": "/nowhere"}, "cannot be read"),

