@@ -1,4 +1,8 @@
-"""Loads that vLLM counts on before they have succeeded."""
+"""Loads that fail after vLLM has counted on them.
+
+When vLLM plans a load, it already offers the load's blocks to other requests as cached, and counts its tokens
+as cached. If the load fails, vLLM takes back only a part of this; the classes of this module do the rest.
+"""
 
 from __future__ import annotations
 

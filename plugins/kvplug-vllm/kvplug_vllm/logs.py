@@ -1,4 +1,4 @@
-"""Sends kvplug's log lines through vLLM's handlers."""
+"""Sends kvplug's log lines through vLLM's handlers, which vLLM gives to its own logger only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tracks the requests whose blocks vLLM keeps until a worker reports them."""
+"""The requests whose blocks vLLM keeps until a worker reports them.
+
+vLLM fails an assertion, which ends its engine, if a worker reports a request that it does not wait for, or
+reports one twice.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,8 @@ class NewlyPending:
 class PendingRequests:
     """Requests that load, or that have ended and whose blocks are held.
 
-    vLLM frees a request's blocks when the request is reported, and fails an assertion if it is reported
-    again, so the connector makes it wait for one report only. In a MultiConnector, one child may load a
-    request whose blocks another child would hold.
+    vLLM frees a request's blocks at the first report, so it is made to wait for one report of each request
+    only. In a MultiConnector, one child may load a request whose blocks another child would hold.
     """
 
     def __init__(self) -> None:

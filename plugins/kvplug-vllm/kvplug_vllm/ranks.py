@@ -1,4 +1,4 @@
-"""Data-parallel ranks. Each is a separate engine."""
+"""Data-parallel ranks. Each is a separate engine, and vLLM gives a request to any of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ _log = logging.getLogger(__name__)
 def log_address_of(rank: int, config: Config) -> None:
     """Log the address of data-parallel rank ``rank``, or that it loads from one rank of its producer only.
 
-    At both servers vLLM gives a request to any rank, and the numbers of ranks may differ. So a consumer must
-    name each rank of its producer. An engine cannot check this: for a model without experts it knows its
-    rank, but not the number of ranks.
+    The numbers of ranks of two servers may differ. So a consumer must name each rank of its producer. An
+    engine cannot check this: for a model without experts it knows its rank, but not the number of ranks.
     """
     if not rank:
         return
