@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from kvplug import CapacityError, PeerGoneError, TimeoutError, TransportError
-from kvplug.net.wire import TensorMeta
+from kvplug.net.wire import TensorMeta, encode
 from kvplug.transport import WireError
-from kvplug_lookup.buffer import reach, server
+from kvplug_lookup.buffer import reach, session
+from kvplug_lookup.buffer.entry import Description, Query
 from kvplug_lookup.buffer.messages import (
     Cancel,
-    Coming,
     Done,
     Failed,
+    Find,
+    Found,
     Granted,
-    Take,
-    key_to_bytes,
+    Send,
     pack,
     unpack,
 )
@@ -32,13 +33,17 @@ META = TensorMeta("float32", (2, 3, 2, 4))
 
 
 def tokens(*ids: int) -> bytes:
-    return key_to_bytes(np.array(ids, np.int64))
+    return np.array(ids, "<i8").tobytes()
 
 
-def coming(call: int, ids: tuple[int, ...] = ASKED, **changed: Any) -> Coming:
+def take(call: int, *ids: int, timeout: float | None = None) -> Find:
+    return Find(call, Query(tokens(*ids), b""), timeout)
+
+
+def found(call: int, ids: tuple[int, ...] = ASKED, *, entry_id: int = 7, **changed: Any) -> Found:
     meta = TensorMeta("float32", (2, len(ids), 2, 4))
-    made = Coming(call, 7, b"", tokens(*ids), b"\1" * len(ids), {}, meta, None, None)
-    return attrs.evolve(made, **changed)
+    entry = Description(tokens(*ids), b"\1" * len(ids), b"", encode({}), meta, None, None)
+    return Found(call, entry_id, attrs.evolve(entry, **changed))
 
 
 class LyingStore:
@@ -64,6 +69,12 @@ class LyingStore:
 
     def send(self, *tensors: torch.Tensor | None) -> list[Any]:
         return [self.data.send_tensor(tensor, timeout=5) for tensor in tensors]
+
+    def serve(self, number: int) -> None:
+        """Announce an entry, and send it when it is asked for."""
+        self.answer(found(number))
+        assert self.receive() == Send(number)
+        self.send(*layers())
 
 
 @pytest.fixture
@@ -93,8 +104,7 @@ def test_an_entry_of_other_tokens_is_never_handed_out(
 ) -> None:
     given = {"min_tokens": 3} if verb == "select" else {}
     call, number = store.asked(verb, timeout=5, **given)
-    store.send(*layers())
-    store.answer(coming(number, **lie))
+    store.answer(found(number, **lie))
     assert "other tokens" in str(call.raised(WireError))
     assert store.end.is_lost  # so that the store has the entry back
 
@@ -111,7 +121,7 @@ def test_memory_is_not_asked_for_before_the_size_is_checked(
     monkeypatch.setattr(torch, "empty", lambda size, **given: taken.append(size) or empty(size, **given))
     given = {"sink": Sink()} if with_sink else {}
     call, number = store.asked("select", timeout=5, **given)
-    store.answer(coming(number, key=TensorMeta("float32", (4, 3, 1 << 40))))
+    store.answer(found(number, key=TensorMeta("float32", (4, 3, 1 << 40))))
     assert "this process can have at most" in str(call.raised(CapacityError))
     assert max(map(np.prod, taken)) < 1000, "more than the store's messages"
 
@@ -133,14 +143,11 @@ def test_an_entry_beyond_the_configs_limit_is_refused_and_the_next_one_comes(
 ) -> None:
     store = LyingStore(joined, max_message_bytes=META.nbytes)
     call, number = store.asked("select", timeout=5)
-    store.answer(coming(number, key=parts[0], value=parts[1]))
+    store.answer(found(number, key=parts[0], value=parts[1]))
     assert f"at most {META.nbytes}" in str(call.raised(CapacityError))
     assert store.receive() == Cancel(number)
-    for meta in parts:
-        store.send(*([] if meta is None else layers(meta)))
     call, number = store.asked("select", timeout=5)
-    store.answer(coming(number))
-    store.send(*layers())
+    store.serve(number)
     assert call.result().key.shape == META.shape
 
 
@@ -157,7 +164,7 @@ def test_an_entry_beyond_the_configs_limit_is_refused_and_the_next_one_comes(
 )
 def test_an_announcement_that_contradicts_itself_is_none(lie: dict[str, Any]) -> None:
     with pytest.raises((WireError, ValueError)):
-        unpack(pack(coming(1, **lie)))
+        unpack(pack(found(1, **lie)))
 
 
 def test_a_signal_larger_than_any_message_is_not_received(store: LyingStore) -> None:
@@ -175,7 +182,7 @@ def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_conne
     before = threading.active_count()
     for number in range(1500):
         try:
-            store.answer(coming(number + 10))
+            store.answer(found(number + 10))
         except PeerGoneError:
             break
     until(lambda: store.end.is_lost)
@@ -184,21 +191,28 @@ def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_conne
         store.end.match([1])
 
 
-def test_entries_of_calls_that_gave_up_are_drained_by_one_thread(store: LyingStore) -> None:
-    numbers = []
-    for _ in range(40):
-        call, number = store.asked("select", timeout=0.02)
-        call.raised(TimeoutError)
-        assert store.receive() == Cancel(number)
-        numbers.append(number)
-    call, number = store.asked("select", timeout=5)
+@pytest.mark.parametrize("rest", [layers()[1:], [None]])
+def test_the_rest_of_an_entry_whose_call_gave_up_is_dropped_by_one_thread(
+    store: LyingStore, rest: list[torch.Tensor | None]
+) -> None:
     before = threading.active_count()
-    store.answer(*(coming(each) for each in numbers))
-    sent = [store.send(*([*layers()[:1], None] if each % 2 else layers())) for each in numbers]
-    until(lambda: all(each.done() for transfers in sent for each in transfers))
+    call, number = store.asked("select", timeout=0.3)
+    store.answer(found(number))
+    assert store.receive() == Send(number)
+    store.send(*layers()[:1])
+    call.raised(TimeoutError)
+    assert store.receive() == Cancel(number)
+    for _ in range(20):
+        call, waiting = store.asked("select", timeout=0.02)
+        store.answer(found(waiting))
+        call.raised(TimeoutError)
+        assert store.receive() == Cancel(waiting), "the tensors of the first entry have not all arrived"
+        store.answer(Failed(waiting, "TimeoutError", "too late"))
     assert threading.active_count() <= before + 1
-    store.answer(coming(number))
-    store.send(*layers())
+    transfers = store.send(*rest)
+    until(lambda: all(each.done() for each in transfers))
+    call, number = store.asked("select", timeout=5)
+    store.serve(number)
     assert call.result().key[1, 0, 0, 0] == 1
 
 
@@ -215,8 +229,7 @@ def test_an_entry_is_the_callers_only_if_the_store_confirms_it(
 ) -> None:
     monkeypatch.setattr(reach, "_SETTLE_S", 0.05)
     call, number = store.asked("drop_select", timeout=0.3)
-    store.answer(coming(number))
-    store.send(*layers())
+    store.serve(number)
     assert store.receive() == Done(number)
     store.answer(*(Granted(number, is_yours) for is_yours in answers))
     assert says in str(call.raised(TimeoutError))
@@ -229,11 +242,11 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
     store = joined.store()
     signal, _ = joined.served(store)
     good = joined.reach(store)
-    for number in range(server.MAX_CALLS):
-        signal.send_tensor(pack(Take(number, tokens(9), b"", None)), timeout=5)
+    for number in range(session.MAX_CALLS):
+        signal.send_tensor(pack(take(number, 9)), timeout=5)
     with pytest.raises(TimeoutError):
         signal.recv_tensor(timeout=0.2)
-    signal.send_tensor(pack(Take(server.MAX_CALLS, tokens(9), b"", None)), timeout=5)
+    signal.send_tensor(pack(take(session.MAX_CALLS, 9)), timeout=5)
     with pytest.raises(PeerGoneError):
         signal.recv_tensor(timeout=5)
     store.insert(*entry([1, 2]))
@@ -247,8 +260,11 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
         torch.zeros(3),
         torch.tensor([*b"garbage"], dtype=torch.uint8),
         torch.tensor([*b"\x91\xa5Match"], dtype=torch.uint8),
-        pack(Take(1, b"1234567", b"", None)),
+        torch.tensor([*encode(["Find", {"call": 1, "query": {"ids": b"1234567", "extra": b""}}])]).byte(),
         pack(Granted(1, True)),
+        pack(Send(1)),
+        pack(Done(1)),
+        pack(Cancel(1)),
     ],
 )
 def test_a_request_that_cannot_be_ends_that_session_only(
@@ -268,14 +284,31 @@ def test_a_request_that_cannot_be_ends_that_session_only(
 def test_an_entry_that_was_not_confirmed_in_time_is_back_and_a_late_confirmation_refused(
     joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_GRACE_S", 0.05)
+    monkeypatch.setattr(session, "_GRACE_S", 0.05)
     store = joined.store()
     signal, data = joined.served(store)
     store.insert(*entry([1, 2]))
-    signal.send_tensor(pack(Take(1, tokens(1, 2), b"", 0.2)))
-    for _ in range(unpack(signal.recv_tensor(timeout=5)).num_tensors):
-        data.recv_tensor(timeout=5)
+    signal.send_tensor(pack(take(1, 1, 2, timeout=0.2)))
+    assert unpack(signal.recv_tensor(timeout=5)).call == 1
     assert store.match([1, 2]) == 0
     until(lambda: store.match([1, 2]) == 2)
+    signal.send_tensor(pack(Send(1)))
+    assert data.recv_tensor(timeout=5) is None
     signal.send_tensor(pack(Done(1)))
     assert unpack(signal.recv_tensor(timeout=5)) == Granted(1, False)
+
+
+def test_an_entry_is_sent_once_and_only_if_there_is_one(joined: Any, entry: Any) -> None:
+    store = joined.store()
+    for is_held in (False, True):
+        signal, _ = joined.served(store)
+        if is_held:
+            store.insert(*entry([1, 2]))
+        signal.send_tensor(pack(take(1, 1, 2)))
+        if is_held:
+            assert unpack(signal.recv_tensor(timeout=5)).call == 1
+            signal.send_tensor(pack(Send(1)))
+        signal.send_tensor(pack(Send(1)))
+        with pytest.raises(PeerGoneError):
+            signal.recv_tensor(timeout=5)
+        until(lambda: store.match([1, 2]) == 2 * is_held)  # noqa: B023

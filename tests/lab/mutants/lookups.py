@@ -7,14 +7,18 @@ import threading
 import time
 from typing import Any, ClassVar
 
+import numpy as np
+
+from kvplug.engine import EntryGoneError
 from kvplug.errors import CapacityError, KvplugError
 from kvplug.net.deadline import Deadline
 from kvplug_lab.mutants import breaks
 from kvplug_lookup.buffer import store as simple
 from kvplug_lookup.buffer.entries import Entries, HeldEntry, Lease
+from kvplug_lookup.buffer.entry import Query, entry_of
 from kvplug_lookup.buffer.index import TokenIndex
 from kvplug_lookup.buffer.reach import ReachingEnd
-from kvplug_lookup.buffer.server import Session
+from kvplug_lookup.buffer.session import Session
 from kvplug_lookup.buffer.store import SimpleStore
 from kvplug_testing import LookupBufferContract
 
@@ -74,39 +78,37 @@ class Mutant(Made):
 class Confused(TokenIndex):
     """Keys are compared by something else than themselves."""
 
-    def confused(self, tokens: Any, extra: bytes) -> tuple[Any, bytes]:
-        return tokens, extra
+    def confused(self, key: bytes, extra: bytes) -> tuple[bytes, bytes]:
+        return key, extra
 
-    def insert(self, entry_id: int, tokens: Any, extra: bytes = b"") -> None:
-        super().insert(entry_id, *self.confused(tokens, extra))
+    def insert(self, entry_id: int, key: bytes, extra: bytes = b"") -> None:
+        super().insert(entry_id, *self.confused(key, extra))
 
-    def match(self, tokens: Any, extra: bytes = b"") -> int:
-        return super().match(*self.confused(tokens, extra))
+    def match(self, key: bytes, extra: bytes = b"") -> int:
+        return super().match(*self.confused(key, extra))
 
-    def longest_match(self, tokens: Any, extra: bytes = b"", min_tokens: int = 1) -> Any:
-        return super().longest_match(*self.confused(tokens, extra), min_tokens)
+    def longest_match(self, key: bytes, extra: bytes = b"", min_tokens: int = 1) -> int | None:
+        return super().longest_match(*self.confused(key, extra), min_tokens)
 
-    def oldest_match(self, tokens: Any, extra: bytes = b"") -> int | None:
-        return super().oldest_match(*self.confused(tokens, extra))
-
-    def oldest(self, extra: bytes = b"") -> int | None:
-        return super().oldest(self.confused([], extra)[1])
+    def oldest_match(self, key: bytes | None, extra: bytes = b"") -> int | None:
+        confused, extra = self.confused(key or b"", extra)
+        return super().oldest_match(None if key is None else confused, extra)
 
 
 @breaks(Mutant, "LOOKUP-1", caught_by="test_ids_are_compared_exactly")
 class TestKeepsThirtyTwoBits(Confused):
     """Of an id only the lower 32 bits are compared."""
 
-    def confused(self, tokens: Any, extra: bytes) -> tuple[Any, bytes]:
-        return tokens & 0xFFFFFFFF, extra
+    def confused(self, key: bytes, extra: bytes) -> tuple[bytes, bytes]:
+        return (np.frombuffer(key, np.int64) & 0xFFFFFFFF).tobytes(), extra
 
 
 @breaks(Mutant, "LOOKUP-1")
 class TestIgnoresExtra(Confused):
     """What was computed with one adapter is found by another."""
 
-    def confused(self, tokens: Any, extra: bytes) -> tuple[Any, bytes]:
-        return tokens, b""
+    def confused(self, key: bytes, extra: bytes) -> tuple[bytes, bytes]:
+        return key, b""
 
 
 @breaks(Mutant, "LOOKUP-1")
@@ -124,14 +126,10 @@ class TestIgnoresTheRoiOfAQuery(SimpleStore):
 class TestNewestWins(Entries):
     """Of several that match the newest is handed out."""
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        found = super()._find_oldest(key, extra)
-        for entry in self._entries.values() if found is not None else ():
-            if (
-                not entry.users
-                and entry.extra == extra
-                and entry.key_tokens.tolist() == found.key_tokens.tolist()
-            ):
+    def _find_oldest(self, query: Query) -> HeldEntry | None:
+        found = super()._find_oldest(query)
+        for entry in self._unused() if found is not None else ():
+            if entry.description.extra == query.extra and entry.ids == found.ids:
                 found = entry
         return found
 
@@ -140,9 +138,9 @@ class TestNewestWins(Entries):
 class TestPrefixOnlyOneWay(Entries):
     """An entry that is longer than the query is not found."""
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        found = super()._find_oldest(key, extra)
-        return None if found and key is not None and len(found.key_tokens) > len(key) else found
+    def _find_oldest(self, query: Query) -> HeldEntry | None:
+        found = super()._find_oldest(query)
+        return None if found and query.ids is not None and len(found.ids) > len(query.ids) else found
 
 
 @breaks(Mutant, "LOOKUP-2")
@@ -161,9 +159,9 @@ class TestStoresTheCallersTensor(SimpleStore):
 class TestMatchWaits(Entries):
     """A match waits for an entry, as long as a call may."""
 
-    def match(self, key: Any, extra: bytes) -> int:
+    def match(self, query: Query) -> int:
         deadline = Deadline.after(8.0)
-        while not (found := super().match(key, extra)) and not deadline.expired:
+        while not (found := super().match(query)) and not deadline.expired:
             time.sleep(0.01)
         return found
 
@@ -196,13 +194,13 @@ class TestMatchWaitsForWhatIsSent(ReachingEnd):
 class TestHandsOneEntryToTwo(Entries):
     """An entry for which two wait is handed to both."""
 
-    def _hand(self, entry: HeldEntry, waiter: Any) -> None:
-        super()._hand(entry, waiter)
-        others = [other for other in self._waiters if other is not waiter and other.wants(entry)]
-        for other in others[:1]:
-            del self._waiters[other]
-            other.lease = waiter.lease
-            other.wake(other)
+    def _hand(self, entry: HeldEntry, lease: Lease) -> None:
+        super()._hand(entry, lease)
+        extra = entry.description.extra
+        for other in [other for other in self._waiting if other.query.is_met_by(entry.ids, extra)][:1]:
+            del self._waiting[other]
+            other.entry = entry
+            other.on_ready(other)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
@@ -217,21 +215,21 @@ class TestLosesTheEntryOfWhoGivesUp(Entries):
 class TestBelievesTheDead(Session):
     """A caller that is gone without a word has got its entry."""
 
-    def _cancel(self, call: Any) -> None:
-        if self._signal.closed and call.lease is not None:
-            self._entries.end(call.lease, taken=call.lease.is_exclusive)
-        super()._cancel(call)
+    def abort(self) -> None:
+        super().abort()
+        for call in list(self._calls.values()):
+            self._entries.end(call.lease, taken=True)
 
 
 @breaks(Mutant, "LOOKUP-4")
 class TestWakesOneOfThoseWhoWait(Entries):
     """An entry is offered to one of those who wait, who may wait for another one."""
 
-    def _offer_to_waiters(self, entry: HeldEntry) -> None:
-        waiters = self._waiters
-        self._waiters = dict(list(waiters.items())[:1])
-        super()._offer_to_waiters(entry)
-        self._waiters |= dict(list(waiters.items())[1:])
+    def _offer_to_waiting(self, entry: HeldEntry) -> None:
+        waiting = self._waiting
+        self._waiting = dict(list(waiting.items())[:1])
+        super()._offer_to_waiting(entry)
+        self._waiting |= dict(list(waiting.items())[1:])
 
 
 # -- room ------------------------------------------------------------------------------------------
@@ -294,7 +292,7 @@ class TestSendsUnderItsLock(Session):
         send = data.send_tensor
 
         def send_tensor(*args: Any, **given: Any) -> Any:
-            with entries._lock:
+            with entries._changed:
                 return send(*args, **given)
 
         data.send_tensor = send_tensor
@@ -308,11 +306,9 @@ class TestSendsUnderItsLock(Session):
 class TestLooksAtEveryEntry(Entries):
     """Finding is a walk through all that is stored."""
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        for entry in self._entries.values():
-            size = len(entry.key_tokens) if key is None else min(len(entry.key_tokens), len(key))
-            matches = key is None or (size and entry.key_tokens[:size].tolist() == key[:size].tolist())
-            if matches and entry.extra == extra and not entry.users:
+    def _find_oldest(self, query: Query) -> HeldEntry | None:
+        for entry in self._unused():
+            if query.is_met_by(entry.ids, entry.description.extra):
                 return entry
         return None
 
@@ -324,22 +320,25 @@ class TestLooksAtEveryEntry(Entries):
 class TestSelectWaits(Entries):
     """Where nothing shares enough, select waits for an entry that does."""
 
-    def read(self, *args: Any) -> Lease | None:
+    def find(self, query: Query, on_ready: Any) -> Lease:
         deadline = Deadline.after(8.0)
-        while (lease := super().read(*args)) is None and not deadline.expired:
-            time.sleep(0.01)
-        return lease
+        while True:
+            try:
+                return super().find(query, on_ready)
+            except EntryGoneError:
+                if deadline.expired:
+                    raise
+                time.sleep(0.01)
 
 
 @breaks(Mutant, "LOOKUP-7")
 class TestTakesUnderAReader(Entries):
     """An entry that is being read can be taken out."""
 
-    def _lease(self, entry: HeldEntry, *, exclusive: bool) -> Lease:
-        lease = super()._lease(entry, exclusive=exclusive)
-        if not exclusive:
+    def _hand(self, entry: HeldEntry, lease: Lease) -> None:
+        super()._hand(entry, lease)
+        if not lease.is_exclusive and entry.readers == 1:
             self._index.resume(entry.entry_id)
-        return lease
 
 
 @breaks(Mutant, "LOOKUP-7", caught_by="test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays")
@@ -365,7 +364,7 @@ class TestReadersGetTheEntryItself(SimpleStore):
         entry = self._entries._entries.get(got.header.entry_id)
         if entry is None or given.get("sink") is not None:
             return got
-        return simple._entry(entry.header, entry.key, entry.value, entry.hidden)
+        return entry_of(got.header, entry.key, entry.value, entry.hidden)
 
 
 # -- everything with an end ------------------------------------------------------------------------
@@ -383,8 +382,8 @@ class TestCloseLeavesThoseWhoWait(Entries):
 class TestAnswersAfterItsEnd(Entries):
     """A store that is closed still says what it holds: nothing."""
 
-    def match(self, key: Any, extra: bytes) -> int:
-        return 0 if self.closed else super().match(key, extra)
+    def match(self, query: Query) -> int:
+        return 0 if self.closed else super().match(query)
 
 
 @breaks(Mutant, "ALL-1")
@@ -430,8 +429,8 @@ class TestGivesUpEarly(Entries):
 class TestWaitsForAnAnswerForEver(ReachingEnd):
     """A reaching end waits for an answer as long as it takes."""
 
-    def _answer(self, call: Any, deadline: Deadline, what: str) -> Any:
-        return super()._answer(call, Deadline.after(None), what)
+    def _answer(self, call: Any, kind: Any, deadline: Deadline, what: str) -> Any:
+        return super()._answer(call, kind, Deadline.after(None), what)
 
 
 @breaks(Mutant, "ALL-6")

@@ -10,7 +10,7 @@ from kvplug_lookup.buffer.reach import ReachingEnd
 from kvplug_lookup.buffer.store import SimpleStore
 
 if TYPE_CHECKING:
-    from kvplug.transport import LookupEndpoint, Pipe
+    from kvplug.transport import Pipe
 
 
 class SimpleEndpoint(LookupEndpoint):

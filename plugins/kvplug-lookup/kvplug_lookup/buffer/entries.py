@@ -10,9 +10,9 @@ An entry that is handed over is not in the index, so no other caller finds it un
 count against the budget from before it is copied in until it is gone *and* the last transfer that reads its
 memory has ended.
 
-There is one lock. Tensors are copied and sent outside it. Inserts wait for room on a condition. A caller that
-wants to take an entry is a :class:`Waiter` in a queue. An entry that becomes free is *handed* to the first
-waiter that it matches, so no wake-up can reach the wrong caller.
+There is one lock. Tensors are copied and sent outside it. A lease to take may wait for its entry: an entry
+that becomes free is *handed* to the first waiting lease that it matches, so no wake-up can reach the wrong
+caller.
 """
 
 from __future__ import annotations
@@ -25,80 +25,68 @@ import attrs
 from torch import Tensor
 
 from kvplug import ClosedError, KvplugError, TimeoutError
-from kvplug.transport import Deadline, Entry
-from kvplug_lookup.buffer.index import TokenArray, TokenIndex
+from kvplug.engine import EntryGoneError
+from kvplug.transport import Deadline
+from kvplug_lookup.buffer.entry import Description, Query
+from kvplug_lookup.buffer.index import TokenIndex
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False)
 class HeldEntry:
     """One entry and its state in the store."""
 
-    header: Entry.Header
-    extra: bytes
-    key_tokens: TokenArray
-    """Tokens under the roi."""
+    description: Description
     key: Tensor | None
     value: Tensor | None
     hidden: Tensor | None
-    nbytes: int
-    born: float
+    ids: bytes = attrs.field(init=False)
+    """The token ids under the roi."""
+    entry_id: int = attrs.field(default=0, init=False)
+    """Ascending with age."""
+    born: float = attrs.field(factory=time.monotonic, init=False)
     """Time of the insert, by the monotonic clock."""
-    readers: int = 0
+    readers: int = attrs.field(default=0, init=False)
     """Number of read leases that have not ended."""
-    users: int = 0
+    users: int = attrs.field(default=0, init=False)
     """Number of leases and transfers that still need its memory."""
-    is_gone: bool = False
+    is_gone: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.ids = self.description.ids()
 
     @property
-    def entry_id(self) -> int:
-        return self.header.entry_id
+    def nbytes(self) -> int:
+        return self.description.nbytes
 
 
 @attrs.define(eq=False)
 class Lease:
-    """One caller's permission to use an entry until the lease ends."""
+    """One caller's permission to use an entry until the lease ends, or its wait for one to take."""
 
-    entry: HeldEntry
-    is_exclusive: bool
-    """A lease to take the entry, not to read it."""
+    query: Query
+    on_ready: Callable[[Lease], None]
+    """Called under the lock when it gets ``entry`` or ``error``. Must not block."""
+    entry: HeldEntry | None = None
+    error: KvplugError | None = None
     is_over: bool = False
 
-
-@attrs.define(eq=False, kw_only=True)
-class Waiter:
-    """A caller that wants to take an entry. At most one of ``lease`` and ``error`` is set."""
-
-    key: TokenArray | None
-    """``None``: any entry."""
-    extra: bytes
-    wake: Callable[[Waiter], None]
-    """Called under the lock when ``lease`` or ``error`` is set. Must not block."""
-    lease: Lease | None = None
-    error: KvplugError | None = None
-
-    def wants(self, entry: HeldEntry) -> bool:
-        if entry.extra != self.extra:
-            return False
-        if self.key is None:
-            return True
-        size = min(self.key.size, entry.key_tokens.size)
-        return size > 0 and bool((self.key[:size] == entry.key_tokens[:size]).all())
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether it is to take the entry."""
+        return not self.query.min_tokens
 
 
 class Entries:
     """The entries that a store shares with the sessions of its reaching ends. Thread-safe."""
 
     def __init__(self, budget_bytes: int, *, evict: str, ttl_s: float | None) -> None:
-        self._lock = threading.Lock()
-        self._has_room = threading.Condition(self._lock)
-        self._is_idle = threading.Condition(self._lock)
-        self._waiters: dict[Waiter, None] = {}  # first come, first served
+        self._changed = threading.Condition(threading.Lock())
+        self._waiting: dict[Lease, None] = {}  # first come, first served
         self._index = TokenIndex()
         self._entries: dict[int, HeldEntry] = {}  # in order of age; entries handed over stay in it
         self._next_id = 1
         self._num_leases = 0
         self._budget_bytes = budget_bytes
-        self._bytes_lent = 0
         self._evict = evict
         self._ttl_s = ttl_s
         self.bytes_used = 0
@@ -117,7 +105,7 @@ class Entries:
             TimeoutError: there was no room in time.
             ClosedError: the store is closed, perhaps during the wait.
         """
-        with self._lock:
+        with self._changed:
             while True:
                 self._check_open()
                 now = time.monotonic()
@@ -125,33 +113,33 @@ class Entries:
                     self.bytes_used += nbytes
                     return
                 if deadline.expired:
+                    lent = self.bytes_used - sum(entry.nbytes for entry in self._unused())
                     raise TimeoutError(
                         f"no room for an entry of {nbytes} bytes: {self.bytes_used} of"
-                        f" {self._budget_bytes} bytes are used by {len(self)} entries,"
-                        f" {self._bytes_lent} of them lent"
+                        f" {self._budget_bytes} bytes are used by {len(self)} entries, {lent} of them lent"
                     )
                 expiry = self._next_expiry(now)
                 until = deadline if expiry is None else Deadline(min(deadline.at, expiry))
-                self._has_room.wait(until.remaining())
+                self._changed.wait(until.remaining())
 
     def return_bytes(self, nbytes: int) -> None:
-        with self._lock:
+        with self._changed:
             self.bytes_used -= nbytes
-            self._has_room.notify_all()
+            self._changed.notify_all()
 
-    def add(self, make: Callable[[int], HeldEntry]) -> int:
-        """Add the entry that ``make`` returns for a new id; its bytes are reserved. Return the id.
+    def add(self, entry: HeldEntry) -> int:
+        """Add an entry whose bytes are reserved. Return its id.
 
         Raises:
             ClosedError: the store was closed meanwhile.
         """
-        with self._lock:
+        with self._changed:
             self._check_open()
-            entry = make(self._next_id)
+            entry.entry_id = self._next_id
             self._next_id += 1
             self._entries[entry.entry_id] = entry
             self._offer(entry)
-            self._has_room.notify_all()  # the new entry may be evictable
+            self._changed.notify_all()  # the new entry may be evictable
         return entry.entry_id
 
     def _make_room(self, nbytes: int, now: float) -> bool:
@@ -185,75 +173,78 @@ class Entries:
 
     # -- finding -------------------------------------------------------------------------------
 
-    def match(self, key: TokenArray, extra: bytes) -> int:
-        with self._lock:
+    def match(self, query: Query) -> int:
+        with self._changed:
             self._check_open()
-            return self._index.match(key, extra)
+            return self._index.match(query.ids or b"", query.extra)
 
-    def read(self, key: TokenArray, extra: bytes, min_tokens: int) -> Lease | None:
-        """Lease for reading the entry that shares the longest prefix of at least ``min_tokens``."""
-        with self._lock:
-            self._check_open()
-            found = self._index.longest_match(key, extra, min_tokens)
-            return None if found is None else self._lease(self._entries[found[0]], exclusive=False)
+    def find(self, query: Query, on_ready: Callable[[Lease], None]) -> Lease:
+        """Return a lease that has, or will get, an entry or an error. One to take may wait for its entry.
 
-    def take(self, waiter: Waiter) -> None:
-        """Lease the oldest match for taking, now or when one is free. Then ``waiter.wake`` is called."""
-        with self._lock:
-            self._check_open()
-            entry = self._find_oldest(waiter.key, waiter.extra)
-            if entry is None:
-                self._waiters[waiter] = None
+        End the lease in any case. The error is ``EntryGoneError`` if no entry shares enough tokens with a
+        query to read, or ``ClosedError``.
+        """
+        lease = Lease(query, on_ready)
+        with self._changed:
+            find = self._find_oldest if lease.is_exclusive else self._find_longest
+            if self.closed:
+                self._refuse(lease, _closed())
+            elif (entry := find(query)) is not None:
+                self._hand(entry, lease)
+            elif lease.is_exclusive:
+                self._waiting[lease] = None
             else:
-                self._hand(entry, waiter)
+                self._refuse(lease, EntryGoneError(f"{query}: no entry shares enough tokens"))
+        return lease
 
-    def withdraw(self, waiter: Waiter) -> Lease | None:
-        """Stop waiting. Return the lease if the waiter has got one."""
-        with self._lock:
-            self._waiters.pop(waiter, None)
-            return waiter.lease
+    def _find_oldest(self, query: Query) -> HeldEntry | None:
+        found = self._index.oldest_match(query.ids, query.extra)
+        return None if found is None else self._entries[found]
 
-    def _find_oldest(self, key: TokenArray | None, extra: bytes) -> HeldEntry | None:
-        found = self._index.oldest(extra) if key is None else self._index.oldest_match(key, extra)
+    def _find_longest(self, query: Query) -> HeldEntry | None:
+        found = self._index.longest_match(query.ids or b"", query.extra, query.min_tokens)
         return None if found is None else self._entries[found]
 
     def _offer(self, entry: HeldEntry) -> None:
-        """Hand a free entry to the first waiter that it matches, or make it findable."""
-        self._index.insert(entry.entry_id, entry.key_tokens, entry.extra)
-        self._offer_to_waiters(entry)
+        """Make a free entry findable, and hand it to the first waiting lease that it matches."""
+        self._index.insert(entry.entry_id, entry.ids, entry.description.extra)
+        self._offer_to_waiting(entry)
 
-    def _offer_to_waiters(self, entry: HeldEntry) -> None:
-        for waiter in self._waiters:
-            if waiter.wants(entry):
-                del self._waiters[waiter]
-                self._hand(entry, waiter)
+    def _offer_to_waiting(self, entry: HeldEntry) -> None:
+        for lease in self._waiting:
+            if lease.query.is_met_by(entry.ids, entry.description.extra):
+                del self._waiting[lease]
+                self._hand(entry, lease)
                 return
 
-    def _hand(self, entry: HeldEntry, waiter: Waiter) -> None:
-        waiter.lease = self._lease(entry, exclusive=True)
-        waiter.wake(waiter)
-
-    # -- leases --------------------------------------------------------------------------------
-
-    def _lease(self, entry: HeldEntry, *, exclusive: bool) -> Lease:
-        """Lease a free entry, or for a reader one that others are reading."""
-        if exclusive:
+    def _hand(self, entry: HeldEntry, lease: Lease) -> None:
+        if lease.is_exclusive:
             self._index.remove(entry.entry_id)
         else:
             self._index.suspend(entry.entry_id)
             entry.readers += 1
         self._num_leases += 1
-        self._add_user(entry)
-        return Lease(entry, exclusive)
+        entry.users += 1
+        lease.entry = entry
+        lease.on_ready(lease)
+
+    def _refuse(self, lease: Lease, error: KvplugError) -> None:
+        lease.error = error
+        lease.on_ready(lease)
+
+    # -- leases --------------------------------------------------------------------------------
 
     def end(self, lease: Lease, *, taken: bool = False) -> bool:
-        """End a lease. Return ``False`` if it was over before; then ``taken`` comes too late."""
-        with self._lock:
-            if lease.is_over:
+        """End a lease, also one that waits. Return whether it had its entry until now: else ``taken`` comes
+        too late."""
+        with self._changed:
+            self._waiting.pop(lease, None)
+            entry = lease.entry
+            if lease.is_over or entry is None:
+                lease.is_over = True
                 return False
             lease.is_over = True
             self._num_leases -= 1
-            entry = lease.entry
             if not lease.is_exclusive:
                 entry.readers -= 1
             if entry.is_gone:
@@ -264,41 +255,28 @@ class Entries:
                 self._offer(entry)
             elif not entry.readers:
                 self._index.resume(entry.entry_id)
-                self._offer_to_waiters(entry)
+                self._offer_to_waiting(entry)
             self._remove_user(entry)
-            if not self._num_leases:
-                self._is_idle.notify_all()
             return True
 
-    def begin_use(self, lease: Lease) -> bool:
-        """Count a delivery that reads the entry's memory. Return ``False`` if the lease is over."""
-        with self._lock:
-            if not lease.is_over:
-                self._add_user(lease.entry)
-            return not lease.is_over
-
-    def add_user(self, entry: HeldEntry) -> None:
-        """Count one more transfer that reads the memory of an entry in use."""
-        with self._lock:
-            self._add_user(entry)
+    def add_user(self, lease: Lease) -> bool:
+        """Count one more transfer that reads the entry's memory. Return ``False`` if the lease is over."""
+        with self._changed:
+            if lease.is_over or lease.entry is None:
+                return False
+            lease.entry.users += 1
+            return True
 
     def remove_user(self, entry: HeldEntry) -> None:
-        """Count off a delivery or transfer that has ended."""
-        with self._lock:
+        """Count off a transfer that has ended."""
+        with self._changed:
             self._remove_user(entry)
-
-    def _add_user(self, entry: HeldEntry) -> None:
-        if not entry.users:
-            self._bytes_lent += entry.nbytes
-        entry.users += 1
 
     def _remove_user(self, entry: HeldEntry) -> None:
         entry.users -= 1
-        if not entry.users:
-            self._bytes_lent -= entry.nbytes
-            if entry.is_gone:
-                self.bytes_used -= entry.nbytes
-        self._has_room.notify_all()
+        if entry.is_gone and not entry.users:
+            self.bytes_used -= entry.nbytes
+        self._changed.notify_all()
 
     def _forget(self, entry: HeldEntry) -> None:
         del self._entries[entry.entry_id]
@@ -309,25 +287,24 @@ class Entries:
     # -- ending --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Refuse new calls, and raise ``ClosedError`` in waiting ones. Leases stay. Idempotent."""
-        with self._lock:
+        """Refuse new calls, and end the wait of leases that wait. The others stay. Idempotent."""
+        with self._changed:
             self.closed = True
-            waiters, self._waiters = self._waiters, {}
-            for waiter in waiters:
-                waiter.error = _closed()
-                waiter.wake(waiter)
-            self._has_room.notify_all()
+            waiting, self._waiting = self._waiting, {}
+            for lease in waiting:
+                self._refuse(lease, _closed())
+            self._changed.notify_all()
 
-    def wait_until_idle(self, deadline: Deadline) -> bool:
-        """Return whether every lease ended before the deadline."""
-        with self._lock:
-            return self._is_idle.wait_for(lambda: not self._num_leases, deadline.remaining())
+    def wait_until_idle(self, deadline: Deadline) -> None:
+        """Wait until every lease has ended, or the deadline."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_leases, deadline.remaining())
 
     def clear(self) -> None:
         """Drop all entries when the store ends. Leases stay."""
-        with self._lock:
+        with self._changed:
+            self._index = TokenIndex()
             for entry in list(self._entries.values()):
-                self._index.remove(entry.entry_id)
                 self._forget(entry)
 
     def _check_open(self) -> None:

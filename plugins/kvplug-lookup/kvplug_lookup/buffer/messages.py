@@ -1,194 +1,137 @@
-"""The messages on the signal pipe, and the order of tensors on the data pipe.
+"""The messages on the signal pipe, and how they are sent.
 
-Each message is one uint8 tensor: the wire encoding of ``[name, field, field, ...]``. The reaching end
-numbers its calls. Every answer names its call, so calls can overtake each other.
+Each message is one uint8 tensor: the wire encoding of its name and its fields. The reaching end numbers its
+calls. Every message names its call, so calls can overtake each other.
 
     match   Match ─► Matched
-    take    Take ─► Coming, tensors on the data pipe ─► Done ─► Granted
-    read    Read ─► Coming, tensors on the data pipe ─► Done
+    take    Find ─► Found ─► Send ─► tensors on the data pipe ─► Done ─► Granted
+    read    Find ─► Found ─► Send ─► tensors on the data pipe ─► Done
 
-The reaching end may end a call at any time with ``Cancel``, the store with ``Failed``. All tensors that
-``Coming`` announced arrive, or ``None``, which no entry contains, cuts them short. Either end sends ``End``
-when it closes.
+A reaching end asks for the tensors of one entry at a time. All that ``Found`` describes then arrive, or
+``None``, which no entry contains, cuts them short. The store may end a call at any time with ``Failed``. The
+reaching end ends each ``Find`` with ``Done`` or, at any time, ``Cancel``. Either end sends ``End`` when it
+closes.
 
 This module checks what it can without knowing the call: types, and that the parts of an entry fit together.
-It allocates nothing for announced tensors.
+It allocates nothing for the described tensors.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import attrs
-import numpy as np
+import msgspec
 import torch
-from attrs.validators import and_, ge, instance_of, lt, optional
 from torch import Tensor
 
-from kvplug import KvplugError, TimeoutError
-from kvplug.net.wire import TensorMeta, decode, encode, memory_of
-from kvplug.net.wire.tensors import meta_of
-from kvplug.transport import Deadline, Entry, NamedExhaustion, WireError, peer_text
-from kvplug_lookup.buffer.index import TokenArray
+from kvplug import (
+    CapacityError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    TransportError,
+    UnsupportedError,
+)
+from kvplug.engine import EntryGoneError
+from kvplug.net.wire import decode, encode, from_plain, memory_of, to_plain
+from kvplug.transport import Deadline, NamedExhaustion, Pipe, WireError, peer_text
+from kvplug_lookup.buffer.entry import Description, Query
+
+_log = logging.getLogger(__name__)
 
 MAX_SIGNAL_BYTES: Final = 16 << 20
 """Limit for a message on the signal pipe; the wire format's limit for a value."""
-_MAX_LAYERS: Final = 1 << 16
 
-_number = and_(instance_of(int), ge(0))
-_entry_id = and_(_number, lt((1 << 63) - 1))
-_seconds = optional(and_(instance_of((int, float)), ge(0)))
-_key = optional(instance_of(bytes))
+_ERRORS: Final[dict[str, type[KvplugError]]] = {
+    error.__name__: error
+    for error in (EntryGoneError, TimeoutError, UnsupportedError, CapacityError, WireError)
+} | {"ClosedError": PeerGoneError}
+"""The errors that a ``Failed`` may raise at the reaching end."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 @attrs.frozen
 class Match:
-    call: int = attrs.field(validator=_number)
-    key: bytes = attrs.field(validator=instance_of(bytes))
-    """Tokens under the roi, int64, little-endian."""
-    extra: bytes = attrs.field(validator=instance_of(bytes))
+    call: _Number
+    query: Query
 
 
 @attrs.frozen
-class Take:
-    call: int = attrs.field(validator=_number)
-    key: bytes | None = attrs.field(validator=_key)
-    extra: bytes = attrs.field(validator=instance_of(bytes))
-    timeout: float | None = attrs.field(validator=_seconds)
+class Find:
+    call: _Number
+    query: Query
+    """Reads if it has ``min_tokens``, otherwise takes."""
+    timeout: _Seconds | None
     """Seconds from now until the caller gives up."""
 
 
 @attrs.frozen
-class Read:
-    call: int = attrs.field(validator=_number)
-    key: bytes = attrs.field(validator=instance_of(bytes))
-    extra: bytes = attrs.field(validator=instance_of(bytes))
-    min_tokens: int = attrs.field(validator=_number)
-    timeout: float | None = attrs.field(validator=_seconds)
+class Send:
+    """The caller is ready to receive the tensors of the entry that it was told of."""
+
+    call: _Number
 
 
 @attrs.frozen
 class Done:
     """The caller has received everything."""
 
-    call: int = attrs.field(validator=_number)
+    call: _Number
 
 
 @attrs.frozen
 class Cancel:
-    call: int = attrs.field(validator=_number)
+    call: _Number
 
 
 @attrs.frozen
 class Matched:
-    call: int = attrs.field(validator=_number)
-    num_tokens: int = attrs.field(validator=_number)
+    call: _Number
+    num_tokens: _Number
+
+
+@attrs.frozen
+class Found:
+    call: _Number
+    entry_id: _Number
+    entry: Description
 
 
 @attrs.frozen
 class Granted:
     """Whether the caller gets the taken entry. If not, it was too late and the entry is back in the store."""
 
-    call: int = attrs.field(validator=_number)
-    is_yours: bool = attrs.field(validator=instance_of(bool))
+    call: _Number
+    is_yours: bool
 
 
 @attrs.frozen
 class Failed:
-    call: int = attrs.field(validator=_number)
-    error: str = attrs.field(validator=instance_of(str))
+    call: _Number
+    error: str
     """Name of the error's class."""
-    text: str = attrs.field(validator=instance_of(str))
-    resource: str = attrs.field(default="", validator=instance_of(str))
+    text: str
+    resource: str = ""
     """The resource that the store's process ran out of."""
 
+    @classmethod
+    def of(cls, call: int, error: KvplugError) -> Failed:
+        lacks = error.resource if isinstance(error, ResourceExhaustedError) else ""
+        return cls(call, type(error).__name__, str(error), lacks)
 
-def part_of(tensor: Tensor | None) -> TensorMeta | None:
-    """Dtype and shape of key, value or hidden.
-
-    Raises:
-        UnsupportedError: the tensor cannot be sent.
-    """
-    return None if tensor is None else meta_of(tensor)
-
-
-def _part(plain: Any) -> TensorMeta | None:
-    return plain if plain is None or isinstance(plain, TensorMeta) else TensorMeta(*plain)
-
-
-@attrs.frozen
-class Coming:
-    """An entry's tensors follow on the data pipe, after the tensors of calls answered before."""
-
-    call: int = attrs.field(validator=_number)
-    entry_id: int = attrs.field(validator=_entry_id)
-    extra: bytes = attrs.field(validator=instance_of(bytes))
-    tokens: bytes = attrs.field(validator=instance_of(bytes))
-    roi: bytes = attrs.field(validator=instance_of(bytes))
-    metadata: dict[str, Any] = attrs.field(validator=instance_of(dict))
-    key: TensorMeta | None = attrs.field(converter=_part)
-    value: TensorMeta | None = attrs.field(converter=_part)
-    hidden: TensorMeta | None = attrs.field(converter=_part)
-
-    def __attrs_post_init__(self) -> None:
-        num_tokens = len(self.roi)
-        if len(self.tokens) != 8 * num_tokens:
-            raise WireError("got an entry whose tokens and roi differ in length")
-        if self.roi.translate(None, b"\0\1"):
-            raise WireError("got an entry whose roi is not boolean")
-        layered = [part.shape[:2] for part in (self.key, self.value) if part is not None]
-        if any(shape[1:] != (num_tokens,) or shape != layered[0] for shape in layered):
-            raise WireError(
-                f"got an entry of {num_tokens} tokens whose key and value have the shapes {layered}"
-            )
-        if self.num_layers > _MAX_LAYERS:
-            raise WireError(f"got an entry of {self.num_layers} layers; at most {_MAX_LAYERS} are allowed")
-
-    @property
-    def num_layers(self) -> int:
-        part = self.key or self.value
-        return 0 if part is None else part.shape[0]
-
-    @property
-    def num_tensors(self) -> int:
-        """Number of tensors that follow on the data pipe."""
-        return self._per_layer * self.num_layers + (self.hidden is not None)
-
-    @property
-    def _per_layer(self) -> int:
-        return (self.key is not None) + (self.value is not None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(part.nbytes for part in (self.key, self.value, self.hidden) if part is not None)
-
-    def tensor(self, index: int) -> tuple[str, TensorMeta]:
-        """The name ("key", "value", "hidden") and meta of the tensor with this number on the data pipe."""
-        if index < self._per_layer * self.num_layers:
-            layered = [(name, part) for name, part in (("key", self.key), ("value", self.value)) if part]
-            name, part = layered[index % self._per_layer]
-            return name, TensorMeta(part.dtype, part.shape[1:])
-        assert self.hidden is not None
-        return "hidden", self.hidden
-
-    @property
-    def key_tokens(self) -> TokenArray:
-        """The tokens under the roi: the entry's key."""
-        tokens: TokenArray = key_from_bytes(self.tokens)[np.frombuffer(self.roi, np.bool_)]
-        return tokens
-
-    def header(self) -> Entry.Header:
-        return Entry.Header(
-            entry_id=self.entry_id,
-            tokens=torch.from_numpy(key_from_bytes(self.tokens)),
-            roi=torch.from_numpy(np.frombuffer(self.roi, np.bool_).copy()),
-            num_layers=self.num_layers,
-            metadata=self.metadata,
-        )
+    def to_error(self, what: str, peer: str) -> KvplugError:
+        """The error that a call for ``what`` raises at the reaching end."""
+        text = f"{what}: {peer_text(self.text)}"
+        if self.resource:
+            text = f"the lookup store at {peer}: {text}"
+            return ResourceExhaustedError(text, resource=peer_text(self.resource))
+        return _ERRORS.get(self.error, TransportError)(text)
 
 
 @attrs.frozen
@@ -196,10 +139,11 @@ class End:
     """The sender sends nothing more."""
 
 
-Message = Match | Take | Read | Done | Cancel | Matched | Granted | Failed | Coming | End
-
-_BY_NAME: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Match, Take, Read, Done, Cancel, Matched, Granted, Failed, Coming, End)
+Request = Match | Find | Send | Done | Cancel
+Answer = Matched | Found | Granted | Failed
+Message = Request | Answer | End
+_BY_NAME: Final[dict[Any, type[Any]]] = {
+    kind.__name__: kind for kind in (Match, Find, Send, Done, Cancel, Matched, Found, Granted, Failed, End)
 }
 
 
@@ -208,12 +152,11 @@ def pack(message: Message) -> Tensor:
     """Encode a message as a tensor.
 
     Raises:
-        UnsupportedError, CapacityError: it cannot be encoded (an entry's metadata), or is too large.
+        CapacityError: it is too large.
         ResourceExhaustedError: not enough memory.
     """
-    fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
-    plain = [[f.dtype, list(f.shape)] if isinstance(f, TensorMeta) else f for f in fields]
-    return torch.frombuffer(bytearray(encode([type(message).__name__, *plain])), dtype=torch.uint8)
+    data = encode([type(message).__name__, to_plain(message)])
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 @NamedExhaustion("decoding a message")
@@ -226,60 +169,51 @@ def unpack(tensor: Tensor | None) -> Message:
     """
     if tensor is None or tensor.dtype is not torch.uint8 or tensor.dim() != 1:
         raise WireError("a message on the signal pipe must be a one-dimensional uint8 tensor")
-    plain = decode(memory_of(tensor))
-    try:
-        name, *fields = plain
-        return _BY_NAME[name](*fields)  # type: ignore[no-any-return]
-    except WireError:
-        raise
-    except (KvplugError, TypeError, ValueError, KeyError) as e:
-        why = peer_text(f"{type(e).__name__}: {e}")
-        raise WireError(f"an unknown or malformed message on the signal pipe: {why}") from e
+    match decode(memory_of(tensor)):
+        case [str(name), dict(fields)] if name in _BY_NAME:
+            return from_plain(fields, _BY_NAME[name], f"the message {name}")  # type: ignore[no-any-return]
+        case _:
+            raise WireError("an unknown message on the signal pipe")
 
 
-@contextmanager
-def deadline_lock(lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
-    """Hold the lock that serialises the messages of several threads.
+class PipePair:
+    """The pipes to the other end. Any thread may send messages on the signal pipe; one receives them."""
 
-    Raises:
-        TimeoutError: another thread's message was not sent in time.
-    """
-    remaining = deadline.remaining()
-    if not lock.acquire(timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)):
-        raise TimeoutError("the signal pipe has no room for another message")
-    try:
-        yield
-    finally:
-        lock.release()
+    def __init__(self, signal: Pipe, data: Pipe) -> None:
+        signal.limit_messages(MAX_SIGNAL_BYTES)
+        data.limit_messages(0)  # tensors are received only into memory that is given
+        self.signal = signal
+        self.data = data
+        self._sending = threading.Lock()
 
+    @property
+    def peer(self) -> str:
+        return self.signal.peer
 
-def key_to_bytes(key: TokenArray) -> bytes:
-    data: bytes = key.astype("<i8", copy=False).tobytes()
-    return data
+    def send(self, message: Message, deadline: Deadline) -> None:
+        """Raises what :func:`pack` and ``send_tensor`` raise. After a ``TimeoutError`` nothing was sent."""
+        tensor = pack(message)
+        remaining = deadline.remaining()
+        if not self._sending.acquire(timeout=-1 if remaining is None else remaining):
+            raise TimeoutError("the signal pipe has no room for another message")
+        try:
+            self.signal.send_tensor(tensor, timeout=deadline.remaining())
+        finally:
+            self._sending.release()
 
+    def receive(self, deadline: Deadline) -> Message:
+        """Raises what :func:`unpack` and ``recv_tensor`` raise."""
+        return unpack(self.signal.recv_tensor(timeout=deadline.remaining()))
 
-def key_from_bytes(data: bytes) -> TokenArray:
-    """Decode token ids into new, writable memory.
+    def close(self, deadline: Deadline) -> None:
+        """Send the end signal, and close both pipes."""
+        try:
+            self.send(End(), deadline)
+        except KvplugError as e:
+            _log.debug("could not send the end signal to %s: %s", self.peer, e)
+        self.signal.close(deadline.remaining())
+        self.data.close(deadline.remaining())
 
-    Raises:
-        WireError: the data is not a whole number of ids.
-    """
-    if len(data) % 8:
-        raise WireError(f"{len(data)} bytes are not a whole number of 64-bit token ids")
-    key: TokenArray = np.frombuffer(data, "<i8").astype(np.int64)
-    return key
-
-
-def layers_of(key: Tensor | None, value: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Yield key and value layer by layer."""
-    part = key if key is not None else value
-    for layer in range(0 if part is None else part.shape[0]):
-        yield None if key is None else key[layer], None if value is None else value[layer]
-
-
-def stream_of(key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> Iterator[Tensor]:
-    """Yield the tensors of an entry in the order of the data pipe."""
-    for layer in layers_of(key, value):
-        yield from (part for part in layer if part is not None)
-    if hidden is not None:
-        yield hidden
+    def abort(self) -> None:
+        self.signal.abort()
+        self.data.abort()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-import time
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvplug import CapacityError, ClosedError, TimeoutError
-from kvplug.engine import EntryGoneError
-from kvplug.net.wire import decode, encode
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
@@ -24,19 +22,9 @@ from kvplug.transport import (
     Timeout,
     close_after_fork,
 )
-from kvplug_lookup.buffer.entries import Entries, HeldEntry, Waiter
-from kvplug_lookup.buffer.messages import layers_of
-from kvplug_lookup.buffer.parts import (
-    copy_of,
-    count_layers,
-    describe_query,
-    extra_bytes,
-    key_under,
-    mask_array,
-    nbytes_of,
-    owned_tokens,
-)
-from kvplug_lookup.buffer.server import Session
+from kvplug_lookup.buffer.entries import Entries, HeldEntry, Lease
+from kvplug_lookup.buffer.entry import Description, Query, copy_of, entry_of, layers_of
+from kvplug_lookup.buffer.session import Session
 
 
 class SimpleStore(LookupEndpoint.Store):
@@ -80,7 +68,7 @@ class SimpleStore(LookupEndpoint.Store):
         """Bytes of the budget in use by entries, inserts under way, and transfers of removed entries."""
         return self._entries.bytes_used
 
-    # -- putting in ----------------------------------------------------------------------------
+    # -- the buffer ----------------------------------------------------------------------------
 
     @NamedExhaustion("inserting an entry")
     def insert(
@@ -96,17 +84,10 @@ class SimpleStore(LookupEndpoint.Store):
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> int:
         deadline = Deadline.after(timeout, self._timeout_s)
-        tokens = owned_tokens(input_tokens)
-        mask = mask_array(roi, tokens.numel())
-        kept_roi = torch.from_numpy(np.ones(tokens.numel(), np.bool_) if mask is None else mask.copy())
-        key_tokens = tokens.numpy() if mask is None else tokens.numpy()[mask]
-        if not key_tokens.size:
+        description = Description.of(input_tokens, roi, extra, metadata, key, value, hidden)
+        if not description.ids():
             raise ValueError("the entry's roi selects no token: the entry could never be found")
-        num_layers = count_layers(tokens.numel(), key, value, hidden)
-        extra_as_bytes = extra_bytes(extra)
-        # Copies the metadata, and refuses it here rather than at the end that asks for the entry.
-        plain = decode(encode(dict(metadata or {})))
-        nbytes = nbytes_of(tokens, kept_roi, key, value, hidden)
+        nbytes = description.nbytes
         if nbytes > self._buffer_size:
             raise CapacityError(
                 f"cannot store an entry of {nbytes} bytes: the whole buffer has {self._buffer_size} bytes"
@@ -114,32 +95,14 @@ class SimpleStore(LookupEndpoint.Store):
             )
         self._entries.reserve(nbytes, deadline)
         try:
-            copies = [copy_of(part, self._device) for part in (key, value, hidden)]
-
-            def make(entry_id: int) -> HeldEntry:
-                header = Entry.Header(
-                    entry_id=entry_id, tokens=tokens, roi=kept_roi, num_layers=num_layers, metadata=plain
-                )
-                return HeldEntry(
-                    header=header,
-                    extra=extra_as_bytes,
-                    key_tokens=key_tokens,
-                    key=copies[0],
-                    value=copies[1],
-                    hidden=copies[2],
-                    nbytes=nbytes,
-                    born=time.monotonic(),
-                )
-
-            return self._entries.add(make)
+            parts = (copy_of(part, self._device) for part in (key, value, hidden))
+            return self._entries.add(HeldEntry(description, *parts))
         except BaseException:
             self._entries.return_bytes(nbytes)
             raise
 
-    # -- finding -------------------------------------------------------------------------------
-
     def match(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
-        return self._entries.match(key_under(input_tokens, roi), extra_bytes(extra))
+        return self._entries.match(Query.of(input_tokens, roi, extra))
 
     def drop_select(
         self,
@@ -150,23 +113,20 @@ class SimpleStore(LookupEndpoint.Store):
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
-        key = None if input_tokens is None else key_under(input_tokens, roi)
-        came = threading.Event()
-        waiter = Waiter(key=key, extra=extra_bytes(extra), wake=lambda _: came.set())
-        self._entries.take(waiter)
+        query = Query.of(input_tokens, roi, extra)
+        ready: queue.SimpleQueue[Lease] = queue.SimpleQueue()
+        lease, taken = self._entries.find(query, ready.put), False
         try:
-            came.wait(deadline.remaining())
-        except BaseException:
-            lease = self._entries.withdraw(waiter)
-            if lease is not None:
-                self._entries.end(lease)
-            raise
-        lease = self._entries.withdraw(waiter)
-        if lease is None:
-            raise waiter.error or TimeoutError(f"no entry for {describe_query(key)} arrived in time")
-        self._entries.end(lease, taken=True)
-        entry = lease.entry
-        return _entry(entry.header, entry.key, entry.value, entry.hidden)
+            with suppress(queue.Empty):
+                ready.get(timeout=deadline.remaining())
+            entry = lease.entry
+            if entry is None:
+                raise lease.error or TimeoutError(f"no entry for {query} arrived in time")
+            header = entry.description.header(entry.entry_id)
+            taken = True
+            return entry_of(header, entry.key, entry.value, entry.hidden)
+        finally:
+            self._entries.end(lease, taken=taken)
 
     def select(
         self,
@@ -179,35 +139,27 @@ class SimpleStore(LookupEndpoint.Store):
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
-        key = key_under(input_tokens, roi)
-        lease = self._entries.read(key, extra_bytes(extra), min_tokens)
-        if lease is None:
-            raise EntryGoneError(f"{describe_query(key)}: no entry shares enough tokens")
+        query = Query.of(input_tokens, roi, extra, max(1, min_tokens))
+        lease = self._entries.find(query, lambda _: None)
         try:
             entry = lease.entry
-            with NamedExhaustion("copying an entry"):
-                header = Entry.Header(
-                    entry_id=entry.entry_id,
-                    tokens=entry.header.tokens.clone(),
-                    roi=entry.header.roi.clone(),
-                    num_layers=entry.header.num_layers,
-                    metadata=decode(encode(entry.header.metadata)),
-                )
+            if entry is None:
+                raise lease.error or ClosedError("this lookup store is closed")
+            header = entry.description.header(entry.entry_id)
             hidden = copy_of(entry.hidden, self._device)
             if sink is None:
-                return _entry(
-                    header, copy_of(entry.key, self._device), copy_of(entry.value, self._device), hidden
-                )
+                key, value = (copy_of(part, self._device) for part in (entry.key, entry.value))
+                return entry_of(header, key, value, hidden)
             sink.begin(header)
-            for index, (layer_key, layer_value) in enumerate(layers_of(entry.key, entry.value)):
+            for index, layer in enumerate(layers_of(entry.key, entry.value)):
                 if deadline.expired:
                     raise TimeoutError(f"entry {entry.entry_id}: only {index} layers were read in time")
-                sink.layer(index, layer_key, layer_value)
-            return _entry(header, None, None, hidden)
+                sink.layer(index, *layer)
+            return entry_of(header, hidden=hidden)
         finally:
             self._entries.end(lease)
 
-    # -- others --------------------------------------------------------------------------------
+    # -- reaching ends -------------------------------------------------------------------------
 
     def attach(self, signal: Pipe, data: Pipe) -> None:
         session = Session(self._entries, signal, data, on_end=self._forget)
@@ -247,7 +199,3 @@ class SimpleStore(LookupEndpoint.Store):
         self._entries = Entries(0, evict="never", ttl_s=None)
         self._entries.close()
         self._sessions = set()
-
-
-def _entry(header: Entry.Header, key: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> Entry:
-    return Entry(header=header, tokens=header.tokens, roi=header.roi, key=key, value=value, hidden=hidden)
