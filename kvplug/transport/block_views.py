@@ -73,6 +73,34 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
         return _parts_of(self)
 
     @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a block in each part of each layer, if they are contiguous, in this processor's memory and
+        as many in all parts; else 0."""
+        sizes = {
+            view[0].nbytes if view.device.type == "cpu" and len(view) and view[0].is_contiguous() else 0
+            for layer in self
+            for view in layer
+        }
+        return int(sizes.pop()) if len(sizes) == 1 else 0
+
+    def as_bytes(self, layers: range) -> BlockViews:
+        """Return these layers as views [blocks, :attr:`block_bytes`] of bytes: a layer for each part."""
+        found = self._as_bytes.get(layers)
+        if found is None:
+            found = self._as_bytes[layers] = BlockViews(
+                [
+                    (as_bits(view).detach().flatten(1).view(_uint8()),)
+                    for layer in layers
+                    for view in self[layer]
+                ]
+            )
+        return found
+
+    @cached_property
+    def _as_bytes(self) -> dict[range, BlockViews]:
+        return {}
+
+    @cached_property
     def rows(self) -> RowViews:
         """The same views as :class:`RowViews`.
 
@@ -130,14 +158,14 @@ class RowViews:
     @cached_property
     def memory(self) -> RowMemory | None:
         """Where the blocks lie. ``None`` if the views are not in this processor's memory, have no bytes, or
-        differ in their strides, or if blocks overlap.
+        differ in their strides, or if elements of a block overlap.
 
         The addresses are valid as long as this object is alive.
         """
         if self.device.type != "cpu" or not (self.num_blocks and self.row_bytes):
             return None
         views = [view for layer in self.layers for view in layer]
-        if not all(_is_plain(view) and _is_disjoint(view) for view in views):
+        if not all(_is_plain(view) and _is_disjoint(view[0]) for view in views):
             return None
         itemsize = views[0].element_size()
         strides = views[0].stride()[1:]
@@ -159,6 +187,19 @@ class RowViews:
             tuple(count for count, _ in axes),
             tuple(stride for _, stride in axes),
         )
+
+    @cached_property
+    def reach(self) -> int:
+        """The least difference between the ids of two blocks that do not overlap in a view."""
+        reach = 1
+        for view in (view for layer in self.layers for view in layer):
+            if not _is_disjoint(view):
+                extent = 1 + sum(
+                    (count - 1) * stride
+                    for count, stride in zip(view.shape[1:], view.stride()[1:], strict=True)
+                )
+                reach = max(reach, -(-extent // view.stride(0)) if view.stride(0) else self.num_blocks)
+        return reach
 
     @cached_property
     def bits(self) -> list[list[Tensor]]:
@@ -198,6 +239,12 @@ def check_distinct(table: array[int]) -> None:
     if len(set(table)) != len(table):
         twice = next(each for each in table if table.count(each) > 1)
         raise LayoutError(f"block {twice} comes twice, but a block can be written only once")
+
+
+def _uint8() -> Any:
+    import torch
+
+    return torch.uint8
 
 
 MAX_AXES: Final = 4

@@ -95,11 +95,23 @@ def test_blocks_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
     assert (list(memory.bases), list(memory.block_strides)) == ([plain.data_ptr()], [12])
     assert (memory.num_parts, memory.run_bytes, memory.counts) == (1, 12, ())
     assert Blocks([plain], []).memory is None
-    assert Blocks([plain[:1].expand(4, 3)], [1]).memory is None
-    assert Blocks([torch.zeros(9).as_strided((4, 3), (1, 1))], [1]).memory is None
+    assert Blocks([plain[:1].expand(4, 3)], [1, 2]).memory is None
+    assert Blocks([torch.zeros(4, 1).expand(4, 3)], [1]).memory is None
     assert Blocks([plain, torch.zeros(3, 4).t()], [1]).memory is None  # of other strides
     assert Blocks([plain.to("meta")], [1]).memory is None
     assert Blocks([plain.as_subclass(type("Ours", (torch.Tensor,), {}))], [1]).memory is None
+
+
+def test_views_whose_blocks_overlap_have_addresses_for_blocks_that_do_not() -> None:
+    """A block may begin at each byte of a buffer, as pages of any length do."""
+    buffer = torch.arange(20, dtype=torch.uint8)
+    view = buffer.as_strided((18, 3), (1, 1))
+    memory = Blocks([view], [9, 0, 4]).memory
+    assert memory is not None and list(memory.block_strides) == [1]
+    assert Blocks([view], [9, 0, 2]).memory is None
+    rows = torch.zeros(3, 3, dtype=torch.uint8)
+    Blocks([view], [9, 0, 2]).gather(0, rows)
+    assert rows.tolist() == [[9, 10, 11], [0, 1, 2], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(

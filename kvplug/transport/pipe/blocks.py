@@ -95,8 +95,13 @@ class Blocks:
     @property
     def memory(self) -> RowMemory | None:
         """Where the blocks lie, for compiled code; ``None`` if only :meth:`gather` and :meth:`scatter` can
-        copy them. The addresses are valid as long as this object is alive."""
-        return self._of.memory if self._ids else None
+        copy them, or if blocks overlap. The addresses are valid as long as this object is alive."""
+        memory = self._of.memory if self._ids else None
+        if memory is not None and self._of.reach > 1:
+            ids = sorted(self._ids)
+            if any(after - before < self._of.reach for before, after in itertools.pairwise(ids)):
+                return None
+        return memory
 
     @property
     def awaited_bytes(self) -> int:

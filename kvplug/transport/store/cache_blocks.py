@@ -142,6 +142,18 @@ class PageBlocks(PageMemory):
             is_whole=self._is_whole,
         )
 
+    @property
+    def block_bytes(self) -> int:
+        size = self._block_size
+        is_aligned = self.format.page_tokens == size and self._first_token % size == 0
+        is_plain = self._is_whole and not self._is_grouped and is_aligned
+        nbytes = self._views.block_bytes if is_plain else 0
+        return nbytes if nbytes * len(self.format.parts) == self.format.layer_nbytes else 0
+
+    def blocks(self, pages: Sequence[int], layers: range) -> tuple[BlockViews, Sequence[int]]:
+        table = self._tables[0]
+        return self._views.as_bytes(layers), [table[page] for page in pages]
+
     def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
         """Return a function that copies one part of one layer of these pages into the cache, or out of it.
 

@@ -22,7 +22,7 @@ from kvplug.transport.store.results import MissReason
 
 _LOCK_FREE_BYTES: Final = 256 << 10
 """Single pages of this size or larger are copied without the interpreter's lock."""
-_SAVE, _LOAD, _HASH, _VERIFY = range(4)
+_SAVE, _LOAD, _HASH, _VERIFY, _CHECK = range(5)
 """``enum what`` of pages.c."""
 _IS_GONE: Final = 2
 """A value of ``enum fault``."""
@@ -148,11 +148,9 @@ class PageCopy:
         origin = rows.address - layers.start * form.layer_nbytes
         self._addresses[pages] = array("q", [origin + offset for offset in rows.offsets])
         if self._each and headers:
-            at, none = self._seal.checksums_at(form, self._all_layers), bytes(8 * self._each)
-            given = b"".join([header[at] or none for header in headers])
-            if len(given) != count * len(none):  # an array of another length would move, and pages.c uses it
+            if len(headers) != count:
                 raise LayoutError(f"the {len(headers)} headers given do not fit {count} pages")
-            self._checksums[first * self._each : (first + count) * self._each] = array("Q", given)
+            self.expect(first, headers)
 
     def load(self, pages: range, layers: range | None = None) -> list[MissReason | None] | None:
         """Verify these layers of consecutive pages from one call of :meth:`use`, and copy them into the
@@ -174,14 +172,14 @@ class PageCopy:
             found: list[MissReason | None] = []
             for page, fault in zip(pages, faults, strict=True):
                 if fault:
-                    self._write_zeros(page, layers)
+                    self.clear(page, layers)
                 found.append(
                     MissReason.EVICTED if fault & _IS_GONE else MissReason.CORRUPT if fault else None
                 )
         return found
 
-    def _write_zeros(self, page: int, layers: range) -> None:
-        """Overwrite bytes that were found to be wrong after they were copied.
+    def clear(self, page: int, layers: range) -> None:
+        """Write zeros over bytes that are wrong, or that are only a part of a page.
 
         They may be NaN. An engine that recomputes a missed block in chunks reads the whole block after the
         first chunk, and an attention kernel that multiplies masked places by 0 carries NaN into its output.
@@ -198,6 +196,30 @@ class PageCopy:
             return [None] * len(pages)
         faults = self._move(_VERIFY, pages, self._all_layers) or bytes(len(pages))
         return [MissReason.CORRUPT if each else None for each in faults]
+
+    def expect(self, first: int, headers: Sequence[bytes | memoryview]) -> None:
+        """Set the headers of pages ``first`` and on, for :meth:`check`. They are as those of :meth:`use`."""
+        form, count = self._memory.format, len(headers)
+        self._check(range(first, first + count), self._all_layers)
+        at, none = self._seal.checksums_at(form, self._all_layers), bytes(8 * self._each)
+        given = b"".join([header[at] or none for header in headers])
+        if len(given) != count * len(none):  # an array of another length would move, and pages.c uses it
+            raise LayoutError(f"the {len(headers)} headers given do not fit {count} pages")
+        self._checksums[first * self._each : (first + count) * self._each] = array("Q", given)
+
+    def check(self, pages: range, layers: range) -> list[MissReason | None] | None:
+        """Verify these layers of consecutive pages that the memory has received, without a row. Its
+        :attr:`PageMemory.block_bytes` must not be 0.
+
+        Returns: as :meth:`load`. A page that must not be used has zeros in these layers.
+        """
+        faults = self._move(_CHECK, pages, layers) if self._each else None
+        if faults is None:
+            return None
+        for page, fault in zip(pages, faults, strict=True):
+            if fault:
+                self.clear(page, layers)
+        return [MissReason.CORRUPT if fault else None for fault in faults]
 
     def save(self, pages: range, layers: range | None = None) -> list[bytes | None]:
         """Copy these layers of consecutive pages from one call of :meth:`use` out of the memory.

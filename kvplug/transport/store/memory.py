@@ -13,7 +13,7 @@ import attrs
 
 from kvplug.errors import LayoutError
 from kvplug.net.wire.copying import address_of
-from kvplug.transport.block_views import struct_part
+from kvplug.transport.block_views import BlockViews, struct_part
 from kvplug.transport.store.format import PageFormat, pieces_format
 
 _NOTHING: Final = nullcontext()
@@ -58,6 +58,19 @@ class PageRows:
     def dense(cls, buffer: memoryview, count: int, nbytes: int) -> PageRows:
         """Return consecutive rows from the buffer's beginning on."""
         return cls(buffer, range(0, count * nbytes, nbytes) if nbytes else (0,) * count, nbytes)
+
+    def views(self, begins: Sequence[int], nbytes: int) -> BlockViews:
+        """Return views of pieces of the rows, for a pipe. The id of a block is the offset of its row.
+
+        Args:
+            begins: where in a row the piece of each view begins.
+            nbytes: bytes of each piece.
+        """
+        import torch
+
+        flat = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        count = len(flat) - self.nbytes + 1
+        return BlockViews([(flat.as_strided((count, nbytes), (1, 1), begin),) for begin in begins])
 
     def row(self, index: int) -> memoryview:
         """Return the bytes of one row."""
@@ -130,6 +143,21 @@ class PageMemory(abc.ABC):
         """Return the pages themselves if their bytes lie in rows, else ``None``."""
         return None
 
+    @property
+    def block_bytes(self) -> int:
+        """If a pipe can receive pages straight into this memory, the bytes of each of the blocks that
+        :meth:`blocks` returns, and a divisor of a layer's bytes. Else 0."""
+        return 0
+
+    def blocks(self, pages: Sequence[int], layers: range) -> tuple[BlockViews, Sequence[int]]:
+        """Return these layers of these pages as views and block ids for :meth:`Pipe.recv_blocks`. Each view
+        has the next :attr:`block_bytes` of the layers, and a block for each page.
+
+        Raises:
+            LayoutError: the pages cannot be received so: :attr:`block_bytes` is 0.
+        """
+        raise LayoutError(f"pages in {type(self).__name__} are not received as blocks")
+
 
 class PageBuffers(PageMemory):
     """Pages that lie in rows of one buffer.
@@ -147,6 +175,7 @@ class PageBuffers(PageMemory):
             raise LayoutError(f"rows of {rows.nbytes} bytes do not fit pages of {form.nbytes} bytes")
         self.format = form
         self._rows = rows
+        self._views: dict[range, BlockViews] = {}
 
     @classmethod
     def empty(cls, form: PageFormat, count: int) -> PageBuffers:
@@ -158,6 +187,16 @@ class PageBuffers(PageMemory):
 
     def rows(self) -> PageRows:
         return self._rows
+
+    @property
+    def block_bytes(self) -> int:
+        return 0 if self._rows.buffer.readonly else self.format.layer_nbytes
+
+    def blocks(self, pages: Sequence[int], layers: range) -> tuple[BlockViews, Sequence[int]]:
+        rows, step, views = self._rows, self.format.layer_nbytes, self._views.get(layers)
+        if views is None:
+            views = self._views[layers] = rows.views([layer * step for layer in layers], step)
+        return views, [rows.offsets[page] for page in pages]
 
     def places(self) -> PagePlaces:
         rows, address = self._rows, self._rows.address

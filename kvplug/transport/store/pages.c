@@ -51,7 +51,9 @@ struct task {
     const uint64_t *generations; /* what they must be after the copy */
 };
 
-enum what { SAVE, LOAD, HASH, VERIFY }; /* HASH and VERIFY leave the cache alone */
+/* HASH and VERIFY leave the cache alone. CHECK reads the cache, where each part of a page must be contiguous, and
+ * leaves the rows alone. */
+enum what { SAVE, LOAD, HASH, VERIFY, CHECK };
 enum fault { IS_WRONG = 1, IS_GONE = 2 };
 
 /* Of this file, when it was compiled: see hatch_build.py. */
@@ -111,6 +113,13 @@ static void move_tokens(const struct task *task, const struct part *part, int64_
     }
 }
 
+/* Where a token lies. */
+static const char *in_cache(const struct task *task, const struct part *part, int64_t at_part, int64_t token) {
+    const int64_t *ids = task->ids + at_part * task->ids_step;
+    return (const char *)(intptr_t)part->base + ids[token / task->block_tokens] * part->block_stride +
+           token % task->block_tokens * part->token_stride;
+}
+
 static inline uint64_t big_endian(uint64_t number) {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
     return __builtin_bswap64(number);
@@ -134,8 +143,9 @@ static int move_row(const struct task *task, int what, int64_t number, int64_t f
             if (what == SAVE) move_tokens(task, part, at_part, bytes, first, begin, end, 0);
             if (task->hash != NULL) {
                 uint64_t *checksum = &task->checksums[number * task->num_layers * task->num_parts + at_part];
-                uint64_t found = big_endian(task->hash(bytes, (size_t)nbytes));
-                if (what == LOAD || what == VERIFY)
+                const char *hashed = what == CHECK ? in_cache(task, part, at_part, first) : bytes;
+                uint64_t found = big_endian(task->hash(hashed, (size_t)nbytes));
+                if (what == LOAD || what == VERIFY || what == CHECK)
                     is_wrong |= found != *checksum;
                 else
                     *checksum = found;

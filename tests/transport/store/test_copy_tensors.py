@@ -151,6 +151,65 @@ def test_pages_leave_a_cache_and_come_back_bit_by_bit(
         assert torch.equal(tokens_of(target, other, layer, part), wanted)
 
 
+@pytest.mark.parametrize("order", ["KBTHD", "BKTHD", "BHTKD", None])
+@given(
+    block_size=st.sampled_from([1, 4]),
+    start=st.integers(0, 1),
+    count=st.integers(1, 3),
+    layers=st.sampled_from([range(1), range(1, LAYERS), range(LAYERS)]),
+    flipped=st.none() | st.integers(0, 10**6),
+    seed=st.integers(0, 99),
+)
+def test_pages_that_a_pipe_receives_straight_into_their_blocks_are_checked_there(
+    order, block_size, start, count, layers, flipped, seed
+) -> None:
+    """``None``: into rows."""
+    form, first = form_of(block_size, torch.float16), start * block_size
+    blocks = shuffled_blocks(block_size, first + count * block_size, seed)
+    rows, headers = saved(
+        PageBlocks(form, caches(block_size, "KBTHD", torch.float16), blocks, first, count), count, 8
+    )
+    into: PageMemory = PageBuffers.empty(form, count)
+    if order is not None:
+        into = PageBlocks(form, caches(block_size, order, torch.float16), blocks[::-1], first, count)
+    if order == "BHTKD":  # keys and values lie side by side: a block is in pieces
+        assert into.block_bytes == 0
+        return
+    begin, nbytes = layers.start * form.layer_nbytes, into.block_bytes
+    sent = [bytearray(rows.row(at)[begin : layers.stop * form.layer_nbytes]) for at in range(count)]
+    wrong = None if flipped is None else flipped % count
+    if wrong is not None:
+        sent[wrong][flipped % len(sent[wrong])] ^= 1
+    pages = range(count)
+    views, block_ids = into.blocks(pages, layers)
+    assert len(views) * nbytes == len(sent[0])
+    for index, (view,) in enumerate(views):
+        for page, block in enumerate(block_ids):
+            view[block] = torch.frombuffer(sent[page], dtype=torch.uint8)[index * nbytes :][:nbytes]
+    copy = PageCopy(into, SEAL)
+    copy.expect(0, headers)
+    found = copy.check(pages, layers) or [None] * count
+    assert found == [MissReason.CORRUPT if page == wrong else None for page in pages]
+    again = PageRows.dense(memoryview(bytearray(count * form.nbytes)), count, form.nbytes)
+    copy.use(0, again)
+    copy.save(pages)
+    for page in pages:
+        wanted = bytes(len(sent[page])) if page == wrong else bytes(sent[page])
+        assert bytes(again.row(page)[begin : begin + len(wanted)]) == wanted
+
+
+def test_pages_that_a_pipe_cannot_receive_straight_into_their_blocks_say_so() -> None:
+    form, views = form_of(4, torch.float16), caches(4, "KBTHD", torch.float16)
+    assert PageBlocks(form, views, [3, 1], 0, 2).block_bytes * 2 == form.layer_nbytes
+    assert PageBlocks(form, views, [3, 1, 2], 2, 2).block_bytes == 0, "pages do not begin with a block"
+    assert PageBlocks(form, views, [3, 1], 0, 2, writable=range(1, 8)).block_bytes == 0, "not all tokens"
+    assert PageBlocks(form_of(8, torch.float16), views, [3, 1], 0, 1).block_bytes == 0, "two blocks a page"
+    groups = [PageBlocks.Group(layers=frozenset({each}), block_ids=[3, 1]) for each in range(LAYERS)]
+    assert PageBlocks(form, views, groups, 0, 2).block_bytes == 0, "several block tables"
+    read_only = PageRows.dense(memoryview(bytes(form.nbytes)), 1, form.nbytes)
+    assert PageBuffers(form, read_only).block_bytes == 0
+
+
 @some_pages()
 def test_layers_have_block_tables_of_their_own(
     block_size, page_tokens, dtype, start, count, clip, seed
