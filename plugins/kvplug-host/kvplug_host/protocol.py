@@ -1,31 +1,33 @@
 """The messages between a store and the processes that use it over a link, and their bounds.
 
-Over the channel: plain dicts. A request has an ``op`` and an ``id``, its answers have the same ``id``; a
-message without an id has no answer. Pages move beside it:
+Over the channel: records. A :class:`Request` has a number, and its answers have the same number. Pages move
+beside it:
 
-- *mapped*: the store tells where the pages are, the other process copies them out of the shared memory, and
-  says when it is done. The store's part is one lookup.
-- over the pipe: the store sends pieces of pages, or receives whole pages. Before each message of bytes comes
-  a *tag*: the id of the request, which piece it is, how many rows and how many bytes each.
+- *mapped*: the store answers where the pages are, the other process copies them out of the shared memory and
+  sends :class:`Done`. The store's part is one lookup.
+- over the pipe, in *pieces*, each one message of blocks with a *tag* before it. Both ends compute the pieces
+  of a get from its request. A put sends whole pages, each with its header.
 
-What is received is checked here, before memory is asked for. A message that breaks the rules ends the link.
+msgspec checks the types of a record and the bounds of its fields before it is used. A message that breaks the
+rules ends the link.
 """
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, NamedTuple, TypeVar
 
 import attrs
+from msgspec import Meta
 
-from kvplug.transport import PageFormat, Presence, PutReason, Usage, WireError, peer_text
+from kvplug.net.wire import from_plain, to_plain
+from kvplug.transport import PageEvent, PageFormat, Presence, PutReason, Usage, WireError, peer_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION: Final = 2
+VERSION: Final = 3
 STORE: Final = "host"
 PIPE: Final = "pages"
 """The label of the pipe."""
@@ -50,10 +52,21 @@ MAX_PIECES: Final = 1 << 16
 """Of one request."""
 MAX_PAGE: Final = 1 << 46
 """Bytes of a page. A page that no store can hold may be asked for."""
-MAX_SHARD: Final = 4096
 MAX_FOR_S: Final = 1e8
+"""Stands for no deadline."""
+
+Id = Annotated[int, Meta(ge=0, le=2**62)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_FOR_S)]
+SeriesId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Keys = Annotated[bytes, Meta(max_length=MAX_KEYS * KEY_BYTES)]
+"""Keys, one after the other."""
+PerPage = Annotated[bytes, Meta(max_length=MAX_KEYS)]
+"""A byte for each page."""
+PageBytes = Annotated[int, Meta(ge=0, le=MAX_PAGE)]
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Request")
 
 
 def most_reserved(budget_bytes: int) -> int:
@@ -61,84 +74,325 @@ def most_reserved(budget_bytes: int) -> int:
     return budget_bytes // 4
 
 
-class Op:
-    """What a message asks for: plain strings, which channels carry."""
+# -- answers -----------------------------------------------------------------------------------
 
-    LOOKUP: Final = "lookup"
-    READ: Final = "read"
-    """Where pages are, which are leased to the reader until ``DONE``."""
-    DONE: Final = "done"
-    """A read has ended."""
-    SEGMENT: Final = "segment"
+
+@attrs.frozen(kw_only=True)
+class Answer:
+    """What a store answers to the request of that number."""
+
+    id: Id = 0
+    usage: Usage | None = None
+    """What the store holds now; ``None``: it does not say."""
+
+    def __attrs_post_init__(self) -> None:
+        usage = self.usage
+        if usage is not None and min(usage.num_pages, usage.used_bytes, usage.budget_bytes or 0) < 0:
+            raise ValueError(f"a store cannot hold {usage}")
+
+
+@attrs.frozen(kw_only=True)
+class Results(Answer):
+    """A result for each page."""
+
+    codes: PerPage
+
+
+@attrs.frozen(kw_only=True)
+class PutResults(Results):
+    """A result for each page: first :data:`SEND` for those that are wanted, then those of all."""
+
+    is_last: bool
+
+
+@attrs.frozen(kw_only=True)
+class Places(Answer):
+    """Where pages are in shared memory."""
+
+    places: Annotated[bytes, Meta(max_length=MAX_KEYS * 36)]
+
+
+@attrs.frozen(kw_only=True)
+class Fetched(Answer):
+    """Which pages are sent, and the headers of those that the store has."""
+
+    codes: PerPage
+    headers: Annotated[list[bytes], Meta(max_length=MAX_KEYS)]
+
+
+@attrs.frozen(kw_only=True)
+class Listed(Answer):
+    """A part of the keys of a series."""
+
+    keys: Annotated[bytes, Meta(max_length=MAX_LISTED * KEY_BYTES)]
+    more: bool
+    """Whether more parts come."""
+
+    def __attrs_post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+@attrs.frozen(kw_only=True)
+class Hello(Answer):
+    """The first message, from the store."""
+
+    epoch: str
+    segment_bytes: Annotated[int, Meta(gt=0, le=2**46, multiple_of=4096)]
+    num_segments: Annotated[int, Meta(gt=0, le=2**46)]
+    memory: str
+    """Where the memory is handed out; empty: nowhere."""
+    ticket: bytes
+    store: str = STORE
+    version: int = VERSION
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.segment_bytes * self.num_segments > 2**46:
+            raise ValueError(f"a store of {self.num_segments} segments of {self.segment_bytes} bytes")
+
+
+# -- requests ----------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What a process asks of a store."""
+
+    id: Id = 0
+    """The number of the request; 0: it has no answer."""
+    answer: ClassVar[type[Answer]] = Answer
+
+    @classmethod
+    def answer_in(cls, message: Any) -> Any:
+        """The answer in a message. Raises WireError."""
+        return from_plain(message, cls.answer, f"answer of a store to {op_of(cls)!r}")
+
+
+@attrs.frozen(kw_only=True)
+class OfKeys(Request):
+    """A request about some pages."""
+
+    keys: Keys
+
+    def __attrs_post_init__(self) -> None:
+        _check_keys(self.keys)
+
+    @property
+    def each(self) -> list[bytes]:
+        """The keys."""
+        return split(self.keys)
+
+
+@attrs.frozen(kw_only=True)
+class Lookup(OfKeys):
+    """Which pages are there."""
+
+    answer = Results
+    lease_s: Seconds
+
+
+@attrs.frozen(kw_only=True)
+class Read(OfKeys):
+    """Where pages are, which are leased to the reader until :class:`Done`."""
+
+    answer = Places
+    lease_s: Seconds
+
+
+@attrs.frozen(kw_only=True)
+class Done(Request):
+    """The read of that number has ended."""
+
+    read: bool
+    """Whether it has got its pages."""
+
+
+@attrs.frozen(kw_only=True)
+class Segment(Request):
     """Hand out a segment of the memory."""
-    FETCH: Final = "fetch"
-    """Send pages over the pipe."""
-    CANCEL: Final = "cancel"
-    """Send no more of a fetch."""
-    PUT: Final = "put"
+
+    number: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+
+@attrs.frozen(kw_only=True)
+class Fetch(OfKeys):
+    """Send pages over the pipe, in :attr:`pieces`."""
+
+    answer = Fetched
+    payload_bytes: PageBytes
+    row_bytes: Annotated[int, Meta(gt=0, le=MAX_PAGE)]
+    """Bytes of each row of a piece."""
+    rows: Annotated[int, Meta(gt=0)]
+    """How many rows of each page are in a piece, or fewer in the last ones."""
+    as_blocks: bool
+    """Whether a piece has the first row of all of its pages first. Else it has all rows of a page first."""
+    pages: Annotated[int, Meta(gt=0)]
+    """How many pages are in a piece, or fewer in the last ones."""
+    timeout_s: Seconds
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.payload_bytes % self.row_bytes or not 0 < len(self.pieces) <= MAX_PIECES:
+            raise ValueError(f"pages of {self.payload_bytes} bytes are not sent in such pieces")
+
+    @property
+    def pieces(self) -> Pieces:
+        """How the pages are cut."""
+        count = len(self.keys) // KEY_BYTES
+        return Pieces(self.payload_bytes // self.row_bytes, self.rows, count, self.pages)
+
+
+@attrs.frozen(kw_only=True)
+class Cancel(Request):
+    """Send no more of the fetch of that number, or expect no more of the put."""
+
+
+@attrs.frozen(kw_only=True)
+class Put(OfKeys):
     """Slots for pages that come over the pipe."""
-    REMOVE: Final = "remove"
-    DECLARE: Final = "declare"
-    WITHDRAW: Final = "withdraw"
-    RELEASE: Final = "release"
-    TOUCH: Final = "touch"
-    EXPECT: Final = "expect"
+
+    answer = PutResults
+    identities: Annotated[list[bytes], Meta(max_length=MAX_KEYS)]
+    format: PageFormat
+    shard: Annotated[bytes, Meta(max_length=4096)]
+    checksums: bool
+    timeout_s: Seconds
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not self.keys or len(self.identities) * KEY_BYTES != len(self.keys):
+            raise ValueError(f"{len(self.identities)} identities for {len(self.keys) // KEY_BYTES} pages")
+        if sum(map(len, self.identities)) > MAX_IDENTITIES:
+            raise ValueError("the identities are too long")
+        if self.format.num_layers * len(self.format.parts) > MAX_CHECKSUMS or self.format.nbytes > MAX_PAGE:
+            raise ValueError(f"a page of {self.format.num_layers} layers is too large")
+
+
+@attrs.frozen(kw_only=True)
+class Remove(OfKeys):
+    """Forget pages."""
+
+
+@attrs.frozen(kw_only=True)
+class Declare(OfKeys):
+    """These pages are going to be put."""
+
+    series: SeriesId
+    for_s: Seconds | None
+    """Within how long; ``None``: at some time."""
+
+
+@attrs.frozen(kw_only=True)
+class Withdraw(OfKeys):
+    """Declared pages are not put after all."""
+
+
+@attrs.frozen(kw_only=True)
+class Release(OfKeys):
+    """End the leases on pages."""
+
+
+@attrs.frozen(kw_only=True)
+class Touch(OfKeys):
+    """Pages were used elsewhere."""
+
+
+@attrs.frozen(kw_only=True)
+class Expect(OfKeys):
     """Another end is going to read these pages."""
-    WRONG: Final = "wrong"
+
+
+@attrs.frozen(kw_only=True)
+class Wrong(OfKeys):
     """A page that was read is wrong."""
-    KEYS: Final = "keys"
-    SUBSCRIBE: Final = "subscribe"
-    UNSUBSCRIBE: Final = "unsubscribe"
-    USAGE: Final = "usage"
+
+    generation: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    """Of the page; 0: not known."""
 
 
-def check_hello(hello: Any, peer: object) -> None:
-    """The first message is that of a store of this version. Raises WireError."""
-    if not isinstance(hello, dict) or hello.get("store") != STORE:
+@attrs.frozen(kw_only=True)
+class List(Request):
+    """All keys of a series, in several answers."""
+
+    answer = Listed
+    series: SeriesId
+
+
+@attrs.frozen(kw_only=True)
+class Subscribe(Request):
+    """Send a snapshot, then every event, each with this number."""
+
+    @classmethod
+    def answer_in(cls, message: Any) -> PageEvent:
+        return PageEvent.from_plain(message)
+
+
+@attrs.frozen(kw_only=True)
+class Unsubscribe(Request):
+    """Send no more events with this number."""
+
+
+# -- how they are sent -------------------------------------------------------------------------
+
+
+def op_of(kind: type[Request]) -> str:
+    """What a request is called in its message."""
+    return kind.__name__.lower()
+
+
+def message_of(request: Request) -> dict[str, Any]:
+    """A request as a message for the channel."""
+    return {"op": op_of(type(request)), **to_plain(request)}
+
+
+def request_in(message: Any, kinds: dict[str, type[R]]) -> R:
+    """The request in a message.
+
+    Args:
+        kinds: the requests that there are, by what they are called.
+
+    Raises:
+        WireError: it is none of them, or a field is missing, of another type or out of bounds.
+    """
+    op = message.get("op") if isinstance(message, dict) else None
+    kind = kinds.get(op) if isinstance(op, str) else None
+    if kind is None:
+        raise WireError(f"a message to a store: no request is called {op!r:.40}")
+    return from_plain(message, kind, f"request {op!r} to a store")
+
+
+def number_in(message: Any) -> int:
+    """The number of the request that a message answers. Raises WireError."""
+    number = message.get("id") if isinstance(message, dict) else None
+    if type(number) is not int:
+        raise WireError("a message of a store has no number")
+    return number
+
+
+def for_wire(seconds: float | None) -> float:
+    """A duration that can be sent; ``None``: no deadline."""
+    return MAX_FOR_S if seconds is None else min(float(seconds), MAX_FOR_S)
+
+
+def hello_in(message: Any, peer: object) -> Hello:
+    """The first message of a store of this version. Raises WireError."""
+    if not isinstance(message, dict) or message.get("store") != STORE:
         raise WireError(f"{peer} serves no store {STORE!r}")
-    if (version := hello.get("version")) != VERSION:
+    if (version := message.get("version")) != VERSION:
         raise WireError(
             f"{peer} speaks version {peer_text(str(version), 20)} of the store {STORE!r}; here is version"
             f" {VERSION}: install one version of kvplug-host at both ends"
         )
+    return from_plain(message, Hello, "the first message of a store")
 
 
-# -- fields ------------------------------------------------------------------------------------
+def _check_keys(joined: bytes) -> None:
+    if len(joined) % KEY_BYTES:
+        raise ValueError(f"{len(joined)} bytes are no keys of {KEY_BYTES} bytes")
 
 
-def field(message: Any, name: str, kind: type[T]) -> T:
-    """A field of that type.
-
-    Raises:
-        WireError: there is none.
-    """
-    found = message.get(name) if isinstance(message, Mapping) else None
-    if type(found) is not kind:
-        raise WireError(f"a message of a store: {name!r} is {type(found).__name__}, not {kind.__name__}")
-    return found
-
-
-def number(message: Any, name: str, *, most: int = 2**62) -> int:
-    """A field that is an integer from 0 to ``most``. Raises WireError."""
-    found = field(message, name, int)
-    if not 0 <= found <= most:
-        raise WireError(f"a message of a store: {name!r} is {found}, and must be 0 to {most}")
-    return found
-
-
-def seconds(message: Any, name: str) -> float:
-    """A field that is a duration. Raises WireError."""
-    found = field(message, name, float)
-    if not 0 <= found < math.inf:
-        raise WireError(f"a message of a store: {name!r} is {found!r} seconds")
-    return min(found, MAX_FOR_S)
-
-
-def keys_of(message: Any, most: int = MAX_KEYS) -> list[bytes]:
-    """The keys in a message. Raises WireError."""
-    joined = field(message, "keys", bytes)
-    if len(joined) % KEY_BYTES or len(joined) > most * KEY_BYTES:
-        raise WireError(f"a message of a store: {len(joined)} bytes are no keys, or too many")
+def split(joined: bytes) -> list[bytes]:
+    """The keys that were sent one after the other."""
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 
 
@@ -147,68 +401,35 @@ def key_batches(keys: Sequence[bytes]) -> list[bytes]:
     return [b"".join(keys[at : at + MAX_KEYS]) for at in range(0, len(keys), MAX_KEYS)]
 
 
-def num_batches(keys: Sequence[bytes]) -> int:
-    """How many messages that are."""
-    return -(-len(keys) // MAX_KEYS)
-
-
 # -- results -----------------------------------------------------------------------------------
 
-_PRESENCES: Final = (Presence.ABSENT, Presence.COMING, Presence.HELD)
-_RESULTS: Final[tuple[PutReason | None, ...]] = (None, *PutReason)
+PRESENCES: Final = (Presence.ABSENT, Presence.COMING, Presence.HELD)
+"""The results of a lookup, by code."""
+PUT_RESULTS: Final[tuple[PutReason | None, ...]] = (None, *PutReason)
+"""The results of a put, by code."""
 SEND: Final = 255
 """In the answer to a put: send this page."""
+ABSENT_PAGE, SENT, OTHER_SIZE = range(3)
+"""In the answer to a fetch: the store has no such page, sends it, or has a page of another size."""
 
 
-def presences_to_bytes(presences: Sequence[Presence]) -> bytes:
-    """A byte for each."""
-    return bytes(map(_PRESENCES.index, presences))
+def codes_of(known: Sequence[T], results: Iterable[T]) -> bytes:
+    """A byte for each result."""
+    return bytes(map(known.index, results))
 
 
-def presences_from(message: Any, count: int) -> list[Presence]:
-    """The inverse. Raises WireError."""
-    return [_at(_PRESENCES, code) for code in _codes(message, count)]
+def results_in(known: Sequence[T], codes: Iterable[int]) -> list[T]:
+    """The results that these codes mean. Raises WireError."""
+    try:
+        return [known[code] for code in codes]
+    except IndexError:
+        raise WireError(f"a message of a store: a code is not one of {len(known)} results") from None
 
 
-def results_to_bytes(results: Sequence[PutReason | None]) -> bytes:
-    """A byte for each."""
-    return bytes(map(_RESULTS.index, results))
-
-
-def put_codes(message: Any, count: int) -> list[int]:
-    """A byte for each page: :data:`SEND`, or a result. Raises WireError."""
-    return list(_codes(message, count))
-
-
-def result_of(code: int) -> PutReason | None:
-    """The result that a byte means. Raises WireError."""
-    return _at(_RESULTS, code)
-
-
-def _codes(message: Any, count: int) -> bytes:
-    codes = field(message, "results", bytes)
+def check_count(codes: bytes, count: int) -> None:
+    """There is a code for each page. Raises WireError."""
     if len(codes) != count:
         raise WireError(f"a message of a store: {len(codes)} results for {count} pages")
-    return codes
-
-
-def _at(known: Sequence[T], code: int) -> T:
-    if code >= len(known):
-        raise WireError(f"a message of a store: no result is called {code}")
-    return known[code]
-
-
-def usage_to_plain(usage: Usage) -> list[Any]:
-    """Pages, bytes, budget, and pages that wait for readers."""
-    return [usage.num_pages, usage.used_bytes, usage.budget_bytes, usage.num_waiting]
-
-
-def usage_from(message: Any) -> Usage:
-    """The usage in an answer. Raises WireError."""
-    found = field(message, "usage", list)
-    if len(found) != 4 or not all(type(each) is int and each >= 0 for each in found):
-        raise WireError("a message of a store: its usage is no usage")
-    return Usage(num_pages=found[0], used_bytes=found[1], budget_bytes=found[2], num_waiting=found[3])
 
 
 # -- where pages are ---------------------------------------------------------------------------
@@ -235,7 +456,7 @@ def place_to_bytes(place: Place) -> bytes:
     return _PLACE.pack(*place)
 
 
-def places_from(message: Any, count: int, segment_bytes: int, num_segments: int) -> list[Place | None]:
+def places_in(joined: bytes, count: int, segment_bytes: int, num_segments: int) -> list[Place | None]:
     """Where the pages are; ``None`` for those that are absent.
 
     Nothing reaches out of its segment.
@@ -243,7 +464,6 @@ def places_from(message: Any, count: int, segment_bytes: int, num_segments: int)
     Raises:
         WireError: something does, or there are not as many places as pages.
     """
-    joined = field(message, "places", bytes)
     if len(joined) != count * _PLACE.size:
         raise WireError(f"a message of a store: {len(joined)} bytes are not the places of {count} pages")
     found: list[Place | None] = []
@@ -265,94 +485,55 @@ def places_from(message: Any, count: int, segment_bytes: int, num_segments: int)
 
 @attrs.frozen
 class Pieces:
-    """How pages are cut into pieces, each one message: bytes ``spans[i]`` of the pages ``ranges[j]``.
+    """How pages of ``num_rows`` rows each are cut into pieces: some rows of some pages.
 
-    The pieces come span after span; number ``i * len(ranges) + j``."""
+    Piece number ``i * num_parts + j`` has the ``i``-th rows of the ``j``-th part of the pages."""
 
-    spans: tuple[tuple[int, int], ...]
-    ranges: tuple[tuple[int, int], ...]
+    num_rows: int
+    rows_step: int
+    num_pages: int
+    pages_step: int
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts the pages are cut into."""
+        return -(-self.num_pages // self.pages_step)
 
     def __len__(self) -> int:
-        return len(self.spans) * len(self.ranges)
+        return -(-self.num_rows // self.rows_step) * self.num_parts
 
-    def piece(self, at: int) -> tuple[tuple[int, int], range]:
-        """The bytes of each page, and the pages."""
-        span, part = divmod(at, len(self.ranges))
-        return self.spans[span], range(*self.ranges[part])
-
-    def to_plain(self) -> list[Any]:
-        return [[list(each) for each in self.spans], [list(each) for each in self.ranges]]
-
-    @classmethod
-    def of(cls, message: Any, count: int, payload_bytes: int) -> Pieces:
-        """The pieces that a message asks for, of ``count`` pages. Raises WireError."""
-        plain = field(message, "pieces", list)
-        if len(plain) != 2 or not all(isinstance(part, list) for part in plain):
-            raise WireError("a message of a store: no pieces")
-        spans, ranges = (_pairs(part) for part in plain)
-        if (
-            not 0 < len(spans) * len(ranges) <= MAX_PIECES
-            or not _are_consecutive(spans, payload_bytes)
-            or not _are_consecutive(ranges, count)
-        ):
-            raise WireError(f"a message of a store: pieces that are not those of {count} pages")
-        return cls(spans, ranges)
+    def piece(self, number: int) -> tuple[range, range]:
+        """The rows of each page, and the pages."""
+        rows, part = divmod(number, self.num_parts)
+        return (
+            _step(rows, self.rows_step, self.num_rows),
+            _step(part, self.pages_step, self.num_pages),
+        )
 
 
-def _pairs(plain: list[Any]) -> tuple[tuple[int, int], ...]:
-    for each in plain:
-        if not isinstance(each, list) or len(each) != 2 or not all(type(value) is int for value in each):
-            raise WireError("a message of a store: no pieces")
-    return tuple((first, last) for first, last in plain)
+def _step(number: int, step: int, end: int) -> range:
+    return range(number * step, min((number + 1) * step, end))
 
 
-def _are_consecutive(pairs: Sequence[tuple[int, int]], last: int) -> bool:
-    at = 0
-    for begin, end in pairs:
-        if begin != at or end <= begin:
-            return False
-        at = end
-    return at == last
+def tag(request: int, number: int, count: int) -> Tensor:
+    """What comes over the pipe before pages of a request.
 
-
-def tag(request: int, piece: int, rows: int, row_bytes: int) -> Tensor:
-    """What comes over the pipe before a piece; no rows: no more pieces of that request come."""
+    Args:
+        number: of a get: the piece's number. Of a put: the first page that may be among them.
+        count: how many pages come; 0: no more of that request.
+    """
     import torch
 
-    return torch.tensor([request, piece, rows, row_bytes], dtype=torch.int64)
+    return torch.tensor([request, number, count], dtype=torch.int64)
 
 
-def read_tag(tensor: Any) -> tuple[int, int, int, int]:
+def read_tag(tensor: Any) -> tuple[int, int, int]:
     """The inverse. Raises WireError."""
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int64 or tuple(tensor.shape) != (4,):
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int64 or tuple(tensor.shape) != (3,):
         raise WireError("over the pipe of a store came something else than a tag")
-    request, piece, rows, row_bytes = tensor.tolist()
-    if min(request, piece, rows, row_bytes) < 0 or bool(rows) != bool(row_bytes):
-        raise WireError(f"over the pipe of a store came the tag {[request, piece, rows, row_bytes]}")
-    return request, piece, rows, row_bytes
-
-
-# -- puts --------------------------------------------------------------------------------------
-
-
-def identities_of(message: Any, count: int) -> list[bytes]:
-    """The identities in a put. Raises WireError."""
-    found = field(message, "identities", list)
-    if len(found) != count or not all(type(each) is bytes for each in found):
-        raise WireError(f"a message of a store: {len(found)} identities for {count} pages")
-    if sum(map(len, found)) > MAX_IDENTITIES:
-        raise WireError("a message of a store: the identities are too long")
-    return found
-
-
-def format_of(message: Any) -> PageFormat:
-    """The format in a put. Raises WireError."""
-    try:
-        form = PageFormat.from_plain(field(message, "format", dict))
-    except (ValueError, OverflowError) as e:
-        raise WireError(f"a message of a store: {e}") from e
-    if form.num_layers * len(form.parts) > MAX_CHECKSUMS:
-        raise WireError(f"a message of a store: a page of {form.num_layers} layers")
-    return form
+    request, number, count = tensor.tolist()
+    if min(request, number, count) < 0:
+        raise WireError(f"over the pipe of a store came the tag {[request, number, count]}")
+    return request, number, count

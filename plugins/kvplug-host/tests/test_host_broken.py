@@ -23,7 +23,6 @@ from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
 from kvplug_host.outbox import Outbox
-from kvplug_host.protocol import Op
 from kvplug_lab.named_pages import NamedPages
 from kvplug_testing import peers, waits
 from kvplug_testing.forkserver import ForkServer
@@ -153,13 +152,13 @@ def test_reads_that_were_given_up_leave_nothing(monkeypatch: pytest.MonkeyPatch,
     send, held = Outbox.send, {}
 
     def sent(outbox: Outbox, message: dict[str, Any]) -> bool:
-        if way == "never says that it is done" and message.get("op") == Op.DONE:
+        if way == "never says that it is done" and message.get("op") == "done":
             return True
         if way == "is done before it reads":
-            if message.get("op") == Op.READ:
+            if message.get("op") == "read":
                 held[message["id"]] = message
                 return True
-            if message.get("op") == Op.DONE and (read := held.pop(message["id"], None)) is not None:
+            if message.get("op") == "done" and (read := held.pop(message["id"], None)) is not None:
                 return send(outbox, message) and send(outbox, read)
         return send(outbox, message)
 
@@ -194,7 +193,7 @@ def test_what_is_announced_and_not_sent_takes_a_quarter_of_the_store_and_not_for
         monkeypatch.setattr(PagePipe, "send_rows", lambda *args: None)
         jobs = []
         for number in range(20):  # with ends that ask for all at once, and one after the other
-            monkeypatch.setattr("kvplug_host.client.remote_put.Reserved.take", lambda *args: True)
+            monkeypatch.setattr("kvplug_host.client.reserved.Reserved.take", lambda *args: True)
             request = PAGES.request(store, *names(f"not sent {number}", 20))
             jobs.append(store.submit_put(request, timeout=30))
         until(lambda: served_store.usage().num_pages < held_before.num_pages, what="that pages are evicted")
@@ -220,7 +219,7 @@ def test_a_put_goes_on_when_one_that_the_store_did_not_read_ends(monkeypatch: py
     jobs: list[Any] = []
 
     def sent(outbox: Outbox, message: dict[str, Any]) -> bool:
-        if message.get("op") != Op.PUT or jobs:
+        if message.get("op") != "put" or jobs:
             return send(outbox, message)
         jobs.append(store.submit_put(next_pages, timeout=JOB_S))
         return False

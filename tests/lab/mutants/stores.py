@@ -741,10 +741,10 @@ class TestDoesNotKnowThatItsStoreIsGone(HostClient):
 class TestTakesAStoppedStoreForDead(HostClient):
     """A store that does not answer for a moment counts as gone for good."""
 
-    def _ended(self, job: Any) -> None:
-        super()._ended(job)
-        if job.job.deadline.expired:
-            self._lose()
+    def _ended(self, task: Any, requests: Any) -> None:
+        super()._ended(task, requests)
+        if task.job.deadline.expired and self._connection is not None:
+            self._connection.lose()
 
 
 @breaks(

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    BackgroundThread,
-    Deadline,
-    ExitGuard,
-    GetJob,
-    Job,
-    MissReason,
-    NamedExhaustion,
-    PageEvent,
-    PageRequest,
-    PageSeal,
-    Presence,
-    PutReason,
-    Series,
-    Store,
-    Timeout,
-    Usage,
-    close_after_fork,
-)
+from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import BackgroundThread, Deadline, ExitGuard, JobTask, NamedExhaustion, Store
 from kvplug_host.client.client import HostClient
-from kvplug_host.client.subscriptions import nothing_there
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +19,8 @@ _BACKOFF_S: Final = (0.1, 5.0)
 """After the first failure, and at most; doubled each time."""
 _CLOSE_S: Final = 5.0
 
-Listener = Callable[[PageEvent], None]
-T = TypeVar("T")
-J = TypeVar("J", bound=Job[Any])
 
-
-class ContactStore(Store):
+class ContactStore(HostClient):
     """Requests go to the program while it is there; while it is gone they are misses, at once."""
 
     def __init__(self, context: Store.Context, address: str) -> None:
@@ -57,37 +32,25 @@ class ContactStore(Store):
         """
         if context.connect is None:
             raise ConfigError("options.host.contact: this program has no way to connect to a store")
-        self.seal = PageSeal(checksums=context.seal.checksums)
-        self._context = context
         self._connect = context.connect
         self.address = address
-        self._lock = threading.RLock()
         self._wake = threading.Event()
-        self._client: HostClient | None = None
         self._link: Store.Link | None = None
         """A link on which the store is being opened."""
-        self._listeners: dict[object, Listener] = {}
-        self._ends: dict[object, Callable[[], None]] = {}
-        """What ends each listener's subscription at the current client."""
-        self._usage = Usage(num_pages=0, used_bytes=0, budget_bytes=None)
-        self._closed = False
-        self._said_gone = False
-        close_after_fork(self)
-        try:
-            self._open(_FIRST_S)
-        except (PeerGoneError, TimeoutError) as e:
-            self._gone(e)
+        self._was_gone = False
+        """The log has it that the program is gone."""
+        super().__init__(context, None)
         self._thread = BackgroundThread(self._keep_open, name="kvplug-host-contact", stop=self._give_up)
         try:
+            try:
+                self._open(_FIRST_S)
+            except (PeerGoneError, TimeoutError) as e:
+                self._note_gone(e)
             with NamedExhaustion("a store in another process"):
                 self._thread.start()
         except BaseException:
             self._abort()
             raise
-
-    def __repr__(self) -> str:
-        state = ", closed" if self._closed else "" if self._client is not None else ", gone"
-        return f"<store 'host' at {self.address}{state}>"
 
     @property
     def is_shared(self) -> bool:
@@ -101,11 +64,6 @@ class ContactStore(Store):
     def location(self) -> str:
         return self.address
 
-    @property
-    def _route(self) -> str:
-        client = self._client
-        return "not at all" if client is None else client.route
-
     # -- the connection ------------------------------------------------------------------------
 
     def _open(self, timeout: float) -> None:
@@ -115,216 +73,65 @@ class ContactStore(Store):
         """
         link = self._connect(self.address, timeout)
         deadline = Deadline.after(max(timeout, self._context.timeout_s))
-        with self._lock:
-            self._link, closed = link, self._closed
+        self._link = link
         try:
-            if closed:
+            if self._is_closed:
+                link.close()
                 raise ClosedError("the store is closed")
-            client = HostClient(self._context, link, deadline=deadline, on_lost=self._wake.set)
-        except BaseException:
-            link.close()
-            raise
+            self._connect_over(link, deadline)
         finally:
             self._link = None
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._client = client
-                self._said_gone = False
-                for key, listener in self._listeners.items():
-                    self._ends[key] = client.subscribe(listener)
-        if closed:
-            client.abort()
-        else:
-            _log.info("the store 'host' at %s is connected", self.address)
+        self._was_gone = False
+        _log.info("the store 'host' at %s is connected", self.address)
 
-    def _gone(self, error: KvplugError | None) -> None:
-        with self._lock:
-            client, self._client = self._client, None
-            said, self._said_gone = self._said_gone, True
-            self._ends.clear()
-        if client is not None:
-            client.abort()
-        if not said and not self._closed and not ExitGuard.is_leaving():
+    def _note_gone(self, error: KvplugError | None) -> None:
+        was_gone, self._was_gone = self._was_gone, True
+        if not was_gone and not self._is_closed and not ExitGuard.is_leaving():
             why = f": {error}" if error is not None else ""
             _log.warning("the store 'host' at %s is gone, and is tried again%s", self.address, why)
 
+    def _lost(self, waiting: set[JobTask]) -> None:
+        super()._lost(waiting)
+        self._wake.set()
+
     def _keep_open(self) -> None:
         pause = _BACKOFF_S[0]
-        while not self._closed:
-            client = self._client
-            if client is not None and not client.is_lost:
+        while not self._is_closed:
+            if self._is_connected:
                 self._wake.wait()
                 self._wake.clear()
                 continue
-            if client is not None:
-                self._gone(None)
+            if self._connection is not None:
+                self._drop_connection()
+                self._note_gone(None)
             try:
                 self._open(max(_FIRST_S, self._context.timeout_s))
                 pause = _BACKOFF_S[0]
                 continue
             except KvplugError as e:
-                self._gone(e)
+                self._note_gone(e)
             except Exception as e:  # a broken plugin, say: the next attempt may do
                 _log.exception("connecting to the store 'host' at %s failed", self.address)
-                self._gone(PeerGoneError(str(e)))
+                self._note_gone(PeerGoneError(str(e)))
             self._wake.wait(pause)
             self._wake.clear()
             pause = min(2 * pause, _BACKOFF_S[1])
-
-    def _current(self) -> HostClient | None:
-        """The client; ``None``: the program is gone.
-
-        Raises:
-            ClosedError: this end is closed.
-        """
-        if self._closed:
-            ExitGuard.hold()
-            raise ClosedError("the store 'host' is closed")
-        return self._client
-
-    # -- requests ------------------------------------------------------------------------------
-
-    def _deadline(self, timeout: Timeout) -> Deadline:
-        return Deadline.after(timeout, self._context.timeout_s)
-
-    def _asked(self, ask: Callable[[HostClient], T], otherwise: Callable[[], T]) -> T:
-        """What the client answers; where the program is gone, the other answer.
-
-        Raises:
-            ClosedError: this end is closed.
-        """
-        client = self._current()
-        if client is not None:
-            try:
-                return ask(client)
-            except ClosedError:
-                self._current()
-        return otherwise()
-
-    def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
-        deadline = self._deadline(timeout)
-        return self._asked(
-            lambda client: client.submit_lookup(keys, lease_s=lease_s, timeout=deadline.remaining()),
-            lambda: _ended(Job(len(keys), deadline), Presence.ABSENT),
-        )
-
-    def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
-        deadline = self._deadline(timeout)
-        return self._asked(
-            lambda client: client.submit_put(pages, timeout=deadline.remaining()),
-            lambda: _ended(Job(len(pages.keys), deadline), PutReason.STORE_GONE),
-        )
-
-    def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
-        deadline = self._deadline(timeout)
-        return self._asked(
-            lambda client: client.submit_get(pages, timeout=deadline.remaining()),
-            lambda: _ended(
-                GetJob(len(pages.keys), pages.series.format.num_layers, deadline), MissReason.STORE_GONE
-            ),
-        )
-
-    def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
-        deadline = self._deadline(timeout)
-        self._current()
-        if keys is None:
-            raise UnsupportedError("other programs keep pages in this store, too")
-        return self._asked(
-            lambda client: client.submit_remove(keys, timeout=deadline.remaining()),
-            lambda: _ended(Job(len(keys), deadline), False),
-        )
-
-    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        deadline = self._deadline(timeout)
-        self._asked(lambda client: client.declare(series, keys, timeout=deadline.remaining()), _nothing)
-
-    def withdraw(self, keys: Sequence[bytes]) -> None:
-        self._asked(lambda client: client.withdraw(keys), _nothing)
-
-    def release(self, keys: Sequence[bytes]) -> None:
-        self._asked(lambda client: client.release(keys), _nothing)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._asked(lambda client: client.touch(keys), _nothing)
-
-    def expect_reader(self, keys: Sequence[bytes]) -> None:
-        self._asked(lambda client: client.expect_reader(keys), _nothing)
-
-    def keys(self, series: Series) -> Sequence[bytes]:
-        client = self._current()
-        if client is None:
-            raise PeerGoneError(f"the store 'host' at {self.address} is gone")
-        return client.keys(series)
-
-    def usage(self) -> Usage:
-        self._usage = self._asked(lambda client: client.usage(), lambda: self._usage)
-        return self._usage
-
-    @property
-    def has_events(self) -> bool:
-        return True
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        key = object()
-        with self._lock:
-            client = self._current()
-            self._listeners[key] = listener
-            if client is not None and not client.is_lost:
-                self._ends[key] = client.subscribe(listener)
-            else:
-                client = None
-        if client is None:
-            listener(nothing_there())
-
-        def end() -> None:
-            with self._lock:
-                self._listeners.pop(key, None)
-                unsubscribe = self._ends.pop(key, None)
-            if unsubscribe is not None:
-                unsubscribe()
-
-        return end
 
     # -- the end -------------------------------------------------------------------------------
 
     @property
     def is_lost(self) -> bool:
-        return self._closed
+        return self._is_closed
 
-    def _close(self, timeout: Timeout) -> None:
-        deadline = self._deadline(timeout)
-        self._give_up()  # the end of the client is no loss
-        client = self._client
-        if client is not None:
-            client.close(deadline.remaining())
-        self._abort()
-
-    def _give_up(self) -> None:
-        """Have the thread end, without waiting."""
-        with self._lock:
-            self._closed = True
-            link = self._link
+    def _give_up(self) -> bool:
+        is_first = super()._give_up()
         self._wake.set()
+        link = self._link
         if link is not None:
             link.close()
+        return is_first
 
     def _abort(self) -> None:
-        self._give_up()
-        client = self._client
-        if client is not None:
-            client.abort()
+        super()._abort()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
-
-    def _after_fork_in_child(self) -> None:
-        self._closed = True
-
-
-def _ended(job: J, result: Any) -> J:
-    job.set([result] * job.count)
-    return job
-
-
-def _nothing() -> None:
-    """What is told to a program that is gone is lost."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvplug import KvplugError
 from kvplug.transport import GetJob, JobTask, MissReason, PageCopy, PageRequest, PageSeal
 from kvplug_host import protocol
 from kvplug_host.arena.segments import WORD
+from kvplug_host.client.connection import Connection
 from kvplug_host.client.mapping import Mapping
-from kvplug_host.client.requests import Requests
 from kvplug_host.jobs.get import SlotGet
-from kvplug_host.protocol import Op
 
 _READ_LEASE_S: Final = 30.0
 """The longest that pages are kept in their slots for a reader that does not say that it is done."""
@@ -28,36 +27,31 @@ class MappedGet(SlotGet):
         pages: PageRequest,
         seal: PageSeal,
         *,
+        connection: Connection,
         mapping: Mapping,
-        requests: Requests,
-        wrong: Callable[[bytes, MissReason, int], None],
         again: Callable[[JobTask], object],
-        unmap: Callable[[KvplugError], None],
     ) -> None:
-        """
-        Args:
-            wrong: called with the key of a page that is wrong, why, and its generation.
-            again: has the steps of this task run.
-            unmap: the memory cannot be mapped.
-        """
+        """``again``: has the steps of this task run."""
         super().__init__(
             job,
             pages,
             seal,
-            discard=lambda index, reason: wrong(pages.keys[index], reason, self._numbers[index]),
+            discard=lambda index, reason: connection.note_wrong(
+                pages.keys[index], reason, self._generations_of[index]
+            ),
             settled=self._read,
             again=again,
             prepare=self._map,
         )
         self._mapping = mapping
-        self._requests = requests
-        self._unmap = unmap
-        self._number = requests.new_number()
+        self._connection = connection
+        self._requests = connection.requests
+        self._number = self._requests.new_number()
         self._segments: set[int] = set()
         self._is_read = False
         """No slot is read any more."""
-        self._numbers: Sequence[int] = ()
-        """The generations of the pages."""
+        self._generations_of: Sequence[int] = ()
+        """The generation of each page."""
 
     def _read(self) -> None:
         self._is_read = True
@@ -66,7 +60,7 @@ class MappedGet(SlotGet):
 
     def _tell(self) -> None:
         is_read = None in (self.job.results() or ())
-        self._requests.tell({"op": Op.DONE, "id": self._number, "read": is_read})
+        self._requests.tell(protocol.Done(id=self._number, read=is_read))
 
     def end(self, reason: MissReason | None) -> bool:
         is_first = super().end(reason)
@@ -81,30 +75,33 @@ class MappedGet(SlotGet):
         if lease_s <= 0:
             self.end(MissReason.TIMEOUT)
             return
-        message = {"op": Op.READ, "keys": b"".join(self.pages.keys), "lease_s": lease_s}
-        self._requests.ask(self._number, self, message, self._answered)
+        read = protocol.Read(id=self._number, keys=b"".join(self.pages.keys), lease_s=lease_s)
+        self._requests.ask(read, self, self._answered)
         if self.job.done:  # it may have ended before the store was asked
             self._tell()
 
-    def _answered(self, message: Any) -> None:
+    def _answered(self, answer: protocol.Places) -> None:
         self._requests.forget(self._number)
         mapping = self._mapping
-        places = protocol.places_from(message, self.job.count, mapping.segment_bytes, mapping.num_segments)
+        places = protocol.places_in(
+            answer.places, self.job.count, mapping.segment_bytes, mapping.num_segments
+        )
         for index, place in enumerate(places):
             if place is None:
                 self.miss(index, MissReason.ABSENT)
             else:
                 self._segments.add(place.offset // mapping.segment_bytes)
-        self._numbers = array("Q", [place.generation if place else 0 for place in places])
+        generations = array("Q", [place.generation if place else 0 for place in places])
         words = array(
             "Q", [(place.offset + place.slot_bytes) // WORD - 1 if place else 0 for place in places]
         )
+        self._generations_of = generations
         self.found(
             mapping.view,
             [place.offset if place else 0 for place in places],
             [place.header_bytes if place else 0 for place in places],
             [place.payload_bytes if place else 0 for place in places],
-            PageCopy.Generations(mapping.words, words, self._numbers),
+            PageCopy.Generations(mapping.words, words, generations),
         )
         if self._segments:
             self._again(self)
@@ -118,9 +115,9 @@ class MappedGet(SlotGet):
             if mapping.lacks(segment):
                 with mapping.lock:
                     if mapping.lacks(segment):
-                        self._requests.tell({"op": Op.SEGMENT, "number": segment})
+                        self._requests.tell(protocol.Segment(number=segment))
                         try:
                             mapping.receive(segment, self.job.deadline)
                         except KvplugError as e:
-                            self._unmap(e)
+                            self._connection.unmap(e)
                             raise MemoryError("the memory of the store cannot be mapped") from e

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import threading
-from typing import Any
 
 from kvplug import CapacityError, KvplugError
 from kvplug.transport import (
@@ -18,9 +17,8 @@ from kvplug.transport import (
     WireError,
     close_after_fork,
 )
-from kvplug_host import protocol
 from kvplug_host.arena.addresses import AddressSpace
-from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, WELCOME
+from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, WELCOME, Hello
 
 _log = logging.getLogger(__name__)
 
@@ -104,27 +102,18 @@ class Mapping:
         self.close()
 
 
-def offered_mapping(hello: Any, credentials: Credentials, deadline: Deadline) -> Mapping | None:
+def offered_mapping(hello: Hello, credentials: Credentials, deadline: Deadline) -> Mapping | None:
     """The memory that a store offers in its first message; ``None``: it cannot be mapped, and pages come over
-    the pipe.
-
-    Raises:
-        WireError: the message is wrong.
-    """
-    contact = protocol.field(hello, "memory", str)
-    segment_bytes = protocol.number(hello, "segment_bytes", most=2**46)
-    num_segments = protocol.number(hello, "num_segments", most=2**46 // max(1, segment_bytes))
-    if not segment_bytes or not num_segments or segment_bytes % 4096:
-        raise WireError(f"a store of {num_segments} segments of {segment_bytes} bytes")
-    if not contact or platform.machine() != "x86_64":
+    the pipe."""
+    if not hello.memory or platform.machine() != "x86_64":
         return None
     try:
         return Mapping(
-            contact,
+            hello.memory,
             credentials,
-            protocol.field(hello, "ticket", bytes),
-            segment_bytes=segment_bytes,
-            num_segments=num_segments,
+            hello.ticket,
+            segment_bytes=hello.segment_bytes,
+            num_segments=hello.num_segments,
             deadline=deadline,
         )
     except KvplugError as e:

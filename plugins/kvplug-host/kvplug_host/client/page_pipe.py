@@ -10,20 +10,10 @@ from typing import Any, Final
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.net.wire import memory_of_writable
-from kvplug.transport import (
-    BackgroundThread,
-    Deadline,
-    GetJob,
-    JobTask,
-    PageRequest,
-    Pipe,
-    Transfer,
-    WireError,
-)
+from kvplug.transport import BackgroundThread, Deadline, JobTask, MissReason, Pipe, Transfer, WireError
 from kvplug_host import protocol
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
-from kvplug_host.protocol import Op
 
 _log = logging.getLogger(__name__)
 
@@ -54,37 +44,27 @@ class PagePipe:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         """Held while a tag and its piece are sent."""
-        self._stages: deque[tuple[Any, Transfer | None]] = deque()
+        self._stages: deque[tuple[Any, Transfer]] = deque()
         self._gets: dict[int, PipedGet] = {}
         """Those of which pieces may come."""
         self._thread: threading.Thread | None = None
 
     # -- gets ----------------------------------------------------------------------------------
 
-    def ask(self, number: int, get: PipedGet, job: GetJob, pages: PageRequest) -> bool:
-        """Ask for the pages of a request. Returns whether there is a thread that receives them."""
+    def ask(self, get: PipedGet) -> None:
+        """Ask for the pages of a get, which ends if that is not possible."""
         if not self._listens():
-            return False
+            get.end(MissReason.STORE_GONE)
+            return
+        request = get.request
 
-        def answer(message: Any) -> None:
-            self._requests.forget(number)
-            headers = protocol.field(message, "headers", list)
-            if not all(type(each) is bytes for each in headers):
-                raise WireError("a message of a store: headers are bytes")
-            get.found(protocol.field(message, "found", bytes), headers)
+        def take(answer: protocol.Fetched) -> None:
+            self._requests.forget(request.id)
+            get.found(answer.codes, answer.headers)
 
-        remaining = job.deadline.remaining()
-        message = {
-            "op": Op.FETCH,
-            "keys": b"".join(pages.keys),
-            "payload_bytes": pages.series.format.nbytes,
-            "pieces": get.pieces.to_plain(),
-            "timeout": protocol.MAX_FOR_S if remaining is None else remaining,
-        }
-        self._gets[number] = get
-        if get.is_over or not self._requests.ask(number, get, message, answer, keep=True):
-            self._gets.pop(number, None)
-        return True
+        self._gets[request.id] = get
+        if get.is_over or not self._requests.ask(request, get, take, keep=True):
+            self._gets.pop(request.id, None)
 
     def _listens(self) -> bool:
         with self._lock:
@@ -99,28 +79,19 @@ class PagePipe:
         return True
 
     def _receive_all(self) -> None:
-        import torch
-
-        pipe = self.pipe
-        stage = torch.empty(0, dtype=torch.uint8)
         try:
             while True:
-                request, piece, rows, row_bytes = protocol.read_tag(pipe.recv_tensor(timeout=None))
-                get = self._gets.get(request)
+                number, piece, count = protocol.read_tag(self.pipe.recv_tensor(timeout=None))
+                get = self._gets.get(number)
                 if get is None:
                     if self._requests.over is not None:
                         return
-                    raise WireError(f"a piece came of the request {request}, which is not under way")
-                if not rows:
-                    self._gets.pop(request, None)
+                    raise WireError(f"a piece came of the request {number}, which is not under way")
+                if count:
+                    get.arrived(self.pipe, piece, count)
+                else:
+                    self._gets.pop(number, None)
                     get.all_sent()
-                    continue
-                sent = get.rows_of(piece, rows, row_bytes)
-                if stage.numel() < rows * row_bytes:
-                    stage = torch.empty(rows * row_bytes, dtype=torch.uint8)
-                used = stage[: rows * row_bytes].view(rows, 1, row_bytes)
-                pipe.recv_tensor(used, timeout=None)
-                get.arrived(piece, sent, memory_of_writable(used), row_bytes)
         except (PeerGoneError, ClosedError):
             self._failed(None)
         except KvplugError as e:
@@ -138,12 +109,11 @@ class PagePipe:
         try:
             with self._sending:
                 flat = self._stage(rows * row_bytes)
-            stage = flat[: rows * row_bytes].view(rows, 1, row_bytes)
+            stage = flat[: rows * row_bytes].view(1, rows, row_bytes)
             fill(memory_of_writable(stage))  # while another thread sends
             with self._sending:
-                self.pipe.send_tensor(protocol.tag(request, first, rows, row_bytes), timeout=None)
-                transfer = self.pipe.send_tensor(stage, timeout=None)
-                self._stages.append((stage, transfer))
+                self.pipe.send_tensor(protocol.tag(request, first, rows), timeout=None)
+                self._stages.append((stage, self.pipe.send_tensor(stage, timeout=None)))
         except (PeerGoneError, ClosedError):
             self._failed(None)
         except KvplugError as e:
@@ -153,18 +123,13 @@ class PagePipe:
         """Memory that is not being sent."""
         import torch
 
-        if self._stages and (len(self._stages) >= _STAGES or self._is_sent(self._stages[0][1])):
+        if self._stages and (len(self._stages) >= _STAGES or self._stages[0][1].done()):
             stage, transfer = self._stages.popleft()
-            if transfer is not None:
-                transfer.wait()
+            transfer.wait()
             flat = stage.view(-1)
             if flat.numel() >= nbytes:
                 return flat
         return torch.empty(nbytes, dtype=torch.uint8)
-
-    @staticmethod
-    def _is_sent(transfer: Transfer | None) -> bool:
-        return transfer is None or transfer.done()
 
     # -- the end -------------------------------------------------------------------------------
 

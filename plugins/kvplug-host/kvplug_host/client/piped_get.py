@@ -1,13 +1,16 @@
-"""Pages out of a store in another process, over a pipe: received into memory of this process, verified there,
-and only then copied to the caller."""
+"""Pages out of a store in another process, over a pipe.
+
+They are received into the caller's blocks and verified there. Where these do not lie as a pipe needs it,
+pages are received into memory of this process, and copied when they were found to be right."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
-from kvplug import PeerGoneError
+from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug.net.wire import memory_of_writable
 from kvplug.transport import (
     GetJob,
     JobTask,
@@ -16,38 +19,65 @@ from kvplug.transport import (
     PageRequest,
     PageRows,
     PageSeal,
+    Pipe,
     WireError,
 )
+from kvplug_host import protocol
+from kvplug_host.client.requests import Requests
 from kvplug_host.jobs.get import Landing
-from kvplug_host.protocol import Pieces
+from kvplug_host.jobs.steps import runs_of
 
-_SENT, _OTHER_SIZE = 1, 2
 _ANSWER_S: Final = 10.0
 """How long the answer over the channel may come after the first piece over the pipe."""
+_LOOK_S: Final = 0.1
+"""How often a piece that does not come is looked at: whether its job is over, and its memory the caller's."""
+
+
+class _Piece:
+    """One message that comes."""
+
+    def __init__(self, pipe: Pipe, layers: range, pages: Sequence[int]) -> None:
+        self.pipe = pipe
+        self.layers = layers
+        self.pages = pages
+        self.is_here = False
+        """It was received."""
 
 
 class PipedGet(Landing):
-    """One request. The thread that receives from the pipe copies its pieces."""
+    """One request. The thread that receives from the pipe verifies its pieces."""
 
     def __init__(
         self,
         job: GetJob,
         pages: PageRequest,
         seal: PageSeal,
-        discard: Callable[[int, MissReason], None],
-        on_settled: Callable[[], None],
+        wrong: Callable[[bytes, MissReason], None],
+        requests: Requests,
     ) -> None:
-        super().__init__(job, pages, seal, discard)
-        step = pages.series.format.layer_nbytes
-        self.pieces = Pieces(
-            tuple((layers.start * step, layers.stop * step) for layers in self.layers),
-            tuple((numbers.start, numbers.stop) for numbers in self.ranges),
+        """``wrong``: called with the key of a page that is wrong, and why."""
+        super().__init__(job, pages, seal, lambda index, reason: wrong(pages.keys[index], reason))
+        form, block_bytes = pages.series.format, pages.memory.block_bytes
+        self._requests = requests
+        self._as_blocks = block_bytes > 0
+        row_bytes = block_bytes or form.layer_nbytes
+        self.request = protocol.Fetch(
+            id=requests.new_number(),
+            keys=b"".join(pages.keys),
+            payload_bytes=form.nbytes,
+            row_bytes=row_bytes,
+            rows=len(self.layers[0]) * form.layer_nbytes // row_bytes,
+            as_blocks=self._as_blocks,
+            pages=len(self.ranges[0]),
+            timeout_s=protocol.for_wire(job.deadline.remaining()),
         )
-        self._on_settled = on_settled
+        self._pieces = self.request.pieces
         self._copy: PageCopy | None = None
         self._answered = threading.Event()
         self._sent: list[bool] = []
         self._coming = 0
+        self._piece: _Piece | None = None
+        """The latest."""
 
     def found(self, codes: bytes, headers: Sequence[bytes]) -> None:
         """Which pages are sent, and the headers of those that are there.
@@ -55,18 +85,17 @@ class PipedGet(Landing):
         Raises:
             WireError: these are not as many as there are pages.
         """
-        there = sum(code in (_SENT, _OTHER_SIZE) for code in codes)
-        if len(codes) != self.job.count or len(headers) != there:
-            raise WireError(f"{len(codes)} pages and {len(headers)} headers came for {self.job.count} pages")
-        self.check_headers(
-            [index for index, code in enumerate(codes) if code in (_SENT, _OTHER_SIZE)], headers
-        )
+        protocol.check_count(codes, self.job.count)
+        there = [index for index, code in enumerate(codes) if code != protocol.ABSENT_PAGE]
+        if len(headers) != len(there):
+            raise WireError(f"{len(headers)} headers came for {len(there)} pages")
+        self.check_headers(there, headers)
         for index, code in enumerate(codes):
-            if code != _SENT:
-                self.miss(index, MissReason.CORRUPT if code == _OTHER_SIZE else MissReason.ABSENT)
-        self._sent = [code == _SENT for code in codes]
-        for piece in range(len(self.pieces)):
-            if any(self._sent[at] for at in self.pieces.piece(piece)[1]):
+            if code != protocol.SENT:
+                self.miss(index, MissReason.ABSENT if code == protocol.ABSENT_PAGE else MissReason.CORRUPT)
+        self._sent = [code == protocol.SENT for code in codes]
+        for piece in range(len(self._pieces)):
+            if any(self._sent[at] for at in self._pieces.piece(piece)[1]):
                 self._coming += 1
             else:
                 self.landed(piece // len(self.ranges))
@@ -74,47 +103,105 @@ class PipedGet(Landing):
         if not self._coming:
             self.end(None)
 
-    def rows_of(self, piece: int, rows: int, row_bytes: int) -> list[int]:
-        """The pages of a piece that comes, which is so large.
+    def arrived(self, pipe: Pipe, piece: int, count: int) -> None:
+        """Receive a piece, with so many pages.
 
         Raises:
             WireError: it is none of this request.
             PeerGoneError: the link has ended.
+            KvplugError: the pipe cannot be used any more.
         """
         if not self._answered.wait(_ANSWER_S) or not self._sent:
             raise PeerGoneError("the store sends pages and does not say which")
-        if piece >= len(self.pieces):
-            raise WireError(f"piece {piece} came of a request with {len(self.pieces)}")
-        (begin, end), numbers = self.pieces.piece(piece)
-        sent = [at for at in numbers if self._sent[at]]
-        if len(sent) != rows or end - begin != row_bytes:
-            raise WireError(f"a piece of {rows} rows of {row_bytes} bytes came, which was not asked for")
-        return sent
-
-    def arrived(self, piece: int, sent: Sequence[int], buffer: memoryview, row_bytes: int) -> None:
-        """A piece is there, one row after the other."""
-        offsets = {at: row * row_bytes for row, at in enumerate(sent)}
+        if piece >= len(self._pieces):
+            raise WireError(f"piece {piece} came of a request with {len(self._pieces)}")
         group, number = divmod(piece, len(self.ranges))
-
-        layers = self.layers[group]
-
-        def load(run: range) -> list[MissReason | None] | None:
-            if self._copy is None:
-                self._copy = PageCopy(self.pages.memory, self.seal)
-            rows = PageRows(buffer, [offsets[at] for at in run], row_bytes)
-            self._copy.use(run.start, rows, self.headers[run.start : run.stop], layers)
-            return self._copy.load(run, layers)
-
-        try:
-            self.land(self.ranges[number], load)
-        except JobTask.OverError:
-            return
-        except MemoryError:
-            self.end(MissReason.NO_MEMORY)
+        sent = [at for at in self.ranges[number] if self._sent[at]]
+        if len(sent) != count:
+            raise WireError(f"a piece of {count} pages came, which was not asked for")
+        self._piece = _Piece(pipe, self.layers[group], sent)
+        reason = self.attempt(piece)
+        if not self._piece.is_here:  # the job is over, or its memory cannot be used
+            self._stage(self._piece)
         self.landed(group)
         self._coming -= 1
-        if not self._coming:
-            self.end(None)
+        if reason is not None or not self._coming:
+            self.end(reason)
+
+    def do(self, step: int) -> None:
+        piece = self._piece
+        assert piece is not None
+        if not self._receive_blocks(piece):
+            self._receive_rows(piece)
+
+    def _receive_blocks(self, piece: _Piece) -> bool:
+        """Receive straight into the caller's blocks. Returns whether that was tried: the message stays if a
+        page is known to be missed.
+
+        Raises:
+            JobTask.OverError: the job has ended.
+            CopyError: the memory cannot be used.
+            KvplugError: the pipe's.
+        """
+        pages, layers, memory = piece.pages, piece.layers, self.pages.memory
+        if not self._as_blocks or any(self.results[at] is not JobTask.UNKNOWN for at in pages):
+            return False
+        error: KvplugError | None = None
+        reasons: dict[int, MissReason | None] = {}
+        with self.copying(), memory.hold(range(pages[0], pages[-1] + 1)):
+            copy = self._prepared()
+            views, block_ids = memory.blocks(pages, layers)
+            try:
+                while not piece.is_here and not self.is_over:
+                    piece.is_here = _receives(piece.pipe, views, block_ids)
+            except KvplugError as e:
+                error = e
+            if piece.is_here:
+                for run in runs_of(pages):
+                    reasons |= zip(run, copy.check(run, layers) or (), strict=False)
+            else:
+                for page in pages:
+                    copy.clear(page, layers)
+        if error is not None:
+            raise error
+        for page, reason in reasons.items():
+            if reason is not None:
+                self.miss(page, reason)
+        return True
+
+    def _receive_rows(self, piece: _Piece) -> None:
+        """Receive into memory of this process, then copy what is right. Raises as :meth:`_receive_blocks`."""
+        layers, pages = piece.layers, piece.pages
+        rows, index = self._stage(piece), {at: row for row, at in enumerate(pages)}
+
+        def load(run: range) -> list[MissReason | None] | None:
+            copy = self._prepared()
+            part = rows[index[run.start] : index[run.stop - 1] + 1]
+            copy.use(run.start, part, self.headers[run.start : run.stop], layers)
+            return copy.load(run, layers)
+
+        for run in runs_of(pages):
+            self.land(run, load)
+
+    def _stage(self, piece: _Piece) -> PageRows:
+        """Receive a piece into memory of this process: a row for each page."""
+        import torch
+
+        row_bytes = len(piece.layers) * self.pages.series.format.layer_nbytes
+        shape = (1, len(piece.pages), row_bytes)
+        if self._as_blocks:
+            shape = (row_bytes // self.request.row_bytes, len(piece.pages), self.request.row_bytes)
+        received: Any = piece.pipe.recv_tensor(torch.empty(shape, dtype=torch.uint8), timeout=None)
+        piece.is_here = True
+        rows = received.transpose(0, 1).contiguous()
+        return PageRows.dense(memory_of_writable(rows), len(piece.pages), row_bytes)
+
+    def _prepared(self) -> PageCopy:
+        if self._copy is None:
+            self._copy = PageCopy(self.pages.memory, self.seal)
+            if self._as_blocks:
+                self._copy.expect(0, self.headers)
+        return self._copy
 
     def all_sent(self) -> None:
         """The store sends no more of it, and the answer is there."""
@@ -129,4 +216,13 @@ class PipedGet(Landing):
         return is_first
 
     def settled(self) -> None:
-        self._on_settled()
+        self._requests.tell(protocol.Cancel(id=self.request.id))
+
+
+def _receives(pipe: Pipe, views: Any, block_ids: Sequence[int]) -> bool:
+    """Whether a message was received within a moment. Raises what a pipe raises."""
+    try:
+        pipe.recv_blocks(views, block_ids, timeout=_LOOK_S)
+        return True
+    except TimeoutError:
+        return False

@@ -4,29 +4,64 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-from kvplug.transport import JobTask, MissReason, close_after_fork
+from kvplug.transport import Job, JobTask, MissReason, Usage, close_after_fork
 from kvplug_host import protocol
 from kvplug_host.outbox import Outbox
+from kvplug_host.protocol import Answer, Request
 
-Answer = Callable[[Any], None]
+T = TypeVar("T")
+
+Take = Callable[[Any], None]
+"""Called with each answer to a request, which has the type that the request names."""
+
+
+class Question(JobTask, Generic[T]):
+    """A job whose result is the answer, of several requests if need be. It ends with the last of them, or
+    with what is known."""
+
+    def __init__(self, job: Job[T], unknown: T, num_requests: int) -> None:
+        super().__init__(job, None)
+        self._unknown = unknown
+        self._left = num_requests
+
+    def answer(self, at: int, results: Sequence[T]) -> None:
+        """The results of some keys, from key ``at`` on."""
+        with self.lock:
+            for index, result in enumerate(results, at):
+                self.note(index, result)
+            self._left -= 1
+            is_finished = not self._left
+        if is_finished:
+            self.end(None)
+
+    def result_for(self, reason: MissReason | None) -> T:
+        return self._unknown
 
 
 class Requests:
     """Messages to the other process, and what is called with its answers. Thread-safe."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(
+        self, outbox: Outbox | None = None, note_usage: Callable[[Usage], object] = lambda usage: None
+    ) -> None:
+        """
+        Args:
+            outbox: ``None``: there is no other process.
+            note_usage: called with what the store holds, whenever it says so.
+        """
         self._outbox = outbox
+        self._note_usage = note_usage
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._answers: dict[int, Answer] = {}
+        self._asked: dict[int, tuple[type[Request], Take]] = {}
         self._waiting: dict[int, JobTask] = {}
         """The jobs of those requests: they end when the store is gone."""
         self._kept: set[int] = set()
         """Requests that may be answered after the end of their jobs, and are forgotten later."""
-        self.over: MissReason | None = None
+        self.over: MissReason | None = MissReason.STORE_GONE if outbox is None else None
         """Why nothing is sent any more."""
         close_after_fork(self)
 
@@ -34,59 +69,54 @@ class Requests:
         self.over = self.over or MissReason.CLOSED
 
     def new_number(self) -> int:
-        """The id of another request."""
+        """The number of another request."""
         return next(self._numbers)
 
-    def ask(
-        self, number: int, job: JobTask, message: dict[str, Any], answer: Answer, *, keep: bool = False
-    ) -> bool:
+    def ask(self, request: Request, job: JobTask, take: Take, *, keep: bool = False) -> bool:
         """Send a request of that job. Returns whether it was sent: else the job has ended.
 
         ``keep``: it may be answered after the end of the job, until it is forgotten.
         """
-        if self.listen(number, message, answer, job, keep=keep):
+        if self.listen(request, take, job, keep=keep):
             return True
         job.end(self.over or MissReason.STORE_GONE)
         return False
 
-    def listen(
-        self,
-        number: int,
-        message: dict[str, Any],
-        answer: Answer,
-        job: JobTask | None = None,
-        *,
-        keep: bool = False,
-    ) -> bool:
+    def listen(self, request: Request, take: Take, job: JobTask | None = None, *, keep: bool = False) -> bool:
         """Send a request, which is answered any number of times. Returns whether it was sent."""
+        number = request.id
         with self._lock:
-            sends = self.over is None
-            if sends:
-                self._answers[number] = answer
+            outbox = self._outbox if self.over is None else None
+            if outbox is not None:
+                self._asked[number] = type(request), take
                 if job is not None:
                     self._waiting[number] = job
                 if keep:
                     self._kept.add(number)
-        if sends and self._outbox.send({**message, "id": number}):
+        if outbox is not None and outbox.send(protocol.message_of(request)):
             return True
         self.forget(number)
         return False
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, request: Request) -> None:
         """Send what has no answer. Where the store does not read, it is lost."""
-        if self.over is None:
-            self._outbox.send(message)
+        if self.over is None and self._outbox is not None:
+            self._outbox.send(protocol.message_of(request))
 
     def answered(self, message: Any) -> None:
         """An answer has come. Raises what is wrong with it: WireError."""
-        answer = self._answers.get(protocol.number(message, "id"))
-        if answer is not None:
-            answer(message)
+        kind, take = self._asked.get(protocol.number_in(message), (None, None))
+        if kind is None or take is None:
+            return
+        answer = kind.answer_in(message)
+        if isinstance(answer, Answer) and answer.usage is not None:
+            self._note_usage(answer.usage)
+        take(answer)
 
     def forget(self, number: int) -> None:
         """A request has had its last answer."""
         with self._lock:
-            self._answers.pop(number, None)
+            self._asked.pop(number, None)
             self._waiting.pop(number, None)
             self._kept.discard(number)
 
@@ -96,14 +126,14 @@ class Requests:
             for number in [number for number, each in self._waiting.items() if each is job]:
                 del self._waiting[number]
                 if number not in self._kept:
-                    self._answers.pop(number, None)
+                    self._asked.pop(number, None)
 
     def end(self, reason: MissReason) -> set[JobTask]:
         """Send nothing any more. Returns the jobs that wait for an answer. The first reason counts."""
         with self._lock:
             self.over = self.over or reason
             waiting = set(self._waiting.values())
-            self._answers.clear()
+            self._asked.clear()
             self._waiting.clear()
             self._kept.clear()
         return waiting

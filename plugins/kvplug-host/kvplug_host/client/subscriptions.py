@@ -2,56 +2,73 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 from kvplug.transport import PageEvent
 from kvplug_host.client.requests import Requests
-from kvplug_host.protocol import Op
+from kvplug_host.protocol import Subscribe, Unsubscribe
 
 Listener = Callable[[PageEvent], None]
 
 
 class Subscriptions:
-    """Each listener gets a snapshot, then every event, in the thread that receives from the store."""
+    """Each listener gets a snapshot, then every event, in the thread that receives from the store. From a
+    store that is gone it gets the snapshot of an empty store."""
 
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
-        self._listeners: dict[int, Listener] = {}
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._requests = Requests()
+        self._listeners: dict[object, Listener] = {}
+        self._numbers: dict[object, int] = {}
+        """The request of each listener, to the current store."""
 
     def add(self, listener: Listener) -> Callable[[], None]:
         """Returns what ends it."""
-        requests = self._requests
-        number = requests.new_number()
-
-        def answer(message: Any) -> None:
-            event = PageEvent.from_plain(message.get("event"))
-            current = self._listeners.get(number)
-            if current is not None:
-                current(event)
-
-        self._listeners[number] = listener
-        if not requests.listen(number, {"op": Op.SUBSCRIBE}, answer):
-            listener(nothing_there())
+        key = object()
+        with self._lock:
+            self._listeners[key] = listener
+            is_sent = self._subscribe(key)
+        if not is_sent:
+            listener(_nothing_there())
 
         def end() -> None:
-            if self._listeners.pop(number, None) is not None:
-                requests.forget(number)
-                requests.tell({"op": Op.UNSUBSCRIBE, "id": number})
+            with self._lock:
+                number = self._numbers.pop(key, None)
+                if self._listeners.pop(key, None) is not None and number is not None:
+                    self._requests.forget(number)
+                    self._requests.tell(Unsubscribe(id=number))
 
         return end
+
+    def _subscribe(self, key: object) -> bool:
+        requests = self._requests
+        number = self._numbers[key] = requests.new_number()
+
+        def take(event: PageEvent) -> None:
+            listener = self._listeners.get(key)
+            if listener is not None:
+                listener(event)
+
+        return requests.listen(Subscribe(id=number), take)
+
+    def move_to(self, requests: Requests) -> None:
+        """Subscribe at a store that is there now."""
+        with self._lock:
+            self._requests = requests
+            for key in self._listeners:
+                self._subscribe(key)
 
     def lose(self) -> None:
         """The store is gone, and its pages with it."""
         for listener in list(self._listeners.values()):
-            listener(nothing_there())
+            listener(_nothing_there())
 
     def end(self) -> None:
         """No listener is called any more."""
         self._listeners.clear()
 
 
-def nothing_there() -> PageEvent:
-    """The event of a store that is gone."""
+def _nothing_there() -> PageEvent:
     return PageEvent(kind="snapshot", epoch=uuid.uuid4().hex, seq=0, count=0)

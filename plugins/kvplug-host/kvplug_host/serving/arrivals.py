@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn
+from typing import NoReturn
 
 from kvplug import UnsupportedError
 from kvplug.transport import (
@@ -25,9 +25,6 @@ from kvplug_host import protocol
 from kvplug_host.arena.slots import Slot
 from kvplug_host.jobs.put import Put
 from kvplug_host.pages.pages import Pages
-
-_MAX_DROPPED: Final = 1 << 30
-"""Bytes of one piece of a put that has ended: they are received, and dropped."""
 
 
 class Elsewhere(PageMemory):
@@ -81,7 +78,7 @@ class Arrival:
         """Of the pages that are to be sent, and have not come."""
         return 0 if self.put.is_over else self._left * self._page_bytes
 
-    def begin(self, reserved_bytes: int) -> list[int]:
+    def begin(self, reserved_bytes: int) -> bytes:
         """For each page: send it, or its result.
 
         Args:
@@ -99,9 +96,9 @@ class Arrival:
             most - reserved_bytes if reserved_bytes else max(most, self._page_bytes),
         )
         self.put.note_all(results)
-        codes = [protocol.SEND] * len(self.put.pages.keys)
+        codes = bytearray([protocol.SEND] * len(self.put.pages.keys))
         for at, result in results:
-            codes[at] = protocol.results_to_bytes([result])[0]
+            codes[at] = protocol.PUT_RESULTS.index(result)
         with self._lock:
             over = self.put.is_over
             if not over:
@@ -109,7 +106,7 @@ class Arrival:
                 self._left = len(slots)
         if over:
             store.give_back(slots.values())
-        return codes
+        return bytes(codes)
 
     def resolved(self, count: int) -> None:
         """So many pages more have their result. The put ends with the last of them."""
@@ -119,8 +116,8 @@ class Arrival:
         if finished:
             self.put.end(None)
 
-    def receive(self, pipe: Pipe, memory: Any, first: int, rows: int, row_bytes: int) -> bool:
-        """Receive the pages from page ``first`` on that are to be sent, and publish them.
+    def receive(self, pipe: Pipe, first: int, count: int) -> bool:
+        """Receive the next ``count`` pages from page ``first`` on that are to be sent, and publish them.
 
         Returns whether they were received: if the put has ended, they are still to come.
 
@@ -133,22 +130,22 @@ class Arrival:
         with self._lock:
             if self.put.is_over:
                 return False
-            numbers = [at for at in self._slots if at >= first][:rows]
-            if len(numbers) != rows or any(nbytes + self._header_bytes[at] != row_bytes for at in numbers):
-                raise WireError(f"it sends {rows} pages of {row_bytes} bytes, which were not agreed on")
+            numbers = [at for at in self._slots if at >= first][:count]
+            header_bytes = {self._header_bytes[at] for at in numbers}
+            if len(numbers) != count or len(header_bytes) != 1:
+                raise WireError(f"it sends {count} pages, which were not agreed on")
             slots = {at: self._slots.pop(at) for at in numbers}
         try:
-            views = [
-                memory.as_strided((1, row_bytes), (row_bytes, 1), slot.offset) for slot in slots.values()
-            ]
-            pipe.recv_blocks(views, (0,), timeout=self.put.job.deadline.remaining())
+            offsets = [slot.offset for slot in slots.values()]
+            rows = PageRows(store.segments.view, offsets, nbytes + header_bytes.pop())
+            pipe.recv_blocks(rows.views([0], rows.nbytes), offsets, timeout=self.put.job.deadline.remaining())
             wrong = self._wrong(slots)
         except BaseException:
             store.give_back(slots.values())
             raise
         store.give_back([slots.pop(at) for at in wrong])
         store.publish(self.put, slots, self._header_bytes, [(at, PutReason.OTHER) for at in wrong])
-        self.resolved(rows)
+        self.resolved(count)
         return True
 
     def _wrong(self, slots: Mapping[int, Slot]) -> set[int]:
@@ -171,12 +168,3 @@ class Arrival:
         with self._lock:
             slots, self._slots = self._slots, {}
         self._store.give_back(slots.values())
-
-
-def drop(pipe: Pipe, rows: int, row_bytes: int, timeout: float) -> None:
-    """Receive pages of a put that has ended. Raises as :meth:`Pipe.recv_tensor`, and WireError."""
-    import torch
-
-    if rows * row_bytes > _MAX_DROPPED:
-        raise WireError(f"it sends a piece of {rows * row_bytes} bytes")
-    pipe.recv_tensor(torch.empty((rows, 1, row_bytes), dtype=torch.uint8), timeout=timeout)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
+from kvplug.engine import BlockViews
 from kvplug.transport import Deadline, JobEngine, Pipe, Transfer
 from kvplug_host import protocol
 from kvplug_host.pages.index import Entry
-from kvplug_host.protocol import Pieces
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
 _AHEAD: Final = 2
 """Pieces that may be sent and not taken: they stay in their slots until then."""
+
+Views = Callable[[int, int, range, bool], BlockViews]
 
 
 class Fetch(JobEngine.Steps):
@@ -27,12 +26,11 @@ class Fetch(JobEngine.Steps):
 
     def __init__(
         self,
-        request: int,
+        request: protocol.Fetch,
         entries: Sequence[Entry | None],
-        pieces: Pieces,
         *,
         pipe: Pipe,
-        memory: Tensor,
+        views: Views,
         deadline: Deadline,
         settled: Callable[[Fetch], None],
         failed: Callable[[str | None], None],
@@ -40,15 +38,16 @@ class Fetch(JobEngine.Steps):
         """
         Args:
             entries: pinned; ``None``: a page that is not sent.
-            memory: all slots, as bytes.
+            views: returns the memory of all slots as blocks, for bytes of a page and of a row, rows of
+                each page, and whether there is a view for each of these rows.
             settled: called once, when no slot is read any more.
             failed: the link has to end, and why; ``None``: the peer is gone.
         """
-        self.request = request
-        self.entries = entries
-        self._pieces = pieces
+        self._request = request
+        self._entries = entries
+        self._pieces = request.pieces
         self._pipe = pipe
-        self._memory = memory
+        self._views = views
         self._deadline = deadline
         self._settled = settled
         self._failed = failed
@@ -76,12 +75,11 @@ class Fetch(JobEngine.Steps):
         return self._next <= len(self._pieces)
 
     def run(self, step: int) -> None:
-        """One piece; the last step tells that there are no more, and waits for what is under way."""
+        """One piece. The last step sends that there are no more, and waits for what is under way."""
         is_last = step == len(self._pieces)
         try:
             if is_last:  # over the pipe: the channel may be faster than the last piece
-                end = protocol.tag(self.request, step, 0, 0)
-                self._transfers.append(self._pipe.send_tensor(end, timeout=self._deadline.remaining()))
+                self._transfers.append(self._send_tag(step, 0))
             while self._transfers and (is_last or len(self._transfers) >= 2 * _AHEAD):
                 self._transfers.popleft().wait(self._deadline.remaining())
             if not is_last and not self._is_cancelled:
@@ -100,15 +98,15 @@ class Fetch(JobEngine.Steps):
         if is_last:
             self._settled(self)
 
+    def _send_tag(self, number: int, count: int) -> Transfer:
+        tag = protocol.tag(self._request.id, number, count)
+        return self._pipe.send_tensor(tag, timeout=self._deadline.remaining())
+
     def _send(self, number: int) -> None:
-        (begin, end), numbers = self._pieces.piece(number)
-        there = [entry for at in numbers if (entry := self.entries[at]) is not None]
-        if not there:
-            return
-        nbytes = end - begin
-        views: list[Any] = [
-            self._memory.as_strided((1, nbytes), (nbytes, 1), entry.offset + begin) for entry in there
-        ]
-        tag = protocol.tag(self.request, number, len(there), nbytes)
-        self._transfers.append(self._pipe.send_tensor(tag, timeout=self._deadline.remaining()))
-        self._transfers.append(self._pipe.send_blocks(views, (0,), timeout=self._deadline.remaining()))
+        rows, pages = self._pieces.piece(number)
+        offsets = [entry.offset for page in pages if (entry := self._entries[page]) is not None]
+        if offsets:
+            request = self._request
+            views = self._views(request.payload_bytes, request.row_bytes, rows, request.as_blocks)
+            self._transfers.append(self._send_tag(number, len(offsets)))
+            self._transfers.append(self._pipe.send_blocks(views, offsets, timeout=self._deadline.remaining()))

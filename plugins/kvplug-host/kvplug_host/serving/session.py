@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.engine import BlockViews
+from kvplug.net.wire import to_plain
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
@@ -19,18 +21,20 @@ from kvplug.transport import (
     MissReason,
     PageEvent,
     PageRequest,
+    PageRows,
     PageSeal,
     Pipe,
     Series,
     Store,
+    Usage,
     WireError,
 )
 from kvplug_host import protocol
 from kvplug_host.outbox import Outbox
 from kvplug_host.pages.index import Entry
 from kvplug_host.pages.pages import Pages
-from kvplug_host.protocol import Op, Pieces, Place
-from kvplug_host.serving.arrivals import Arrival, Elsewhere, drop
+from kvplug_host.protocol import Place
+from kvplug_host.serving.arrivals import Arrival, Elsewhere
 from kvplug_host.serving.fetch import Fetch
 from kvplug_host.serving.memory_door import MemoryDoor
 
@@ -40,7 +44,10 @@ _LEAST_S: Final = 1.0
 """How long a peer may take for pages that are on their way when its request has run out of time."""
 _MOST_S: Final = 60.0
 """The longest time that pages stay in their slots for a peer that does not take them."""
-_FOUND: Final = {"absent": 0, "sent": 1, "other size": 2}
+_MAX_DROPPED: Final = 1 << 30
+"""Bytes of one message of a put that has ended: it is received, and dropped."""
+_MAX_VIEWS: Final = 256
+"""Views of the memory that are kept for the next fetch."""
 _MAX_SUBSCRIPTIONS: Final = 1024
 
 
@@ -69,7 +76,8 @@ class Session:
         self._ticket = door.ticket() if door is not None else b""
         self._outbox = Outbox(link.channel, "kvplug-host")
         self._pipe: Pipe | None = None
-        self._memory: Any = None
+        self._memory = pages.segments.view
+        self._views = functools.lru_cache(maxsize=_MAX_VIEWS)(self._views_of)
         self._sender = JobEngine("host-pages", 1, stop=link.close)
         self._receiver: BackgroundThread | None = None
         self._lock = threading.Lock()
@@ -85,26 +93,6 @@ class Session:
         self._stall: JobEngine.Alarm | None = None
         """Set while pages are to come."""
         self._subscriptions: dict[int, Callable[[], None]] = {}
-        self._handlers: dict[str, Callable[[Any], None]] = {
-            Op.LOOKUP: self._lookup,
-            Op.READ: self._read,
-            Op.DONE: self._done,
-            Op.SEGMENT: self._segment,
-            Op.FETCH: self._fetch,
-            Op.CANCEL: self._cancel,
-            Op.PUT: self._put,
-            Op.REMOVE: self._remove,
-            Op.DECLARE: self._declare,
-            Op.WITHDRAW: self._withdraw,
-            Op.RELEASE: self._release,
-            Op.TOUCH: self._touch,
-            Op.EXPECT: self._expect,
-            Op.WRONG: self._wrong,
-            Op.KEYS: self._keys,
-            Op.SUBSCRIBE: self._subscribe,
-            Op.UNSUBSCRIBE: self._unsubscribe,
-            Op.USAGE: self._usage,
-        }
 
     def run(self) -> None:
         """Serve the peer. Returns when it is gone, or the link is closed here."""
@@ -112,11 +100,8 @@ class Session:
         try:
             self._begin()
             while True:
-                message = channel.recv(timeout=None)
-                handle = self._handlers.get(protocol.field(message, "op", str))
-                if handle is None:
-                    raise WireError(f"a message of a store: nothing is called {message['op']!r:.40}")
-                handle(message)
+                request = protocol.request_in(channel.recv(timeout=None), _KINDS)
+                _HANDLERS[type(request)](self, request)
         except (PeerGoneError, ClosedError):
             return
         except (WireError, TimeoutError) as e:
@@ -126,21 +111,18 @@ class Session:
 
     def _begin(self) -> None:
         segments, channel = self._pages.segments, self._link.channel
-        channel.send(
-            {
-                "store": protocol.STORE,
-                "version": protocol.VERSION,
-                "epoch": self._pages.index.epoch,
-                "segment_bytes": segments.nbytes,
-                "num_segments": segments.count,
-                "memory": self._door.contact if self._door is not None else "",
-                "ticket": self._ticket,
-                "usage": protocol.usage_to_plain(self._pages.usage()),
-            },
-            timeout=self._timeout_s,
+        hello = protocol.Hello(
+            epoch=self._pages.index.epoch,
+            segment_bytes=segments.nbytes,
+            num_segments=segments.count,
+            memory=self._door.contact if self._door is not None else "",
+            ticket=self._ticket,
+            usage=self._pages.usage(),
         )
+        channel.send(to_plain(hello), timeout=self._timeout_s)
         try:
             self._pipe = self._link.open_pipe(protocol.PIPE, timeout=self._timeout_s)
+            self._pipe.limit_messages(_MAX_DROPPED)
         except (HandshakeError, TransportError) as e:  # both ends know
             _log.info("%s has no pipe to the store: %s", self._peer, e)
 
@@ -162,6 +144,7 @@ class Session:
         for fetch in list(self._fetches.values()):
             fetch.cancel()
         self._sender.give_up()
+        self._views.cache_clear()
         for arrival in list(self._arrivals.values()):
             arrival.put.end(MissReason.CANCELLED)
         if self._stall is not None:
@@ -175,8 +158,11 @@ class Session:
         if not self._pages.is_closed:
             self._pages.forget_holders([self, *((self, request) for request in reads)])
 
-    def _answer(self, message: Any, **answer: Any) -> None:
-        self._send({"id": protocol.number(message, "id"), **answer})
+    def _answer(self, answer: protocol.Answer) -> None:
+        self._send(to_plain(answer))
+
+    def _usage(self) -> Usage | None:
+        return None if self._pages.is_closed else self._pages.usage()
 
     def _send(self, message: dict[str, Any]) -> None:
         if not self._outbox.send(message):
@@ -185,90 +171,77 @@ class Session:
             else:
                 self._link.close()  # it is gone
 
-    # -- questions, and what is told -----------------------------------------------------------
+    # -- questions, and notes ------------------------------------------------------------------
 
-    def _lookup(self, message: Any) -> None:
-        keys, lease_s = protocol.keys_of(message), protocol.seconds(message, "lease_s")
+    def _lookup(self, request: protocol.Lookup) -> None:
         with self._pages.changing() as index:
-            found = index.lookup(keys, self, lease_s)
-        usage = protocol.usage_to_plain(self._pages.usage())
-        self._answer(message, results=protocol.presences_to_bytes(found), usage=usage)
+            found = index.lookup(request.each, self, request.lease_s)
+        codes = protocol.codes_of(protocol.PRESENCES, found)
+        self._answer(protocol.Results(id=request.id, codes=codes, usage=self._usage()))
 
-    def _usage(self, message: Any) -> None:
-        self._answer(message, usage=protocol.usage_to_plain(self._pages.usage()))
-
-    def _keys(self, message: Any) -> None:
-        series = protocol.field(message, "series", bytes)
+    def _list(self, request: protocol.List) -> None:
         with self._pages.changing() as index:
-            keys = index.keys(series)
+            keys = index.keys(request.series)
         for at in range(0, max(1, len(keys)), protocol.MAX_LISTED):
-            part = keys[at : at + protocol.MAX_LISTED]
-            self._answer(message, keys=b"".join(part), more=at + protocol.MAX_LISTED < len(keys))
+            end = at + protocol.MAX_LISTED
+            self._answer(protocol.Listed(id=request.id, keys=b"".join(keys[at:end]), more=end < len(keys)))
 
-    def _remove(self, message: Any) -> None:
-        self._pages.remove(protocol.keys_of(message))
-        self._answer(message, usage=protocol.usage_to_plain(self._pages.usage()))
+    def _remove(self, request: protocol.Remove) -> None:
+        self._pages.remove(request.each)
+        self._answer(protocol.Answer(id=request.id, usage=self._usage()))
 
-    def _declare(self, message: Any) -> None:
-        for_s = protocol.field(message, "for_s", float)
-        if not for_s >= 0:
-            raise WireError(f"a message of a store: pages are declared for {for_s!r} s")
-        series = protocol.field(message, "series", bytes)
-        if len(series) != 16:
-            raise WireError("a message of a store: a series has 16 bytes")
-        keys = protocol.keys_of(message)
-        self._pages.declare(self, series, keys, None if for_s == math.inf else for_s)
+    def _declare(self, request: protocol.Declare) -> None:
+        self._pages.declare(self, request.series, request.each, request.for_s)
 
-    def _withdraw(self, message: Any) -> None:
+    def _withdraw(self, request: protocol.Withdraw) -> None:
         with self._pages.changing() as index:
-            index.withdraw(protocol.keys_of(message), self)
+            index.withdraw(request.each, self)
 
-    def _release(self, message: Any) -> None:
+    def _release(self, request: protocol.Release) -> None:
         with self._pages.changing() as index:
-            index.release(protocol.keys_of(message), self)
+            index.release(request.each, self)
 
-    def _touch(self, message: Any) -> None:
+    def _touch(self, request: protocol.Touch) -> None:
         with self._pages.changing() as index:
-            index.use(protocol.keys_of(message))
+            index.use(request.each)
 
-    def _expect(self, message: Any) -> None:
+    def _expect(self, request: protocol.Expect) -> None:
         with self._pages.changing() as index:
-            index.expect_reader(protocol.keys_of(message), self._end_of_peer)
+            index.expect_reader(request.each, self._end_of_peer)
 
-    def _subscribe(self, message: Any) -> None:
-        number = protocol.number(message, "id")
+    def _subscribe(self, request: protocol.Subscribe) -> None:
+        number = request.id
         if number in self._subscriptions or len(self._subscriptions) >= _MAX_SUBSCRIPTIONS:
-            raise WireError("a message of a store: too many subscriptions")
+            raise WireError("a message to a store: too many subscriptions")
 
         def listener(event: PageEvent) -> None:
-            self._send({"id": number, "event": event.to_plain()})
+            self._send({"id": number, **event.to_plain()})
 
         self._subscriptions[number] = self._pages.subscribe(listener)
 
-    def _unsubscribe(self, message: Any) -> None:
-        unsubscribe = self._subscriptions.pop(protocol.number(message, "id"), None)
+    def _unsubscribe(self, request: protocol.Unsubscribe) -> None:
+        unsubscribe = self._subscriptions.pop(request.id, None)
         if unsubscribe is not None:
             unsubscribe()
 
     # -- pages that the peer reads itself ------------------------------------------------------
 
-    def _read(self, message: Any) -> None:
-        request, keys = protocol.number(message, "id"), protocol.keys_of(message)
-        lease_s = min(protocol.seconds(message, "lease_s"), _MOST_S)
-        if request in self._reads or self._door is None:
-            raise WireError("a message of a store: a read that is not possible")
+    def _read(self, request: protocol.Read) -> None:
+        number, lease_s = request.id, min(request.lease_s, _MOST_S)
+        if number in self._reads or self._door is None:
+            raise WireError("a message to a store: a read that is not possible")
         with self._pages.changing() as index:
-            entries = [index.pages.get(key) for key in keys]
+            entries = [index.pages.get(key) for key in request.each]
             there = [entry for entry in entries if entry is not None]
             if lease_s > 0:
-                index.lease(there, (self, request), lease_s)
-                end = functools.partial(self._end_read, request, is_read=False)
-                self._reads[request] = there, self._at(time.monotonic() + lease_s, end)
+                index.lease(there, (self, number), lease_s)
+                end = functools.partial(self._end_read, number, is_read=False)
+                self._reads[number] = there, self._at(time.monotonic() + lease_s, end)
             places = [
                 protocol.ABSENT if entry is None else protocol.place_to_bytes(_place(entry))
                 for entry in entries
             ]
-        self._answer(message, places=b"".join(places))
+        self._answer(protocol.Places(id=number, places=b"".join(places)))
 
     def _at(self, when: float, call: Callable[[], None]) -> JobEngine.Alarm:
         try:
@@ -276,9 +249,8 @@ class Session:
         except RuntimeError as e:
             raise PeerGoneError(f"there is no thread that ends what the peer holds: {e}") from e
 
-    def _done(self, message: Any) -> None:
-        is_read = protocol.field(message, "read", bool)
-        self._end_read(protocol.number(message, "id"), is_read=is_read)
+    def _done(self, request: protocol.Done) -> None:
+        self._end_read(request.id, is_read=request.read)
 
     def _end_read(self, request: int, *, is_read: bool) -> None:
         """Nothing is left of a read. ``is_read``: the peer has got its pages."""
@@ -291,122 +263,104 @@ class Session:
             if is_read:
                 index.read([entry.key for entry in entries], self._end_of_peer)
 
-    def _segment(self, message: Any) -> None:
+    def _segment(self, request: protocol.Segment) -> None:
         if self._door is None:
-            raise WireError("a message of a store: the memory is not handed out")
-        number = protocol.number(message, "number", most=self._pages.segments.count)
+            raise WireError("a message to a store: the memory is not handed out")
         try:
-            self._door.hand_over(self._ticket, number)
+            self._door.hand_over(self._ticket, request.number)
         except WireError:
             raise
         except KvplugError as e:
             self.fail(f"it did not take shared memory: {e}")
 
-    def _wrong(self, message: Any) -> None:
+    def _wrong(self, request: protocol.Wrong) -> None:
         """The peer has found wrong bytes. It might as well have removed the page."""
-        generation = protocol.number(message, "generation")
         with self._pages.changing() as index:
-            entries = [index.pages.get(key) for key in protocol.keys_of(message)]
+            entries = [index.pages.get(key) for key in request.each]
         for entry in entries:
-            if entry is not None and generation in (0, entry.generation):
+            if entry is not None and request.generation in (0, entry.generation):
                 self._pages.discard(entry, MissReason.CORRUPT)
 
     # -- pages over the pipe -------------------------------------------------------------------
 
-    def _views(self) -> Any:
-        """All slots, as a tensor of bytes."""
-        if self._memory is None:
-            import torch
+    def _views_of(self, payload_bytes: int, row_bytes: int, rows: range, as_blocks: bool) -> BlockViews:
+        """All slots, as the blocks of a piece. A block's id is the offset of its slot."""
+        begins = [at * row_bytes for at in rows] if as_blocks else [rows.start * row_bytes]
+        slots = PageRows(self._memory, (), payload_bytes)
+        return slots.views(begins, row_bytes if as_blocks else len(rows) * row_bytes)
 
-            self._memory = torch.frombuffer(self._pages.segments.view, dtype=torch.uint8)
-        return self._memory
-
-    def _fetch(self, message: Any) -> None:
-        request, keys = protocol.number(message, "id"), protocol.keys_of(message)
-        payload_bytes = protocol.number(message, "payload_bytes", most=protocol.MAX_PAGE)
-        pieces = Pieces.of(message, len(keys), payload_bytes)
-        if self._pipe is None or request in self._fetches:
-            raise WireError("a message of a store: a fetch that is not possible")
-        deadline = Deadline.after(min(max(protocol.seconds(message, "timeout"), _LEAST_S), _MOST_S))
-        entries = self._pages.pin(keys)
-        found, headers, view = bytearray(), [], self._pages.segments.view
+    def _fetch(self, request: protocol.Fetch) -> None:
+        if self._pipe is None or request.id in self._fetches:
+            raise WireError("a message to a store: a fetch that is not possible")
+        deadline = Deadline.after(min(max(request.timeout_s, _LEAST_S), _MOST_S))
+        entries = self._pages.pin(request.each)
+        codes, headers, view = bytearray(), [], self._pages.segments.view
         sent: list[Entry | None] = []
         for entry in entries:
             if entry is None:
-                found.append(_FOUND["absent"])
+                codes.append(protocol.ABSENT_PAGE)
                 sent.append(None)
                 continue
             begin = entry.offset + entry.payload_bytes
             headers.append(bytes(view[begin : begin + entry.header_bytes]))
-            fits = entry.payload_bytes == payload_bytes
-            found.append(_FOUND["sent" if fits else "other size"])
+            fits = entry.payload_bytes == request.payload_bytes
+            codes.append(protocol.SENT if fits else protocol.OTHER_SIZE)
             sent.append(entry if fits else None)
 
         def settled(fetch: Fetch) -> None:
-            self._fetches.pop(request, None)
+            self._fetches.pop(request.id, None)
             self._pages.unpin(entries, self._end_of_peer, were_used=fetch.is_sent)
 
-        fetch = Fetch(
+        fetch = self._fetches[request.id] = Fetch(
             request,
             sent,
-            pieces,
             pipe=self._pipe,
-            memory=self._views(),
+            views=self._views,
             deadline=deadline,
             settled=settled,
             failed=self.fail,
         )
-        self._fetches[request] = fetch
-        self._answer(message, found=bytes(found), headers=headers)
+        self._answer(protocol.Fetched(id=request.id, codes=bytes(codes), headers=headers))
         if not self._sender.add(fetch):
             settled(fetch)
             self.fail("there is no thread that sends pages")
 
-    def _cancel(self, message: Any) -> None:
-        request = protocol.number(message, "id")
-        fetch, arrival = self._fetches.get(request), self._arrivals.get(request)
+    def _cancel(self, request: protocol.Cancel) -> None:
+        fetch, arrival = self._fetches.get(request.id), self._arrivals.get(request.id)
         if fetch is not None:
             fetch.cancel()
         if arrival is not None:
             arrival.put.end(MissReason.CANCELLED)
 
-    def _put(self, message: Any) -> None:
-        request, keys = protocol.number(message, "id"), protocol.keys_of(message)
-        identities = protocol.identities_of(message, len(keys))
-        form = protocol.format_of(message)
-        shard = protocol.field(message, "shard", bytes)
-        if len(shard) > protocol.MAX_SHARD:
-            raise WireError("a message of a store: a shard of that length")
-        if self._pipe is None or request in self._arrivals or not keys:
-            raise WireError("a message of a store: a put that is not possible")
-        seal = PageSeal(checksums=protocol.field(message, "checksums", bool))
-        try:
-            pages = PageRequest(
-                series=Series(form, shard, seal.id),
-                keys=keys,
-                identities=identities,
-                memory=Elsewhere(len(keys)),
-            )
-        except ValueError as e:
-            raise WireError(f"a message of a store: {e}") from e
-        deadline = Deadline.after(min(protocol.seconds(message, "timeout"), _MOST_S))
+    def _put(self, request: protocol.Put) -> None:
+        number, keys = request.id, request.each
+        if self._pipe is None or number in self._arrivals:
+            raise WireError("a message to a store: a put that is not possible")
+        seal = PageSeal(checksums=request.checksums)
+        pages = PageRequest(
+            series=Series(request.format, request.shard, seal.id),
+            keys=keys,
+            identities=request.identities,
+            memory=Elsewhere(len(keys)),
+        )
+        deadline = Deadline.after(min(request.timeout_s, _MOST_S))
 
         def done(results: list[Any]) -> None:
-            self._arrivals.pop(request, None)
-            usage = protocol.usage_to_plain(self._pages.usage()) if not self._pages.is_closed else None
-            self._send({"id": request, "results": protocol.results_to_bytes(results), "usage": usage})
+            self._arrivals.pop(number, None)
+            codes = protocol.codes_of(protocol.PUT_RESULTS, results)
+            self._answer(protocol.PutResults(id=number, codes=codes, is_last=True, usage=self._usage()))
 
         self._listen_to_pipe()
         arrival = Arrival(self._pages, seal, pages, deadline, done)
         reserved_bytes = sum(each.bytes_to_come for each in list(self._arrivals.values()))
-        self._arrivals[request] = arrival
+        self._arrivals[number] = arrival
         try:
             codes = arrival.begin(reserved_bytes)
         except JobTask.OverError:
             return  # its results have been sent
         if self._stall is None:
             self._end_stalled()
-        self._answer(message, wanted=bytes(codes))
+        self._answer(protocol.PutResults(id=number, codes=codes, is_last=False))
         arrival.resolved(0)
 
     def _end_stalled(self) -> None:
@@ -433,14 +387,13 @@ class Session:
         assert pipe is not None
         try:
             while True:
-                tag = pipe.recv_tensor(timeout=None)
-                request, first, rows, row_bytes = protocol.read_tag(tag)
-                if not rows:
-                    raise WireError("it sends a piece without pages")
-                arrival = self._arrivals.get(request)
+                number, first, count = protocol.read_tag(pipe.recv_tensor(timeout=None))
+                if not count:
+                    raise WireError("it sends no pages")
+                arrival = self._arrivals.get(number)
                 self._received_at = math.inf
-                if arrival is None or not arrival.receive(pipe, self._views(), first, rows, row_bytes):
-                    drop(pipe, rows, row_bytes, _MOST_S)
+                if arrival is None or not arrival.receive(pipe, first, count):
+                    pipe.recv_tensor(timeout=_MOST_S)  # pages of a put that has ended
                 self._received_at = time.monotonic()
         except (PeerGoneError, ClosedError) as e:
             if not self._over:
@@ -451,6 +404,29 @@ class Session:
         except Exception as e:
             _log.exception("receiving pages failed: a fault of kvplug")
             self.fail(str(e))
+
+
+_HANDLERS: Final[dict[type[protocol.Request], Callable[[Session, Any], None]]] = {
+    protocol.Lookup: Session._lookup,
+    protocol.List: Session._list,
+    protocol.Remove: Session._remove,
+    protocol.Declare: Session._declare,
+    protocol.Withdraw: Session._withdraw,
+    protocol.Release: Session._release,
+    protocol.Touch: Session._touch,
+    protocol.Expect: Session._expect,
+    protocol.Subscribe: Session._subscribe,
+    protocol.Unsubscribe: Session._unsubscribe,
+    protocol.Read: Session._read,
+    protocol.Done: Session._done,
+    protocol.Segment: Session._segment,
+    protocol.Wrong: Session._wrong,
+    protocol.Fetch: Session._fetch,
+    protocol.Put: Session._put,
+    protocol.Cancel: Session._cancel,
+}
+"""Everything that a peer may ask, and what answers it."""
+_KINDS: Final = {protocol.op_of(kind): kind for kind in _HANDLERS}
 
 
 def _place(entry: Entry) -> Place:

@@ -1,0 +1,170 @@
+"""One link to a store in another process: requests over a channel, pages over a pipe or out of memory that is
+mapped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TransportError
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    JobTask,
+    MissReason,
+    NamedExhaustion,
+    Store,
+    Usage,
+)
+from kvplug_host import protocol
+from kvplug_host.client.mapping import Mapping, offered_mapping
+from kvplug_host.client.page_pipe import PagePipe
+from kvplug_host.client.requests import Requests
+from kvplug_host.client.reserved import Reserved
+from kvplug_host.options import HostOptions
+from kvplug_host.outbox import Outbox
+
+_log = logging.getLogger(__name__)
+
+
+class Connection:
+    """Owns the link. A thread receives from the channel, once :meth:`begin` was called."""
+
+    def __init__(
+        self,
+        link: Store.Link,
+        context: Store.Context,
+        deadline: Deadline,
+        *,
+        note_usage: Callable[[Usage], None],
+        lost: Callable[[set[JobTask]], None],
+        stop: Callable[[], object],
+    ) -> None:
+        """Receives the first message, and prepares pipe and memory.
+
+        Args:
+            note_usage: called with what the store holds, whenever it says so.
+            lost: called once when the link has ended, with the jobs that waited for the store.
+            stop: ends this end, without waiting, when the program leaves.
+
+        Raises:
+            WireError: the other end serves no store "host", or another version of it.
+            TimeoutError, PeerGoneError, ClosedError: the other end does not answer.
+        """
+        self.peer = link.channel.peer
+        self._link = link
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._outbox = Outbox(link.channel, "kvplug-host")
+        self.requests = Requests(self._outbox, note_usage)
+        self._thread = BackgroundThread(self._receive_all, name="kvplug-host-client", stop=stop)
+        self.pages: PagePipe | None = None
+        """``None``: there is no pipe for pages."""
+        self.mapping: Mapping | None = None
+        """``None``: the store's memory is not mapped."""
+        self.is_lost = False
+        options: HostOptions = context.options if context.options is not None else HostOptions()
+        hello = protocol.hello_in(link.channel.recv(timeout=deadline.remaining()), self.peer)
+        self.epoch = hello.epoch
+        if hello.usage is not None:
+            note_usage(hello.usage)
+        self.reserved = Reserved(protocol.most_reserved(hello.segment_bytes * hello.num_segments))
+        try:
+            pipe = link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
+        except (HandshakeError, TransportError) as e:  # both ends know
+            NamedExhaustion.check(e, "a pipe to a store")
+            _log.info("there is no pipe to the store of %s: %s", self.peer, e)
+        else:
+            self.pages = PagePipe(pipe, self.requests, stop=stop, failed=self._fail)
+        try:
+            if options.map:
+                self.mapping = offered_mapping(hello, context.credentials, deadline)
+            _log.info("the store of %s is read: %s", self.peer, self.route)
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def route(self) -> str:
+        """How pages come, in words."""
+        if self.mapping is not None:
+            return "its memory is mapped"
+        return f"over a pipe to {self.pages.pipe.peer}" if self.pages is not None else "not at all"
+
+    def begin(self) -> None:
+        """Receive answers from now on. Raises ResourceExhaustedError: there is no thread for it."""
+        with NamedExhaustion("a store in another process"):
+            self._thread.start()
+
+    def unmap(self, error: KvplugError) -> None:
+        """The memory cannot be had: pages come over the pipe from now on."""
+        with self._lock:
+            mapping, self.mapping = self.mapping, None
+        if mapping is not None:
+            if self.requests.over is None:
+                _log.warning("the memory of the store is not mapped any more: %s", error)
+            mapping.close()
+
+    def note_wrong(self, key: bytes, reason: MissReason, generation: int = 0) -> None:
+        """A page was found to be wrong. Have the store remove it."""
+        _log.warning("the store 'host' has given a wrong page (%s), which is removed", reason)
+        self.requests.tell(protocol.Wrong(keys=key, generation=generation))
+
+    # -- what comes ----------------------------------------------------------------------------
+
+    def _receive_all(self) -> None:
+        channel = self._link.channel
+        try:
+            while True:
+                self.requests.answered(channel.recv(timeout=None))
+        except (PeerGoneError, ClosedError) as e:
+            _log.debug("the link to the store has ended: %s", e)
+        except KvplugError as e:
+            _log.warning("the store of %s is not used any more: %s", self.peer, e)
+        except Exception:
+            _log.exception("an answer of the store was not understood: a fault of kvplug")
+        self.lose()
+
+    def _fail(self, error: BaseException | None) -> None:
+        if error is not None:
+            _log.warning("the store of %s is not used any more: %s", self.peer, error)
+        self._link.close()
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        """The store is gone. Copies out of mapped memory go on."""
+        self.is_lost = True
+        waiting = self.requests.end(MissReason.STORE_GONE)
+        self._link.close()
+        self._outbox.end()
+        if self.pages is not None:
+            waiting.update(self.pages.end())
+        with self._lock:
+            mapping, self.mapping = self.mapping, None
+        if mapping is not None:
+            mapping.close()
+        self._lost(waiting)
+
+    def give_up(self, reason: MissReason) -> None:
+        """Send nothing any more, and have the threads end. Does not wait."""
+        self.is_lost = True
+        self.requests.end(reason)
+        self._link.close()
+
+    def release(self) -> None:
+        """After :meth:`give_up`: end the pipe, and hand the memory back."""
+        if self.pages is not None:
+            self.pages.end()
+        if self.mapping is not None:
+            self.mapping.close()
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait for the threads, after :meth:`release`."""
+        self._outbox.end()
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(deadline.remaining())
+        if self.pages is not None:
+            self.pages.join(deadline)
+        self.mapping = None
