@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 from kvplug.errors import TransportError, UnsupportedError
@@ -54,6 +54,10 @@ class BlockingStore(abc.ABC):
     num_threads: int = 4
     """How many calls the executor makes at the same time."""
 
+    batch_bytes: int = 0
+    """Up to how many bytes of pages the executor reads or writes with one call of :meth:`read_pages` or
+    :meth:`write_pages`. 0: it calls :meth:`read` or :meth:`write` for each page."""
+
     is_shared: bool = True
     """Whether every process that opens the store with the same options reaches the same pages."""
 
@@ -83,6 +87,26 @@ class BlockingStore(abc.ABC):
 
         Returns whether the store has the page now. False means that there is no room for it.
         """
+
+    def read_pages(
+        self, keys: Sequence[bytes], into: Sequence[Sequence[memoryview]]
+    ) -> Generator[tuple[int, int | None], None, None]:
+        """Read several pages with few round trips. Only called if ``batch_bytes`` is set.
+
+        Yields, for each page and in any order, its index in ``keys`` and what :meth:`read` returns. The
+        buffers of all pages may be the same memory: the executor uses a page before it asks for the next one.
+        After an error it calls :meth:`read` for each page that was not yielded.
+        """
+        for index, (key, buffers) in enumerate(zip(keys, into, strict=True)):
+            yield index, self.read(key, buffers)
+
+    def write_pages(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> Sequence[bool]:
+        """Keep several pages with few round trips. Only called if ``batch_bytes`` is set.
+
+        Returns what :meth:`write` returns for each page. After an error the executor calls :meth:`write` for
+        each of them.
+        """
+        return [self.write(key, page) for key, page in zip(keys, pages, strict=True)]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget those of these pages that the store has. Also called for pages whose bytes are wrong.

@@ -12,6 +12,7 @@ page is a miss of that page.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -37,6 +38,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S: Final = (0.1, 5.0)
 """The back-off after the second failure in a row, and its maximum; it doubles each time. After the first
 failure the next request is tried at once, since only a connection may have been lost."""
+_ALIGNMENT: Final = 64
+"""Where the payload of each page of a batch begins, so that its elements are aligned."""
 _CLOSE_S: Final = 5.0
 """How long ``close`` waits for calls under way after the jobs have ended."""
 
@@ -66,9 +69,8 @@ class ExecutedStore(Store):
         self.calls = PageCalls(store, name)
         self._name = name
         self._timeout_s = timeout_s
-        self._jobs = JobEngine(
-            name, max(1, store.num_threads if num_threads is None else num_threads), stuck_s=timeout_s
-        )
+        self._num_threads = max(1, store.num_threads if num_threads is None else num_threads)
+        self._jobs = JobEngine(name, self._num_threads, stuck_s=timeout_s)
         self._lock = threading.Lock()
         """Protects the attributes below."""
         self._num_failed = 0
@@ -142,6 +144,10 @@ class ExecutedStore(Store):
 
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._timeout_s)
+
+    def pages_per_call(self, count: int, nbytes: int) -> int:
+        """Return how many pages one call moves. All threads share ``count`` pages of ``nbytes`` bytes."""
+        return max(1, min(self._store.batch_bytes // nbytes, -(-count // self._num_threads)))
 
     def _submit(self, task: StoreTask) -> None:
         self._jobs.check_open()
@@ -293,13 +299,32 @@ class RemoveTask(KeysTask):
 
 
 class PageTask(StoreTask):
-    """A task with one call and one copy for each page."""
+    """A task with a copy for each page, and a call for each page or for several."""
 
     def __init__(self, store: ExecutedStore, job: Job[Any], pages: PageRequest) -> None:
-        super().__init__(store, job, job.count)
+        self._per_call = store.pages_per_call(job.count, pages.series.format.nbytes)
+        super().__init__(store, job, -(-job.count // self._per_call))
         self._calls, self._seal = store.calls, store.seal
         self._pages = pages
         self._copy: PageCopy | None = None
+
+    def do(self, step: int) -> None:
+        begin = step * self._per_call
+        indices: Sequence[int] = range(begin, min(begin + self._per_call, self.job.count))
+        if len(indices) > 1:
+            indices = self.do_several(indices)
+        for index in indices:
+            if self.is_over:
+                return
+            self.do_one(index)
+
+    def do_several(self, indices: Sequence[int]) -> Sequence[int]:
+        """Do the work of several pages with one call. Returns the pages that need calls of their own."""
+        raise NotImplementedError
+
+    def do_one(self, index: int) -> None:
+        """Do the work of one page with a call of its own."""
+        raise NotImplementedError
 
     def _copy_of(self, index: int, payload: memoryview, headers: Sequence[memoryview] = ()) -> PageCopy:
         """Return the copies between the caller's memory and ``payload``, which holds one page."""
@@ -314,34 +339,66 @@ class GetTask(PageTask):
 
     job: GetJob
 
-    def do(self, step: int) -> None:
-        pages, seal = self._pages, self._seal
-        series, key, identity = pages.series, pages.keys[step], pages.identities[step]
-        header_length = seal.header_length(series.format, identity)
-        whole = _scratch_memory(series.format.nbytes + header_length)
-        # the payload comes first, where the memory is aligned for its elements
-        payload, header = whole[: series.format.nbytes], whole[series.format.nbytes :]
-        reason: MissReason | None
+    def do_several(self, indices: Sequence[int]) -> Sequence[int]:
+        into = [self._buffers(index) for index in indices]
+        keys = [self._pages.keys[index] for index in indices]
+        left = dict.fromkeys(range(len(indices)))
+        with contextlib.closing(self._calls.read_pages(keys, into)) as found:
+            for at, length in found:
+                if self.is_over:
+                    return ()
+                if length is not None:
+                    self._got(indices[at], into[at], length)
+                    del left[at]
+        absent = self._calls.are_absent([keys[at] for at in left])
+        for at, is_absent in zip([*left], absent, strict=True):
+            if is_absent:
+                self._got(indices[at], into[at], None)
+                del left[at]
+        return [indices[at] for at in left]
+
+    def do_one(self, index: int) -> None:
+        buffers = self._buffers(index)
         try:
-            length = self._calls.read(key, (header, payload))
+            length = self._calls.read(self._pages.keys[index], buffers)
         except BlockingStore.PageError as e:
             _log.debug("a page is missed: %s", e)
-            self.note(step, e.reason)
+            self.note(index, e.reason)
             return
+        self._got(index, buffers, length)
+
+    def _buffers(self, index: int) -> tuple[memoryview, memoryview]:
+        """This thread's memory for the header and the payload of one page; every page has the same memory."""
+        nbytes = self._pages.series.format.nbytes
+        header_length = self._seal.header_length(self._pages.series.format, self._pages.identities[index])
+        # the payload comes first, where the memory is aligned for its elements
+        whole = _scratch_memory(nbytes + header_length)
+        return whole[nbytes:], whole[:nbytes]
+
+    def _got(self, index: int, buffers: tuple[memoryview, memoryview], length: int | None) -> None:
+        """Verify the page in the buffers, and copy it to the caller's memory.
+
+        Args:
+            length: the length of the whole page; ``None`` if it is absent.
+        """
+        pages, seal = self._pages, self._seal
+        header, payload = buffers
+        whole = len(header) + len(payload)
+        series, identity = pages.series, pages.identities[index]
+        reason: MissReason | None
         if length is None:
             reason = MissReason.ABSENT
-        elif length != len(whole):
-            header = header[: min(length, header_length)]
-            reason = seal.check_header(series, identity, header) or MissReason.CORRUPT
+        elif length != whole:
+            reason = seal.check_header(series, identity, header[:length]) or MissReason.CORRUPT
         else:
             reason = seal.check_header(series, identity, header) or seal.check_proof(header, payload)
         if reason is None:
             with self.copying():
-                found = self._copy_of(step, payload, (header,)).load(range(step, step + 1))
+                found = self._copy_of(index, payload, (header,)).load(range(index, index + 1))
             reason = None if found is None else found[0]
         if reason is not None and reason is not MissReason.ABSENT:
-            self._discard(key, reason, len(whole))
-        self.note(step, reason)
+            self._discard(pages.keys[index], reason, whole)
+        self.note(index, reason)
         self.job.advance()
 
     def _discard(self, key: bytes, reason: MissReason, nbytes: int) -> None:
@@ -369,27 +426,57 @@ class PutTask(PageTask):
         self._writing: dict[int, list[RemoveTask]] = {}
         """For each page that is being written, its removals since the write began."""
 
-    def do(self, step: int) -> None:
-        pages, series = self._pages, self._pages.series
-        payload = _scratch_memory(series.format.nbytes)
-        with self.copying():
-            (checksums,) = self._copy_of(step, payload).save(range(step, step + 1))
-        header = self._seal.header(series, pages.identities[step], payload, checksums)
-        with self.lock:
-            if step in self._forgotten:
-                self.note(step, PutReason.CANCELLED)
-                return
-            self._writing[step] = []
+    def do_several(self, indices: Sequence[int]) -> Sequence[int]:
+        nbytes = self._pages.series.format.nbytes
+        stride = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = _scratch_memory(stride * len(indices))
+        pages = {}
+        for at, index in enumerate(indices):
+            pages[index] = self._copied_out(index, memory[at * stride :][:nbytes])
+        pages = {index: page for index, page in pages.items() if self._begins_write(index)}
+        kept: Sequence[bool] | None = None
+        try:
+            kept = self._calls.write_pages([self._pages.keys[index] for index in pages], [*pages.values()])
+        finally:
+            for at, index in enumerate(pages):
+                result = JobTask.UNKNOWN if kept is None else None if kept[at] else PutReason.NO_ROOM
+                self._write_ended(index, result)
+        return tuple(index for index in pages if self.results[index] is JobTask.UNKNOWN)
+
+    def do_one(self, index: int) -> None:
+        page = self._copied_out(index, _scratch_memory(self._pages.series.format.nbytes))
+        if not self._begins_write(index):
+            return
         result: Any = JobTask.UNKNOWN  # a failed write gets the reason of the whole request
         try:
-            result = self._written(pages.keys[step], (memoryview(header), payload))
+            result = self._written(self._pages.keys[index], page)
         finally:
-            with self.lock:
-                removals = self._writing.pop(step)
-                if removals or result is not JobTask.UNKNOWN:
-                    self.note(step, PutReason.CANCELLED if removals else result)
-            for removal in removals:
-                removal.undo(pages.keys[step])
+            self._write_ended(index, result)
+
+    def _copied_out(self, index: int, payload: memoryview) -> tuple[memoryview, memoryview]:
+        """Copy a page of the caller to ``payload``. Returns its header and ``payload``."""
+        with self.copying():
+            (checksums,) = self._copy_of(index, payload).save(range(index, index + 1))
+        pages = self._pages
+        header = self._seal.header(pages.series, pages.identities[index], payload, checksums)
+        return memoryview(header), payload
+
+    def _begins_write(self, index: int) -> bool:
+        """Note that a page is being written. Returns false if it was removed before."""
+        with self.lock:
+            if index in self._forgotten:
+                self.note(index, PutReason.CANCELLED)
+                return False
+            self._writing[index] = []
+        return True
+
+    def _write_ended(self, index: int, result: Any) -> None:
+        with self.lock:
+            removals = self._writing.pop(index)
+            if removals or result is not JobTask.UNKNOWN:
+                self.note(index, PutReason.CANCELLED if removals else result)
+        for removal in removals:
+            removal.undo(self._pages.keys[index])
 
     def _written(self, key: bytes, page: Sequence[memoryview]) -> PutReason | None:
         try:

@@ -9,12 +9,13 @@ read again now and then, since another process may have replaced it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final, TypeVar
 
 import attrs
@@ -132,6 +133,28 @@ class PageCalls:
                 )
         return length
 
+    def read_pages(
+        self, keys: Sequence[bytes], into: Sequence[Sequence[memoryview]]
+    ) -> Generator[tuple[int, int | None], None, None]:
+        """:meth:`BlockingStore.read_pages`. Ends early if :meth:`read` must be called for the other pages."""
+        began = time.monotonic()
+        try:
+            with contextlib.closing(self._store.read_pages(keys, into)) as found:
+                for each in found:
+                    yield each
+                    began = time.monotonic()
+        except Exception as e:
+            if not isinstance(e, BlockingStore.PageError):
+                self._raise_if_gone(e, began)
+
+    def are_absent(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each page that :meth:`read_pages` did not find is absent. :meth:`read` finds the others.
+
+        Raises:
+            BlockingStore.PageError: the store gave up the call.
+        """
+        return [not held for held in self._held(keys, is_first=True)] if keys else []
+
     def _tried(
         self,
         call: Callable[[], T],
@@ -201,11 +224,26 @@ class PageCalls:
             self._report(what, e)
             raise
         except Exception as e:
-            found = NamedExhaustion.of(e)
-            if found is None or found.resource != SPACE:
+            if not _is_full(e):
                 raise
             self._report("has no room for some pages", e)
             return False
+
+    def write_pages(
+        self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]
+    ) -> Sequence[bool] | None:
+        """:meth:`BlockingStore.write_pages`; ``None`` if :meth:`write` must be called for each page."""
+        if any(key in self._unreadable for key in keys):
+            return None
+        began = time.monotonic()
+        try:
+            return self._store.write_pages(keys, pages)
+        except (CapacityError, PermissionError, BlockingStore.PageError):
+            return None
+        except Exception as e:
+            if not _is_full(e):
+                self._raise_if_gone(e, began)
+            return None
 
     def _replace(self, key: bytes, page: Sequence[memoryview]) -> bool:
         length = sum(map(len, page))
@@ -287,3 +325,8 @@ class PageCalls:
             self._reported.add(cause)
         level = logging.WARNING if is_new and not ExitGuard.is_leaving() else logging.DEBUG
         _log.log(level, "the store %r %s. The first one: %s", self._name, what, in_words(error))
+
+
+def _is_full(error: Exception) -> bool:
+    found = NamedExhaustion.of(error)
+    return found is not None and found.resource == SPACE

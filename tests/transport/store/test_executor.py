@@ -84,9 +84,11 @@ class InDict(PagePlace):
         super().remove(keys)
 
 
-@pytest.fixture
-def inner() -> InDict:
-    return InDict()
+@pytest.fixture(params=[0, 1 << 20], ids=["page by page", "in batches"])
+def inner(request: pytest.FixtureRequest) -> InDict:
+    made = InDict()
+    made.batch_bytes = request.param
+    return made
 
 
 @pytest.fixture
@@ -153,6 +155,49 @@ def test_a_job_that_was_given_up_settles_with_the_last_of_its_copies(store: Exec
     assert job.wait_settled(5)
 
 
+def test_batches_are_shared_by_the_threads_and_have_so_many_bytes() -> None:
+    sizes = []
+
+    class Counted(InDict):
+        batch_bytes = 4 * SERIES.format.nbytes
+
+        def read_pages(self, keys: Sequence[bytes], into: Any) -> Any:
+            sizes.append(len(keys))
+            return super().read_pages(keys, into)
+
+        def write_pages(self, keys: Sequence[bytes], pages: Any) -> Any:
+            sizes.append(len(keys))
+            return super().write_pages(keys, pages)
+
+    with ExecutedStore(Counted(), name="dict", seal=SEAL) as store:
+        for names, expected in (("abcdef", [3, 3]), ("abcdefghijklmno", [3, 4, 4, 4]), ("ab", [])):
+            pages = request(*names, fill="x")
+            for submit in (store.submit_put, store.submit_get):
+                sizes.clear()
+                assert not any(submit(pages).wait(5))
+                assert sorted(sizes) == expected
+
+
+def test_a_batch_that_fails_in_the_middle_costs_no_page(store: ExecutedStore, inner: InDict) -> None:
+    """Its other pages are read and written alone."""
+    names = "abcdefgh"
+    for call in ("write", "read"):
+        left = [LOST]
+
+        def gate(name: str, key: bytes, call: str = call, left: list[OSError] = left) -> None:
+            if name == call and key == request("c").keys[0] and left:
+                raise left.pop()
+
+        inner.gate = gate
+        pages = request(*names, fill="x")
+        submit = store.submit_put if call == "write" else store.submit_get
+        assert not any(submit(pages).wait(5))
+        assert not left
+    pages = request(*names, "absent")
+    assert store.submit_get(pages).wait(5) == [None] * 8 + [MissReason.ABSENT]
+    assert bytes(pages.memory.rows().row(7)) == b"x" * 64
+
+
 def test_a_cancelled_job_asks_for_no_further_page(store: ExecutedStore, inner: InDict) -> None:
     with inner.held_up():
         job = store.submit_get(request(*"abcdef"))
@@ -186,7 +231,8 @@ def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStor
     assert store.submit_put(pages).wait(5) == [None], "it was left alone as if it had failed"
 
 
-def test_jobs_take_turns_page_by_page_and_lookups_go_first(inner: InDict) -> None:
+def test_jobs_take_turns_page_by_page_and_lookups_go_first() -> None:
+    inner = InDict()
     store = ExecutedStore(inner, name="dict", seal=SEAL, num_threads=1)
     first = request("first")
     with store, inner.held_up(first.keys):
