@@ -3,9 +3,10 @@
     python benchmarks/redis.py [--sizes 64KiB,512KiB,4MiB] [--total 64MiB] [--rounds N] [--markdown FILE]
 
 A redis-server (or valkey-server) of its own runs on this host, without files. "Bare" has as many connections
-as the store, and gets and sets each page in values of at most 1 MiB, without checks; "and verified" also
-copies each page to its place and computes its checksum. All take turns within a round, in an order that
-changes, without the first. The figures are medians, the shares medians of the shares within a round.
+as the store, and gets and sets each page in values of at most 1 MiB, without checks; "pipelined" sends the
+commands of up to 8 MiB of pages at once; "and verified" also copies each page to its place and computes its
+checksum. All take turns within a round, in an order that changes, without the first. The figures are medians,
+the shares medians of the shares within a round.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
 
 PIECE = 1 << 20
+BATCH = 8 << 20
 CONNECTIONS = 4
 
 
@@ -86,6 +88,26 @@ class Pages:
         keys = [foreign_key(b"benchmark", identity) for identity in identities]
         return PageRequest(series=self._series, keys=keys, identities=identities, memory=self._memory)
 
+    def _pipelined(
+        self, where: str, work: Callable[[Any, int], None], use: Callable[[int, Any], None]
+    ) -> None:
+        """Each connection sends its share of the pages, at most 8 MiB with one round trip."""
+        client = self._bare[where]
+        per_call = max(1, min(-(-self.count // CONNECTIONS), BATCH // self._nbytes))
+
+        def call(begin: int) -> None:
+            pages = range(begin, min(begin + per_call, self.count))
+            pipe = client.pipeline(transaction=False)
+            for index in pages:
+                work(pipe, index)
+            values = pipe.execute()
+            each = len(values) // len(pages)
+            for at, index in enumerate(pages):
+                use(index, values[at * each : at * each + each])
+
+        for done in [self._pool.submit(call, begin) for begin in range(0, self.count, per_call)]:
+            done.result()
+
     def _each(self, work: Callable[[int], None]) -> None:
         for done in [self._pool.submit(work, index) for index in range(self.count)]:
             done.result()
@@ -122,6 +144,31 @@ class Pages:
 
         self._each(work)
 
+    def pipelined_get(self, where: str, *, verified: bool) -> None:
+        rows = self._memory.rows()
+
+        def get(pipe: Any, index: int) -> None:
+            for key, _, _ in self._names(b"kept", index):
+                pipe.get(key)
+
+        def use(index: int, values: Any) -> None:
+            if verified:
+                for (_, begin, end), value in zip(self._names(b"kept", index), values, strict=True):
+                    rows.row(index)[begin:end] = value
+                xxhash.xxh3_64_digest(rows.row(index))
+
+        self._pipelined(where, get, use)
+
+    def pipelined_set(self, where: str) -> Callable[[], None]:
+        name, rows = secrets.token_bytes(8).hex().encode(), self._memory.rows()
+
+        def put(pipe: Any, index: int) -> None:
+            for key, begin, end in self._names(name, index):
+                pipe.set(key, rows.row(index)[begin:end])
+
+        self._pipelined(where, put, lambda index, values: None)
+        return self._cleared(where, name)
+
     def put(self, where: str) -> Callable[[], None]:
         pages, store = self._request(secrets.token_bytes(8).hex().encode()), self._stores[where]
         assert not any(store.submit_put(pages).wait(100)), "a page was not kept"
@@ -130,6 +177,9 @@ class Pages:
     def bare_set(self, where: str) -> Callable[[], None]:
         name = secrets.token_bytes(8).hex().encode()
         self._set(where, name)
+        return self._cleared(where, name)
+
+    def _cleared(self, where: str, name: bytes) -> Callable[[], None]:
         names = [key for index in range(self.count) for key, _, _ in self._names(name, index)]
         return lambda: self._bare[where].unlink(*names) and None
 
@@ -148,7 +198,7 @@ def main() -> int:
         for text in given.sizes.split(","):
             pages = Pages(stack, port, f"{folder}/socket", size(text), given.total)
             lines += rows_of(text, pages, given.rounds)
-            print(*lines[-6:], sep="\n", flush=True)
+            print(*lines[-12:], sep="\n", flush=True)
     text = (
         "\n".join(lines)
         + f"\n\n{machine(Path(tempfile.gettempdir()), CONNECTIONS)}, {given.rounds} rounds.\n"
@@ -165,12 +215,18 @@ def rows_of(text: str, pages: Pages, rounds: int) -> list[str]:
             "get": lambda where=where: pages.get(where),
             "bare get": lambda where=where: pages.bare_get(where, verified=False),
             "bare get, and verified": lambda where=where: pages.bare_get(where, verified=True),
+            "pipelined get": lambda where=where: pages.pipelined_get(where, verified=False),
+            "pipelined get, and verified": lambda where=where: pages.pipelined_get(where, verified=True),
             "put": lambda where=where: pages.put(where),
             "bare set": lambda where=where: pages.bare_set(where),
+            "pipelined set": lambda where=where: pages.pipelined_set(where),
         }
         taken = in_turns(calls, rounds)
-        for what, beside in (("get", "bare get"), ("get", "bare get, and verified"), ("put", "bare set")):
-            lines.append(f"| {text} | {where} | {cells(taken, pages.total, what, beside)} |")
+        for what, others in (
+            ("get", ("bare get", "bare get, and verified", "pipelined get", "pipelined get, and verified")),
+            ("put", ("bare set", "pipelined set")),
+        ):
+            lines += [f"| {text} | {where} | {cells(taken, pages.total, what, other)} |" for other in others]
     return lines
 
 

@@ -71,12 +71,12 @@ class ServerProcess:
     close = kill
 
 
-def certificates(folder: Path) -> dict[str, str]:
-    """Files with the certificate of 127.0.0.1, its key, its authority ("ca"), and a stranger's authority."""
+def certificates(folder: Path, host: str = "127.0.0.1") -> dict[str, str]:
+    """Files with the certificate of the host, its key, its authority ("ca"), and a stranger's authority."""
     import trustme
 
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
+    issued = authority.issue_cert(host)
     files = {name: str(folder / name) for name in ("ca", "cert", "key", "stranger")}
     authority.cert_pem.write_to_path(files["ca"])
     trustme.CA().cert_pem.write_to_path(files["stranger"])

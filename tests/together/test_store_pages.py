@@ -84,7 +84,7 @@ def redis(run: Callable[..., Path], tmp_path: Path) -> Place:
         page,
         {"address": ["kv:6379"], "size": "64 GiB"},
         {"address": [f"127.0.0.1:{port}"], "size": "64 MiB"},
-        lambda: len(list(client.scan_iter(match="kvplug:1:m:*"))),
+        lambda: len(list(client.scan_iter(match="kvplug:2:m:*"))),
     )
 
 
@@ -110,7 +110,7 @@ def mooncake(run: Callable[..., Path], tmp_path: Path) -> Place:
 
     def count() -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{shows}/get_all_keys", timeout=5) as answer:
-            return sum(line.startswith(b"kvplug:1:") for line in answer)
+            return sum(line.startswith(b"kvplug:2:") for line in answer)
 
     return Place("mooncake", page, {"master": "master:50051"}, {"master": f"127.0.0.1:{port}"}, count)
 

@@ -4,20 +4,23 @@ The server records the cost and the last use of each page. A page is recorded be
 so that the values of a client that dies are counted, and evicted like those of any unused page. Pages to
 evict are first marked as *doomed*, and still count until a client has removed their values. So all existing
 values are counted at any moment, whichever client dies. Each eviction frees a 64th of the budget, so that
-concurrent writers do not repeatedly take each other's room."""
+concurrent writers do not repeatedly take each other's room. The pages that a client writes at the same time
+take no more than that, since a page that is evicted before it is written would not be counted afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 import attrs
 
+from kvplug_redis.connection import Client, Command, checked
+
 _RESERVE: Final = """
 local use, costs, total_key, doomed = unpack(KEYS)
-local member, cost, budget, ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local budget, ttl = tonumber(ARGV[1]), tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local total = tonumber(redis.call('GET', total_key) or '0') or math.huge
@@ -34,31 +37,40 @@ if ttl > 0 then
     end
     redis.call('SET', total_key, total)
 end
-local victims = {}
-if redis.call('HEXISTS', doomed, member) == 1 then
-    victims = {member}
-elseif redis.call('HEXISTS', costs, member) == 1 then
-    redis.call('ZADD', use, now, member)
-    return {1, redis.call('HLEN', costs), total, victims}
-elseif total + cost <= budget then
-    redis.call('HSET', costs, member, cost)
-    redis.call('ZADD', use, now, member)
-    total = redis.call('INCRBY', total_key, cost)
-    return {1, redis.call('HLEN', costs), total, victims}
-else
+local made, mine, wanted, victims = {}, {}, 0, {}
+for i = 3, #ARGV, 2 do
+    local member, cost = ARGV[i], tonumber(ARGV[i + 1])
+    local is_made = 0
+    if redis.call('HEXISTS', doomed, member) == 1 then
+        victims[#victims + 1] = member
+    elseif redis.call('HEXISTS', costs, member) == 1 then
+        redis.call('ZADD', use, now, member)
+        is_made = 1
+    elseif total + cost <= budget and wanted == 0 then
+        redis.call('HSET', costs, member, cost)
+        redis.call('ZADD', use, now, member)
+        total = redis.call('INCRBY', total_key, cost)
+        is_made = 1
+    elseif wanted == 0 then
+        wanted = cost -- the other pages wait until there is room for this one
+    end
+    made[#made + 1] = is_made
+    mine[member] = is_made == 1
+end
+if wanted > 0 then
     victims = redis.call('HKEYS', doomed)
     local freed, goal = 0, budget - math.floor(budget / 64)
     for _, victim in ipairs(victims) do freed = freed + tonumber(redis.call('HGET', costs, victim) or '0') end
-    while total - freed + cost > goal and #victims < 1024 do
+    while total - freed + wanted > goal and #victims < 1024 do
         local oldest = redis.call('ZRANGE', use, 0, 0)[1]
-        if not oldest then break end
+        if not oldest or mine[oldest] then break end
         redis.call('ZREM', use, oldest)
         redis.call('HSET', doomed, oldest, 1)
         freed = freed + tonumber(redis.call('HGET', costs, oldest) or '0')
         victims[#victims + 1] = oldest
     end
 end
-return {0, redis.call('HLEN', costs), total, victims}
+return {made, redis.call('HLEN', costs), total, victims}
 """
 
 _RELEASE: Final = """
@@ -95,9 +107,12 @@ return 0
 class Reserved:
     """The answer to a reservation."""
 
-    is_made: bool
+    made: list[bool]
+    """For each page, whether there is room for it. A page with room must be written or released."""
     victims: list[bytes]
-    """Members whose values must be removed to make room, if it is not."""
+    """Members whose values must be removed to make room for the others."""
+    error: Exception | None = None
+    """Why nothing was reserved."""
 
 
 class Budget:
@@ -106,10 +121,10 @@ class Budget:
     A member is a page's key (32 bytes), its tag (8), and the number of its pieces as text.
     """
 
-    def __init__(
-        self, client: Callable[[], Any], names: Sequence[str], size: int, ttl_s: float | None
-    ) -> None:
-        """``client``: returns the client, when it is first needed."""
+    SHARE: ClassVar[int] = 64
+    """The part of the budget that one eviction frees."""
+
+    def __init__(self, client: Client, names: Sequence[bytes], size: int, ttl_s: float | None) -> None:
         self._client = client
         self._names = list(names)
         self.size = size
@@ -121,34 +136,40 @@ class Budget:
         self.version = 0
         """Changes with each such call."""
 
-    def _run(self, script: str, *arguments: Any) -> Any:
-        return self._client().eval(script, len(self._names), *self._names, *arguments)
+    def reserve(
+        self, costs: Sequence[tuple[bytes, int]], also: Sequence[Command] = ()
+    ) -> tuple[Reserved, list[Any]]:
+        """Record pages that will be written, or were. ``costs``: members with their bytes.
 
-    def reserve(self, member: bytes, cost: int) -> Reserved:
-        """Record a page that will be written, or was."""
+        Returns also the replies to the commands ``also``, which are sent with it.
+        """
+        arguments = [each for pair in costs for each in pair]
+        script = Command.script(_RESERVE, self._names, self.size, self._ttl_ms, *arguments)
         with self._lock:
-            made, count, total, victims = self._run(_RESERVE, member, cost, self.size, self._ttl_ms)
+            *others, reply = self._client.run([*also, script])
+            if isinstance(reply, Exception):
+                return Reserved([False] * len(costs), [], reply), others
+            made, count, total, victims = reply
             self.num_pages, self.used_bytes, self.version = count, total, self.version + 1
-        return Reserved(bool(made), victims)
+        return Reserved([bool(each) for each in made], victims), others
 
     def release(self, members: Sequence[bytes], *, evicted: bool = False) -> None:
         """Remove pages whose values are gone."""
         if not members:
             return
         with self._lock:
-            count, self.num_pages, self.used_bytes = self._run(_RELEASE, *members)
+            (reply,) = checked(self._client.run([Command.script(_RELEASE, self._names, *members)]))
+            count, self.num_pages, self.used_bytes = reply
             self.num_evicted += count if evicted else 0
             self.version += 1
 
-    def touch(self, members: Sequence[bytes]) -> None:
-        """Record a use of these pages."""
-        if members:
-            self._run(_TOUCH, *members)
+    def use_of(self, members: Sequence[bytes]) -> Command:
+        """A command that records a use of these pages."""
+        return Command.script(_TOUCH, self._names, *members)
 
-    def refresh(self, pipe: Any) -> None:
-        """Query the usage with two commands at the end of a pipeline. Pass their results to :meth:`note`."""
-        pipe.hlen(self._names[1])
-        pipe.get(self._names[2])
+    def figures(self) -> list[Command]:
+        """Commands that query the usage. Pass their replies to :meth:`note`."""
+        return [Command.of(b"HLEN", self._names[1]), Command.of(b"GET", self._names[2])]
 
     def note(self, answers: Sequence[Any], version: int) -> None:
         """``version``: the one before the pipeline. If it has changed, newer figures are known."""
@@ -158,6 +179,6 @@ class Budget:
                     self.num_pages, self.used_bytes = int(answers[0]), int(answers[1] or 0)
 
 
-def drop_manifest(client: Any, name: bytes, tag: bytes, at: int) -> None:
-    """Remove a manifest if it has this tag at offset ``at``."""
-    client.eval(_DROP, 1, name, at, at + len(tag) - 1, tag)
+def drop_manifest(name: bytes, tag: bytes, at: int) -> Command:
+    """A command that removes a manifest if it has this tag at offset ``at``."""
+    return Command.script(_DROP, [name], at, at + len(tag) - 1, tag)

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import attrs
 
 from kvplug import CapacityError
 from kvplug.transport import BlockingStore, PageSeal, Usage, WireError
-from kvplug_redis.budget import Budget, drop_manifest
-from kvplug_redis.connection import Client, NoRoomError, mapped_errors
-from kvplug_redis.landing import LANDED, LongReplyError, landing
+from kvplug_redis.budget import Budget, Reserved, drop_manifest
+from kvplug_redis.connection import Client, Command, NoRoomError, checked, mapped_errors
 from kvplug_redis.options import RedisOptions
 from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, TAG_BYTES, Head, Names, cost_of, cut, tag_of
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
+_KEEP: Final = """
+-- keys: the manifest and the pieces; arguments: the head, and the lifetime in milliseconds or 0
+for i = 2, #KEYS do
+    if redis.call('STRLEN', KEYS[i]) == 0 then return -1 end
+end
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX') then return 0 end
+for i = 1, #KEYS do
+    if ARGV[2] == '0' then redis.call('PERSIST', KEYS[i]) else redis.call('PEXPIRE', KEYS[i], ARGV[2]) end
+end
+return 1
+"""
+"""Makes a page visible whose pieces are all there, and lets them live as long as it."""
+_KEPT: Final = (b"OK", 1)
+"""What the server replies if a page is visible now, without pieces and with."""
+_INCOMPLETE: Final = -1
+"""What it replies if a piece is gone."""
+_BATCH_BYTES: Final = 8 << 20
+"""Bytes of pages that one connection moves with one round trip. A thread keeps as much memory for its writes,
+and the server may for its replies."""
 _ORPHAN_MS: Final = 600_000
 """Time after which pieces without a manifest expire. A writer that died leaves them."""
 _TAG_AT: Final = 8
@@ -41,6 +63,9 @@ class RedisStore(BlockingStore):
         options: RedisOptions = context.options
         self.location = ", ".join(options.address)
         self.num_threads = options.connections
+        self.batch_bytes = _BATCH_BYTES
+        if options.size is not None:
+            self.batch_bytes = min(_BATCH_BYTES, options.size // (Budget.SHARE * options.connections))
         self._client = Client(options)
         self._names = Names(options.prefix)
         self._piece = options.piece_bytes
@@ -48,133 +73,159 @@ class RedisStore(BlockingStore):
         self._touch_s = options.touch_s
         self._budget: Budget | None = None
         if options.size is not None:
-            self._budget = Budget(self._client.get, self._names.budget, options.size, options.ttl_s)
+            self._budget = Budget(self._client, self._names.budget, options.size, options.ttl_s)
         self._touched: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
         self._was_full = False
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         budget, version = self._budget, 0 if self._budget is None else self._budget.version
-        with mapped_errors(), self._pipe() as pipe:
-            for key in keys:
-                pipe.strlen(self._names.manifest(key))
-            if budget is not None:
-                budget.refresh(pipe)
-            found = _answers(pipe)
+        commands = [Command.of(b"STRLEN", self._names.manifest(key)) for key in keys]
+        with mapped_errors():
+            found = _values(self._client.run([*commands, *(() if budget is None else budget.figures())]))
         if budget is not None:
             budget.note(found[len(keys) :], version)
-        return [length is not None and length >= HEAD_BYTES for length in found[: len(keys)]]
+        return [(length or 0) >= HEAD_BYTES for length in found[: len(keys)]]
 
-    def _pipe(self) -> Any:
-        return self._client.get().pipeline(transaction=False)
+    def _heads(self, keys: Sequence[bytes]) -> list[Head | None]:
+        """The head of each key's page; ``None`` if the key has no page."""
+        return [_head_of(begin) for begin in _values(self._client.run([self._head(key) for key in keys]))]
+
+    def _head(self, key: bytes) -> Command:
+        return _part(self._names.manifest(key), 0, HEAD_BYTES)
 
     # -- reading -------------------------------------------------------------------------------
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        begin = memoryview(bytearray(HEAD_BYTES))
-        wanted, manifest = sum(map(len, into)), self._names.manifest(key)
-        whole, longer = HEAD_BYTES + wanted, None
+        ((_, length),) = self.read_pages([key], [into])
+        return length
+
+    def read_pages(
+        self, keys: Sequence[bytes], into: Sequence[Sequence[memoryview]]
+    ) -> Generator[tuple[int, int | None], None, None]:
+        # the first round trip reads heads and small pages, the second one the content of large pages
+        wanted = [sum(map(len, buffers)) for buffers in into]
+        begins = [memoryview(bytearray(HEAD_BYTES)) for _ in keys]
+        is_small = [HEAD_BYTES + nbytes <= self._piece for nbytes in wanted]
+        groups = [
+            [_part(self._names.manifest(key), 0, into=[begin, *(buffers if small else ())])]
+            for key, begin, buffers, small in zip(keys, begins, into, is_small, strict=True)
+        ]
+        heads: dict[int, Head] = {}
+        large: dict[int, Sequence[Command]] = {}
+        wrong: Exception | None = None
         with mapped_errors():
-            client = self._client.get()
-            try:
-                with landing(whole, [begin, *into]):
-                    found = client.get(manifest)
-            except LongReplyError as e:
-                longer = e.length - HEAD_BYTES
-                with landing(whole, [begin, *into]):  # its beginning identifies it
-                    found = client.getrange(manifest, 0, whole - 1)
-            if found is None:
-                return None
-            try:
-                head = Head.from_bytes(begin if found is LANDED else found)
-            except WireError:
-                return 0  # not a page: it will be removed as a wrong one
-            if longer is not None:
-                return longer
-            if head.piece and head.length != wanted:
-                for view in into[:1]:
-                    view[:] = bytes(len(view))
-            elif head.piece:
-                if not self._read_pieces(client, key, head, into):
-                    self._drop(client, key, head)
-                    return None
-            elif found is not LANDED:
-                _spread(memoryview(found)[HEAD_BYTES:], into)
-                if len(found) != HEAD_BYTES + head.length:
-                    return len(found) - HEAD_BYTES
-            self._note_use(client, key, head)
-        return head.length
+            for index, replies in self._client.stream(groups):
+                (length,) = _values(replies)
+                head = _head_of(begins[index][:length])
+                if length is None:
+                    (wrong,) = replies
+                elif length == 0:
+                    yield index, None
+                elif head is None:
+                    yield index, 0  # not a page: it will be removed as a wrong one
+                else:
+                    heads[index] = head
+                    if is_small[index] and not head.piece:
+                        yield index, head.length if head.length != wanted[index] else length - HEAD_BYTES
+                    elif head.length == wanted[index]:
+                        large[index] = self._content(keys[index], head, into[index])
+                    else:
+                        for view in into[index][:1]:
+                            view[:] = bytes(len(view))
+                        yield index, head.length
+            lost = []
+            order = list(large)
+            for at, replies in self._client.stream([*large.values(), *self._uses(keys, heads)]):
+                if at >= len(order):
+                    continue  # a use that could not be recorded: the page can be read
+                index = order[at]
+                length = sum(each or 0 for each in _values(replies))
+                if length == wanted[index] or not heads[index].piece:
+                    yield index, length
+                else:
+                    lost.append(index)
+            self._forget([_member(keys[index], heads[index]) for index in lost])
+            yield from ((index, None) for index in lost)
+            if wrong is not None:
+                raise wrong
 
-    def _read_pieces(self, client: Any, key: bytes, head: Head, into: Sequence[memoryview]) -> bool:
-        """Returns whether all pieces exist."""
-        left = head.length
+    def _content(self, key: bytes, head: Head, into: Sequence[memoryview]) -> Sequence[Command]:
+        """Commands that read a page's bytes after its head."""
+        if not head.piece:
+            return [_part(self._names.manifest(key), HEAD_BYTES, into=into)]
         names = self._names.pieces(key, head.tag, head.num_pieces)
-        for name, group in zip(names, cut(into, head.piece), strict=False):
-            length = min(left, head.piece)
-            left -= length
-            try:
-                with mapped_errors(), landing(length, group):
-                    found = client.get(name)
-            except BlockingStore.PageError:
-                return False
-            if found is not LANDED:
-                if found is None or len(found) != length:
-                    return False
-                _spread(memoryview(found), group)
-        return True
+        return [_part(name, 0, into=group) for name, group in zip(names, cut(into, head.piece), strict=True)]
 
-    def _drop(self, client: Any, key: bytes, head: Head) -> None:
-        """Remove a page of which the server has evicted a piece."""
-        drop_manifest(client, self._names.manifest(key), head.tag, _TAG_AT)
-        self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
-        if self._budget is not None:
-            self._budget.release([_member(key, head)])
+    def _uses(self, keys: Sequence[bytes], heads: Mapping[int, Head]) -> list[list[Command]]:
+        """Groups of commands that record a use of these pages, unless that was done a moment ago.
 
-    def _note_use(self, client: Any, key: bytes, head: Head) -> None:
+        Their errors do not matter: a page can be read even if the server is full or read-only for this user.
+
+        Args:
+            heads: of pages, by their index in ``keys``.
+        """
         if self._budget is None and self._ttl_ms is None:
-            return
-        now = time.monotonic()
+            return []
+        now, used = time.monotonic(), []
         with self._lock:
-            if now - self._touched.get(key, -1e9) < self._touch_s:
-                return
-            self._touched[key] = now
-            self._touched.move_to_end(key)
-            if len(self._touched) > _REMEMBERED:
+            for index in heads:
+                if now - self._touched.get(keys[index], -math.inf) >= self._touch_s:
+                    self._touched[keys[index]] = now
+                    self._touched.move_to_end(keys[index])
+                    used.append(index)
+            while len(self._touched) > _REMEMBERED:
                 self._touched.popitem(last=False)
-        # best effort: the page can be read even if the server is full or read-only for this user
-        with contextlib.suppress(PermissionError, NoRoomError, BlockingStore.PageError), mapped_errors():
-            if self._budget is not None:
-                self._budget.touch([_member(key, head)])
-            if self._ttl_ms is not None:
-                names = self._names.pieces(key, head.tag, head.num_pieces)
-                self._renew([self._names.manifest(key), *names])
-
-    def _renew(self, names: Sequence[bytes]) -> None:
-        """Give these values of an existing page the lifetime of a page."""
-        with self._pipe() as pipe:
-            for name in names:
-                pipe.persist(name) if self._ttl_ms is None else pipe.pexpire(name, self._ttl_ms)
-            pipe.execute()
+        groups = []
+        if self._budget is not None and used:
+            groups.append([self._budget.use_of([_member(keys[index], heads[index]) for index in used])])
+        if self._ttl_ms is not None:
+            for index in used:
+                head = heads[index]
+                names = self._names.pieces(keys[index], head.tag, head.num_pieces)
+                names.append(self._names.manifest(keys[index]))
+                groups.append([Command.of(b"PEXPIRE", name, self._ttl_ms) for name in names])
+        return groups
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with mapped_errors():
-            client = self._client.get()
-            for key, head in self._heads(keys):
-                self._note_use(client, key, head)
-
-    def _heads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Head]]:
-        """The heads of the existing pages."""
-        with self._pipe() as pipe:
-            for key in keys:
-                pipe.getrange(self._names.manifest(key), 0, HEAD_BYTES - 1)
-            found = _answers(pipe)
-        for key, begin in zip(keys, found, strict=True):
-            with contextlib.suppress(WireError):
-                yield key, Head.from_bytes(begin or b"")
+            heads = {index: head for index, head in enumerate(self._heads(keys)) if head is not None}
+            for _ in self._client.stream(self._uses(keys, heads)):
+                pass
 
     # -- writing -------------------------------------------------------------------------------
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        return self.write_pages([key], [page])[0]
+
+    def write_pages(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> list[bool]:
+        # the first round trip looks for the pages and reserves room, the second one writes
+        new = [self._new_page(key, page) for key, page in zip(keys, pages, strict=True)]
+        with mapped_errors():
+            room, heads = self._reserved(new, [self._head(page.key) for page in new])
+            others = [_head_of(begin) for begin in _values(heads)]
+            kept = {index for index, head in enumerate(others) if head is not None}
+            if self._budget is not None:
+                surplus = [index for index in kept if room.made[index] and others[index] != new[index].head]
+                self._release([new[index] for index in surplus])
+            left = [index for index in range(len(new)) if index not in kept]
+            made = dict(enumerate(room.made))
+            for _ in range(_TRIES):
+                if left and room.error is not None:
+                    self._note_full(room.error)
+                    break
+                ready = [index for index in left if made[index]]
+                kept.update(self._write(new, ready))
+                left = [index for index in left if not made[index]]
+                if not left or not (ready or room.victims):
+                    break
+                if self._budget is not None and room.victims:
+                    self._forget(room.victims, evicted=True)
+                room, _ = self._reserved([new[index] for index in left])
+                made = dict(zip(left, room.made, strict=True))
+        return [index in kept for index in range(len(new))]
+
+    def _new_page(self, key: bytes, page: Sequence[memoryview]) -> _NewPage:
         length = sum(map(len, page))
         piece = 0 if HEAD_BYTES + length <= self._piece else self._piece
         cost = cost_of(length, self._piece)
@@ -185,117 +236,141 @@ class RedisStore(BlockingStore):
         head = Head(tag_of(page), length, piece)
         if head.num_pieces > MAX_PIECES:
             raise CapacityError(f"a page has {head.num_pieces} pieces: raise options.redis.piece_bytes")
-        with mapped_errors():
-            if self.has((key,))[0]:
-                return True
-            client = self._client.get()
-            try:
-                with mapped_errors():
-                    if self._budget is not None and not self._reserve(client, _member(key, head), cost):
-                        return False
-                    return self._write(client, key, head, page)
-            except NoRoomError as e:
-                if not self._was_full:
-                    self._was_full = True
-                    _log.warning("the store 'redis' keeps fewer pages: %s", e)
-                self._discard_pieces(key, head)
-                return False
+        return _NewPage(key, head, page, cost)
 
-    def _write(self, client: Any, key: bytes, head: Head, page: Sequence[memoryview]) -> bool:
+    def _reserved(self, new: Sequence[_NewPage], also: Sequence[Command] = ()) -> tuple[Reserved, list[Any]]:
+        """Reserve room for pages. Returns also the replies to the commands ``also``."""
+        if self._budget is None:
+            return Reserved([True] * len(new), []), self._client.run(also)
+        return self._budget.reserve([(page.member, page.cost) for page in new], also)
+
+    def _write(self, new: Sequence[_NewPage], ready: Sequence[int], *, is_last: bool = False) -> list[int]:
+        """Write the pages with these indices, for which there is room. Returns those that the server has.
+
+        Args:
+            is_last: whether a key whose value is not a page keeps that value.
+        """
+        kept: list[int] = []
+        taken: list[int] = []
+        failed: list[int] = []
+        error: Exception | None = None
+        for at, replies in self._client.stream([self._values_of(new[index]) for index in ready]):
+            errors = [reply for reply in replies if isinstance(reply, Exception)]
+            error = errors[0] if errors else error
+            is_failed = bool(errors) or replies[-1] == _INCOMPLETE
+            (failed if is_failed else kept if replies[-1] in _KEPT else taken).append(ready[at])
+        wrong: list[int] = []
+        for index, head in zip(taken, self._heads([new[index].key for index in taken]), strict=True):
+            if head is None:
+                (failed if is_last else wrong).append(index)
+                continue
+            kept.append(index)
+            if head != new[index].head:  # else the other writer's pieces have the same names and content
+                failed.append(index)
+        self._release([new[index] for index in failed])
+        if error is not None:
+            self._note_full(error)
+        if wrong:
+            manifests = [self._names.manifest(new[index].key) for index in wrong]
+            checked(self._client.run([Command.of(b"UNLINK", name) for name in manifests]))
+            kept += self._write(new, wrong, is_last=True)
+        return kept
+
+    def _values_of(self, page: _NewPage) -> list[Command]:
+        """Commands that write a page, unless its key is taken. The last one makes it visible."""
+        key, head, manifest = page.key, page.head, self._names.manifest(page.key)
+        if not head.piece:
+            lifetime: list[bytes | int] = [] if self._ttl_ms is None else [b"PX", self._ttl_ms]
+            value = [memoryview(head.to_bytes()), *(part.cast("B") for part in page.parts)]
+            return [Command.of(b"SET", manifest, value, b"NX", *lifetime)]
         names = self._names.pieces(key, head.tag, head.num_pieces)
-        if head.piece:
-            for name, group in zip(names, cut(page, head.piece), strict=True):
-                client.set(name, _joined(group), px=_ORPHAN_MS)
-            value: Any = head.to_bytes()
-        else:
-            value = b"".join([head.to_bytes(), *page])
-        manifest = self._names.manifest(key)
-        is_first = client.set(manifest, value, nx=True, px=self._ttl_ms)
-        if not is_first and not self.has((key,))[0]:  # the existing value is not a page
-            is_first = client.set(manifest, value, px=self._ttl_ms)
-        if is_first:
-            if names:
-                self._renew(names)
-            return True
-        first = [other for _, other in self._heads([key])]
-        if first != [head]:  # else the other writer's pieces have the same names and content
-            self._discard_pieces(key, head)
-        return bool(first)
+        pieces = zip(names, cut(page.parts, head.piece), strict=True)
+        return [
+            *(Command.of(b"SET", name, group, b"PX", _ORPHAN_MS) for name, group in pieces),
+            Command.script(_KEEP, [manifest, *names], head.to_bytes(), self._ttl_ms or 0),
+        ]
 
-    def _reserve(self, client: Any, member: bytes, cost: int) -> bool:
-        """Make room in the budget. Returns whether there is room."""
-        assert self._budget is not None
-        for _ in range(_TRIES):
-            reserved = self._budget.reserve(member, cost)
-            if reserved.is_made:
-                return True
-            if not reserved.victims:
-                return False
-            for victim in reserved.victims:
-                key, tag, count = _parsed_member(victim)
-                drop_manifest(client, self._names.manifest(key), tag, _TAG_AT)
-                self._unlink(self._names.pieces(key, tag, count))
-            self._budget.release(reserved.victims, evicted=True)
-        return False
+    def _note_full(self, error: Exception) -> None:
+        """Log once that the server is full. Raises any other error."""
+        try:
+            with mapped_errors():
+                raise error
+        except NoRoomError as e:
+            if not self._was_full:
+                self._was_full = True
+                _log.warning("the store 'redis' keeps fewer pages: %s", e)
 
-    def _discard_pieces(self, key: bytes, head: Head) -> None:
-        """Remove pieces that have no manifest."""
-        self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
+    def _release(self, new: Sequence[_NewPage]) -> None:
+        """Remove the pieces of pages that were not kept, and what they count."""
+        pieces = [self._names.pieces(page.key, page.head.tag, page.head.num_pieces) for page in new]
+        checked(self._client.run([Command.of(b"UNLINK", *names) for names in pieces if names]))
         if self._budget is not None:
-            self._budget.release([_member(key, head)])
+            self._budget.release([page.member for page in new])
 
-    def _unlink(self, names: Sequence[bytes]) -> None:
-        for at in range(0, len(names), _SCAN):
-            with self._pipe() as pipe:
-                for name in names[at : at + _SCAN]:
-                    pipe.unlink(name)
-                pipe.execute()
+    def _forget(self, members: Sequence[bytes], *, evicted: bool = False) -> None:
+        """Remove pages that are evicted, or of which the server has evicted a piece."""
+        commands = []
+        for member in members:
+            key, tag, count = _parsed_member(member)
+            commands.append(drop_manifest(self._names.manifest(key), tag, _TAG_AT))
+            if count:
+                commands.append(Command.of(b"UNLINK", *self._names.pieces(key, tag, count)))
+        checked(self._client.run(commands))
+        if self._budget is not None:
+            self._budget.release(members, evicted=evicted)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         with mapped_errors():
-            heads = dict(self._heads(keys))
-            self._unlink([self._names.manifest(key) for key in keys])
-            for key, head in heads.items():
-                self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
+            commands, members = [], []
+            for key, head in zip(keys, self._heads(keys), strict=True):
+                names = [self._names.manifest(key)]
+                if head is not None:
+                    names += self._names.pieces(key, head.tag, head.num_pieces)
+                    members.append(_member(key, head))
+                commands.append(Command.of(b"UNLINK", *names))
+            checked(self._client.run(commands))
             if self._budget is not None:
-                self._budget.release([_member(key, head) for key, head in heads.items()])
+                self._budget.release(members)
 
     def clear(self) -> None:
         with mapped_errors():
-            client = self._client.get()
-            batch: list[bytes] = []
-            for name in client.scan_iter(match=self._names.every, count=_SCAN):
-                batch.append(name)
-                if len(batch) == _SCAN:
-                    self._unlink(batch)
-                    batch = []
-            self._unlink([*batch, *(name.encode() for name in self._names.budget)])
-            if self._budget is not None:
-                self._budget.note((0, 0), self._budget.version)
+            names = self._client.get().scan_iter(match=self._names.every, count=_SCAN)
+            for batch in _batches([*names, *self._names.budget], _SCAN):
+                checked(self._client.run([Command.of(b"UNLINK", name) for name in batch]))
+        if self._budget is not None:
+            self._budget.note((0, 0), self._budget.version)
 
     # -- contents ------------------------------------------------------------------------------
 
     def keys(self, series: bytes) -> list[bytes]:
+        found = []
         with mapped_errors():
-            client = self._client.get()
-            names = client.scan_iter(match=self._names.manifests, count=_SCAN)
+            names = self._client.get().scan_iter(match=self._names.manifests, count=_SCAN)
             keys = {key for name in names if (key := self._names.key_of(name)) is not None}
-            return [key for key, head in self._heads([*keys]) if self._series_of(client, key, head) == series]
+            for batch in _batches([*keys], _SCAN):
+                heads = zip(batch, self._heads(batch), strict=True)
+                found += self._in_series({key: head for key, head in heads if head is not None}, series)
+        return found
 
-    def _series_of(self, client: Any, key: bytes, head: Head) -> bytes | None:
-        """The series in a page's header; ``None`` if there is none, or the page is gone."""
-        if head.piece:
-            name, at = self._names.pieces(key, head.tag, 1)[0], 0
-        else:
-            name, at = self._names.manifest(key), HEAD_BYTES
+    def _in_series(self, heads: dict[bytes, Head], series: bytes) -> list[bytes]:
+        """The keys of those of the pages whose header states the series."""
+        found = []
         for nbytes in _HEADER_BYTES:
-            header = client.getrange(name, at, at + nbytes - 1)
-            stated = PageSeal.split(header)
-            if stated is not None:
-                return stated[1]
-            if len(header) < nbytes:
-                break
-        return None
+            longer = {}
+            for batch in _batches([*heads], max(1, _HEADER_BYTES[-1] // nbytes)):
+                commands = []
+                for key in batch:
+                    names = self._names.pieces(key, heads[key].tag, min(1, heads[key].num_pieces))
+                    name, at = (names[0], 0) if names else (self._names.manifest(key), HEAD_BYTES)
+                    commands.append(_part(name, at, nbytes))
+                for key, header in zip(batch, _values(self._client.run(commands)), strict=True):
+                    stated = PageSeal.split(header or b"")
+                    if stated is not None and stated[1] == series:
+                        found.append(key)
+                    elif stated is None and header is not None and len(header) == nbytes:
+                        longer[key] = heads[key]
+            heads = longer
+        return found
 
     def usage(self) -> Usage:
         budget = self._budget
@@ -312,15 +387,41 @@ class RedisStore(BlockingStore):
         self._client.close()
 
 
-def _answers(pipe: Any) -> list[Any]:
-    """The results of a pipeline's commands; ``None`` for a key with a value of another type."""
-    found = pipe.execute(raise_on_error=False)
-    for index, each in enumerate(found):
-        if isinstance(each, Exception):
-            if not str(each).startswith("WRONGTYPE"):
-                raise each
-            found[index] = None
-    return found  # type: ignore[no-any-return]
+@attrs.frozen
+class _NewPage:
+    key: bytes
+    head: Head
+    parts: Sequence[memoryview]
+    cost: int
+    """Bytes in the server's memory."""
+
+    @property
+    def member(self) -> bytes:
+        return _member(self.key, self.head)
+
+
+def _part(name: bytes, begin: int, nbytes: int = 0, *, into: Sequence[memoryview] | None = None) -> Command:
+    """A command that reads a part of a value, to the memory ``into`` if it is given."""
+    nbytes = nbytes if into is None else sum(map(len, into))
+    return Command.of(b"GETRANGE", name, begin, begin + nbytes - 1, into=into)
+
+
+def _values(replies: Sequence[Any]) -> list[Any]:
+    """The replies; ``None`` for a key with a value of another type. Raises any other error."""
+    others = [isinstance(each, Exception) and str(each).startswith("WRONGTYPE") for each in replies]
+    return [*checked([None if other else each for other, each in zip(others, replies, strict=True)])]
+
+
+def _head_of(begin: bytes | memoryview | None) -> Head | None:
+    """The head at the beginning of a value; ``None`` if it is not that of a page."""
+    try:
+        return Head.from_bytes(begin or b"")
+    except WireError:
+        return None
+
+
+def _batches(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    return (items[at : at + count] for at in range(0, len(items), count))
 
 
 def _member(key: bytes, head: Head) -> bytes:
@@ -330,14 +431,3 @@ def _member(key: bytes, head: Head) -> bytes:
 def _parsed_member(member: bytes) -> tuple[bytes, bytes, int]:
     end = len(member) - len(member[40:])
     return member[: end - TAG_BYTES], member[end - TAG_BYTES : end], int(member[end:])
-
-
-def _joined(group: Sequence[memoryview]) -> memoryview | bytes:
-    return group[0] if len(group) == 1 else b"".join(group)
-
-
-def _spread(value: memoryview, into: Sequence[memoryview]) -> None:
-    """Copy as much of the value as exists into one buffer after the other."""
-    for view in into:
-        part, value = value[: len(view)], value[len(view) :]
-        view[: len(part)] = part

@@ -26,7 +26,7 @@ import xxhash
 
 from kvplug.transport import WireError
 
-LAYOUT: Final = 1
+LAYOUT: Final = 2
 """Version of the names and values. Part of every name, so that a page of another version is a miss."""
 TAG_BYTES: Final = 8
 _MAGIC: Final = b"kvr1"
@@ -78,21 +78,22 @@ class Names:
         self.manifests = f"{prefix}:{LAYOUT}:m:*"
         self._manifest = f"{prefix}:{LAYOUT}:m:".encode()
         self._piece = f"{prefix}:{LAYOUT}:p:".encode()
-        # In a cluster the text in braces determines the node: all of these are on one.
-        self.budget = [f"{{{prefix}:{LAYOUT}}}:{what}" for what in ("use", "cost", "total", "doomed")]
+        # In a cluster the text in braces determines the node: one for these, one for all values of a page.
+        budget = (f"{{{prefix}:{LAYOUT}}}:{what}" for what in ("use", "cost", "total", "doomed"))
+        self.budget = [name.encode() for name in budget]
 
     def manifest(self, key: bytes) -> bytes:
-        return self._manifest + key.hex().encode()
+        return self._manifest + b"{%b}" % key.hex().encode()
 
     def key_of(self, manifest: bytes) -> bytes | None:
         """The inverse; ``None`` if it is not the name of a manifest."""
         try:
-            return bytes.fromhex(manifest.removeprefix(self._manifest).decode("ascii"))
+            return bytes.fromhex(manifest.removeprefix(self._manifest).decode("ascii").strip("{}"))
         except ValueError:
             return None
 
     def pieces(self, key: bytes, tag: bytes, count: int) -> list[bytes]:
-        begin = self._piece + f"{key.hex()}:{tag.hex()}:".encode()
+        begin = self._piece + f"{{{key.hex()}}}:{tag.hex()}:".encode()
         return [begin + b"%d" % number for number in range(count)]
 
 

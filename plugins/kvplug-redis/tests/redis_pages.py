@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kvplug import Config, build_store
 from kvplug.transport import Store
 from kvplug_lab.named_pages import NamedPages
-from kvplug_redis import store as stores
+from kvplug_redis.replies import ReplyConnection
 from kvplug_testing.peers import Parent
 
 PIECE = 4096
+_SET = b"*5\r\n$3\r\nSET\r\n"
+"""How a command begins that writes a piece."""
 PAGES = NamedPages(10 * PIECE + 77)
 request, put, got = PAGES.request, PAGES.put, PAGES.got
 
@@ -23,16 +25,18 @@ def opened(address: str | list[str], **options: Any) -> Store:
 
 
 def before_piece(number: int, act: Callable[[], None]) -> Any:
-    """What cuts pages into pieces, and acts once, before the store writes that piece."""
-    cut, written = stores.cut, 0
+    """What sends commands, and acts once, when all pieces of a page before that one were sent."""
+    send, has_acted = ReplyConnection.send_packed_command, False
 
-    def acting(parts: Any, nbytes: int) -> Iterator[Any]:
-        nonlocal written
-        for group in cut(parts, nbytes):
-            written += 1
-            if written == number + 1:
-                act()
-            yield group
+    def acting(connection: Any, buffers: Any, **given: Any) -> None:
+        nonlocal has_acted
+        *before, rest = b"".join(buffers).split(_SET, number + 1)
+        if not has_acted and len(before) > number:
+            has_acted = True
+            send(connection, [_SET.join(before)], **given)
+            act()
+            buffers = [_SET + rest]
+        send(connection, buffers, **given)
 
     return acting
 
@@ -44,5 +48,5 @@ def dying_writer(parent: Parent, address: str) -> None:
         parent.send("half")
         parent.recv(timeout=None)
 
-    stores.cut = before_piece(5, wait)
+    ReplyConnection.send_packed_command = before_piece(5, wait)
     put(opened(address, size=10 << 20), "a")

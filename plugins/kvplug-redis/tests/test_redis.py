@@ -19,7 +19,7 @@ from server_process import certificates, free_port
 import redis_pages
 from kvplug import ConfigError
 from kvplug.transport import MissReason, PutReason, Store
-from kvplug_redis import store as stores
+from kvplug_redis.replies import ReplyConnection
 from kvplug_redis.values import HEAD_BYTES, Head, Names
 from kvplug_testing import check_plugin, peers, waits
 from redis_pages import PAGES, PIECE, before_piece, dying_writer, got, put, request
@@ -53,7 +53,7 @@ def opened() -> Iterator[Callable[..., Store]]:
 
 def names_of(raw: Any, kind: str = "*") -> list[bytes]:
     """Those of all values: manifests ("m") or pieces ("p")."""
-    return list(raw.scan_iter(match=f"kvplug:1:{kind}" if kind == "*" else f"kvplug:1:{kind}:*"))
+    return list(raw.scan_iter(match=f"kvplug:2:{kind}" if kind == "*" else f"kvplug:2:{kind}:*"))
 
 
 @pytest.mark.full
@@ -70,7 +70,7 @@ def test_a_large_page_lies_in_pieces_and_a_lost_piece_is_a_miss(
     assert sizes[:2] == [HEAD_BYTES] * 2 and sizes[-1] == PIECE
     assert got(store, "a", "b") == [None, None]
     assert all(raw.ttl(name) == -1 for name in names_of(raw)), "a page expires"
-    raw.delete(next(raw.scan_iter(match="kvplug:1:p:*:5")))  # as the server's own eviction does
+    raw.delete(next(raw.scan_iter(match="kvplug:2:p:*:5")))  # as the server's own eviction does
     assert sorted(map(str, got(store, "a", "b"))) == ["None", "absent"]
     assert len(names_of(raw, "m")) == 1
     assert len(names_of(raw, "p")) == 11, "pieces of a page that is lost are left"
@@ -78,11 +78,36 @@ def test_a_large_page_lies_in_pieces_and_a_lost_piece_is_a_miss(
     assert store.usage().num_pages == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"size": 1 << 30, "touch_s": 0}], ids=["no budget", "a budget"])
+def test_all_pages_of_a_call_take_two_round_trips(
+    server: RedisServer, opened: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    store, names = opened(server.address, connections=1, **options), [str(number) for number in range(8)]
+    assert got(store, "absent") == [MissReason.ABSENT], "which connects"
+    sent: list[int] = []
+    send = ReplyConnection.send_packed_command
+
+    def counted(connection: Any, buffers: Any, **given: Any) -> None:
+        sent.append(len(buffers))
+        send(connection, buffers, **given)
+
+    monkeypatch.setattr(ReplyConnection, "send_packed_command", counted)
+    for nbytes in (1000, PAGES.nbytes):
+        given = [f"{nbytes} {name}" for name in names]
+        sent.clear()
+        assert not any(put(store, *given, nbytes=nbytes))
+        assert len(sent) == 2, "a put"
+        sent.clear()
+        assert not any(got(store, *given, nbytes=nbytes))
+        assert len(sent) <= 2, "a get"
+
+
 def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(
     server: RedisServer, opened: Any, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = (opened(server.address, size=10 << 20) for _ in range(2))
-    monkeypatch.setattr(stores, "cut", before_piece(5, lambda: put(one, "a", fill=b"mine")))
+    act = before_piece(5, lambda: put(one, "a", fill=b"mine"))
+    monkeypatch.setattr(ReplyConnection, "send_packed_command", act)
     assert put(other, "a", fill=b"theirs") == [None]
     assert got(other, "a", fill=b"mine") == [None]
     assert len(names_of(raw, "p")) == 11 and len(names_of(raw, "m")) == 1
@@ -96,8 +121,9 @@ def test_what_a_writer_that_dies_leaves_is_no_page_and_is_counted_and_goes(
     with peers.start(dying_writer, server.address) as peer:
         assert peer.recv() == "half"
         peer.kill()
+    waits.until(lambda: len(names_of(raw)) == 5, 5, "the pieces that were sent")
     left = names_of(raw)
-    assert len(left) == 5 and all(0 < raw.ttl(name) <= 600 for name in left), "orphans do not expire"
+    assert all(0 < raw.ttl(name) <= 600 for name in left), "orphans do not expire"
     store = opened(server.address, size=100_000)
     assert got(store, "a") == [MissReason.ABSENT]
     assert store.submit_lookup(request(store, "a").keys).wait(5)
@@ -170,7 +196,7 @@ def test_a_key_of_another_type_is_a_page_that_is_missed_alone_and_replaced(
     for at, value in ((3, "list"), (4, "short text")):
         raw.delete(manifests[at])
         raw.rpush(manifests[at], "x") if value == "list" else raw.set(manifests[at], "x")
-    piece = next(raw.scan_iter(match=b"kvplug:1:p:" + keys[5].hex().encode() + b"*:5"))
+    piece = next(raw.scan_iter(match=b"kvplug:2:p:{" + keys[5].hex().encode() + b"*:5"))
     raw.delete(piece)
     raw.rpush(piece, "x")
     for _ in range(2):
@@ -221,7 +247,7 @@ def test_what_a_stranger_has_stored_takes_no_memory_of_a_reader(
     keys = request(store, *names).keys
     long, _, many, longer = (Names("kvplug").manifest(key) for key in keys)
     raw.set(long, Head(bytes(8), PAGES.nbytes, 0).to_bytes() + bytes(100 << 20))
-    raw.set(next(raw.scan_iter(match=b"kvplug:1:p:" + keys[1].hex().encode() + b"*:3")), bytes(100 << 20))
+    raw.set(next(raw.scan_iter(match=b"kvplug:2:p:{" + keys[1].hex().encode() + b"*:3")), bytes(100 << 20))
     raw.set(many, Head(bytes(8), 1 << 20, 1).to_bytes())
     raw.set(longer, Head(bytes(8), 1 << 28, 4096).to_bytes())
     program = GREEDY.format(folder=str(Path(__file__).parent), address=server.address, names=names)
@@ -341,6 +367,24 @@ def test_tls(tmp_path: Path, opened: Any, caplog: pytest.LogCaptureFixture) -> N
         text = said(opened(f"127.0.0.1:{port}", tls_ca=files["stranger"], **client), caplog)
         assert "CERTIFICATE_VERIFY_FAILED" in text and "see options.redis.tls_ca" in text
         assert "see options.redis.tls" in said(opened(f"127.0.0.1:{port}"), caplog)
+    finally:
+        server.kill()
+
+
+def test_tls_in_a_cluster_checks_the_host(tmp_path: Path, opened: Any) -> None:
+    files = certificates(tmp_path, host="elsewhere.test")
+    port = str(free_port(below=55_000))
+    options = ["--tls-port", port, "--tls-cert-file", files["cert"], "--tls-key-file", files["key"]]
+    options += ["--tls-ca-cert-file", files["ca"], "--cluster-enabled", "yes", "--tls-cluster", "yes"]
+    server = RedisServer(tmp_path, *options, "--tls-auth-clients", "no")
+    try:
+        with valkey.Valkey(port=server.port) as raw:
+            raw.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            waits.until(lambda: b"cluster_state:ok" in raw.execute_command("CLUSTER", "INFO"), 10)
+        tls = {"mode": "cluster", "tls": True, "tls_ca": files["ca"], "piece_bytes": PIECE}
+        assert got(opened(f"127.0.0.1:{port}", **tls), "a") == [MissReason.STORE_GONE]
+        store = opened(f"127.0.0.1:{port}", tls_check_host=False, **tls)
+        assert put(store, "a") == got(store, "a") == [None]
     finally:
         server.kill()
 
