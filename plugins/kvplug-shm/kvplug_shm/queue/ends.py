@@ -5,13 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Deadline,
-    MessageQueue,
-    QueueEndpoint,
-    Timeout,
-)
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueEndpoint, Timeout
 from kvplug_shm.queue.use_guard import UseGuard
 
 
