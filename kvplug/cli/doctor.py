@@ -17,6 +17,7 @@ from kvplug.assembly.doctor.diagnosis import Diagnosis
 from kvplug.assembly.doctor.doctor import TIMEOUT_S, diagnose, serve_doctors
 from kvplug.assembly.doctor.explanation import explain as findings_of, faults_of_file
 from kvplug.assembly.doctor.facts import read_facts
+from kvplug.assembly.doctor.finding import note
 from kvplug.assembly.doctor.stores import THREAD
 from kvplug.assembly.peers import LinkServer
 from kvplug.assembly.registry import Registry
@@ -109,7 +110,10 @@ def doctor(
     try:
         config, registry = load(), Registry.from_env()
     except ConfigError as e:
-        found = Diagnosis(findings=[*faults_of_file(e)])
+        unread = note(
+            "config", "this host, the stores and the peers were not checked: the config cannot be read"
+        )
+        found = Diagnosis(findings=[*faults_of_file(e), unread])
     else:
         if serve:
             server = functools.partial(serve_doctors, config, registry, facts=stated)

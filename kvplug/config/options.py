@@ -143,7 +143,7 @@ class _Option:
             reason = f"; did you mean {meant!r}?" if meant else ""
         except ValueError as e:
             reason = f"; {e}"
-        allowed = ", ".join(filter(None, (_in_words(self.hint, self.unit), self.limits())))
+        allowed = ", ".join(filter(None, (in_words(self.hint, self.unit), self.limits())))
         return None, (bad_value(self.key, given, allowed, reason=reason, meant=meant),)
 
     def _refusals(self, value: Any, given: Any, instance: Any) -> tuple[Fault, ...]:
@@ -169,7 +169,7 @@ class _Option:
         )
 
     def row(self) -> OptionRow:
-        words = _in_words(self.hint).removeprefix("a ")
+        words = in_words(self.hint).removeprefix("a ")
         return OptionRow(
             name=self.key,
             type=", ".join(filter(None, (words, self.limits()))),
@@ -340,7 +340,7 @@ def _plain(given: Any, kinds: set[Any], unit: str) -> Any:
     return parse_seconds(given) if unit == "seconds" and float in kinds else given
 
 
-def _in_words(hint: Any, unit: str = "") -> str:
+def in_words(hint: Any, unit: str = "") -> str:
     """Describe a type for readers who do not write Python."""
     members = [each for each in _members(hint) if each is not types.NoneType]
     words = []
@@ -349,7 +349,7 @@ def _in_words(hint: Any, unit: str = "") -> str:
         if choices := _choices(each):
             words.append(f"one of {listed(choices)}")
         elif origin in (tuple, list, frozenset):
-            words.append(f"a list of {_in_words(typing.get_args(each)[0]).removeprefix('a ')}")
+            words.append(f"a list of {in_words(typing.get_args(each)[0]).removeprefix('a ')}")
         elif isinstance(origin, type) and issubclass(origin, Mapping):
             words.append("a table of names and values")
         elif (each, unit) == (int, "bytes"):

@@ -38,7 +38,7 @@ from kvplug.assembly.stores import serve_store
 from kvplug.cli.config import check as config_check
 from kvplug.cli.doctor import doctor as command
 from kvplug.cli.output import show_findings
-from kvplug.errors import KvplugError, PeerGoneError
+from kvplug.errors import ConfigError, KvplugError, PeerGoneError
 from kvplug.negotiation.agreement import agree
 from kvplug.negotiation.exchange import hello_in
 from kvplug.negotiation.hello import DOCTOR, Hello
@@ -336,9 +336,42 @@ def test_a_config_that_cannot_be_read_has_a_line_to_change(
     monkeypatch.chdir(tmp_path)
     Path("kvplug.toml").write_text(text)
     done = CliRunner(env=environment).invoke(command, ["--json", "--config", "kvplug.toml"])
-    (finding,) = json.loads(done.stdout)["findings"]
+    finding, unchecked = json.loads(done.stdout)["findings"]
+    assert (unchecked["verdict"], "were not checked" in unchecked["what"]) == ("note", True)
     assert (finding["topic"], finding["change"], done.exit_code) == ("config", change, 1)
     assert finding["why"] == ([] if environment else ["in kvplug.toml"])
+
+
+def test_a_problem_of_the_config_leaves_out_only_the_checks_that_need_the_faulty_key(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    fs = {"fs": {"path": str(tmp_path / "pages")}}
+    found = doctor(fork_server, config={"stores": ["fs"], "sinks": ["logs"], "options": fs})
+    assert_named(found, "problem sinks: did you mean 'log'")
+    checked = [(each["topic"], each["what"]) for each in found if each["verdict"] == "ok"]
+    assert any("fs: it answers" in what for _, what in checked)
+    assert {"host", "rate"} <= {topic for topic, _ in checked}
+    found = doctor(
+        fork_server,
+        config={"stores": ["fs", "host"], "transport": "cpux", "options": {**fs, "host": {"sizes": 5}}},
+    )
+    assert_named(found, "problem options.host.sizes: did you mean 'size'")
+    assert_named(found, "problem transport: no transport named 'cpux'")
+    assert any("fs: it answers" in each["what"] for each in found)
+    texts = [each["what"] for each in found if each["verdict"] == "note"]
+    assert "host: not tried, because of the problem of options.host.sizes" in texts
+    assert "no pipe was tried here, because of the problem of transport" in texts
+
+
+def test_a_fact_of_a_wrong_type_or_size_is_refused_in_plain_words() -> None:
+    for given, said in (
+        ("num_layers=many", "num_layers: 'many' was given; allowed is a whole number"),
+        ("block_size=0", "block_size must be at least 1, but is 0"),
+        ("layout=XYZ", "layout must consist of letters from KBTHD"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_facts([given])
+        assert said in caught.value.faults[0]
 
 
 SEEN_AT_A_GOOD_PEER: dict[str, tuple[dict[str, Any], str]] = {

@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 
 from kvplug.assembly.doctor.facts import Facts
-from kvplug.assembly.doctor.finding import Finding, from_error, from_fault
+from kvplug.assembly.doctor.finding import Finding, faulty_keys, from_error, from_fault, not_checked
 from kvplug.assembly.examination import Measured
 from kvplug.assembly.host import HostFacts
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config.config import Config
-from kvplug.errors import ConfigError, KvplugError
+from kvplug.errors import ConfigError, KvplugError, PluginError
 from kvplug.net.deadline import Deadline
 
 
@@ -35,14 +35,17 @@ class Diagnosis:
         return {"problems": self.problems, **attrs.asdict(self)}
 
     def collect(self, topic: str, findings: Iterable[Finding]) -> None:
-        """Add findings. An error that interrupts them becomes a problem, unless it is already listed."""
+        """Add findings. An error that interrupts them becomes a problem. If that problem is already listed, a
+        note reports that the check was not completed."""
         try:
             for each in findings:
                 self.findings.append(each)
         except ConfigError as e:
             known = {(each.topic, each.what) for each in self.findings}
-            faults = map(from_fault, e.faults)
-            self.findings += (each for each in faults if (each.topic, each.what) not in known)
+            faults = [each for each in map(from_fault, e.faults) if (each.topic, each.what) not in known]
+            self.findings += faults or [
+                not_checked(topic, f"this check of {topic} was not completed", faulty_keys(e))
+            ]
         except (KvplugError, OSError) as e:
             self.findings.append(from_error(topic, e, change=topic))
 
@@ -65,3 +68,19 @@ class Examination:
     @property
     def config(self) -> Config:
         return self.resolved.config
+
+    def faulty_for_credentials(self) -> tuple[str, ...]:
+        """Return the keys whose problems leave this end without credentials, if there are any."""
+        try:
+            _ = self.resolved.credentials
+        except ConfigError as e:
+            return faulty_keys(e) or ("secret",)
+        return ()
+
+    def faulty_for_links(self) -> tuple[str, ...]:
+        """Return the keys whose problems keep this end from connecting to engines, if there are any."""
+        try:
+            _ = self.resolved.pipes
+        except PluginError:
+            return (*self.faulty_for_credentials(), "transport")
+        return self.faulty_for_credentials()

@@ -13,7 +13,7 @@ import attrs
 from kvplug.assembly.doctor.diagnosis import Diagnosis, Examination
 from kvplug.assembly.doctor.explanation import explain
 from kvplug.assembly.doctor.facts import Facts
-from kvplug.assembly.doctor.finding import Finding, from_error, note, ok, problem
+from kvplug.assembly.doctor.finding import Finding, from_error, not_checked, note, ok, problem
 from kvplug.assembly.doctor.host import of_device, of_limits
 from kvplug.assembly.doctor.peer import of_pages, of_peer, of_rate
 from kvplug.assembly.doctor.stores import LATE, of_directory, of_stores
@@ -66,12 +66,14 @@ def diagnose(
     found.collect("config", explain(config, registry))
     if "block_size" in facts and peer is None:
         found.collect("config", of_pages(config, facts["block_size"], facts.get("block_format", "")))
-    checks: list[tuple[str, Callable[[Examination], Iterator[Finding]]]] = [("host", _of_host)]
-    if not found.problems:
-        checks += [("stores", of_stores), ("peers", of_directory)]
-        if peer is None:
-            checks += [("peers", _of_peers), ("host", _of_address), ("pipe", _of_own_pipe)]
-    if peer is not None:
+    checks: list[tuple[str, Callable[[Examination], Iterator[Finding]]]] = [
+        ("host", _of_host),
+        ("stores", of_stores),
+        ("peers", of_directory),
+    ]
+    if peer is None:
+        checks += [("peers", _of_peers), ("host", _of_address), ("pipe", _of_own_pipe)]
+    else:
         checks.append(("peer", functools.partial(of_peer, contact=peer)))
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401  (this can take seconds, which the deadline must not include)
@@ -104,6 +106,9 @@ def _of_peers(examination: Examination) -> Iterator[Finding]:
     peers = () if config.role is Role.PRODUCER else config.peer_addresses
     if not config.peers and config.role is Role.CONSUMER:
         peers = (config.control_address(),)
+    if peers and (keys := examination.faulty_for_links()):
+        yield not_checked("peers", f"{', '.join(peers)}: not examined", keys)
+        return
     for peer in peers:
         deadline = examination.deadline.within(_PEER_S)
         examined = attrs.evolve(examination, deadline=deadline, found=Diagnosis())
@@ -121,6 +126,9 @@ def _of_address(examination: Examination) -> Iterator[Finding]:
     if examination.config.role is Role.CONSUMER:
         return  # it dials
     address = examination.config.control_address()
+    if keys := examination.faulty_for_credentials():
+        yield not_checked("host", f"{address}: not tried", keys)
+        return
     try:
         Listener.open(address, resolved.credentials, CONTROL).close()
     except AddressInUseError as e:
@@ -162,6 +170,9 @@ def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
     is_here = host.startswith("unix:") or examination.config.role is not Role.CONSUMER
     is_wrong = any(each.topic == "host" and each.verdict == "problem" for each in findings)
     if not is_here or is_wrong or examination.resolved.device_of_links != "cpu":
+        return
+    if keys := examination.faulty_for_links():
+        yield not_checked("pipe", "no pipe was tried here", keys)
         return
     address = "unix:" if host.startswith("unix:") else f"[{host}]:0" if ":" in host else f"{host}:0"
     settings = LinkSettings(resolved=examination.resolved)

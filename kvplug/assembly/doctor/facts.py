@@ -10,7 +10,8 @@ import attrs
 import msgspec
 
 from kvplug.config.config import Role
-from kvplug.config.messages import bad_value, unknown_key
+from kvplug.config.messages import Fault, bad_value, unknown_key
+from kvplug.config.options import in_words
 from kvplug.errors import ConfigError
 from kvplug.negotiation.hello import EngineFacts
 from kvplug.negotiation.model import ModelInfo
@@ -54,8 +55,10 @@ def read_facts(given: Iterable[str]) -> dict[str, str | int]:
         try:
             found[key] = msgspec.convert(value, _TYPES[key], strict=False)
             engine_with({key: found[key]}, Role.BOTH)
-        except (ValueError, msgspec.ValidationError) as e:
-            faults.append(bad_value(key, value, f"another value: {e}"))
+        except msgspec.ValidationError:
+            faults.append(bad_value(key, value, in_words(_TYPES[key])))
+        except ValueError as e:
+            faults.append(Fault(str(e), key=key))
     if faults:
         raise ConfigError(*faults, source="the facts")
     return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import attrs
 
 from kvplug.config.messages import Fault
-from kvplug.errors import KvplugError, Reason, ResourceExhaustedError
+from kvplug.errors import ConfigError, KvplugError, Reason, ResourceExhaustedError
 
 LINE_FOR_RESOURCE: Final = {
     "descriptors": "ulimit -n 65536",
@@ -65,6 +66,16 @@ def from_error(topic: str, error: Exception, change: str, what: str = "") -> Fin
     if isinstance(error, ResourceExhaustedError):
         topic, change = error.resource, LINE_FOR_RESOURCE.get(error.resource, change)
     return problem(topic, f"{what}{text_of(error)}", change=change)
+
+
+def not_checked(topic: str, what: str, keys: Iterable[str]) -> Finding:
+    """Make the note of a check that is left out because of the problems of these keys of the config."""
+    return note(topic, f"{what}, because of the problem of {' and '.join(keys) or 'the config'}")
+
+
+def faulty_keys(error: ConfigError) -> tuple[str, ...]:
+    """Return the keys that an error's faults name."""
+    return tuple(dict.fromkeys(filter(None, (Fault.of(each).key for each in error.faults))))
 
 
 def from_fault(text: str) -> Finding:

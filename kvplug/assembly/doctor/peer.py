@@ -11,7 +11,16 @@ import attrs
 
 from kvplug.assembly.doctor.diagnosis import Examination
 from kvplug.assembly.doctor.facts import FACTS, MODEL_FACTS, Facts, engine_with, read_facts
-from kvplug.assembly.doctor.finding import Finding, from_error, from_reasons, judged, note, ok, problem
+from kvplug.assembly.doctor.finding import (
+    Finding,
+    from_error,
+    from_reasons,
+    judged,
+    not_checked,
+    note,
+    ok,
+    problem,
+)
 from kvplug.assembly.doctor.host import of_limits, of_two_hosts
 from kvplug.assembly.examination import Measured, Report, connector_options, measure
 from kvplug.assembly.host import secret_source
@@ -21,7 +30,6 @@ from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.config.config import Config, Role
 from kvplug.engine.layout import PAGE_TOKENS
 from kvplug.errors import (
-    ConfigError,
     HandshakeError,
     InsecureAddressError,
     KvplugError,
@@ -56,12 +64,11 @@ def of_peer(examination: Examination, contact: str, *, measures: bool = True) ->
     ``measures``: whether the pipe is opened and measured.
     """
     resolved, deadline = examination.resolved, examination.deadline
+    if keys := examination.faulty_for_links():
+        yield not_checked("peer", f"{contact}: not examined", keys)
+        return
     try:
-        credentials = resolved.credentials
-    except ConfigError:
-        return  # a finding of the config
-    try:
-        connection = Connection.dial(contact, credentials, CONTROL, deadline.remaining())
+        connection = Connection.dial(contact, resolved.credentials, CONTROL, deadline.remaining())
         with contextlib.closing(Channel(connection)) as channel:
             yield from _examined(examination, channel, measures)
             with contextlib.suppress(KvplugError):

@@ -1,4 +1,5 @@
-"""Tries the config's stores and its directory, whose plugin code runs in threads that may be abandoned."""
+"""Tries the config's stores and its directory. Plugin code runs in threads, which are abandoned if they do
+not return."""
 
 from __future__ import annotations
 
@@ -8,13 +9,24 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import attrs
 
+from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.doctor.diagnosis import Examination
 from kvplug.assembly.doctor.facts import token_bytes
-from kvplug.assembly.doctor.finding import Finding, from_fault, judged, note, ok, problem, text_of
+from kvplug.assembly.doctor.finding import (
+    Finding,
+    faulty_keys,
+    from_fault,
+    judged,
+    not_checked,
+    note,
+    ok,
+    problem,
+    text_of,
+)
 from kvplug.assembly.doctor.host import MIB
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig
@@ -22,7 +34,14 @@ from kvplug.assembly.stores import StoreOpener
 from kvplug.config.config import Role, directory_of
 from kvplug.config.units import bytes_in_words
 from kvplug.engine.page_cache import FlatPage, PageCache
-from kvplug.errors import AuthenticationError, ConfigError, KvplugError, TimeoutError, TransportError
+from kvplug.errors import (
+    AuthenticationError,
+    ConfigError,
+    KvplugError,
+    PluginError,
+    TimeoutError,
+    TransportError,
+)
 from kvplug.net.threads import BackgroundThread
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.page_folder import check_private
@@ -88,6 +107,8 @@ def of_directory(examination: Examination) -> Iterator[Finding]:
 
     try:
         count = _attempt(entries, seconds + 1.0)
+    except (ConfigError, PluginError):
+        yield not_checked("peers", f"the directory {name!r} was not asked", ("peers",))
     except Exception as e:
         yield problem(
             "peers",
@@ -105,11 +126,23 @@ def of_stores(examination: Examination) -> Iterator[Finding]:
     config, resolved = examination.config, examination.resolved
     if not resolved.uses_stores or (config.role is Role.CONSUMER and not config.sources.get("stores")):
         return
+    shortage = shortage_of(budgets_of(config, resolved.registry, frozenset({"connector", "stores"})))
     for name in config.stores:
         spec = resolved.registry.find(Kind.STORE, name)
         if spec is None or not spec.run_probe().viable:
             continue  # a finding of the config
-        path = os.path.expanduser(getattr(resolved.options_of(spec), "path", None) or "")
+        keys = [*examination.faulty_for_credentials(), *([] if shortage is None else [shortage.key])]
+        options: Any = None
+        try:
+            options = resolved.options_of(spec)
+        except ConfigError as e:
+            keys += faulty_keys(e)
+        except PluginError:
+            keys.append(f"options.{name}")
+        if keys:
+            yield not_checked("stores", f"{name}: not tried", keys)
+            continue
+        path = os.path.expanduser(getattr(options, "path", None) or "")
         if path and not os.path.isfile(path):
             yield from _in_its_folder(examination, spec, Path(path).absolute())
         else:

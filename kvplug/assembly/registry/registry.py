@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 _CALLED: Final = {Kind.PIPE: "transport", Kind.QUEUE: "message queue", Kind.LOOKUP_BUFFER: "lookup buffer"}
 """The word for a kind in messages, if it differs from the kind's value."""
+_KEYS: Final = {Kind.PIPE: "transport", Kind.STORE: "stores", Kind.SINK: "sinks", Kind.DIRECTORY: "peers"}
+"""The config key that names an offer of a kind, if it differs from the kind's value."""
 _PREFIX: Final = f"{hookspecs.PROJECT}_"
 _HOOKS: Final = ", ".join(hookspecs.OFFERED)
 _FLAGS: Final = dict.fromkeys(("", "0", "false", "no", "off"), False) | dict.fromkeys(
@@ -183,7 +185,7 @@ class Registry:
         text = self.about_unknown(f"no {_CALLED.get(kind, kind)} named", name, known, kind)
         package = PACKAGES.get(kind, {}).get(name.rpartition(":")[2])
         owner = next((each for each in self._plugins if each.distribution == package), None)
-        change = f"{kind}: a name that `kvplug list --kind {kind}` shows"
+        change = f"{_KEYS.get(kind, kind)}: a name that `kvplug list --kind {kind}` shows"
         if package is not None and owner is None:
             change = f"pip install {package}"
         elif owner is not None and owner.status is PluginStatus.BLOCKED:
