@@ -1,4 +1,4 @@
-"""The memory of a pipe's messages: what is sent, and what is received into."""
+"""The memory of a pipe's messages: the bytes to send, and the memory to receive into."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Content:
     """Announces the message."""
     nbytes: int = 0
     tensors: tuple[Tensor, ...] = ()
-    """The bytes of the message, in order: contiguous tensors of equal size, which this keeps alive."""
+    """The bytes of the message, in order: contiguous tensors of equal size. This object keeps them alive."""
     is_copy: bool = False
     """Whether the tensors are a copy. Then the caller may overwrite the original once :attr:`ready` is
     passed."""
     ready: Mark | None = None
-    """Passed when the device has written the bytes; ``None``: it has."""
+    """Passed when the device has written the bytes; ``None``: they are written."""
 
     @classmethod
     def of_tensor(cls, tensor: Tensor | None, device: TensorDevice, copy_bytes: int = 0) -> Content:
@@ -52,7 +52,7 @@ class Content:
         device.check(tensor, "sends")
         if not meta.nbytes:
             return cls(prefix)
-        with NamedExhaustion("copying what is to be sent; nothing was queued"):
+        with NamedExhaustion("copying a message to be sent; nothing was queued"):
             flat = dense(device.staged(tensor.detach()))
             if flat.data_ptr() == tensor.data_ptr() and meta.nbytes <= copy_bytes:
                 flat = as_bits(flat).clone()
@@ -62,8 +62,8 @@ class Content:
 
     @classmethod
     def of_blocks(cls, blocks: Blocks, device: TensorDevice, max_runs: int, copy_bytes: int = 0) -> Content:
-        """Return the content of a message of blocks. They are gathered first unless they are consecutive, and
-        if there are more than ``max_runs`` layers. Raises as :meth:`of_tensor`.
+        """Return the content of a message of blocks. Blocks that are not consecutive, or have more than
+        ``max_runs`` layers, are gathered first. Raises as :meth:`of_tensor`.
         """
         import torch
 
@@ -74,18 +74,19 @@ class Content:
         runs = _runs(blocks, max_runs) if blocks.nbytes > copy_bytes else None
         is_copy = runs is None
         if runs is None:
-            with NamedExhaustion("gathering what is to be sent; nothing was queued"):
+            with NamedExhaustion("gathering a message to be sent; nothing was queued"):
                 runs = [blocks.gathered()]
         return cls(prefix, blocks.nbytes, tuple(runs), is_copy, device.now(blocks.device))
 
 
 class Target:
-    """What a message is received into: new memory, ``out``, or blocks of a cache."""
+    """The memory that a message is received into: new memory, ``out``, or blocks of a cache."""
 
     def __init__(
         self, device: TensorDevice, max_runs: int, out: Tensor | None = None, blocks: Blocks | None = None
     ) -> None:
-        """
+        """Without ``out`` and ``blocks``, the message is received into new memory.
+
         Raises:
             UnsupportedError: the device, dtype or layout of the memory is not supported.
         """
@@ -107,15 +108,17 @@ class Target:
         return self._wanted is None
 
     def check(self, meta: TensorMeta | None) -> None:
-        """
+        """Check that a message fits into the memory.
+
         Raises:
-            TensorMismatchError: the message does not fit, and stays.
+            TensorMismatchError: it does not fit; the message stays.
         """
         if self._wanted is not None and meta != self._wanted:
             raise self._wanted.mismatch(meta, "the blocks are" if self._out is None else "out= is")
 
     def memory(self) -> list[Tensor] | None:
-        """Return contiguous tensors of the caller that the whole message can be moved into, or ``None``."""
+        """Return the caller's memory as contiguous tensors, or ``None`` if the message cannot be moved into
+        it directly."""
         if self._blocks is not None:
             return _runs(self._blocks, self._max_runs)
         if self._out is None or not self._device.holds(self._out) or not is_dense(self._out):
@@ -125,8 +128,8 @@ class Target:
     def value(self, own: Tensor | None) -> Tensor | None:
         """Return the result of the call, once the message is complete.
 
-        ``own`` is the message in the pipe's memory; ``None``: it is in :meth:`memory`, or has no bytes. It is
-        copied in the order of the caller's current stream.
+        ``own`` is the message in the pipe's memory, which is copied in the order of the caller's current
+        stream. ``None``: the message is in :meth:`memory` already, or has no bytes.
 
         Raises:
             TensorMismatchError: ``out`` cannot be written, and the message stays.
@@ -143,13 +146,13 @@ class Target:
             try:
                 self._device.copy(self._out, own)
             except RuntimeError as e:
-                NamedExhaustion.check(e, "copying a message into out=; it stays")
+                NamedExhaustion.check(e, "copying a message into out=; the message stays")
                 raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return self._out
 
 
 def spans_of(tensors: Iterable[Tensor]) -> list[Span]:
-    """Return where contiguous tensors lie."""
+    """Return the address and length of each of these contiguous tensors."""
     return [(each.data_ptr(), each.numel() * each.element_size()) for each in tensors]
 
 

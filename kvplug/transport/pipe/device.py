@@ -1,4 +1,4 @@
-"""The device of a pipe's tensors: its order with the caller's stream, streams of the pipe, and new memory."""
+"""The device of a pipe's tensors: marks on the caller's stream, streams for the pipe, and new tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mark(Protocol):
     """A point in the work that was queued on a device."""
 
     def is_done(self) -> bool:
-        """Whether the device has passed it. Never waits.
+        """Whether the device has done all work before the mark. Never waits.
 
         Raises:
             TransportError: the device failed.
@@ -51,11 +51,11 @@ class PipeStream(Protocol):
         """Return a context in which torch queues work on this stream, and allocates memory for it."""
 
     def close(self) -> None:
-        """Queue nothing more. Queued work still runs. Idempotent."""
+        """Give the stream back. Queued work still runs. Idempotent."""
 
 
 class _TorchStream:
-    """A stream of torch; on the CPU, nothing."""
+    """A stream of torch. On the CPU it has no stream, and its methods do nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else StreamPool.acquire(device)
@@ -74,7 +74,7 @@ class _TorchStream:
 
 
 class TensorDevice:
-    """The device of the tensors that a pipe moves, over torch. Plugins subclass it."""
+    """The device of the tensors that a pipe moves, used through torch. Plugins subclass it."""
 
     def __init__(self, name: str) -> None:
         """``name`` is the context's ``device``.
@@ -84,12 +84,9 @@ class TensorDevice:
         """
         import torch
 
-        try:
-            device = torch.device(name)
-        except RuntimeError as e:
-            raise ConfigError(f"device: torch does not know {name!r}: {e}") from e
+        device = _device_named(name)
         self.torch = device if device.type == "cpu" or device.index is not None else torch.device(name, 0)
-        """The device as torch's object, with an index unless it is the CPU."""
+        """The ``torch.device``, with an index unless it is the CPU."""
         self.name = str(self.torch)
 
     @staticmethod
@@ -97,16 +94,13 @@ class TensorDevice:
         """Return the GPU of that name.
 
         Raises:
-            ConfigError: it is not a GPU, or not one of this host.
+            ConfigError: the name is not that of a GPU, or this host does not have the GPU.
         """
         import torch
 
-        try:
-            device = torch.device(name)
-        except RuntimeError as e:
-            raise ConfigError(f"device: torch does not know {name!r}: {e}") from e
+        device = _device_named(name)
         if device.type != "cuda":
-            raise ConfigError(f"{transport!r} moves CUDA tensors, and the device is {name!r}")
+            raise ConfigError(f"{transport!r} moves CUDA tensors, but the device is {name!r}")
         if not torch.cuda.is_available():
             raise ConfigError(f"{transport!r} needs a GPU, and torch {torch.__version__} finds none here")
         try:
@@ -121,7 +115,7 @@ class TensorDevice:
     # -- tensors -----------------------------------------------------------------------------------------
 
     def carries(self, given: Tensor | Blocks) -> bool:
-        """Whether a pipe sends such tensors and receives into them."""
+        """Whether pipes of this device send such tensors and receive into them."""
         return str(given.device) == self.name
 
     def holds(self, tensor: Tensor) -> bool:
@@ -129,10 +123,10 @@ class TensorDevice:
         return True
 
     def check(self, given: Tensor | Blocks, verb: str) -> None:
-        """
+        """Check that pipes of this device carry the tensor. ``verb``: "sends" or "receives into".
+
         Raises:
-            UnsupportedError: a pipe of this device does not carry the tensor. ``verb`` says what it was to
-                do.
+            UnsupportedError: they do not.
         """
         if not self.carries(given):
             raise UnsupportedError(
@@ -151,15 +145,16 @@ class TensorDevice:
     # -- order -------------------------------------------------------------------------------------------
 
     def now(self, on: torch.device | None = None) -> Mark | None:
-        """Mark the end of everything that the caller's current stream was given. ``None``: it is done.
+        """Return a mark after all work that was queued on the caller's current stream, or ``None`` if there
+        is no unfinished work.
 
-        ``on``: the device of the tensor in question, for pipes that carry tensors of several devices.
+        ``on``: the device of the tensor, for pipes that carry tensors of several devices.
         """
         on = on or self.torch
         return None if on.type == "cpu" else _TorchMark(on)
 
     def hand_over(self, tensor: Tensor) -> None:
-        """Let the caller use, and free, memory of :meth:`empty` on its current stream from now on."""
+        """Let the caller use and free a tensor from :meth:`empty` on its current stream."""
         if tensor.device.type != "cpu":
             import torch
 
@@ -177,27 +172,29 @@ class TensorDevice:
             return bool(torch.cuda.is_current_stream_capturing())
 
     def current(self) -> AbstractContextManager[Any]:
-        """Return a context in which it is this thread's current device."""
+        """Return a context in which this is the thread's current device."""
         return contextlib.nullcontext()
 
     def adopt(self) -> None:
-        """Make it the current device of a thread of a pipe, for good."""
+        """Make this the current device of the calling thread, which belongs to a pipe, until the thread
+        ends."""
 
     # -- of a pipe ---------------------------------------------------------------------------------------
 
     def new_stream(self) -> PipeStream:
-        """
+        """Return a stream for one pipe.
+
         Raises:
-            TransportError: the device makes no stream.
+            TransportError: the device cannot make a stream.
         """
         try:
             return _TorchStream(self.torch)
         except RuntimeError as e:
             NamedExhaustion.check(e, f"a stream of {self.name}")
-            raise TransportError(f"{self.name} makes no stream: {e}") from e
+            raise TransportError(f"{self.name} cannot make a stream: {e}") from e
 
     def empty(self, meta: TensorMeta, stream: PipeStream) -> Tensor:
-        """Return a new tensor that may be written on ``stream`` at once.
+        """Return a new tensor that work on ``stream`` may write at once.
 
         Raises:
             ResourceExhaustedError: there is not enough memory.
@@ -211,3 +208,13 @@ class TensorDevice:
             # From bytes: torch may have to fill new memory, and does not have kernels for every dtype.
             flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
         return flat.view(dtype).view(meta.shape)
+
+
+def _device_named(name: str) -> torch.device:
+    """Raises ConfigError: torch does not know the device."""
+    import torch
+
+    try:
+        return torch.device(name)
+    except RuntimeError as e:
+        raise ConfigError(f"device: torch does not know {name!r}: {e}") from e

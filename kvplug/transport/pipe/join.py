@@ -1,5 +1,5 @@
-"""How a proven connection becomes a pipe whose ends exchange values: each end introduces itself, and an end
-that fails says why."""
+"""Makes a pipe out of a proven connection. The two ends exchange descriptions of themselves. An end that
+fails sends the reason to the other one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _HANG_UP_S: Final = 0.2
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
 _SHORTEST_SILENCE_S: Final = 0.05
-"""The least silence that counts as death, whatever the ends ask for: each heartbeat wakes both ends."""
+"""The shortest silence that may count as death, even if both ends ask for less: each heartbeat wakes both
+ends."""
 _FAILURE_S: Final = 0.5
-"""How many seconds the peer may take to read why there is no pipe."""
+"""How many seconds the peer may take to read the reason of a failure."""
 
 
 @attrs.frozen
@@ -46,23 +47,23 @@ class _Failure:
 
 
 class PipeJoin:
-    """A pipe in the making: a channel to the peer, and what both ends agree on."""
+    """A pipe that is being made: a channel to the peer, and the terms that both ends have agreed on."""
 
     def __init__(self, connection: Connection, heartbeat_timeout_s: float, deadline: Deadline) -> None:
-        """Use :meth:`over`."""
+        """Call :meth:`over` instead."""
         self.peer: Final = connection.describe
         """Names the peer in errors."""
         self.deadline: Final = deadline
         self.silence_s: float | None = None
-        """Seconds of silence that count as the peer's death; ``None``: both ends see each other's process.
-        Set by :meth:`exchange`."""
+        """Seconds of silence that count as the peer's death. ``None``: silence does not count, since each end
+        watches the other's process. Set by :meth:`exchange`."""
         self.give_up: Callable[[], object] = self._hang_up
-        """Called when there is no pipe, after the peer was told why."""
-        # With a socket of its own: the given one is closed in any case.
+        """Called after making the pipe has failed, and the reason was sent to the peer."""
+        # The channel has a socket of its own, because the given one is closed in any case.
         self.channel: Final = Channel(connection.dup(), timeout_s=None)
         try:
             self.pidfd = connection.peer.open_pidfd()
-            """A pidfd of the peer's process, if it can be seen. The pipe takes it over."""
+            """A pidfd of the peer's process, or ``None`` if there is none. The pipe takes it over."""
         except BaseException:
             self.channel.close()
             raise
@@ -73,13 +74,15 @@ class PipeJoin:
     def over(
         cls, connection: Connection, heartbeat_timeout_s: float, deadline: Deadline
     ) -> Iterator[PipeJoin]:
-        """Take over the connection and yield the join. If the block raises, the peer is told why, and
-        everything is closed.
+        """Take over the connection and yield the join. If the block raises, send the reason to the peer and
+        close everything.
 
         Raises:
-            TimeoutError, PeerGoneError, WireError: there is no pipe.
+            TimeoutError, PeerGoneError, WireError: the peer did not answer in time, is gone, or sent an
+                invalid value.
             TransportError: one end failed; the error says why.
-            ResourceExhaustedError: one of the two processes has no free descriptor, thread or memory for it.
+            ResourceExhaustedError: one of the two processes has no free descriptor, thread or memory for the
+                pipe.
         """
         try:
             with NamedExhaustion(f"making a pipe with {connection.describe}"):
@@ -97,8 +100,9 @@ class PipeJoin:
             connection.close()
 
     def exchange(self, kind: type[T], make: Callable[[], T], *, accepted: bool) -> T:
-        """Send the record that ``make`` returns, and return the peer's, of class ``kind``. The accepting end
-        calls ``make``, which may allocate memory, only when the connecting end has sent its own.
+        """Send the record that ``make`` returns, and return the peer's record, of class ``kind``. The
+        accepting end calls ``make``, which may allocate memory, only after it has received the connecting
+        end's record.
         """
         theirs = self._introduced() if accepted else None
         terms = self._terms
@@ -136,13 +140,13 @@ class PipeJoin:
         return value
 
     def confirm(self) -> None:
-        """Tell the peer that this end is ready, and wait until the peer is."""
+        """Inform the peer that this end is ready, and wait until the peer is."""
         self.send(True)
         if self.receive() is not True:
             raise WireError(f"{self.peer} does not join as this version does")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the peer why there is no pipe, if it does not know."""
+        """Send the peer the reason why the pipe cannot be made, unless the peer itself is the reason."""
         shortage = NamedExhaustion.of(error, "making a pipe")
         shown = shortage or error
         if isinstance(shown, KvplugError) and not isinstance(shown, PeerGoneError | WireError):
@@ -151,7 +155,8 @@ class PipeJoin:
                 self.channel.send(to_plain(failure), timeout=_FAILURE_S)
 
     def _hang_up(self) -> None:
-        """Close the channel when the peer has: closed with unread bytes it may lose what this end said."""
+        """Wait until the peer has closed the channel, then close it. If this end closed it with unread bytes,
+        the peer might not receive the last value."""
         deadline = Deadline.after(_HANG_UP_S)
         with contextlib.suppress(KvplugError):
             while True:
