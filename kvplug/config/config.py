@@ -235,16 +235,16 @@ class Config:
     )
     peers: tuple[str, ...] = option(
         (),
-        help="The engines whose KV is loaded. Addresses: host:port or unix:@name of rank 0 of each, or the"
-        " contact of a program. Or the URL of a directory where engines announce themselves, such as"
-        " redis://10.0.0.7:6379/0 or etcd://10.0.0.7:2379. None given: the one at host and port, for a"
-        " consumer.",
+        help="The engines whose KV this engine loads. Give the address of rank 0 of each (host:port or"
+        " unix:@name), the contact of a program, or the URL of a directory where engines announce themselves,"
+        " such as redis://10.0.0.7:6379/0 or etcd://10.0.0.7:2379. Without peers, a consumer loads from the"
+        " engine at host and port.",
         validator=_each_one(_peer_form),
     )
     peers_lease_s: float = option(
         15.0,
-        help="With a directory in peers: how long an engine counts as there after its last announcement. Each"
-        " announces itself, and reads the others' announcements, five times as often.",
+        help="With a directory in peers: an engine is forgotten this long after its last announcement. Each"
+        " engine announces itself, and reads the other announcements, five times in this period.",
         unit="seconds",
         at_least=0.5,
     )
@@ -253,101 +253,104 @@ class Config:
     )
     host: str = option(
         DEFAULT_HOST,
-        help="Address to listen at or to dial: unix:@name for an abstract Unix socket, which this user's"
-        " processes on this host reach; unix:/path for one in the file system, for containers; or, for other"
-        " hosts, a host, which needs a secret (`kvplug config secret` makes one) or TLS. To the name of a"
-        " Unix socket the number of the rank is appended. Give each deployment on a host a name of its own.",
+        help="Address to listen at or to dial. unix:@name: an abstract Unix socket, which only this user's"
+        " processes on this host can reach. unix:/path: a Unix socket in the file system, for containers. A"
+        " host name or number: TCP, for other hosts; this needs a secret (`kvplug config secret` makes one)"
+        " or TLS. The number of the rank is appended to the name of a Unix socket. Each deployment on a host"
+        " needs another name.",
         validator=_host_form,
     )
     port: int = option(
         DEFAULT_PORT,
-        help="First port, if host is an address of TCP: rank r listens at port + port_offset + r.",
+        help="The port of rank 0, if host is a TCP address: rank r listens at port + port_offset + r.",
         at_least=1,
         at_most=LAST_PORT,
     )
     port_offset: int = option(
         0,
-        help="Added to port, or to the number after the name of a Unix socket. Give each deployment with the"
-        " same host and port an offset of its own.",
+        help="Added to port, or to the number after the name of a Unix socket. Deployments with the same host"
+        " and port need different offsets.",
         at_least=0,
         at_most=LAST_PORT,
     )
     timeout_s: float = option(
-        30.0, help="Deadline of every call that is given no timeout.", unit="seconds", above=0
+        30.0, help="The timeout of every call that does not set one.", unit="seconds", above=0
     )
     connect_timeout_s: float = option(
         60.0,
-        help="How long to wait for a peer to start. Raise it where engines take long to load.",
+        help="How long to wait for a peer to start. Raise it if engines take longer to load.",
         unit="seconds",
         above=0,
     )
     heartbeat_timeout_s: float = option(
         attrs.Factory(_heartbeat, takes_self=True),
-        help="A peer on another host that is silent for this long counts as dead. Lower notices a death"
-        " sooner; higher tolerates longer pauses. At most timeout_s. Default: 10 s, or timeout_s if less.",
+        help="A peer on another host that is silent for this long counts as dead. A lower value detects a"
+        " death sooner; a higher value tolerates longer pauses. At most timeout_s. Default: 10 s, or"
+        " timeout_s if that is less.",
         unit="seconds",
         above=0,
     )
     device: str = option(
         "cpu",
-        help="Device of the KV that moves: cpu, cuda, cuda:1.",
+        help="The device that holds this engine's KV: cpu, cuda or, for example, cuda:1.",
         validator=_device_form,
     )
     thread_cpus: str = option(
         "all",
-        help='CPUs of kvplug\'s threads, in the whole process: "all" that the program may use, "inherit"'
-        ' those of the thread that starts them, or a list such as "0-3,8".',
+        help='The CPUs that all threads of kvplug in the process may use. "all": every CPU that the program'
+        ' may use. "inherit": the CPUs of the thread that starts them. Or a list such as "0-3,8".',
         validator=_cpus_form,
     )
     buffer_size: int = option(
         2**30,
-        help="Bytes of KV that a lookup buffer may hold. Higher keeps more entries and takes more memory.",
+        help="Bytes of KV that a lookup buffer may hold.",
         unit="bytes",
         at_least=1,
     )
     staging_size: int = option(
         2**28,
-        help="Bytes of pinned host memory through which pages of caches on a GPU are copied. It is made when"
-        " the first such cache is registered.",
+        help="Bytes of pinned host memory through which pages of caches on a GPU are copied. It is allocated"
+        " when the first such cache is registered.",
         unit="bytes",
         at_least=2**20,
     )
     max_message_bytes: int | None = option(
         None,
-        help="Largest message, or entry of a lookup buffer, for which kvplug takes memory. If a peer"
-        " announces a larger one, receiving it fails at once. None: what the process can have.",
+        help="The largest message, or entry of a lookup buffer, for which kvplug allocates memory. Receiving"
+        " a larger one fails as soon as the peer announces it. None: as much as the process can have.",
         unit="bytes",
         at_least=1,
     )
     engine_id: str = option(
         attrs.Factory(lambda: os.urandom(16).hex()),
-        help="Name of this engine for its peers. Must differ from theirs. Default: random.",
+        help="The name of this engine. It must differ from the names of its peers. Default: random.",
         validator=_engine_id_form,
     )
     weights: str = option(
         "",
-        help="Identity of the model's weights. Engines with the same one share KV, so give each set of"
-        " weights its own, such as a name with a revision. Default: the fingerprint that the engine finds in"
-        " its files; where it finds none, one of its own for each start, which nothing shares.",
+        help="Identity of the model's weights, such as a name with a revision. Engines with equal identities"
+        " share KV, so different weights need different identities. Default: a fingerprint of the files that"
+        " the engine loads. If that is not possible, each start gets a new identity and shares no KV.",
         validator=_weights_form,
     )
     doctor: Literal["off", "look", "measure"] = option(
         "measure",
-        help="What this host answers to `kvplug doctor` at a peer. look: its limits and versions. measure: it"
-        " may also move up to 64 MiB in a second. off: only what every handshake states.",
+        help="What `kvplug doctor` at a peer may learn from this host. look: its limits and versions."
+        " measure: also the rate of a pipe, by moving up to 64 MiB in a second. off: only the facts of every"
+        " handshake.",
     )
     integrity: str = option(
         "auto",
-        help='Hash that detects corrupted KV. "auto": a fast one that both ends have. "off": none. Else the'
-        " name of a hash.",
+        help='The hash that detects corrupted KV: a name, "auto" for a fast one that both ends have, or "off"'
+        " for none.",
         validator=_integrity_form,
     )
     slow_path: Literal["warn", "refuse", "off"] = option(
         "warn",
-        help="What is done about a pipe that carries less than a tenth of what its transport claims, or than"
-        " a fifth of what it did before, and about a store that gives or takes less than a twentieth of what"
-        " it did before: a warning, once; the end of the pipe, with SlowPathError, and misses for a minute;"
-        " nothing.",
+        help="What to do about slow paths. A pipe is slow below a tenth of the rate that its transport"
+        " claims, or below a fifth of its earlier rate; a store below a twentieth of its earlier rate. warn:"
+        " log one warning. refuse: end the pipe with SlowPathError, and let requests to the store miss for a"
+        " minute. off: do not compare rates.",
     )
     sinks: tuple[str, ...] = option(
         (),
@@ -359,10 +362,10 @@ class Config:
     )
     tls_cert: str | None = option(
         None,
-        help="PEM file with this process's certificate, then those between it and tls_ca. Turns on TLS 1.3"
-        " for connections over TCP. Needs tls_key and tls_ca.",
+        help="PEM file with this process's certificate, followed by the intermediate certificates up to"
+        " tls_ca. Turns on TLS 1.3 for connections over TCP. Needs tls_key and tls_ca.",
     )
-    tls_key: str | None = option(None, help="PEM file with the private key of tls_cert, not encrypted.")
+    tls_key: str | None = option(None, help="PEM file with the unencrypted private key of tls_cert.")
     tls_ca: str | None = option(
         None,
         help="PEM file with the certificate of the deployment's own authority. Both ends' certificates must"
@@ -370,8 +373,8 @@ class Config:
     )
     tls_check_host: bool = option(
         True,
-        help="Whether the certificate of a listener must name the host that was dialled. Switch it off where"
-        " addresses change; any certificate of tls_ca is accepted then.",
+        help="Whether the certificate of a listener must contain the host that was dialled. If addresses"
+        " change, switch this off; then any certificate of tls_ca is accepted.",
     )
     allow_unauthenticated_data_plane: bool = option(
         False,
