@@ -342,15 +342,15 @@ def _decode(
             value = _unpack(data)
         else:
             checked = _checked_short if nbytes <= _SHORT_BYTES else _checked
-            is_marked, count, wanted, lying = checked(data, limits)
+            is_marked, metas, wanted, lying = checked(data, limits)
             most = limits.max_bytes - nbytes
             if wanted > most:
                 raise WireError(f"a value's tensors have {wanted} bytes, but at most {most} are accepted")
             if lying != memories.nbytes:
                 raise WireError(
-                    f"the value's {count} memories take {lying} bytes, but {memories.nbytes} came"
+                    f"the value's {len(metas)} memories take {lying} bytes, but {memories.nbytes} came"
                 )
-            leaves = _Received(memories.cast("B"), make, copy) if count else _WHOLE
+            leaves = _Received(metas, memories.cast("B"), make, copy) if metas else _WHOLE
             value = msgspec.msgpack.decode(data, ext_hook=leaves)
         return _resolved(value) if is_marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
@@ -362,9 +362,9 @@ def _decode(
         raise WireError(f"a tensor or dtype cannot be created here: {e}") from e
 
 
-def _checked(data: bytes, limits: Limits) -> tuple[bool, int, int, int]:
-    """Validate a head. Returns whether it contains marks, how many tensors are out of band, and their bytes
-    without and with the gaps between them.
+def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMeta, ...], int, int]:
+    """Validate a head. Returns whether it contains marks, the metas of the tensors out of band, and their
+    bytes without and with the gaps between them.
 
     Raises:
         WireError: it is not a head.
@@ -372,7 +372,7 @@ def _checked(data: bytes, limits: Limits) -> tuple[bool, int, int, int]:
     metas: list[tensors.TensorMeta] = []
     is_marked = validate(data, limits, metas)
     sizes = [meta.nbytes for meta in metas]
-    return is_marked, len(sizes), sum(sizes), sum(map(aligned, sizes))
+    return is_marked, tuple(metas), sum(sizes), sum(map(aligned, sizes))
 
 
 _SHORT_BYTES: Final = 256
@@ -387,8 +387,13 @@ class _Received:
     """
 
     def __init__(
-        self, memories: memoryview, make: Callable[[tensors.TensorMeta], Tensor], copy: CopyBytes
+        self,
+        metas: tuple[tensors.TensorMeta, ...],
+        memories: memoryview,
+        make: Callable[[tensors.TensorMeta], Tensor],
+        copy: CopyBytes,
     ) -> None:
+        self._metas = iter(metas) if metas else None
         self._memories = memories
         self._make = make
         self._copy = copy
@@ -401,18 +406,19 @@ class _Received:
         payload = payload.cast("B")
         if code == Leaf.DTYPE:
             return tensors.dtype_of(tensors.name_of_code(payload[0]))
-        is_apart = bool(self._memories) and payload.nbytes == tensors.META_PREFIX_SIZE + 8 * payload[1]
-        if is_apart:
-            meta = tensors.decode_meta(payload)
-            flat, self._memories = self._memories[: meta.nbytes], self._memories[aligned(meta.nbytes) :]
+        if self._metas is not None and payload.nbytes == tensors.META_PREFIX_SIZE + 8 * payload[1]:
+            meta, make = next(self._metas), self._make
+            nbytes = meta.nbytes
+            flat, self._memories = self._memories[:nbytes], self._memories[aligned(nbytes) :]
         else:
             meta, flat = tensors.split_meta(payload)
-        if meta.nbytes != flat.nbytes:
-            raise WireError(
-                f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
-            )
+            make = tensors.empty_like_meta
+            if meta.nbytes != flat.nbytes:
+                raise WireError(
+                    f"a {meta.dtype} tensor of shape {meta.shape} has {meta.nbytes} bytes, not {flat.nbytes}"
+                )
         if code == Leaf.TENSOR:
-            tensor = self._make(meta) if is_apart else tensors.empty_like_meta(meta)
+            tensor = make(meta)
             tensors.copy_into(tensor, flat, self._copy)
             return tensor
         if meta.dtype not in _ARRAY_DTYPES:
@@ -428,7 +434,7 @@ class _Received:
             raise WireError(f"numpy refuses an array of shape {meta.shape}: {e}") from e
 
 
-_WHOLE: Final = _Received(memoryview(b""), tensors.empty_like_meta, copy_bytes)
+_WHOLE: Final = _Received((), memoryview(b""), tensors.empty_like_meta, copy_bytes)
 """For values without memories out of band."""
 _unpack: Final = msgspec.msgpack.Decoder(ext_hook=_WHOLE).decode
 
