@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from kvplug.engine import BlockIds, ChainMemo
+from kvplug.net.wire import from_plain
 
 _TOKEN_BYTES = 4
 
@@ -98,34 +98,10 @@ class StepPlan:
         return plain
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> StepPlan:
-        return cls(
-            step=plain["step"],
-            last_report=plain["last_report"],
-            loads=tuple(
-                LoadPlan(
-                    **{
-                        **load,
-                        "block_ids": _tables(load["block_ids"]),
-                        "sources": tuple(
-                            tuple((name, count) for name, count in of_rank) for of_rank in load["sources"]
-                        ),
-                    }
-                )
-                for load in plain["loads"]
-            ),
-            saves=tuple(
-                SavePlan(**{**save, "block_ids": _tables(save["block_ids"])}) for save in plain["saves"]
-            ),
-            forget=tuple(plain["forget"]),
-            ended=tuple(plain["ended"]),
-            reset=plain["reset"],
-            doubted=frozenset(plain["doubted"]),
-            num_tokens=plain["num_tokens"],
-            left=tuple(plain["left"]),
-            joined=tuple((name, tuple(contacts)) for name, contacts in plain["joined"]),
-        )
+    def from_plain(cls, plain: object) -> StepPlan:
+        """Invert :meth:`to_plain`; tuples may have become lists.
 
-
-def _tables(plain: Iterable[Iterable[int]]) -> BlockIds:
-    return tuple(tuple(table) for table in plain)
+        Raises:
+            WireError: these are not the values of a plan.
+        """
+        return from_plain(plain, cls, "plan of a step")
