@@ -43,8 +43,8 @@ class PeerStore:
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         """Held by the thread that connects."""
-        self._store: Store | None = None
-        self._series: Series | None = None
+        self._client: tuple[Store, Series] | None = None
+        """The connected store, which may be lost, and the series of its pages."""
         self._closed = False
         self.is_refused = False
         """The two workers refused each other. Reset when a connection succeeds."""
@@ -54,31 +54,30 @@ class PeerStore:
 
     def use(self, use: Use, give_up: GiveUp, deadline: Deadline) -> None:
         """Call ``use`` with the store: at once if it is connected, else from another thread."""
-        shortage: Exception | None = None
-        with self._lock:
-            if self._closed:
-                closed = True
-            else:
-                closed = False
-                store, series = self._store, self._series
-                if store is None or series is None or store.is_lost:
-                    store = None
-                    if self._thread is None:
-                        thread = BackgroundThread(self._run, name="kvplug-lookup-peer", stop=self._stop)
-                        try:
-                            thread.start()
-                        except RuntimeError as e:  # no more threads
-                            shortage = e
-                        else:
-                            self._thread = thread
-                    if shortage is None:
-                        self._waiting.put((use, give_up, deadline))
-        if closed:
-            give_up(ClosedError("the connector was shut down"))
-        elif shortage is not None:
-            give_up(NamedExhaustion.of(shortage, f"connecting to {self.name}") or shortage)
-        elif store is not None and series is not None:
-            use(store, series)
+        try:
+            with self._lock:
+                client = self._usable()
+                if client is None:
+                    self._start()
+                    self._waiting.put((use, give_up, deadline))
+        except (ClosedError, RuntimeError) as e:
+            give_up(NamedExhaustion.of(e, f"connecting to {self.name}") or e)
+        else:
+            if client is not None:
+                use(*client)
+
+    def _usable(self) -> tuple[Store, Series] | None:
+        """The connected store, unless it is lost. Needs the lock. Raises ClosedError."""
+        if self._closed:
+            raise ClosedError("the connector was shut down")
+        return None if self._client is None or self._client[0].is_lost else self._client
+
+    def _start(self) -> None:
+        """Start the thread that connects. Needs the lock. Raises RuntimeError: no more threads."""
+        if self._thread is None:
+            thread = BackgroundThread(self._run, name="kvplug-lookup-peer", stop=self._stop)
+            thread.start()
+            self._thread = thread
 
     def connected(self, deadline: Deadline, *, retry: bool) -> tuple[Store, Series]:
         """Return the store; connect if needed.
@@ -93,13 +92,11 @@ class PeerStore:
             raise TimeoutError(f"could not connect to {self.name} at {where} in time")
         try:
             with self._lock:
-                if self._closed:
-                    raise ClosedError("the connector was shut down")
-                store, series = self._store, self._series
-            if store is not None and series is not None and not store.is_lost:
-                return store, series
-            if store is not None:
-                store.abort()
+                usable, lost = self._usable(), self._client
+            if usable is not None:
+                return usable
+            if lost is not None:
+                lost[0].abort()
             return self._connect(deadline, retry=retry)
         finally:
             self._connecting.release()
@@ -107,14 +104,11 @@ class PeerStore:
     def _connect(self, deadline: Deadline, *, retry: bool) -> tuple[Store, Series]:
         context, rank = self._context, self._context.parallelism.worker_rank
         store: Store | None = None
+        link: PeerLink | None = None
         try:
             link = context.peers.connect(
                 rank, "store", timeout=deadline.remaining(), retry=retry, peer=self._address
             )
-        except HandshakeError:
-            self.is_refused = True
-            raise
-        try:
             with self._lock:
                 self.link = link  # a concurrent shutdown closes it
                 if self._closed:
@@ -124,11 +118,9 @@ class PeerStore:
             hello = StoreHello.from_plain(link.channel.recv(timeout=within))
             differences = [*self._shard.differences(hello.shard), *hello.differences(context.model)]
             if differences:
-                self.is_refused = True
                 raise HandshakeError(*differences, peer=str(link.channel.peer))
             store = context.store_client(hello.store, link)
             if store.seal.id != hello.seal:
-                self.is_refused = True
                 raise HandshakeError(
                     "integrity: the two ends protect pages in different ways; set it alike at both",
                     peer=str(link.channel.peer),
@@ -136,13 +128,15 @@ class PeerStore:
             with self._lock:
                 if self._closed:
                     raise ClosedError("the connector was shut down")
-                self._store, self._series = store, hello.series()
+                self._client = store, hello.series()
                 self.is_refused = False
-                return store, self._series
-        except BaseException:
+                return self._client
+        except BaseException as e:
+            self.is_refused |= isinstance(e, HandshakeError)
             if store is not None:
                 store.abort()
-            link.close()
+            if link is not None:
+                link.close()
             raise
 
     def _run(self) -> None:
@@ -175,10 +169,10 @@ class PeerStore:
         """End the connection, and fail the calls that wait for it. Idempotent."""
         self._stop()
         with self._lock:
-            store, self._store = self._store, None
+            client, self._client = self._client, None
             thread = self._thread
-        if store is not None:
-            store.abort()
+        if client is not None:
+            client[0].abort()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5)
         while True:

@@ -46,15 +46,17 @@ class Source(abc.ABC):
 
     def expect(self, chains: Sequence[bytes], for_s: float) -> None:
         """Note that the workers will put these pages in the next step."""
-        return None
+        for replica in self.replicas:
+            replica.expect(chains, for_s)
 
     def settle(self, chains: Iterable[bytes], rank: int) -> None:
         """Note that worker ``rank`` has put these pages, or has given them up."""
-        return None
+        return None  # replicas learn it from events
 
     def promise(self, chains: Sequence[bytes], rank: int) -> None:
         """Tell the source that worker ``rank`` will load these pages. Does not wait."""
-        return None
+        for replica in self.replicas[rank : rank + 1]:
+            replica.promise(chains)
 
     @property
     def is_expecting(self) -> bool:
@@ -63,7 +65,8 @@ class Source(abc.ABC):
 
     def doubt(self) -> None:
         """Note that a load from it stalled."""
-        return None
+        for replica in self.replicas:
+            replica.doubt()
 
     def rest(self) -> None:
         """Note that a worker refuses it for a while because it is slow."""
@@ -76,16 +79,18 @@ class Source(abc.ABC):
 
     def drop(self) -> None:
         """Note that it was cleared."""
-        return None
+        for replica in self.replicas:
+            replica.drop()
 
     @property
     def is_cleared(self) -> bool:
         """Whether it certainly has no pages now."""
-        return False
+        return bool(self.replicas) and all(replica.is_cleared for replica in self.replicas)
 
     def refuse(self) -> None:
         """Note that its workers' pages do not fit this engine."""
-        return None
+        for replica in self.replicas:
+            replica.refuse()
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -101,29 +106,6 @@ class FollowedSource(Source):
 
     def inquire(self) -> Inquiry:
         return _Followed(self)
-
-    def expect(self, chains: Sequence[bytes], for_s: float) -> None:
-        for replica in self.replicas:
-            replica.expect(chains, for_s)
-
-    def promise(self, chains: Sequence[bytes], rank: int) -> None:
-        self.replicas[rank].promise(chains)
-
-    def doubt(self) -> None:
-        for replica in self.replicas:
-            replica.doubt()
-
-    def drop(self) -> None:
-        for replica in self.replicas:
-            replica.drop()
-
-    @property
-    def is_cleared(self) -> bool:
-        return all(replica.is_cleared for replica in self.replicas)
-
-    def refuse(self) -> None:
-        for replica in self.replicas:
-            replica.refuse()
 
     @property
     def is_connected(self) -> bool:
