@@ -12,6 +12,7 @@ from kvplug import Config
 from kvplug.engine import ChainMemo, Parallelism, Request, RequestEnd, WorkerOutput
 from kvplug.transport import Deadline, GetJob, MissReason
 from kvplug_lookup.connector.keys import PromptChains, namespace_of
+from kvplug_lookup.connector.plan import StepReport
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
 
@@ -132,11 +133,10 @@ def missed(pages: Any, reason: MissReason = MissReason.ABSENT) -> GetJob:
     return job
 
 
-def worker_report(rank: int, step: int, **given: Any) -> WorkerOutput:
+def worker_report(rank: int, step: int, *, read_until: int = 0, **given: Any) -> WorkerOutput:
     """The report of worker ``rank`` after a step."""
-    names = ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "unreadable", "settled")
-    part = {**dict.fromkeys(names, ()), "unsaved": {}, "read_until": 0, "rates": None, "reset": False}
-    return WorkerOutput(worker_metadata=({**part, "rank": rank, "step": step, **given},))
+    report = StepReport(rank=rank, step=step, read_until=read_until, **given)
+    return WorkerOutput(worker_metadata=(report.to_plain(),))
 
 
 def chains_of(token_ids: Sequence[int]) -> list[bytes]:

@@ -121,7 +121,7 @@ def test_what_costs_too_much_is_not_promised_and_counted() -> None:
 
         def hear(per_loaded: float) -> None:
             costs = {COMPUTE: (0.0, 1e-6), "peer": (0.0, per_loaded)}
-            decode.scheduler.update_connector_output(worker_report(0, 1, rates=costs))
+            decode.scheduler.update_connector_output(worker_report(0, 1, costs=costs))
 
         hear(1e-3)
         assert decode.matched(request_of("a", PROMPT)) == (0, False)
@@ -131,7 +131,7 @@ def test_what_costs_too_much_is_not_promised_and_counted() -> None:
 
 
 def rates(report: WorkerOutput) -> Any:
-    return next((part["rates"] for part in report.worker_metadata if part["rates"]), None)  # type: ignore[attr-defined]
+    return next((part["costs"] for part in report.worker_metadata if part["costs"]), None)  # type: ignore[attr-defined]
 
 
 def test_on_a_device_a_step_lasts_until_its_work_is_done() -> None:

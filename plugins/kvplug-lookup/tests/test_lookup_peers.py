@@ -141,8 +141,9 @@ def test_peers_beyond_the_most_that_are_served_wait(monkeypatch: pytest.MonkeyPa
 def test_a_follower_that_is_not_understood_is_hung_up_on(odd: Any) -> None:
     with pair() as (prefill, decode):
         decode.scheduler.wait_until_ready(10)
-        (link,) = decode.scheduler.links
+        (replica,) = decode.scheduler.replicas
+        link = replica.link
         link.channel.send(odd, timeout=5)
-        until(lambda: decode.scheduler.links not in ((), (link,)), what="a new connection")
+        until(lambda: replica.link not in (None, link), what="a new connection")
         prefill.prefill(request_of("stored", PROMPT))
         until_promised(decode, PROMPT, 96)

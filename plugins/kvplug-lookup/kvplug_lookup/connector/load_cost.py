@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Set
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
@@ -127,9 +127,9 @@ class LoadCostModel:
         self._costs: dict[int, Mapping[str, tuple[float, float]]] = {}
         self._num_refused = 0
 
-    def update(self, rank: int, costs: Mapping[str, Any]) -> None:
+    def update(self, rank: int, costs: dict[str, tuple[float, float]]) -> None:
         """Store a worker's costs, as :meth:`MeasuredCosts.take` returns them."""
-        self._costs[rank] = {str(name): (float(fixed), float(each)) for name, (fixed, each) in costs.items()}
+        self._costs[rank] = costs
 
     def should_load(self, num_tokens: Mapping[str, int], peers: Set[str] = frozenset()) -> bool:
         """Whether to load these numbers of tokens from these sources.

@@ -1,13 +1,15 @@
-"""The plan that the scheduler side sends to the worker side in each step, as plain values."""
+"""The plan of a step, and the reports of the workers after it. Both cross as plain values."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import attrs
 
 from kvplug.engine import BlockIds, ChainMemo
-from kvplug.net.wire import from_plain
+from kvplug.net.wire import from_plain, to_plain
+from kvplug_lookup.connector.keys import Shard
 
 _TOKEN_BYTES = 4
 
@@ -105,3 +107,47 @@ class StepPlan:
             WireError: these are not the values of a plan.
         """
         return from_plain(plain, cls, "plan of a step")
+
+
+@attrs.define(kw_only=True)
+class StepReport:
+    """What a worker has learned since its last report."""
+
+    failed_loads: set[str] = attrs.field(factory=set)
+    """Requests whose load failed."""
+    spoilt_saves: set[str] = attrs.field(factory=set)
+    """Requests whose pages were not saved because their KV may be wrong."""
+    stalled: set[str] = attrs.field(factory=set)
+    """Sources that nothing arrived from."""
+    slow: set[str] = attrs.field(factory=set)
+    """Sources that were refused because they are slow."""
+    refused: set[str] = attrs.field(factory=set)
+    """Peers that refused a handshake, or whose pages do not fit. Scheduler sides do not know of it."""
+    unreadable: list[tuple[str, bytes]] = attrs.field(factory=list)
+    """The source and the chain of each page that exists but could not be read."""
+    rank: int = 0
+    step: int = -1
+    reset: bool = False
+    """The worker has forgotten all pages, as the plan of ``step`` demands."""
+    settled: list[bytes] = attrs.field(factory=list)
+    """Chains of pages that were saved in the first store, or given up, if that store has no events."""
+    unsaved: dict[str, int] = attrs.field(factory=dict)
+    """By request, the first page that was not saved."""
+    read_until: int = -1
+    """The last step whose pages the stores have read from the engine's blocks."""
+    costs: dict[str, tuple[float, float]] | None = None
+    """As :meth:`MeasuredCosts.take` returns them."""
+    shard: Shard | None = None
+    """In the first report."""
+
+    def to_plain(self) -> Mapping[str, Any]:
+        return cast(Mapping[str, Any], to_plain(self))
+
+    @classmethod
+    def from_plain(cls, plain: object) -> StepReport:
+        """Invert :meth:`to_plain`.
+
+        Raises:
+            WireError: these are not the values of a report.
+        """
+        return from_plain(plain, cls, "report of a worker")

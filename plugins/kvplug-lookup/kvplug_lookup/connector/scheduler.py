@@ -17,7 +17,6 @@ from kvplug.engine import (
     CacheEvent,
     ChainMemo,
     ConnectorContext,
-    PeerLink,
     Plain,
     Request,
     RequestEnd,
@@ -38,7 +37,7 @@ from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shar
 from kvplug_lookup.connector.load_cost import LoadCostModel, num_tokens_timed
 from kvplug_lookup.connector.matching import Matcher, Runs, Search, first_of, tokens_of
 from kvplug_lookup.connector.options import LookupConnectorOptions
-from kvplug_lookup.connector.plan import LoadPlan, StepPlan
+from kvplug_lookup.connector.plan import LoadPlan, StepPlan, StepReport
 from kvplug_lookup.connector.publisher import EventPublisher, open_events
 from kvplug_lookup.connector.replica import Replica
 from kvplug_lookup.connector.save_planner import SavePlanner
@@ -175,22 +174,16 @@ class LookupScheduler(SchedulerConnector):
         """For each worker, the sources of the pages that were promised to a request."""
         return self._tracked[request_id].sources
 
-    @property
-    def links(self) -> tuple[PeerLink, ...]:
-        """The links of the connected replicas."""
-        return tuple(replica.link for replica in self.replicas if replica.link is not None)
-
     # -- at start and at the end ---------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
         for rank, report in metadata.items():
-            self._note_shard(rank, report)
+            if isinstance(report, Mapping) and "shard" in report:
+                self._note_shard(rank, from_plain(report["shard"], Shard, "shard of a model"))
 
-    def _note_shard(self, rank: int, report: Any) -> None:
-        """Note the part of the model that a worker holds, if its report has it."""
-        if not isinstance(report, Mapping) or "shard" not in report:
-            return
-        self._shards[rank] = from_plain(report["shard"], Shard, "shard of a model")
+    def _note_shard(self, rank: int, shard: Shard) -> None:
+        """Note the part of the model that a worker holds."""
+        self._shards[rank] = shard
         self._name_series()
 
     def _name_series(self) -> None:
@@ -441,37 +434,35 @@ class LookupScheduler(SchedulerConnector):
         for request_id in output.finished_recving:
             if request_id in self._tracked:
                 self._tracked[request_id].is_loading = False
-        for part in output.worker_metadata:
-            assert isinstance(part, Mapping)
-            self._take_report(part)
+        for plain in output.worker_metadata:
+            self._take_report(StepReport.from_plain(plain))
 
-    def _take_report(self, part: Mapping[str, Any]) -> None:
+    def _take_report(self, report: StepReport) -> None:
         """Apply one worker's report after a step."""
-        rank = part["rank"]
-        self._last_report = max(self._last_report, part["step"])
-        self._note_shard(rank, part)
-        if part["reset"] and part["step"] == self._reset_step:
+        rank = report.rank
+        self._last_report = max(self._last_report, report.step)
+        if report.shard is not None:
+            self._note_shard(rank, report.shard)
+        if report.reset and report.step == self._reset_step:
             self._note_reset()
-        if part["rates"]:
-            self._costs.update(rank, part["rates"])
+        if report.costs:
+            self._costs.update(rank, report.costs)
         for source in self._sources:
-            if source.name in part["stalled"]:
+            if source.name in report.stalled:
                 source.doubt()
-            if source.name in part["slow"]:
+            if source.name in report.slow:
                 source.rest()
-            if source.name in part["refused"]:
+            if source.name in report.refused:
                 source.refuse()
-        self._matcher.note_unreadable(part["unreadable"])
+        self._matcher.note_unreadable(report.unreadable)
         for source in self._own[:1]:
-            source.settle(part["settled"], rank)
-        self._kept.note_read(rank, part["read_until"])
-        for request_id, page in part["unsaved"].items():
-            if request_id in self._tracked:
-                self._tracked[request_id].miss(page)
-        for request_id in part["failed_loads"]:
-            if request_id in self._tracked:
-                self._tracked[request_id].has_failed = True
-                self._tracked[request_id].restart_saves()
-        for request_id in part["spoilt_saves"]:
-            if request_id in self._tracked:
-                self._tracked[request_id].restart_saves()
+            source.settle(report.settled, rank)
+        self._kept.note_read(rank, report.read_until)
+        requests = self._tracked
+        for request_id in requests.keys() & report.unsaved.keys():
+            requests[request_id].miss(report.unsaved[request_id])
+        for request_id in requests.keys() & report.failed_loads:
+            requests[request_id].has_failed = True
+            requests[request_id].restart_saves()
+        for request_id in requests.keys() & report.spoilt_saves:
+            requests[request_id].restart_saves()

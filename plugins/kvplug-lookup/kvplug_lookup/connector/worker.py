@@ -25,7 +25,7 @@ from kvplug_lookup.connector.keys import Shard, hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
 from kvplug_lookup.connector.load_cost import MeasuredCosts
 from kvplug_lookup.connector.peers import PeerStore
-from kvplug_lookup.connector.plan import LoadPlan, StepPlan
+from kvplug_lookup.connector.plan import LoadPlan, StepPlan, StepReport
 from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.serve import Service
 from kvplug_lookup.connector.sources import peers_of
@@ -75,18 +75,12 @@ class LookupWorker(WorkerConnector):
         that its step needs: it may have failed at another worker. And blocks that the plan doubts."""
         self._doubts_loads = context.parallelism.num_workers > 1
         self._failed_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()
-        self._spoilt_saves: set[str] = set()
+        self._news = StepReport()
+        """For the next report."""
         self._ended: set[str] = set()
         """Requests that ended, whose blocks are kept until the stores have read their pages."""
         self._read_until = -1
         """The last step whose pages were reported as read."""
-        self._stalled: set[str] = set()
-        self._slow: set[str] = set()
-        self._refused: set[str] = set()
-        """Peers that refused a handshake, or whose pages do not fit. Scheduler sides do not know of it."""
-        self._unreadable: list[tuple[str, bytes]] = []
-        """The source and the chain of each page that exists but could not be read."""
         self._has_sent_shard = False
         self._costs = MeasuredCosts()
         self._warnings = CountedWarnings(_log)
@@ -154,11 +148,6 @@ class LookupWorker(WorkerConnector):
     def peers(self) -> Mapping[str, PeerStore]:
         """The peer engines' workers that it loads from, by name."""
         return self._peers
-
-    @property
-    def num_served(self) -> int:
-        """Number of peers that it serves."""
-        return 0 if self._service is None else self._service.num_served
 
     @property
     def read_until(self) -> int:
@@ -307,7 +296,7 @@ class LookupWorker(WorkerConnector):
         if peer is not None:
             peer.close_in_background()
         self._ended_at.pop(name, None)
-        self._refused.discard(name)
+        self._news.refused.discard(name)
         self._costs.forget(name)
 
     def clear_connector_metadata(self) -> None:
@@ -394,7 +383,7 @@ class LookupWorker(WorkerConnector):
         # pages computed from them, here and, since workers share the model, at every other worker. The
         # scheduler side plans these saves again.
         if self._saver is not None and self._suspect:
-            self._spoilt_saves |= self._saver.spoil(frozenset(self._suspect))
+            self._news.spoilt_saves |= self._saver.spoil(frozenset(self._suspect))
 
     def _end(self, load: Load) -> None:
         """End a load. If it failed, its blocks are not used or saved."""
@@ -425,13 +414,14 @@ class LookupWorker(WorkerConnector):
         failed = load.failed_block_ids(self._page_tokens)
         self._failed_blocks |= failed
         self._suspect |= dict.fromkeys(failed, self._step)
-        self._failed_requests.add(request_id)
-        self._unreadable += load.unreadable()
+        news = self._news
+        news.failed_loads.add(request_id)
+        news.unreadable += load.unreadable()
         if load.stalled is not None:
-            self._stalled.add(load.stalled)
+            news.stalled.add(load.stalled)
         if load.slow is not None:
-            self._slow.add(load.slow)
-        self._refused |= {name for name, peer in self._peers.items() if peer.is_refused}
+            news.slow.add(load.slow)
+        news.refused |= {name for name, peer in self._peers.items() if peer.is_refused}
         if self._saver is not None:
             self._saver.forget(request_id)
         if not isinstance(load.error, ClosedError):
@@ -458,42 +448,23 @@ class LookupWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
-        settled: list[bytes] = []
-        unsaved: dict[str, int] = {}
-        read_until = self._read_until
+        news = self._news
+        news.read_until, news.costs, news.reset = self._read_until, self._costs.take(), bool(self._plan.reset)
         if self._saver is not None:
-            settled, unsaved = self._saver.take_settled(), self._saver.take_unsaved()
-            read_until = self._saver.read_until
-            if not self.first_tier.store.is_shared:
-                settled = []  # a store with events reports its pages itself
-        costs = self._costs.take()
+            settled, news.unsaved = self._saver.take_settled(), self._saver.take_unsaved()
+            news.read_until = self._saver.read_until
+            if self.first_tier.store.is_shared:  # a store with events reports its pages itself
+                news.settled = settled
         has_suspects = self._step in self._suspect.values()
-        news = self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset
-        saved = settled or unsaved or read_until != self._read_until
-        if not (news or saved or costs or self._refused or not self._has_sent_shard):
+        failed = news.failed_loads or news.spoilt_saves or news.refused or has_suspects
+        saved = news.settled or news.unsaved or news.read_until != self._read_until
+        if not (failed or saved or news.costs or news.reset or not self._has_sent_shard):
             return None
-        self._read_until = read_until
-        report: dict[str, Any] = {
-            "rank": self._context.parallelism.worker_rank,
-            "step": self._step,
-            "failed_loads": sorted(self._failed_requests),
-            "spoilt_saves": sorted(self._spoilt_saves),
-            "stalled": sorted(self._stalled),
-            "slow": sorted(self._slow),
-            "refused": sorted(self._refused),
-            "unreadable": self._unreadable,
-            "reset": bool(self._plan.reset),
-            "settled": settled,
-            "unsaved": unsaved,
-            "read_until": read_until,
-            "rates": costs,
-        }
+        news.rank, news.step = self._context.parallelism.worker_rank, self._step
         if not self._has_sent_shard:
-            report["shard"] = to_plain(self._shard)
-            self._has_sent_shard = True
-        self._failed_requests, self._spoilt_saves, self._unreadable = set(), set(), []
-        self._stalled, self._slow, self._refused = set(), set(), set()
-        return report
+            news.shard, self._has_sent_shard = self._shard, True
+        self._read_until, self._news = news.read_until, StepReport()
+        return news.to_plain()
 
     def get_stats(self) -> Mapping[str, Any] | None:
         self._warnings.flush()
