@@ -1,6 +1,7 @@
 """What the store "host" costs: gets, puts and lookups of pages, beside a memcpy of as many bytes.
 
     python benchmarks/host.py [--sizes 64KiB,512KiB,2MiB] [--total 64MiB] [--rounds N] [--markdown FILE]
+    python benchmarks/host.py --holds 1000,10000,100000 [--rounds N] [--markdown FILE]
 
 The store runs in a program of its own (`kvplug store serve`), and once more in this process. "mapped" maps
 the memory of that program and copies out of it; "over shm" and "over cpu" get copies over a pipe. Checksums
@@ -9,11 +10,17 @@ one by one, out of memory that is there already; "and hash" computes their check
 within a round, in an order that changes, without the first. The figures are medians, the shares medians of
 the shares within a round, with their quartiles. Lookups are of all pages in one request; their figure is
 microseconds for each request.
+
+`--holds` measures something else: how long a call for many pages holds the store's lock at a time, in stores
+of so many pages. The figures are processor time of the thread that holds it, in milliseconds: the longest
+hold of each round, and of these the median. Python's collector of cycles is off meanwhile, since it stops the
+whole process and not only those that want the lock.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import secrets
@@ -21,6 +28,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +43,8 @@ import kvplug
 from kvplug.transport import PageBuffers, PageRequest, Series, Store
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
+from kvplug_host.pages.pages import Pages as HostPages
+from kvplug_host.store import HostStore
 
 ROUTES = {"mapped": {}, "over shm": {"transport": "shm"}, "over cpu": {"transport": "cpu"}}
 PROGRAM = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
@@ -162,21 +173,117 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *lookups])
 
 
+class TimedLock:
+    """A store's lock, and the longest that a thread has held it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = self._began = self.longest = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            self._began = time.thread_time_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.longest = max(self.longest, time.thread_time_ns() - self._began)
+        self._lock.release()
+
+
+SLOT_BYTES = 1024
+_FORM = opaque_format(800)
+
+
+def holds(count: int) -> dict[str, float]:
+    """The longest hold of each call, in milliseconds, in a full store of about so many pages."""
+    with ExitStack() as stack:
+        store = opened(stack, {"size": count * SLOT_BYTES, "segment_bytes": (count * SLOT_BYTES) >> 3})
+        assert isinstance(store, HostStore)
+        pages = store.pages
+        keys = fill(pages, [secrets.token_bytes(32) for _ in range(count)])
+        more = [secrets.token_bytes(32) for _ in range(len(keys))]
+        lock = pages.lock = TimedLock()  # type: ignore[assignment]
+        reader, writer, other, late = object(), object(), object(), object()
+
+        def read() -> None:
+            pages.unpin(pages.pin(keys), reader)
+
+        calls: dict[str, Callable[[], object]] = {
+            "a listener gets its snapshot": lambda: pages.subscribe(lambda event: None)(),
+            "the keys of a series are listed": lambda: pages.keys(b"series"),
+            "all pages are looked up": lambda: pages.lookup(keys, reader),
+            "all pages are looked up and leased": lambda: pages.lookup(keys, reader, 600.0),
+            "a put that finds all pages leased": lambda: pages.allocate(_FORM, 1, 100),
+            "the reader with these leases ends": lambda: pages.forget_holders([reader]),
+            "all pages are read": read,
+            "as many pages are declared": lambda: pages.declare(writer, b"series", more, 600.0),
+            "the writer that has declared them ends": lambda: pages.forget_holders([writer]),
+            "an end without leases ends": lambda: pages.forget_holders([other]),
+            "a put once all leases have expired": lambda: pages.allocate(_FORM, 1, 100),
+            "as many pages are put, each for another": lambda: fill(pages, more),
+            "all pages are removed": lambda: pages.remove(None),
+        }
+        found = {}
+        for name, call in calls.items():
+            if "expired" in name:
+                pages.lookup(keys, late, 0.5)
+                pages.allocate(_FORM, 1, 100)
+                time.sleep(0.6)
+            gc.collect()
+            gc.disable()
+            lock.longest = 0
+            call()
+            gc.enable()
+            found[name] = lock.longest / 1e6
+        return found
+
+
+def fill(pages: HostPages, keys: list[bytes]) -> list[bytes]:
+    """Put pages without bytes until there is no room, or one for another. Returns those that were put."""
+    for number, key in enumerate(keys):
+        with pages.changing() as index:
+            slot = index.reserve(900)
+            if slot is None or isinstance(slot, str):
+                return keys[:number]
+            generation = pages.segments.next_generation()
+            index.publish(key, b"series", slot, payload_bytes=800, header_bytes=100, generation=generation)
+            index.tell_stored(b"series", [key])
+    return keys
+
+
+def table_of_holds(counts: list[int], rounds: int) -> str:
+    lines = [f"| call | {' | '.join(f'{count:,} pages' for count in counts)} |"]
+    lines.append("| --- " * (1 + len(counts)) + "|")
+    found = [[holds(count) for _ in range(rounds)] for count in counts]
+    for name in found[0][0]:
+        figures = [statistics.median(each[name] for each in of_count) for of_count in found]
+        lines.append(f"| {name} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sizes", default="64KiB,512KiB,2MiB")
     parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--holds", help="measure how long the lock is held, in stores of so many pages")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     results = {}
-    for text in given.sizes.split(","):
-        with ExitStack() as stack:
-            pages = Pages(stack, size(text), given.total)
-            results[text] = (pages.count, pages.total, measure(pages, given.rounds))
+    if given.holds:
+        found = table_of_holds([*map(int, given.holds.split(","))], given.rounds)
+    else:
+        for text in given.sizes.split(","):
+            with ExitStack() as stack:
+                pages = Pages(stack, size(text), given.total)
+                results[text] = (pages.count, pages.total, measure(pages, given.rounds))
+        found = tables(results)
     where = machine(Path(tempfile.gettempdir()), 2)
-    text = f"{tables(results)}\n\n{where}, {given.rounds} rounds.\n"
+    text = f"{found}\n\n{where}, {given.rounds} rounds.\n"
     print(text)
     if given.markdown:
         given.markdown.write_text(text)

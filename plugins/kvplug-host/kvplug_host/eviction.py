@@ -15,7 +15,8 @@ needed again. ``benchmarks/eviction.py`` compares the policy with others.
 Differences from ARC: pages that may not go now (leased, or being read) are set aside until they may; and a
 page is evicted before the one that takes its place is known.
 
-Every operation takes constant time in the mean. Pure: no lock; the clock is passed in."""
+Each call takes a short time, however many pages there are: it looks at :data:`MOST_LOOKED_AT` pages at most.
+Pure: no lock; the clock is passed in."""
 
 from __future__ import annotations
 
@@ -26,6 +27,9 @@ from typing import Final, NamedTuple
 
 MAX_WAIT_S: Final = 600.0
 """How long a page waits since a reader was last expected: longer than most clients wait for an answer."""
+
+MOST_LOOKED_AT: Final = 64
+"""Pages that one call looks at."""
 
 
 _Queue = OrderedDict[bytes, None]
@@ -74,6 +78,10 @@ class Eviction:
 
     def __len__(self) -> int:
         return len(self._once) + len(self._often) + len(self._aside) + self.num_waiting
+
+    def num_in_line(self, *, waiting: bool = False) -> int:
+        """Pages that :meth:`victim` has not set aside; ``waiting``: that :meth:`longest_waiting` has not."""
+        return len(self._waiting) if waiting else len(self._once) + len(self._often)
 
     @property
     def num_waiting(self) -> int:
@@ -167,14 +175,15 @@ class Eviction:
         self._remove(key)
 
     def victim(self, may_go: Callable[[bytes], bool]) -> bytes | None:
-        """The page to evict, which is forgotten here; ``None``: all that may go wait for readers.
+        """The page to evict, which is forgotten here; ``None``: of the next pages none may go.
 
-        Those that may not go are set aside, until :meth:`restore`.
+        Those that may not go are set aside, until :meth:`restore`. :meth:`num_in_line` says whether there are
+        others.
         """
         self._most = max(self._most, len(self))
         if self._waiting:
             self._end_waits()
-        while self._once or self._often:
+        for _ in range(min(MOST_LOOKED_AT, self.num_in_line())):
             once = bool(self._once) and (len(self._once) > self._goal or not self._often)
             queue, gone = (self._once, self._once_gone) if once else (self._often, self._often_gone)
             key, _ = queue.popitem(last=False)
@@ -185,7 +194,7 @@ class Eviction:
 
     def longest_waiting(self, may_go: Callable[[bytes], bool]) -> bytes | None:
         """As :meth:`victim`, of the pages that wait for readers."""
-        while self._waiting:
+        for _ in range(min(MOST_LOOKED_AT, len(self._waiting))):
             key, wait = self._waiting.popitem(last=False)
             if may_go(key):
                 return self._gone(key, self._once_gone)
@@ -194,10 +203,11 @@ class Eviction:
 
     def _gone(self, key: bytes, gone: _Queue) -> bytes:
         gone[key] = None
-        while self._once_gone and len(self._once) + len(self._once_gone) > self._most:
-            self._once_gone.popitem(last=False)
-        while self._often_gone and len(self) + len(self._once_gone) + len(self._often_gone) > 2 * self._most:
-            self._often_gone.popitem(last=False)
+        for _ in range(2):  # more than are added, so there are not too many for long
+            if self._once_gone and len(self._once) + len(self._once_gone) > self._most:
+                self._once_gone.popitem(last=False)
+            if self._often_gone and len(self) + len(self._once_gone) + len(self._often_gone) > 2 * self._most:
+                self._often_gone.popitem(last=False)
         return key
 
     def restore(self, key: bytes) -> None:
@@ -210,14 +220,10 @@ class Eviction:
     def _end_waits(self) -> None:
         """Pages whose readers have not come in time are the next of the others to go."""
         now = self._clock()
-        while self._waiting:
+        for _ in range(min(MOST_LOOKED_AT, len(self._waiting))):
             key, wait = next(iter(self._waiting.items()))
             if wait.until > now:
                 return
             del self._waiting[key]
             wait.then[key] = None
             wait.then.move_to_end(key, last=False)
-
-    def clear(self) -> None:
-        """All pages are gone, and what was learnt with them."""
-        self.__init__(self._clock)  # type: ignore[misc]

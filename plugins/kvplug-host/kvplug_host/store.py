@@ -83,9 +83,7 @@ class HostStore(Store):
     def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._jobs.check_open()
-        with self.pages.lock:
-            found = self.pages.index.lookup(keys, HERE, lease_s)
-        job.set(found)
+        job.set(self.pages.lookup(keys, HERE, lease_s))
         return job
 
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
@@ -146,8 +144,7 @@ class HostStore(Store):
 
     def free(self, memory: PageBuffers) -> None:
         if isinstance(memory, SlotBuffers) and not memory.is_put:
-            with self.pages.lock:
-                self.pages.give_back(memory.take_all())
+            self.pages.free(memory)
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = self._deadline(timeout).remaining()
@@ -156,28 +153,23 @@ class HostStore(Store):
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
-        with self.pages.changing() as index:
-            index.withdraw(keys, HERE)
+        self.pages.withdraw(keys, HERE)
 
     def release(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
-        with self.pages.lock:
-            self.pages.index.release(keys, HERE)
+        self.pages.release(keys, HERE)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
-        with self.pages.lock:
-            self.pages.index.use(keys)
+        self.pages.use(keys)
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
-        with self.pages.lock:
-            self.pages.index.expect_reader(keys, HERE)
+        self.pages.expect_reader(keys, HERE)
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._jobs.check_open()
-        with self.pages.lock:
-            return self.pages.index.keys(series.id)
+        return self.pages.keys(series.id)
 
     def usage(self) -> Usage:
         self._jobs.check_open()

@@ -27,7 +27,7 @@ _LEAST_SLOTS: Final = 8
 class Chunk:
     """A part of a segment, for slots of one size."""
 
-    __slots__ = ("begin", "free", "fresh", "last_use", "nbytes", "pages", "size", "taken")
+    __slots__ = ("begin", "free", "fresh", "is_held_back", "last_use", "nbytes", "pages", "size", "taken")
 
     def __init__(self, begin: int, nbytes: int, size: SizeClass) -> None:
         self.begin = begin
@@ -43,6 +43,8 @@ class Chunk:
         filled, or read although its page was removed."""
         self.last_use = 0
         """The latest use of one of its pages, in the index' count of uses."""
+        self.is_held_back = False
+        """Its free slots are not handed out, since it is to serve another size."""
 
 
 class SizeClass:
@@ -59,6 +61,14 @@ class SizeClass:
         self.with_free: dict[Chunk, None] = {}
         """Chunks with slots that were used and are free."""
         self.with_fresh: dict[Chunk, None] = {}
+        self.to_drain: list[Chunk] = []
+        """Chunks of other sizes that are to serve this one, once their pages have gone."""
+        self.drains_waiting = False
+        """Whether these pages go although readers are expected."""
+
+    def new_eviction(self) -> None:
+        """All pages are gone, and what was learnt with them."""
+        self.eviction = Eviction()
 
     @property
     def tail_bytes(self) -> int:
@@ -160,7 +170,8 @@ class SlotTable:
         self.used_bytes -= size.slot_bytes
         if chunk.taken:
             chunk.free.append(slot.offset)
-            size.with_free[chunk] = None
+            if not chunk.is_held_back:
+                size.with_free[chunk] = None
             return
         size.chunks.discard(chunk)
         size.with_free.pop(chunk, None)
@@ -206,16 +217,32 @@ class SlotTable:
         self._num_grown += 1
         return self._num_grown - 1
 
-    def coldest(self, size: SizeClass, may_go: Callable[[Chunk], bool]) -> list[Chunk] | None:
+    def hold_back(self, chunk: Chunk) -> None:
+        """Hand out no slots of the chunk, so that it becomes free with its last page."""
+        chunk.is_held_back = True
+        chunk.size.with_free.pop(chunk, None)
+        chunk.size.with_fresh.pop(chunk, None)
+
+    def hand_out(self, chunk: Chunk) -> None:
+        """Hand out the slots of the chunk again, if it has not become free."""
+        chunk.is_held_back = False
+        if chunk.taken and chunk.free:
+            chunk.size.with_free[chunk] = None
+        if chunk.taken and chunk.fresh < chunk.size.num_slots:
+            chunk.size.with_fresh[chunk] = None
+
+    def coldest(self, size: SizeClass, before: float, may_go: Callable[[Chunk], bool]) -> list[Chunk] | None:
         """The chunks of other sizes that make a chunk of this size once their pages are gone.
 
-        Of all that ``may_go``, those whose latest use is longest ago; ``None``: there are none."""
-        best: list[Chunk] | None = None
-        for chunks in self._candidates(size):
-            used = max(chunk.last_use for chunk in chunks)
-            if (best is None or used < max(chunk.last_use for chunk in best)) and all(map(may_go, chunks)):
-                best = chunks
-        return best
+        Of all that ``may_go``, those whose latest use is longest ago, and earlier than ``before``; ``None``:
+        there are none."""
+        uses = [(max(chunk.last_use for chunk in chunks), chunks) for chunks in self._candidates(size)]
+        for used, chunks in sorted(uses, key=lambda each: each[0]):
+            if used >= before:
+                break
+            if all(not chunk.is_held_back and may_go(chunk) for chunk in chunks):
+                return chunks
+        return None
 
     def _candidates(self, size: SizeClass) -> Iterable[list[Chunk]]:
         small: dict[int, list[Chunk]] = {}

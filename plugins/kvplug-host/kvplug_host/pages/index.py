@@ -1,10 +1,15 @@
 """What the store holds and expects: pages by key, their leases, readers and eviction, declared pages, events.
 
 Pure: no memory, no lock, no thread; the clock is passed in. The store calls it under its lock, and hands
-:attr:`Index.events` to the listeners, in their order."""
+:attr:`Index.events` to the listeners, in their order.
+
+The time of a call grows with the number of keys that are passed, and not with the number of pages in the
+store. A call that would change many other pages changes some of them, and says whether to call again: other
+threads have the store's lock in between."""
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
@@ -14,6 +19,8 @@ from typing import Final
 
 from kvplug.transport import PageEvent, Presence, PutReason, Usage
 from kvplug_host.arena.slots import Chunk, SizeClass, Slot, SlotTable
+from kvplug_host.eviction import MOST_LOOKED_AT
+from kvplug_host.pages.key_table import KeyTable
 
 REBALANCE_AFTER: Final = 64
 """Evictions of one size, after which it is looked whether pages of other sizes are used less."""
@@ -65,12 +72,15 @@ class Entry(Slot):
         return self.leases is not None and any(until > now for until in self.leases.values())
 
 
-class _Declared:
+class Declared:
+    """A page that is going to be put."""
+
     __slots__ = ("series", "until")
 
     def __init__(self, series: bytes) -> None:
         self.series = series
         self.until: dict[Holder, float] = {}
+        """By the end that is going to put it."""
 
 
 class Index:
@@ -87,7 +97,7 @@ class Index:
         self.slots = slots
         self._clear_generation = clear_generation
         self._clock = clock
-        self.pages: dict[bytes, Entry] = {}
+        self.pages: KeyTable[Entry] = KeyTable()
         self.events: list[PageEvent] = []
         """What has happened and was not told yet."""
         self.num_evicted = 0
@@ -100,12 +110,15 @@ class Index:
         self._uses = itertools.count(1)
         self._evicted: dict[bytes, list[bytes]] = defaultdict(list)
         """By series, of the operation under way."""
+        self._cleared: list[dict[bytes, Entry]] = []
+        """Pages that were cleared, and have still to leave their slots."""
         self._leased: dict[Holder, dict[Entry, None]] = defaultdict(dict)
         self._aside: list[tuple[float, int, Entry]] = []
         """Pages that could not be evicted since they were leased: until when."""
         self._numbers = itertools.count()
-        self._declared: dict[bytes, _Declared] = {}
-        self._due: list[tuple[float, int, bytes, Holder]] = []
+        self.declared: KeyTable[Declared] = KeyTable()
+        self._declared_by: dict[Holder, dict[bytes, None]] = defaultdict(dict)
+        self._due: list[tuple[float, int, list[bytes], Holder]] = []
         """Declared pages: until when."""
 
     @property
@@ -117,23 +130,19 @@ class Index:
 
     def lookup(self, keys: Sequence[bytes], holder: Holder = None, lease_s: float = 0.0) -> list[Presence]:
         """What there is of each key. Held pages are leased to the holder for that long."""
-        pages = self.pages
         if lease_s > 0:
-            self.lease(filter(None, map(pages.get, keys)), holder, lease_s)
-        if not self._declared:
-            return [Presence.HELD if key in pages else Presence.ABSENT for key in keys]
-        return [Presence.HELD if key in pages else self._unheld(key) for key in keys]
+            self.lease(filter(None, map(self.pages.get, keys)), holder, lease_s)
+        parts = self.pages.parts  # not its methods: a call for each key would take half of the time
+        if not self.declared:
+            return [Presence.HELD if key in parts[key[0]] else Presence.ABSENT for key in keys]
+        return [Presence.HELD if key in parts[key[0]] else self._unheld(key) for key in keys]
 
     def _unheld(self, key: bytes) -> Presence:
-        declared = self._declared.get(key)
+        declared = self.declared.get(key)
         now = self._clock()
         if declared is not None and any(until > now for until in declared.until.values()):
             return Presence.COMING
         return Presence.ABSENT
-
-    def keys(self, series: bytes) -> list[bytes]:
-        """The held keys of a series."""
-        return [key for key, entry in self.pages.items() if entry.series == series]
 
     def usage(self) -> Usage:
         """Pages, and what they take of the budget."""
@@ -144,25 +153,16 @@ class Index:
             num_waiting=sum(size.eviction.num_waiting for size in self.slots.sizes.values()),
         )
 
-    def snapshot(self) -> list[PageEvent]:
-        """The first events of a new listener."""
-        self._tell_evicted()
-        now = self._clock()
-        held: dict[bytes, list[bytes]] = defaultdict(list)
-        for key, entry in self.pages.items():
-            held[entry.series].append(key)
-        declared = [
-            (each.series, [key], _for_s(max(each.until.values()) - now))
-            for key, each in self._declared.items()
-        ]
-        return self._log.snapshot(held, declared)
+    def log_now(self) -> PageEventLog:
+        """The log of events as it is now, for a snapshot."""
+        return copy.copy(self._log)
 
     # -- use -----------------------------------------------------------------------------------
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Pages were used, as far as they are there. Of keys in the order of a prompt the last goes first."""
+        """Pages were used, in this order, as far as they are there."""
         now = next(self._uses)
-        for key in reversed([*keys]):
+        for key in keys:
             entry = self.pages.get(key)
             if entry is not None:
                 chunk = entry.chunk
@@ -170,10 +170,10 @@ class Index:
                 chunk.size.eviction.use(key)
 
     def expect_reader(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """Another end than the holder is going to read these pages, also those that have still to come. Of
-        keys in the order of a prompt the last goes first."""
+        """Another end than the holder is going to read these pages, also those that have still to come. The
+        first one goes first."""
         now = next(self._uses)
-        for key in reversed([*keys]):
+        for key in keys:
             entry = self.pages.get(key)
             if entry is not None:
                 entry.expected_by = holder
@@ -186,20 +186,20 @@ class Index:
             self._expected.popitem(last=False)
 
     def read(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """An end has read these pages, as far as they are there. That is a use, except that of an end that
-        was expected."""
+        """An end has read these pages, in this order, as far as they are there. That is a use, except that of
+        an end that was expected."""
         used = []
-        for key in reversed([*keys]):
+        for key in keys:
             entry = self.pages.get(key)
             if entry is not None and entry.expected_by not in (None, holder):
                 entry.chunk.size.eviction.read(key)
             else:
                 used.append(key)
-        self.use(reversed(used))
+        self.use(used)
 
     def refresh(self, keys: Iterable[bytes]) -> None:
-        """Pages of one prompt have come, in its order: now that all are there, the last goes first."""
-        for key in reversed([*keys]):
+        """Pages of one put have come: now that all are there, they go in this order."""
+        for key in keys:
             entry = self.pages.get(key)
             if entry is not None:
                 entry.chunk.size.eviction.refresh(key)
@@ -249,20 +249,23 @@ class Index:
         if not entry.readers and not entry.is_leased(self._clock()):
             entry.chunk.size.eviction.restore(entry.key)
 
-    def forget_holder(self, holder: Holder) -> None:
-        """An end is gone: what it leased and declared ends."""
-        for entry in self._leased.pop(holder, ()):
+    def forget_holder(self, holder: Holder, most: int) -> bool:
+        """An end is gone: end so many of its leases, and so many of its declarations. Returns whether it has
+        more."""
+        leased, declared = self._leased.get(holder, {}), self._declared_by.get(holder, {})
+        for _ in range(min(most, len(leased))):
+            entry, _ = leased.popitem()
             self._end_lease(entry, holder)
-        self._undeclare(
-            [key for key, each in self._declared.items() if holder in each.until],
-            holder,
-            PageEvent.Removal.WITHDRAWN,
-        )
+        if not leased:
+            self._leased.pop(holder, None)
+        self._undeclare([*itertools.islice(declared, most)], holder, PageEvent.Removal.WITHDRAWN)
+        return holder in self._leased or holder in self._declared_by
 
     # -- pages come ----------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> Slot | PutReason:
-        """A slot for a page and its header, for which other pages may go; or why there is none.
+    def reserve(self, nbytes: int) -> Slot | PutReason | None:
+        """A slot for a page and its header, for which other pages may go; or why there is none. ``None``: not
+        yet; call again.
 
         Raises:
             CapacityError: the system has not the memory that the budget allows.
@@ -271,89 +274,120 @@ class Index:
         if size is None:
             return PutReason.TOO_LARGE
         slot = self.slots.take(size)
-        while slot is None:
+        if slot is None:
             if not self._make_room(size):
                 return PutReason.NO_ROOM
             slot = self.slots.take(size)
         return slot
 
     def _make_room(self, size: SizeClass) -> bool:
-        """Evict a page of this size, or the pages of other sizes in a whole chunk. Returns whether one
-        went."""
-        self._restore_expired()
+        """Evict a page of this size, or pages of other sizes that lie in a whole chunk. Looks at some pages,
+        and returns whether a slot is free or there are more to look at."""
         now = self._clock()
+        if self.free_cleared(1):  # before all others: only pages that are held are evicted
+            return True
+        if self._drain(size, now):
+            return True
+        more_expire = self._restore_expired(now)
         rebalance = len(self.slots.sizes) > 1 and size.num_evictions % REBALANCE_AFTER == 0
         if rebalance and self._take_chunk(size, now, only_colder=bool(size.chunks)):
             size.num_evictions += 1
             return True
-        if self._evict_one(size, now, size.eviction.victim):
+        if self._evict_one(size, now):
             return True
         # Only now: a page of another size that is used less does not help, a whole chunk of them does.
-        if self._take_chunk(size, now, only_colder=False):
+        if self._take_chunk(size, now):
             return True
-        if self._evict_one(size, now, size.eviction.longest_waiting):
-            self.num_unread += 1
+        if self._evict_one(size, now, waiting=True):
             return True
-        return self._take_chunk(size, now, only_colder=False, also_waiting=True)
+        return more_expire or self._take_chunk(size, now, also_waiting=True)
 
-    def _evict_one(
-        self, size: SizeClass, now: float, victim: Callable[[Callable[[bytes], bool]], bytes | None]
-    ) -> bool:
+    def _evict_one(self, size: SizeClass, now: float, *, waiting: bool = False) -> bool:
+        """Evict a page of this size; ``waiting``: one that waits for readers. Returns whether one went, or
+        others may go."""
+
         def may_go(key: bytes) -> bool:
-            entry = self.pages[key]
+            entry = self.pages.get(key)
+            assert entry is not None
             if entry.is_leased(now):
-                assert entry.leases is not None
-                item = (max(entry.leases.values()), next(self._numbers), entry)
-                heapq.heappush(self._aside, item)
+                self._set_aside(entry)
                 return False
             return not entry.readers
 
-        key = victim(may_go)
+        order = size.eviction
+        key = order.longest_waiting(may_go) if waiting else order.victim(may_go)
         if key is None:
-            return False
+            return order.num_in_line(waiting=waiting) > 0
+        entry = self.pages.get(key)
+        assert entry is not None
         size.num_evictions += 1
-        self._drop(self.pages[key], PageEvent.Removal.EVICTED, forget=False)
+        self.num_unread += waiting
+        self._drop(entry, PageEvent.Removal.EVICTED, forget=False)
         return True
 
-    def _restore_expired(self) -> None:
-        now = self._clock()
-        while self._aside and self._aside[0][0] <= now:
+    def _set_aside(self, entry: Entry) -> None:
+        assert entry.leases is not None
+        heapq.heappush(self._aside, (max(entry.leases.values()), next(self._numbers), entry))
+
+    def _restore_expired(self, now: float) -> bool:
+        """Pages whose leases have expired may go again. Returns whether there may be more of them."""
+        for _ in range(MOST_LOOKED_AT):
+            if not self._aside or self._aside[0][0] > now:
+                return False
             _, _, entry = heapq.heappop(self._aside)
             if self.pages.get(entry.key) is not entry or entry.readers:
                 continue
             if entry.is_leased(now):
-                assert entry.leases is not None
-                item = (max(entry.leases.values()), next(self._numbers), entry)
-                heapq.heappush(self._aside, item)
+                self._set_aside(entry)
             else:
                 entry.chunk.size.eviction.restore(entry.key)
+        return True
+
+    def _may_go(self, entry: Entry, now: float, also_waiting: bool) -> bool:
+        if entry.readers or entry.is_leased(now):
+            return False
+        return also_waiting or not entry.chunk.size.eviction.is_waiting(entry.key)
 
     def _take_chunk(
-        self, size: SizeClass, now: float, *, only_colder: bool, also_waiting: bool = False
+        self, size: SizeClass, now: float, *, only_colder: bool = False, also_waiting: bool = False
     ) -> bool:
-        """Evict the pages of other sizes that make a chunk for this one. ``only_colder``: if their latest use
-        is longer ago than that of each chunk of this size. ``also_waiting``: though readers are expected."""
-
-        def waits(entry: Entry) -> bool:
-            return entry.chunk.size.eviction.is_waiting(entry.key)
+        """Begin to evict the pages of other sizes that make a chunk for this one. ``only_colder``: if their
+        latest use is longer ago than that of each chunk of this size. ``also_waiting``: though readers are
+        expected."""
 
         def may_go(chunk: Chunk) -> bool:
-            free = all(not entry.readers and not entry.is_leased(now) for entry in chunk.pages.values())
-            if not free or len(chunk.pages) != chunk.taken:
-                return False
-            return also_waiting or not any(map(waits, chunk.pages.values()))
+            return len(chunk.pages) == chunk.taken and all(
+                self._may_go(entry, now, also_waiting) for entry in chunk.pages.values()
+            )
 
-        found = self.slots.coldest(size, may_go)
+        before = min((chunk.last_use for chunk in size.chunks), default=math.inf) if only_colder else math.inf
+        found = self.slots.coldest(size, before, may_go)
         if found is None:
             return False
-        coldest = min((chunk.last_use for chunk in size.chunks), default=math.inf)
-        if only_colder and max(chunk.last_use for chunk in found) >= coldest:
-            return False
+        size.to_drain, size.drains_waiting = found, also_waiting
         for chunk in found:
-            for entry in list(chunk.pages.values()):
-                self.num_unread += waits(entry)
-                self._drop(entry, PageEvent.Removal.EVICTED)
-        return True
+            self.slots.hold_back(chunk)
+        return self._drain(size, now)
+
+    def _drain(self, size: SizeClass, now: float) -> bool:
+        """Evict some pages in the chunks that are to serve this size. If one of them may not go any more, the
+        chunks stay with their sizes. Returns whether there were such chunks."""
+        while size.to_drain:
+            chunk = size.to_drain[-1]
+            if not chunk.taken:
+                size.to_drain.pop()
+                continue
+            some = [*itertools.islice(chunk.pages.values(), MOST_LOOKED_AT)]
+            if some and all(self._may_go(entry, now, size.drains_waiting) for entry in some):
+                for entry in some:
+                    self.num_unread += chunk.size.eviction.is_waiting(entry.key)
+                    self._drop(entry, PageEvent.Removal.EVICTED)
+            else:
+                for each in size.to_drain:
+                    self.slots.hand_out(each)
+                size.to_drain = []
+            return True
+        return False
 
     def publish(
         self,
@@ -371,12 +405,13 @@ class Index:
             return None
         entry = Entry(key, series, slot, payload_bytes, header_bytes, generation)
         chunk = slot.chunk
-        self.pages[key] = entry
+        self.pages.add(key, entry)
         chunk.pages[slot.offset] = entry
         chunk.last_use = next(self._uses)
         entry.expected_by, num_readers = self._expected.pop(key, (None, 0))
         chunk.size.eviction.add(key, num_readers)
-        self._declared.pop(key, None)
+        if (declared := self.declared.get(key)) is not None:
+            self._end_declaration(key, declared, None)
         return entry
 
     def tell_stored(self, series: bytes, keys: Sequence[bytes]) -> None:
@@ -388,12 +423,18 @@ class Index:
     # -- pages go ------------------------------------------------------------------------------
 
     def _drop(self, entry: Entry, reason: PageEvent.Removal, *, forget: bool = True) -> None:
-        """A page is gone. ``forget``: also from the order of eviction."""
-        del self.pages[entry.key]
+        """A page is gone, or has been since the store was cleared. ``forget``: also from the order of
+        eviction."""
+        is_held = self.pages.get(entry.key) is entry
+        if is_held:
+            self.pages.pop(entry.key)
+            if forget:
+                entry.chunk.size.eviction.discard(entry.key)
+            if reason is PageEvent.Removal.EVICTED:
+                self.num_evicted += 1
+                self._evicted[entry.series].append(entry.key)
         del entry.chunk.pages[entry.offset]
         self._clear_generation(entry.word)
-        if forget:
-            entry.chunk.size.eviction.discard(entry.key)
         for holder in entry.leases or ():
             leased = self._leased[holder]
             leased.pop(entry, None)
@@ -404,9 +445,6 @@ class Index:
             entry.is_gone = True
         else:
             self.slots.free(entry)
-        if reason is PageEvent.Removal.EVICTED:
-            self.num_evicted += 1
-            self._evicted[entry.series].append(entry.key)
 
     def _tell_evicted(self) -> None:
         if self._evicted:
@@ -445,18 +483,35 @@ class Index:
         for series, keys in gone.items():
             self.events.append(self._log.removed(series, keys, reason))
 
-    def clear(self) -> None:
-        """Forget all pages, declared ones too."""
-        for entry in list(self.pages.values()):
-            self._drop(entry, PageEvent.Removal.REMOVED)
-        for size in self.slots.sizes.values():
-            size.eviction.clear()
-        self._aside.clear()
-        self._declared.clear()
-        self._expected.clear()
-        self._due.clear()
+    def clear(self) -> object:
+        """Forget all pages, declared ones too. They are in their slots until :meth:`free_cleared` has freed
+        these.
+
+        Returns what the store has known of them: the caller drops it without the lock, since that takes long.
+        """
+        self._cleared += self.pages.parts
+        orders = [(size, size.eviction) for size in self.slots.sizes.values()]
+        known = orders, self.declared, self._declared_by, self._due, self._aside, self._expected
+        self.pages, self.declared = KeyTable(), KeyTable()
+        self._declared_by, self._due, self._aside, self._expected = defaultdict(dict), [], [], OrderedDict()
+        for size, _ in orders:
+            size.new_eviction()
         self._tell_evicted()
         self.events.append(self._log.cleared())
+        return known
+
+    def free_cleared(self, most: int) -> bool:
+        """Free the slots of so many pages that were cleared. Returns whether there were any."""
+        left = most
+        while self._cleared and left:
+            part = self._cleared[-1]
+            if not part:
+                self._cleared.pop()
+                continue
+            left -= 1
+            _, entry = part.popitem()
+            self._drop(entry, PageEvent.Removal.REMOVED)
+        return left < most
 
     # -- declared pages ------------------------------------------------------------------------
 
@@ -464,16 +519,20 @@ class Index:
         """Pages are going to be put within ``for_s`` seconds; ``None``: at some time."""
         until = math.inf if for_s is None else self._clock() + for_s
         new = [key for key in dict.fromkeys(keys) if key not in self.pages]
+        if not new:
+            return
+        by_holder = self._declared_by[holder]
         for key in new:
-            declared = self._declared.get(key)
+            declared = self.declared.get(key)
             if declared is None:
-                declared = self._declared[key] = _Declared(series)
+                declared = Declared(series)
+                self.declared.add(key, declared)
             declared.until[holder] = max(until, declared.until.get(holder, 0.0))
-            if until != math.inf:
-                heapq.heappush(self._due, (until, next(self._numbers), key, holder))
-        if new:
-            self._tell_evicted()
-            self.events.append(self._log.declared(series, new, _for_s(until - self._clock())))
+            by_holder[key] = None
+        if until != math.inf:
+            heapq.heappush(self._due, (until, next(self._numbers), new, holder))
+        self._tell_evicted()
+        self.events.append(self._log.declared(series, new, seconds_left(until - self._clock())))
 
     def withdraw(self, keys: Iterable[bytes], holder: Holder) -> None:
         """Declared pages are not put after all: one reader less waits for each."""
@@ -485,29 +544,42 @@ class Index:
         self._undeclare(keys, holder, PageEvent.Removal.WITHDRAWN)
 
     def expire(self) -> float | None:
-        """End what was declared and did not come in time. Returns when to call again; ``None``: never."""
+        """End pages that were declared in one call and did not come in time. Returns when to call again;
+        ``None``: never."""
         now = self._clock()
-        while self._due and self._due[0][0] <= now:
-            _, _, key, holder = heapq.heappop(self._due)
-            declared = self._declared.get(key)
-            if declared is not None and declared.until.get(holder, math.inf) <= now:
-                self._undeclare([key], holder, PageEvent.Removal.EXPIRED)
+        if self._due and self._due[0][0] <= now:
+            _, _, keys, holder = heapq.heappop(self._due)
+            late = [
+                key
+                for key in keys
+                if (each := self.declared.get(key)) is not None and each.until.get(holder, math.inf) <= now
+            ]
+            self._undeclare(late, holder, PageEvent.Removal.EXPIRED)
         return self._due[0][0] if self._due else None
 
     def _undeclare(self, keys: Iterable[bytes], holder: Holder, reason: PageEvent.Removal) -> None:
         """Pages are not expected from that end any more; ``None``: from any."""
         gone: dict[bytes, list[bytes]] = defaultdict(list)
         for key in keys:
-            declared = self._declared.get(key)
+            declared = self.declared.get(key)
             if declared is None:
                 continue
-            if holder is not None:
-                declared.until.pop(holder, None)
-            if holder is None or not declared.until:
-                del self._declared[key]
+            self._end_declaration(key, declared, holder)
+            if not declared.until:
                 gone[declared.series].append(key)
         self._tell_removed(gone, reason)
 
+    def _end_declaration(self, key: bytes, declared: Declared, holder: Holder) -> None:
+        for each in [*declared.until] if holder is None else [holder]:
+            if declared.until.pop(each, None) is not None:
+                by_holder = self._declared_by[each]
+                del by_holder[key]
+                if not by_holder:
+                    del self._declared_by[each]
+        if not declared.until:
+            self.declared.pop(key)
 
-def _for_s(seconds: float) -> float:
+
+def seconds_left(seconds: float) -> float:
+    """The time that a listener is told."""
     return min(max(0.0, seconds), FOR_EVER_S)

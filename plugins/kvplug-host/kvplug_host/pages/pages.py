@@ -1,15 +1,21 @@
-"""The pages of a store: memory and index under one lock, for threads of this process and for its peers."""
+"""The pages of a store: memory and index under one lock, for threads of this process and for its peers.
+
+The lock is held for a moment at a time, however many pages the store holds and a call names: work for many
+pages is done in slices. In between, other threads see the store with a part of it done. That is right, since
+calls for several pages promise something for each page, and nothing for all at once; what must be true of all
+pages at one moment (a snapshot, or that no page is held after ``remove(None)``) is made so by other means."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvplug import CapacityError, ResourceExhaustedError
 from kvplug.transport import (
@@ -18,6 +24,8 @@ from kvplug.transport import (
     MissReason,
     PageEvent,
     PageFormat,
+    PageMemory,
+    Presence,
     PutReason,
     Usage,
     close_after_fork,
@@ -26,12 +34,37 @@ from kvplug_host.arena.segments import Segments
 from kvplug_host.arena.slots import Slot, SlotTable
 from kvplug_host.jobs.put import Put
 from kvplug_host.pages.index import Entry, Holder, Index
+from kvplug_host.pages.key_table import KeyTable
 from kvplug_host.pages.slot_buffers import SlotBuffers
+from kvplug_host.pages.snapshot import Snapshot
 from kvplug_host.pages.subscribers import Subscribers
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 _WARN_EVERY_S: Final = 60.0
+SLICE: Final = 64
+"""Pages for which the lock is held at a time. A page takes between a half and six microseconds."""
+LOOKUP_SLICE: Final = 1024
+"""The same of lookups, which take less than a tenth of one."""
+
+
+def give_way() -> None:
+    """Let a thread go on that waits for the lock, which was released.
+
+    Without it, the thread that has released the lock has it again before the other one has woken up: that one
+    needs the interpreter's lock, too.
+    """
+    time.sleep(0)
+
+
+def slices(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Parts of the items. Other threads get their turn in between."""
+    for begin in range(0, len(items), most):
+        if begin:
+            give_way()
+        yield items[begin : begin + most]
 
 
 class Pages:
@@ -64,9 +97,9 @@ class Pages:
     @contextlib.contextmanager
     def changing(self) -> Iterator[Index]:
         """The index, with the lock; then the listeners get the events."""
+        self._reclaim()
         try:
             with self.lock:
-                self._reclaim()
                 try:
                     yield self.index
                 finally:
@@ -75,43 +108,121 @@ class Pages:
             self._subscribers.hand_out()
 
     def _reclaim(self) -> None:
-        """With the lock: the slots of memory that was dropped are free."""
+        """The slots of memory that was dropped are free."""
         while self._abandoned:
-            for slot in self._abandoned.popleft():
-                if slot is not None:
-                    self._slots.free(slot)
+            with contextlib.suppress(IndexError):  # another thread does it
+                self.give_back([slot for slot in self._abandoned.popleft() if slot is not None])
 
     def usage(self) -> Usage:
         """Pages, and what they take of the budget."""
+        self._reclaim()
         with self.lock:
-            self._reclaim()
             return self.index.usage()
 
     def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
         """A snapshot, then every event. Returns what ends it."""
+        snapshot = Snapshot(time.monotonic)
         with self.changing() as index:
             self._subscribers.queue(index.take_events())  # they come before the snapshot
-            return self._subscribers.add(listener, index.snapshot())
+            subscription = self._subscribers.add(listener)
+        for held in self._copies(lambda index: index.pages):
+            snapshot.add_held((key, entry.series) for key, entry in held.items())
+        for declared in self._copies(lambda index: index.declared):
+            snapshot.add_declared(
+                (key, each.series, max(each.until.values(), default=0.0)) for key, each in declared.items()
+            )
+        with self.changing() as index:
+            self._subscribers.queue(index.take_events())
+            snapshot.end(index.log_now())
+            self._subscribers.begin(subscription, snapshot)
+        return lambda: self._subscribers.end_one(subscription)
+
+    def _copies(self, table_of: Callable[[Index], KeyTable[T]]) -> Iterator[dict[bytes, T]]:
+        """What a table has, in parts of different moments."""
+        number = 0
+        while KeyTable.has_more(number):
+            with self.lock:
+                found, number = table_of(self.index).copy_from(number, 4 * SLICE)
+            yield found
+            give_way()
+
+    def keys(self, series: bytes) -> list[bytes]:
+        """The held keys of a series."""
+        return [
+            key
+            for held in self._copies(lambda index: index.pages)
+            for key, entry in held.items()
+            if entry.series == series
+        ]
 
     # -- reading -------------------------------------------------------------------------------
 
+    def lookup(self, keys: Sequence[bytes], holder: Holder, lease_s: float = 0.0) -> list[Presence]:
+        """What there is of each key. Held pages are leased to the holder for that long."""
+        found: list[Presence] = []
+        for part in slices(keys, SLICE if lease_s > 0 else LOOKUP_SLICE):
+            with self.lock:
+                found += self.index.lookup(part, holder, lease_s)
+        return found
+
+    def lease(self, keys: Sequence[bytes], holder: Holder, lease_s: float) -> list[Entry | None]:
+        """The pages, leased to the holder for that long; 0: not leased."""
+        found: list[Entry | None] = []
+        for part in slices(keys, SLICE):
+            with self.lock:
+                entries = [self.index.pages.get(key) for key in part]
+                if lease_s > 0:
+                    self.index.lease(filter(None, entries), holder, lease_s)
+            found += entries
+        return found
+
+    def release(self, keys: Sequence[bytes], holder: Holder) -> None:
+        """The holder's leases on the pages end."""
+        for part in slices(keys, SLICE):
+            with self.lock:
+                self.index.release(part, holder)
+
     def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """The pages, whose slots are not used again until :meth:`unpin`."""
-        with self.lock:
-            entries = [self.index.pages.get(key) for key in keys]
-            for entry in entries:
-                if entry is not None:
+        found: list[Entry | None] = []
+        for part in slices(keys, SLICE):
+            with self.lock:
+                entries = [self.index.pages.get(key) for key in part]
+                for entry in filter(None, entries):
                     self.index.pin(entry)
-            return entries
+            found += entries
+        return found
 
     def unpin(self, entries: Sequence[Entry | None], reader: Holder, *, were_used: bool = True) -> None:
-        """The pages are not read any more by that end. ``were_used``: it has got them, and uses them."""
-        with self.lock:
-            there = [entry for entry in entries if entry is not None]
-            for entry in there:
-                self.index.unpin(entry)
-            if were_used:
-                self.index.read([entry.key for entry in there if not entry.is_gone], reader)
+        """The pages, in the order of a prompt, are not read any more by that end. ``were_used``: it has got
+        them, and uses them; the last goes first."""
+        for part in slices(entries[::-1], SLICE):
+            with self.lock:
+                there = [entry for entry in part if entry is not None]
+                for entry in there:
+                    self.index.unpin(entry)
+                if were_used:
+                    self.index.read([entry.key for entry in there if not entry.is_gone], reader)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Pages were used, as far as they are there. Of keys in the order of a prompt the last goes first."""
+        for part in slices(keys[::-1], SLICE):
+            with self.lock:
+                self.index.use(part)
+
+    def read(self, keys: Sequence[bytes], reader: Holder) -> None:
+        """An end has read pages, as far as they are there. Of keys in the order of a prompt the last goes
+        first."""
+        for part in slices(keys[::-1], SLICE):
+            with self.lock:
+                self.index.read(part, reader)
+
+    def expect_reader(self, keys: Sequence[bytes], holder: Holder) -> None:
+        """Another end than the holder is going to read these pages, also those that have still to come. Of
+        keys in the order of a prompt the last goes first."""
+        for part in slices(keys[::-1], SLICE):
+            with self.lock:
+                self.index.expect_reader(part, holder)
 
     def discard(self, entry: Entry | None, reason: MissReason) -> None:
         """A page was found to be wrong: it makes room for a right one."""
@@ -135,31 +246,42 @@ class Pages:
         pages, memory = put.pages, put.pages.memory
         slots: dict[int, Slot] = {}
         results: list[tuple[int, PutReason | None]] = []
-        with self.changing() as index:
-            if put.is_over or self.is_closed:
-                raise JobTask.OverError
-            held = []
-            for at, nbytes in sizes.items():
-                key = pages.keys[at]
-                if put.is_forgotten(key):
-                    results.append((at, PutReason.CANCELLED))
-                elif key in index.pages:
-                    held.append(key)
-                    results.append((at, None))
-                elif nbytes > most_bytes:
-                    results.append((at, PutReason.NO_ROOM))
-                else:
-                    own = memory.take(at, nbytes) if isinstance(memory, SlotBuffers) else None
-                    found = own or self._new_slot(index, nbytes)
-                    if isinstance(found, PutReason):
-                        results.append((at, found))
+        left, is_over = deque(sizes.items()), False
+        while left:
+            with self.changing() as index:
+                if is_over := put.is_over or self.is_closed:
+                    break
+                held = []
+                for at, nbytes in [*itertools.islice(left, SLICE)]:
+                    key, result = pages.keys[at], None
+                    if put.is_forgotten(key):
+                        result = PutReason.CANCELLED
+                    elif key in index.pages:
+                        held.append(key)
+                    elif nbytes > most_bytes:
+                        result = PutReason.NO_ROOM
                     else:
-                        slots[at] = found
-                        most_bytes -= nbytes
-            index.use(held)
+                        own = memory.take(at, nbytes) if isinstance(memory, SlotBuffers) else None
+                        found = own or self._new_slot(index, nbytes)
+                        if found is None:
+                            break
+                        if isinstance(found, Slot):
+                            slots[at] = found
+                            most_bytes -= nbytes
+                        else:
+                            result = found
+                    if at not in slots:
+                        results.append((at, result))
+                    left.popleft()
+                index.use(held[::-1])
+            give_way()
+        if is_over:
+            self.give_back(slots.values())
+            raise JobTask.OverError
         return slots, results
 
-    def _new_slot(self, index: Index, nbytes: int) -> Slot | PutReason:
+    def _new_slot(self, index: Index, nbytes: int) -> Slot | PutReason | None:
+        """As :meth:`Index.reserve`. After ``None`` others get their turn before it is called again."""
         try:
             slot = index.reserve(nbytes)
             self._warn_of_unread(index)
@@ -184,9 +306,10 @@ class Pages:
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Slots are free that hold no page."""
-        with self.lock:
-            for slot in slots:
-                self._slots.free(slot)
+        for part in slices([*slots], SLICE):
+            with self.lock:
+                for slot in part:
+                    self._slots.free(slot)
 
     def publish(
         self,
@@ -197,59 +320,80 @@ class Pages:
     ) -> None:
         """The pages are in their slots, whole, and their headers behind them: they are held from now on.
 
-        ``results``: of other pages of the put, which are noted with them.
+        ``results``: of other pages of the put, which are noted, too.
         """
-        pages, noted, stored = put.pages, [*results], []
-        with self.changing() as index:
-            for at, slot in slots.items():
-                key = pages.keys[at]
-                if put.is_forgotten(key) or self.is_closed:
-                    self._slots.free(slot)
-                    noted.append((at, PutReason.CANCELLED))
-                    continue
-                generation = self.segments.next_generation()
-                entry = index.publish(
-                    key,
-                    pages.series.id,
-                    slot,
-                    payload_bytes=pages.series.format.nbytes,
-                    header_bytes=header_bytes[at],
-                    generation=generation,
-                )
-                if entry is not None:
-                    self.segments.set_generation(slot.word, generation)
-                    stored.append(key)
-                noted.append((at, None))
-            index.tell_stored(pages.series.id, stored)
-            put.note_all(noted)
+        pages = put.pages
+        put.note_all([*results])
+        for part in slices([*slots.items()], SLICE):
+            noted: list[tuple[int, PutReason | None]] = []
+            stored = []
+            with self.changing() as index:
+                for at, slot in part:
+                    key = pages.keys[at]
+                    if put.is_forgotten(key) or self.is_closed:
+                        self._slots.free(slot)
+                        noted.append((at, PutReason.CANCELLED))
+                        continue
+                    generation = self.segments.next_generation()
+                    entry = index.publish(
+                        key,
+                        pages.series.id,
+                        slot,
+                        payload_bytes=pages.series.format.nbytes,
+                        header_bytes=header_bytes[at],
+                        generation=generation,
+                    )
+                    if entry is not None:
+                        self.segments.set_generation(slot.word, generation)
+                        stored.append(key)
+                    noted.append((at, None))
+                index.tell_stored(pages.series.id, stored)
+                put.note_all(noted)
 
     def settled(self, put: Put) -> None:
         """Nothing of a put is copied any more: slots of its memory that it did not need are free."""
-        with self.lock:
-            memory = put.pages.memory
-            if isinstance(memory, SlotBuffers):
-                self.give_back(memory.take_all())
-            self.index.refresh(put.pages.keys)
+        self.free(put.pages.memory)
+        for part in slices(put.pages.keys[::-1], SLICE):
+            with self.lock:
+                self.index.refresh(part)
 
     def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
         """Slots for pages that the caller fills; ``None``: there is no room."""
         slots: list[Slot] = []
-        with self.changing() as index:
-            while len(slots) < count:
-                found = self._new_slot(index, form.nbytes + header_bytes)
-                if isinstance(found, PutReason):
-                    self.give_back(slots)
-                    return None
-                slots.append(found)
+        while len(slots) < count:
+            with self.changing() as index:
+                for _ in range(min(SLICE, count - len(slots))):
+                    found = self._new_slot(index, form.nbytes + header_bytes)
+                    if not isinstance(found, Slot):
+                        break
+                    slots.append(found)
+            if isinstance(found, PutReason):
+                self.give_back(slots)
+                return None
+            give_way()
         return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
+
+    def free(self, memory: PageMemory) -> None:
+        """Memory of :meth:`allocate` is free that holds no page."""
+        if isinstance(memory, SlotBuffers):
+            with self.lock:
+                slots = memory.take_all()
+            self.give_back(slots)
 
     # -- what is expected, and what goes -------------------------------------------------------
 
     def declare(self, holder: Holder, series: bytes, keys: Sequence[bytes], for_s: float | None) -> None:
         """An end is going to put these pages within ``for_s`` seconds."""
-        with self.changing() as index:
-            index.declare(series, keys, holder, for_s)
+        for part in slices(keys, SLICE):
+            with self.changing() as index:
+                index.declare(series, part, holder, for_s)
         self._expire()
+
+    def withdraw(self, keys: Sequence[bytes], holder: Holder) -> None:
+        """An end does not put declared pages after all."""
+        for part in slices(keys, SLICE):
+            with self.changing() as index:
+                index.withdraw(part, holder)
 
     def _expire(self) -> None:
         """End declared pages whose time is over, and have this called again when the next one's is."""
@@ -265,21 +409,37 @@ class Pages:
                 _log.warning("the store needs another thread: %s", e)
 
     def remove(self, keys: Sequence[bytes] | None) -> None:
-        """Forget pages, also those that are declared or being put; ``None``: all."""
-        with self.changing() as index:
-            for task in self.jobs.tasks():
-                if isinstance(task, Put):
-                    task.forget(keys)
-            if keys is None:
-                index.clear()
-            else:
-                index.remove(keys)
+        """Forget pages, also those that are declared or being put; ``None``: all that there are now."""
+        if keys is None:
+            with self.changing() as index:
+                self._forget_in_puts(None)
+                known = index.clear()
+            del known  # without the lock
+            left = True
+            while left:
+                with self.lock:
+                    left = self.index.free_cleared(SLICE)
+                give_way()
+            return
+        for part in slices(keys, SLICE):
+            with self.changing() as index:
+                self._forget_in_puts(part)
+                index.remove(part)
+
+    def _forget_in_puts(self, keys: Sequence[bytes] | None) -> None:
+        for task in self.jobs.tasks():
+            if isinstance(task, Put):
+                task.forget(keys)
 
     def forget_holders(self, holders: Iterable[Holder]) -> None:
         """Ends are gone: what they leased and declared ends."""
-        with self.changing() as index:
-            for holder in holders:
-                index.forget_holder(holder)
+        for holder in holders:
+            left = True
+            while left:
+                with self.changing() as index:
+                    left = index.forget_holder(holder, SLICE)
+                if left:
+                    give_way()
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -11,17 +11,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvplug.transport import PageEvent
+from kvplug_host.pages.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
 
 Listener = Callable[[PageEvent], None]
 
 
-class _Subscription:
-    __slots__ = ("is_over", "listener")
+class Subscription:
+    """A listener. Until its snapshot is complete, it collects the events that follow the snapshot's first
+    copy."""
+
+    __slots__ = ("early", "is_over", "listener")
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
+        self.early: list[PageEvent] | None = []
+        """Events that have come before the snapshot; ``None``: it has come."""
         self.is_over = False
 
 
@@ -29,21 +35,25 @@ class Subscribers:
     """The listeners of one store."""
 
     def __init__(self) -> None:
-        self._all: tuple[_Subscription, ...] = ()
-        self._queue: deque[tuple[Sequence[_Subscription], Sequence[PageEvent]]] = deque()
+        self._all: tuple[Subscription, ...] = ()
+        self._queue: deque[tuple[Sequence[Subscription], Sequence[PageEvent] | Snapshot]] = deque()
         self._handing_out = threading.Lock()
 
-    def add(self, listener: Listener, first: Sequence[PageEvent]) -> Callable[[], None]:
-        """With the store's lock. ``first``: the snapshot. Returns what ends it; call :meth:`hand_out`."""
-        subscription = _Subscription(listener)
+    def add(self, listener: Listener) -> Subscription:
+        """With the store's lock, before the first copy of the snapshot."""
+        subscription = Subscription(listener)
         self._all = (*self._all, subscription)
-        self._queue.append(((subscription,), first))
+        return subscription
 
-        def end() -> None:
-            subscription.is_over = True
-            self._all = tuple(each for each in self._all if each is not subscription)
+    def begin(self, subscription: Subscription, snapshot: Snapshot) -> None:
+        """With the store's lock, when all events until the end of the snapshot are queued: the listener gets
+        the snapshot, and every event after it."""
+        self._queue.append(((subscription,), snapshot))
 
-        return end
+    def end_one(self, subscription: Subscription) -> None:
+        """A listener is not called any more."""
+        subscription.is_over = True
+        self._all = tuple(each for each in self._all if each is not subscription)
 
     def queue(self, events: Sequence[PageEvent]) -> None:
         """With the store's lock: these happened."""
@@ -56,6 +66,10 @@ class Subscribers:
             try:
                 while self._queue:
                     subscriptions, events = self._queue.popleft()
+                    if isinstance(events, Snapshot):
+                        (subscription,) = subscriptions
+                        early, subscription.early = subscription.early, None
+                        events = events.events(early or ())
                     for event in events:
                         for each in subscriptions:
                             self._call(each, event)
@@ -63,8 +77,11 @@ class Subscribers:
                 self._handing_out.release()
 
     @staticmethod
-    def _call(subscription: _Subscription, event: PageEvent) -> None:
+    def _call(subscription: Subscription, event: PageEvent) -> None:
         if subscription.is_over:
+            return
+        if subscription.early is not None:
+            subscription.early.append(event)
             return
         try:
             subscription.listener(event)

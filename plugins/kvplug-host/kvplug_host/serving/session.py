@@ -174,14 +174,12 @@ class Session:
     # -- questions, and notes ------------------------------------------------------------------
 
     def _lookup(self, request: protocol.Lookup) -> None:
-        with self._pages.changing() as index:
-            found = index.lookup(request.each, self, request.lease_s)
+        found = self._pages.lookup(request.each, self, request.lease_s)
         codes = protocol.codes_of(protocol.PRESENCES, found)
         self._answer(protocol.Results(id=request.id, codes=codes, usage=self._usage()))
 
     def _list(self, request: protocol.List) -> None:
-        with self._pages.changing() as index:
-            keys = index.keys(request.series)
+        keys = self._pages.keys(request.series)
         for at in range(0, max(1, len(keys)), protocol.MAX_LISTED):
             end = at + protocol.MAX_LISTED
             self._answer(protocol.Listed(id=request.id, keys=b"".join(keys[at:end]), more=end < len(keys)))
@@ -194,20 +192,16 @@ class Session:
         self._pages.declare(self, request.series, request.each, request.for_s)
 
     def _withdraw(self, request: protocol.Withdraw) -> None:
-        with self._pages.changing() as index:
-            index.withdraw(request.each, self)
+        self._pages.withdraw(request.each, self)
 
     def _release(self, request: protocol.Release) -> None:
-        with self._pages.changing() as index:
-            index.release(request.each, self)
+        self._pages.release(request.each, self)
 
     def _touch(self, request: protocol.Touch) -> None:
-        with self._pages.changing() as index:
-            index.use(request.each)
+        self._pages.use(request.each)
 
     def _expect(self, request: protocol.Expect) -> None:
-        with self._pages.changing() as index:
-            index.expect_reader(request.each, self._end_of_peer)
+        self._pages.expect_reader(request.each, self._end_of_peer)
 
     def _subscribe(self, request: protocol.Subscribe) -> None:
         number = request.id
@@ -230,17 +224,14 @@ class Session:
         number, lease_s = request.id, min(request.lease_s, _MOST_S)
         if number in self._reads or self._door is None:
             raise WireError("a message to a store: a read that is not possible")
-        with self._pages.changing() as index:
-            entries = [index.pages.get(key) for key in request.each]
+        entries = self._pages.lease(request.each, (self, number), lease_s)
+        if lease_s > 0:
+            end = functools.partial(self._end_read, number, is_read=False)
             there = [entry for entry in entries if entry is not None]
-            if lease_s > 0:
-                index.lease(there, (self, number), lease_s)
-                end = functools.partial(self._end_read, number, is_read=False)
-                self._reads[number] = there, self._at(time.monotonic() + lease_s, end)
-            places = [
-                protocol.ABSENT if entry is None else protocol.place_to_bytes(_place(entry))
-                for entry in entries
-            ]
+            self._reads[number] = there, self._at(time.monotonic() + lease_s, end)
+        places = [
+            protocol.ABSENT if entry is None else protocol.place_to_bytes(_place(entry)) for entry in entries
+        ]
         self._answer(protocol.Places(id=number, places=b"".join(places)))
 
     def _at(self, when: float, call: Callable[[], None]) -> JobEngine.Alarm:
@@ -258,10 +249,9 @@ class Session:
         if entries is None or alarm is None:
             return
         alarm.cancel()
-        with self._pages.changing() as index:
-            index.forget_holder((self, request))
-            if is_read:
-                index.read([entry.key for entry in entries], self._end_of_peer)
+        self._pages.forget_holders([(self, request)])
+        if is_read:
+            self._pages.read([entry.key for entry in entries], self._end_of_peer)
 
     def _segment(self, request: protocol.Segment) -> None:
         if self._door is None:
@@ -275,9 +265,7 @@ class Session:
 
     def _wrong(self, request: protocol.Wrong) -> None:
         """The peer has found wrong bytes. It might as well have removed the page."""
-        with self._pages.changing() as index:
-            entries = [index.pages.get(key) for key in request.each]
-        for entry in entries:
+        for entry in self._pages.lease(request.each, self, 0.0):
             if entry is not None and request.generation in (0, entry.generation):
                 self._pages.discard(entry, MissReason.CORRUPT)
 
