@@ -80,6 +80,23 @@ def test_a_writer_that_sleeps_is_woken_by_an_abort_and_what_has_failed_is_not_se
         other.recv_tensor(timeout=5)
 
 
+def test_a_pipe_shows_the_memory_that_it_holds(local_pair: Any) -> None:
+    one, other = local_pair(slots=4, slot_bytes=65_536)
+    rings, sent = 2 * 4 * 65_536, torch.ones(2 * MIB, dtype=torch.uint8)
+    held = one.held
+    assert (held.shared, held.queued, held.idle, held.lent) == (rings, 0, 0, 0)
+    transfer = one.send_tensor(sent)
+    assert one.held.queued == 2 * MIB
+    received = other.recv_tensor()
+    transfer.wait(20)
+    assert (one.held.queued, other.held.idle, other.held.lent) == (0, 0, 2 * MIB)
+    del received
+    assert (other.held.idle, other.held.lent) == (2 * MIB, 0)
+    for pipe in (one, other):
+        pipe.close()
+        assert pipe.held.shared == 0
+
+
 # -- beginnings ------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,8 @@ class Inbox:
         lost: Callable[[str], None],
         fail_pipe: Callable[[str], None],
     ) -> None:
-        self._ring: Incoming | None = ring
+        self.ring: Incoming | None = ring
+        """``None`` when it has ended."""
         self._pool = pool
         self._peer = peer
         self._limit = message_limit
@@ -73,7 +74,7 @@ class Inbox:
 
         ``patient``: spin for it for a moment.
         """
-        ring = self._ring
+        ring = self.ring
         if ring is None or self._message is not None or self._no_more:
             return NOT_YET
         try:
@@ -119,7 +120,7 @@ class Inbox:
 
     def expect_no_more(self) -> None:
         """The peer is gone; published messages can still be received. Wakes the waiting thread."""
-        ring = self._ring
+        ring = self.ring
         if ring is not None:
             ring.end.evict_writer()
 
@@ -131,11 +132,11 @@ class Inbox:
 
     def after_fork(self) -> None:
         """This is a forked child. Takes no lock."""
-        self._stopped, self._ring, self._message = True, None, None
+        self._stopped, self.ring, self._message = True, None, None
 
     def _reads(self, read: Callable[[Incoming], _T], deadline: Deadline, *, looked: bool = False) -> _T:
         """Return ``read()`` once the beginning of a message, or more of the current one, is in the ring."""
-        ring = self._ring
+        ring = self.ring
         if ring is None:
             raise self._lifecycle.error()
         try:
@@ -157,9 +158,9 @@ class Inbox:
 
     def _end_ring(self) -> None:
         """Mark in the ring that nothing more is read. The last reading thread does it."""
-        if self._ring is not None and self._reading.acquire(blocking=False):
+        if self.ring is not None and self._reading.acquire(blocking=False):
             try:
-                ring, self._ring = self._ring, None
+                ring, self.ring = self.ring, None
                 if ring is not None:
                     ring.end.end()
                     self._message = None

@@ -91,7 +91,8 @@ class Outbox:
         fail_pipe: Callable[[str], None],
         stop: Callable[[], None],
     ) -> None:
-        self._ring: Outgoing | None = ring
+        self.ring: Outgoing | None = ring
+        """``None`` when it has ended."""
         self._lifecycle = lifecycle
         self._lost = lost
         self._fail_pipe = fail_pipe
@@ -106,11 +107,16 @@ class Outbox:
         self._writing = threading.Lock()
         """Held by the thread that writes into the ring."""
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of messages that are not in the ring yet."""
+        return self._window.in_flight
+
     # -- the caller ----------------------------------------------------------------------------------
 
     def send_at_once(self, header: Header, address: int) -> Transfer | None:
         """Send a small message if the ring has room for it; ``None``: leave it to :meth:`send`."""
-        ring, window = self._ring, self._window
+        ring, window = self.ring, self._window
         if ring is None or window.in_flight:
             return None
         try:
@@ -131,7 +137,7 @@ class Outbox:
 
     def send(self, message: Message, deadline: Deadline) -> Transfer:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
-        ring, window, cost = self._ring, self._window, message.header.cost
+        ring, window, cost = self.ring, self._window, message.header.cost
         if ring is None:
             raise self._lifecycle.error()
         try:
@@ -235,7 +241,7 @@ class Outbox:
         """Mark in the ring that nothing more is written. The last writing thread does it."""
         if self._window.ended and self._writing.acquire(blocking=False):
             try:
-                ring, self._ring = self._ring, None
+                ring, self.ring = self.ring, None
                 if ring is not None:
                     ring.end.end()
             finally:
@@ -256,7 +262,7 @@ class Outbox:
     def _wake_writer(self) -> None:
         if self._thread is None:
             thread = BackgroundThread(
-                self._write, args=(self._ring,), name="kvplug-shm-send", stop=self._stop
+                self._write, args=(self.ring,), name="kvplug-shm-send", stop=self._stop
             )
             thread.start()
             self._thread = thread
@@ -333,8 +339,8 @@ class Outbox:
         A message that the writer is copying fails after the copy.
         """
         with self._lock:
-            if self._ring is not None:
-                self._ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
+            if self.ring is not None:
+                self.ring.end.evict(0)  # wakes the writer: the word it sleeps on changes
             self._unresolved.extend(self._queue)
             self._queue.clear()
             self._window.in_flight = 0
@@ -345,7 +351,7 @@ class Outbox:
 
     def after_fork(self) -> None:
         """This is a forked child: drop the parent's memory."""
-        self._ring = self._window._ring = None
+        self.ring = self._window._ring = None
 
     def join(self) -> None:
         """Wait until the writer has ended, after ``fail``."""

@@ -40,6 +40,20 @@ class ShmPipeSettings(DuplexPipe.Settings):
     pool: Pool
 
 
+@attrs.frozen(kw_only=True)
+class HeldMemory:
+    """Bytes of memory that a pipe uses."""
+
+    shared: int
+    """The two rings; 0 once both have ended."""
+    queued: int
+    """Sent tensors that are not in the ring yet, in the sender's own memory."""
+    idle: int
+    """Unused memory in the pool, which all pipes of the endpoint share."""
+    lent: int
+    """Received tensors that are still referenced."""
+
+
 class ShmPipe(DuplexPipe):
     """A pipe over two rings, and a connection that is only watched.
 
@@ -83,6 +97,17 @@ class ShmPipe(DuplexPipe):
             fail_pipe=self._fail,
         )
         self._watch = peer.watch(self._peer_gone)
+
+    @property
+    def held(self) -> HeldMemory:
+        """The memory that it uses now."""
+        rings = (self._outbox.ring, self._inbox.ring)
+        return HeldMemory(
+            shared=sum(ring.sizes.nbytes for ring in rings if ring is not None),
+            queued=self._outbox.queued_bytes,
+            idle=self._pool.idle_bytes,
+            lent=self._pool.lent_bytes,
+        )
 
     # -- moving bytes: first the fast path, of messages that fit at once -----------------------------------
 
