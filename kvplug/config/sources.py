@@ -241,8 +241,9 @@ def _of_variable(name: str, text: str, meant: str | None) -> Fault:
     return Fault(f"{name}: {text}", key=name, place=name, line=line)
 
 
-def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "command line") -> Layer:
+def from_overrides(overrides: Mapping[str, Any] | Iterable[str]) -> Layer:
     """Read overrides: ``{"port": 5000}`` or ``["port=5000", "options.cpu.max_in_flight_bytes=64 MiB"]``."""
+    source = "command line"
     if isinstance(overrides, Mapping):
         return from_mapping(overrides, source)
     layer = Layer(source)

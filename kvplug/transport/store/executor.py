@@ -54,7 +54,6 @@ class ExecutedStore(Store):
         name: str,
         seal: PageSeal,
         timeout_s: float = 30.0,
-        num_threads: int | None = None,
     ) -> None:
         """Take ownership of ``store``.
 
@@ -62,14 +61,13 @@ class ExecutedStore(Store):
             name: the store's name, for messages and threads.
             seal: how pages are protected.
             timeout_s: the default deadline of a job.
-            num_threads: calls at the same time; default: the store's ``num_threads``.
         """
         self.seal = seal
         self._store = store
         self.calls = PageCalls(store, name)
         self._name = name
         self._timeout_s = timeout_s
-        self._num_threads = max(1, store.num_threads if num_threads is None else num_threads)
+        self._num_threads = max(1, store.num_threads)
         self._jobs = JobEngine(name, self._num_threads, stuck_s=timeout_s)
         self._lock = threading.Lock()
         """Protects the attributes below."""

@@ -233,7 +233,8 @@ def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStor
 
 def test_jobs_take_turns_page_by_page_and_lookups_go_first() -> None:
     inner = InDict()
-    store = ExecutedStore(inner, name="dict", seal=SEAL, num_threads=1)
+    inner.num_threads = 1
+    store = ExecutedStore(inner, name="dict", seal=SEAL)
     first = request("first")
     with store, inner.held_up(first.keys):
         jobs = [store.submit_get(first)]
