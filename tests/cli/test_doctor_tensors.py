@@ -361,6 +361,10 @@ def test_a_problem_of_the_config_leaves_out_only_the_checks_that_need_the_faulty
     texts = [each["what"] for each in found if each["verdict"] == "note"]
     assert "host: not tried, because of the problem of options.host.sizes" in texts
     assert "no pipe was tried here, because of the problem of transport" in texts
+    found = doctor(fork_server, config={"peers": ["127.0.0.1:5000"], "role": "consumer"})
+    assert_named(found, "problem secret: -> secret_file = PATH")
+    texts = [each["what"] for each in found if each["verdict"] == "note"]
+    assert "127.0.0.1:5000: not examined, because of the problem of secret" in texts
 
 
 def test_a_fact_of_a_wrong_type_or_size_is_refused_in_plain_words() -> None:

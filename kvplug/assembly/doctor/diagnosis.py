@@ -70,15 +70,16 @@ class Examination:
         return self.resolved.config
 
     def faulty_for_credentials(self) -> tuple[str, ...]:
-        """Return the keys whose problems leave this end without credentials, if there are any."""
+        """Return the topics of the problems that leave this end without credentials, if there are any."""
         try:
             _ = self.resolved.credentials
-        except ConfigError as e:
-            return faulty_keys(e) or ("secret",)
+        except ConfigError:
+            problems = {each.topic for each in self.found.findings if each.verdict == "problem"}
+            return tuple(each for each in ("tls", "secret") if each in problems) or ("secret",)
         return ()
 
     def faulty_for_links(self) -> tuple[str, ...]:
-        """Return the keys whose problems keep this end from connecting to engines, if there are any."""
+        """Return the topics of the problems that keep this end from connecting to engines, if any."""
         try:
             _ = self.resolved.pipes
         except PluginError:

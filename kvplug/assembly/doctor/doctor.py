@@ -106,8 +106,8 @@ def _of_peers(examination: Examination) -> Iterator[Finding]:
     peers = () if config.role is Role.PRODUCER else config.peer_addresses
     if not config.peers and config.role is Role.CONSUMER:
         peers = (config.control_address(),)
-    if peers and (keys := examination.faulty_for_links()):
-        yield not_checked("peers", f"{', '.join(peers)}: not examined", keys)
+    if peers and (topics := examination.faulty_for_links()):
+        yield not_checked("peers", f"{', '.join(peers)}: not examined", topics)
         return
     for peer in peers:
         deadline = examination.deadline.within(_PEER_S)
@@ -126,8 +126,8 @@ def _of_address(examination: Examination) -> Iterator[Finding]:
     if examination.config.role is Role.CONSUMER:
         return  # it dials
     address = examination.config.control_address()
-    if keys := examination.faulty_for_credentials():
-        yield not_checked("host", f"{address}: not tried", keys)
+    if topics := examination.faulty_for_credentials():
+        yield not_checked("host", f"{address}: not tried", topics)
         return
     try:
         Listener.open(address, resolved.credentials, CONTROL).close()
@@ -171,8 +171,8 @@ def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
     is_wrong = any(each.topic == "host" and each.verdict == "problem" for each in findings)
     if not is_here or is_wrong or examination.resolved.device_of_links != "cpu":
         return
-    if keys := examination.faulty_for_links():
-        yield not_checked("pipe", "no pipe was tried here", keys)
+    if topics := examination.faulty_for_links():
+        yield not_checked("pipe", "no pipe was tried here", topics)
         return
     address = "unix:" if host.startswith("unix:") else f"[{host}]:0" if ":" in host else f"{host}:0"
     settings = LinkSettings(resolved=examination.resolved)

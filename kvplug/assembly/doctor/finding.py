@@ -68,9 +68,9 @@ def from_error(topic: str, error: Exception, change: str, what: str = "") -> Fin
     return problem(topic, f"{what}{text_of(error)}", change=change)
 
 
-def not_checked(topic: str, what: str, keys: Iterable[str]) -> Finding:
-    """Make the note of a check that is left out because of the problems of these keys of the config."""
-    return note(topic, f"{what}, because of the problem of {' and '.join(keys) or 'the config'}")
+def not_checked(topic: str, what: str, topics: Iterable[str]) -> Finding:
+    """Make the note of a check that is left out because of the problems of these topics."""
+    return note(topic, f"{what}, because of the problem of {' and '.join(topics) or 'the config'}")
 
 
 def faulty_keys(error: ConfigError) -> tuple[str, ...]:

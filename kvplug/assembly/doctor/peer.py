@@ -64,8 +64,8 @@ def of_peer(examination: Examination, contact: str, *, measures: bool = True) ->
     ``measures``: whether the pipe is opened and measured.
     """
     resolved, deadline = examination.resolved, examination.deadline
-    if keys := examination.faulty_for_links():
-        yield not_checked("peer", f"{contact}: not examined", keys)
+    if topics := examination.faulty_for_links():
+        yield not_checked("peer", f"{contact}: not examined", topics)
         return
     try:
         connection = Connection.dial(contact, resolved.credentials, CONTROL, deadline.remaining())

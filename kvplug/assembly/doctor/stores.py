@@ -131,16 +131,16 @@ def of_stores(examination: Examination) -> Iterator[Finding]:
         spec = resolved.registry.find(Kind.STORE, name)
         if spec is None or not spec.run_probe().viable:
             continue  # a finding of the config
-        keys = [*examination.faulty_for_credentials(), *([] if shortage is None else [shortage.key])]
+        topics = [*examination.faulty_for_credentials(), *([] if shortage is None else [shortage.key])]
         options: Any = None
         try:
             options = resolved.options_of(spec)
         except ConfigError as e:
-            keys += faulty_keys(e)
+            topics += faulty_keys(e)
         except PluginError:
-            keys.append(f"options.{name}")
-        if keys:
-            yield not_checked("stores", f"{name}: not tried", keys)
+            topics.append(f"options.{name}")
+        if topics:
+            yield not_checked("stores", f"{name}: not tried", topics)
             continue
         path = os.path.expanduser(getattr(options, "path", None) or "")
         if path and not os.path.isfile(path):
