@@ -270,8 +270,8 @@ def memory_of_writable(tensor: Tensor) -> memoryview:
     return _view(tensor)
 
 
-def empty_like_meta(meta: TensorMeta) -> Tensor:
-    """Return a contiguous, uninitialised CPU tensor. The caller has checked its size.
+def empty_like_meta(meta: TensorMeta, device: str = "cpu") -> Tensor:
+    """Return a contiguous, uninitialised tensor on ``device``. The caller has checked its size.
 
     Raises:
         UnsupportedError: the installed torch lacks the dtype, or torch is not installed.
@@ -282,11 +282,11 @@ def empty_like_meta(meta: TensorMeta) -> Tensor:
 
     try:
         if meta.dtype in _WITH_KERNELS:
-            return torch.empty(meta.shape, dtype=dtype)
+            return torch.empty(meta.shape, dtype=dtype, device=device)
         # Made from bytes: torch may have to fill new tensors, and has no kernels to fill the other dtypes.
-        flat = torch.empty(meta.nbytes, dtype=torch.uint8)
+        flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
     except (RuntimeError, MemoryError) as e:
-        NamedExhaustion.check(e, f"a tensor of {meta.nbytes} bytes")
+        NamedExhaustion.check(e, f"a tensor of {meta.nbytes} bytes on {device}")
         raise
     return flat.view(dtype).view(meta.shape)
 

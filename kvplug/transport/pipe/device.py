@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvplug.errors import ConfigError, TransportError, UnsupportedError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.streams import DeviceMark, StreamPool, on_stream
-from kvplug.net.wire.tensors import TensorMeta, copy_tensor, dtype_of
+from kvplug.net.wire.tensors import TensorMeta, copy_tensor, empty_like_meta
 
 if TYPE_CHECKING:
     import torch
@@ -153,8 +153,17 @@ class TensorDevice:
         on = on or self.torch
         return None if on.type == "cpu" else _TorchMark(on)
 
+    def queue_after(self, mark: Mark) -> None:
+        """Make what the caller's current stream is given from now on begin after ``mark``. The host does not
+        wait."""
+        import torch
+
+        assert isinstance(mark, _TorchMark)
+        mark.hold(torch.get_device_module(self.torch).current_stream(self.torch))
+
     def hand_over(self, tensor: Tensor) -> None:
-        """Let the caller use and free a tensor from :meth:`empty` on its current stream."""
+        """Let work on the caller's current stream use a tensor that was made for another stream: once the
+        tensor is freed, its memory is not reused before that work is done."""
         if tensor.device.type != "cpu":
             import torch
 
@@ -197,17 +206,11 @@ class TensorDevice:
         """Return a new tensor that work on ``stream`` may write at once.
 
         Raises:
-            ResourceExhaustedError: there is not enough memory.
+            ResourceExhaustedError: there is not enough memory; the message stays.
             UnsupportedError: the installed torch lacks the dtype.
         """
-        import torch
-
-        dtype = dtype_of(meta.dtype)
-        what = f"a tensor of {meta.nbytes} bytes on {self.name}; the message stays"
-        with NamedExhaustion(what), stream.current():
-            # From bytes: torch may have to fill new memory, and does not have kernels for every dtype.
-            flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
-        return flat.view(dtype).view(meta.shape)
+        with stream.current():
+            return empty_like_meta(meta, self.name)
 
 
 def _device_named(name: str) -> torch.device:

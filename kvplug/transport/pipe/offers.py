@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import attrs
@@ -50,7 +51,7 @@ from kvplug.net.wire.messages import read_prefix
 from kvplug.net.wire.tensors import TensorMeta
 from kvplug.transport.pipe.blocks import Blocks
 from kvplug.transport.pipe.content import Content, Target, bytes_of, cut, spans_of
-from kvplug.transport.pipe.device import Mark, TensorDevice
+from kvplug.transport.pipe.device import Mark, PipeStream, TensorDevice
 from kvplug.transport.pipe.join import PipeJoin
 from kvplug.transport.pipe.partial import PartialMessage
 from kvplug.transport.pipe.pipe import DuplexPipe
@@ -111,6 +112,10 @@ class SentMessage:
         self.place: Any = None
         """For the transport's own use."""
 
+    def drop_tensors(self) -> None:
+        """Release the caller's tensors: the bytes of the message were copied."""
+        self.content = Content(self.content.prefix, self.content.nbytes)
+
 
 @attrs.define(eq=False)
 class Offer:
@@ -141,10 +146,12 @@ class ComingOffer:
 class ComingMessage(PartialMessage):
     """The message that is being received."""
 
-    __slots__ = ("state",)
+    __slots__ = ("place", "state")
 
-    def __init__(self, meta: TensorMeta | None) -> None:
-        super().__init__(meta)
+    def __init__(self, first: ComingOffer) -> None:
+        super().__init__(first.meta)
+        self.place: Any = first.place
+        """The place in the first offer of the message."""
         self.state: Any = None
         """For the transport's own use, when a call resumes the message."""
 
@@ -281,6 +288,10 @@ class OfferPipe(DuplexPipe):
     """Bytes of a message that this end offers."""
     SentMessage: TypeAlias = SentMessage
     """A message that this end sends."""
+    Mark: TypeAlias = Mark
+    """A point in the work of a device."""
+    Stream: TypeAlias = PipeStream
+    """A stream that only one pipe uses."""
     bytes_of = staticmethod(bytes_of)
     spans_of = staticmethod(spans_of)
     cut = staticmethod(cut)
@@ -420,6 +431,10 @@ class OfferPipe(DuplexPipe):
         if place is not None:
             raise WireError("it names a place, but this transport does not use places")
 
+    def _carried(self, message: ComingMessage) -> Tensor | None:
+        """Return a message whose bytes are in its offer, in new memory. ``None``: :meth:`_move` moves it."""
+        return None
+
     def _survives(self, offer: ComingOffer) -> bool:
         """Whether an offer can be moved even though the peer has ended."""
         return not offer.nbytes
@@ -454,7 +469,8 @@ class OfferPipe(DuplexPipe):
     def _step(self) -> bool:
         """Do the work that is possible now, without waiting. Called in the worker. Return whether to call
         this again soon."""
-        self._announce()
+        if self._pending:
+            self._announce()
         if self._num_taken:
             self._settle()
         return bool(self._pending or self._num_taken)
@@ -485,14 +501,12 @@ class OfferPipe(DuplexPipe):
             content = Content.of_blocks(blocks, self._device, self.MAX_RUNS, self._copy_bytes)
             return self._send(content, self._deadline(timeout))
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def _on_device(self) -> AbstractContextManager[Any]:
         if self._device.is_capturing():
             raise UnsupportedError(
                 "a CUDA graph is being captured on this stream, and messages of a pipe cannot be part of one"
             )
-        with self._device.current():
-            yield
+        return self._device.current()
 
     def _send(self, content: Content, deadline: Deadline) -> Transfer:
         with self._lock:
@@ -612,6 +626,12 @@ class OfferPipe(DuplexPipe):
                     if message.meta is not None and target.is_new:
                         message.own = self._new_tensor(message.meta)
                     self._take()
+                elif (carried := self._carried(message)) is not None:
+                    if target.is_new:
+                        self._limit.check(message.nbytes, self._peer)
+                    message.own, message.got = carried, message.nbytes
+                    self._incoming = message
+                    self._take()
                 else:
                     self._incoming = message
                     is_in_place = self._fill(message, target, deadline)
@@ -623,7 +643,7 @@ class OfferPipe(DuplexPipe):
         offer = self._coming.oldest(deadline)
         if offer is None:
             raise TimeoutError(f"no message has arrived from {self._peer}; it is alive as far as can be seen")
-        return ComingMessage(offer.meta)
+        return ComingMessage(offer)
 
     def _new_tensor(self, meta: TensorMeta) -> Tensor:
         return self._device.empty(meta, self._stream)

@@ -101,7 +101,7 @@ class CudaIpcPipe(OfferPipe):
 
     def _place_of(self, offer: OfferPipe.Offer) -> int:
         if offer.is_last:
-            offer.message.content = attrs.evolve(offer.message.content, tensors=())
+            offer.message.drop_tensors()
         return int(offer.place)
 
     def _taken_back(self, offer: OfferPipe.Offer) -> None:

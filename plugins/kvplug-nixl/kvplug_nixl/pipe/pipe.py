@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, TransportError
-from kvplug.net.wire.tensors import memory_of
+from kvplug.net.wire.tensors import memory_of, memory_of_writable
 from kvplug.transport import Deadline, OfferPipe, Pipe, WireError
 from kvplug_nixl.agent import HOST, Agent, Lent, NixlError, Read, Region, Span
 from kvplug_nixl.pipe.fence import OwnFence, PeerFence
@@ -156,7 +156,7 @@ class NixlPipe(OfferPipe):
         message, lent = offer.message, offer.place
         tensors = message.content.tensors
         if lent is None:
-            message.content = attrs.evolve(message.content, tensors=())
+            message.drop_tensors()
             with self._stream.current():
                 return b"".join(bytes(memory_of(each.cpu())) for each in tensors)
         spans = b"".join(_SPAN.pack(*span) for span in lent.spans)
@@ -194,6 +194,14 @@ class NixlPipe(OfferPipe):
                 return _Place(_spans_of(spans, nbytes), device, metadata, starts_anew)
         raise WireError("it offers memory that cannot be")
 
+    def _carried(self, message: OfferPipe.ComingMessage) -> Tensor | None:
+        if not isinstance(message.place, bytes) or self._device.torch.type != "cpu":
+            return None
+        assert message.meta is not None
+        own = self._new_tensor(message.meta)
+        memory_of_writable(own)[:] = message.place
+        return own
+
     def _survives(self, offer: OfferPipe.ComingOffer) -> bool:
         return isinstance(offer.place, bytes)
 
@@ -205,15 +213,12 @@ class NixlPipe(OfferPipe):
         *,
         in_place: bool,
     ) -> bool:
-        (offer, *_) = self._coming.after(0) or (None,)
-        if offer is None:
-            raise self._lifecycle.error()
-        if isinstance(offer.place, bytes):
+        if isinstance(message.place, bytes):
             import torch
 
-            self._put(memory, 0, torch.frombuffer(bytearray(offer.place), dtype=torch.uint8))
+            self._put(memory, 0, torch.frombuffer(bytearray(message.place), dtype=torch.uint8))
             message.got = message.nbytes
-        elif not self._read_all(message, offer.place, memory, deadline, in_place=in_place):
+        elif not self._read_all(message, message.place, memory, deadline, in_place=in_place):
             return False
         self._take()
         return True
