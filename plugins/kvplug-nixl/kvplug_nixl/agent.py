@@ -29,7 +29,7 @@ _MAX_REGIONS: Final = 256
 """How many regions stay registered although no transfer uses them."""
 _SWEEP_EVERY: Final = 16
 """After so many new regions those whose storage is gone are looked for."""
-_MAX_TOLD: Final = 4096
+_MAX_EXPORTED: Final = 4096
 """After so many new regions a peer forgets the old ones: NIXL keeps about 700 bytes for each."""
 _MAKING: Final = "making a NIXL agent"
 _DESCRIPTORS: Final = 32
@@ -55,7 +55,7 @@ region for an old one that it overlaps."""
 
 
 class NixlError(TransportError):
-    """NIXL or UCX failed; the message says in what."""
+    """NIXL or UCX failed. The message names the operation."""
 
 
 @attrs.define(eq=False)
@@ -72,25 +72,25 @@ class Region:
     address: int
     nbytes: int
     uses: int = 0
-    """Messages under way that lie in it."""
-    is_told: bool = False
-    """The peer knows it."""
+    """How many messages under way lie in it."""
+    is_exported: bool = False
+    """Whether the peer was sent its metadata."""
 
 
 @attrs.frozen(eq=False)
-class Lent:
+class Exported:
     """Memory that the peer may read until it is released."""
 
     spans: tuple[Span, ...]
     regions: tuple[Region, ...]
     metadata: bytes
-    """What the peer has to load before it reads; empty: nothing."""
+    """Metadata that the peer has to load before it reads; may be empty."""
     starts_anew: bool
-    """The peer has to forget what it knows first: the metadata is complete."""
+    """Whether the metadata is complete, and replaces all that the peer has loaded."""
 
 
 class Agent:
-    """One agent with one peer. Any thread may call it; each call takes the lock and is short.
+    """One agent with one peer. Any thread may call it. Each call takes the lock and is short.
 
     Registered memory stays readable for the peer until the storage it belongs to is gone and a later call
     notices that.
@@ -102,14 +102,14 @@ class Agent:
         environment says.
 
         Raises:
-            NixlError: NIXL cannot be loaded, or has no agent for us, and why.
+            NixlError: NIXL cannot be loaded, or makes no agent; the message has the reason.
             ResourceExhaustedError: there is no descriptor, thread or memory for it.
         """
         self.name = f"kvplug-{secrets.token_hex(8)}"
         self.lock = threading.RLock()
         self._regions: OrderedDict[tuple[int, int], Region] = OrderedDict()
         """By address and number of bytes of the storage."""
-        self._num_told = 0
+        self._num_exported = 0
         self._numbers = itertools.count(1)
         self._sweep_at = _SWEEP_EVERY
         self._peer = ""
@@ -123,20 +123,20 @@ class Agent:
     # -- the peer ----------------------------------------------------------------------------------------
 
     def metadata(self) -> bytes:
-        """How to reach this agent, and all regions that are registered."""
+        """Return NIXL's description of this agent: how to reach it, and all regions that are registered."""
         with self._calling("describing this agent"):
             for region in self._regions.values():
-                region.is_told = True
-            self._num_told = 0
+                region.is_exported = True
+            self._num_exported = 0
             return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes, name: str) -> None:
-        """Know the peer, or know it anew.
+        """Load the description of the peer. It replaces an earlier one.
 
         Raises:
-            NixlError: that is not the metadata of the agent with this name.
+            NixlError: it is not the metadata of the agent with this name.
         """
-        with self._calling("loading what the peer says of its memory"):
+        with self._calling("loading the metadata of the peer's memory"):
             if self._peer:
                 self._agent.remove_remote_agent(self._peer)
             found = self._agent.add_remote_agent(metadata)
@@ -144,61 +144,62 @@ class Agent:
         if self._peer != name:
             raise NixlError(f"the metadata is of the agent {self._peer!r}, not of {name!r}")
 
-    def learn(self, lent_metadata: bytes, *, starts_anew: bool) -> None:
-        """Load what the peer says of memory that it lends."""
+    def load(self, metadata: bytes, *, starts_anew: bool) -> None:
+        """Load the metadata of memory that the peer has exported."""
         if starts_anew:
-            self.connect(lent_metadata, self._peer)
-        elif lent_metadata:
-            with self._calling("loading what the peer says of its memory"):
-                self._agent.add_remote_agent(lent_metadata)
+            self.connect(metadata, self._peer)
+        elif metadata:
+            with self._calling("loading the metadata of the peer's memory"):
+                self._agent.add_remote_agent(metadata)
 
     def lanes(self) -> str:
-        """How UCX carries reads from the peer, in its words; empty: it was loaded before this package."""
+        """Return UCX's text about the lanes from the peer; empty if UCX was loaded before this package."""
         return "" if _log is None else _log.lanes_of(self.name)
 
     # -- memory of this process ----------------------------------------------------------------------------
 
-    def lend(self, tensors: Sequence[Tensor]) -> Lent:
-        """Let the peer read contiguous tensors of one device, until :meth:`let_go`. The caller keeps them."""
+    def export(self, tensors: Sequence[Tensor]) -> Exported:
+        """Let the peer read contiguous tensors of one device, until :meth:`release`. The caller keeps them
+        alive."""
         with self._calling("registering memory"):
             regions = self._registered(tensors)
-            new = list({id(each): each for each in regions if not each.is_told}.values())
-            starts_anew = bool(new) and self._num_told + len(new) > _MAX_TOLD
+            new = list({id(each): each for each in regions if not each.is_exported}.values())
+            starts_anew = bool(new) and self._num_exported + len(new) > _MAX_EXPORTED
             metadata = b""
             if starts_anew:
                 metadata = self.metadata()
             elif new:
-                metadata = self._told(new)
-            return Lent(_spans(tensors, regions), tuple(regions), metadata, starts_anew)
+                metadata = self._metadata_of(new)
+            return Exported(_spans(tensors, regions), tuple(regions), metadata, starts_anew)
 
-    def hold(self, tensors: Sequence[Tensor]) -> tuple[list[Span], list[Region]]:
-        """Register contiguous tensors that are read into, until :meth:`let_go` of the regions."""
+    def register(self, tensors: Sequence[Tensor]) -> tuple[list[Span], list[Region]]:
+        """Register contiguous tensors that are read into, until :meth:`release` of the regions."""
         with self._calling("registering memory"):
             regions = self._registered(tensors)
             return list(_spans(tensors, regions)), regions
 
-    def let_go(self, regions: Sequence[Region]) -> None:
-        """The memory may be unregistered."""
+    def release(self, regions: Sequence[Region]) -> None:
+        """End one use of each region, which may then be unregistered."""
         with self.lock:
             for region in regions:
                 region.uses -= 1
 
     def progress(self) -> None:
-        """Let UCX do what the peer has asked for, where it cannot read memory without this process."""
+        """Let UCX serve the peer's reads, if it needs this process for them."""
         with self._calling("serving the peer"):
             self._agent.get_new_notifs()
 
-    def _told(self, regions: Sequence[Region]) -> bytes:
-        """What the peer has to load before it reads these."""
+    def _metadata_of(self, regions: Sequence[Region]) -> bytes:
+        """Return the metadata that the peer has to load before it reads these regions."""
         descs = [(each.address, each.nbytes, each.number, "") for each in regions]
         for region in regions:
-            region.is_told = True
-        self._num_told += len(regions)
+            region.is_exported = True
+        self._num_exported += len(regions)
         listed = self._agent.get_reg_descs(descs, _kind(regions[0].device))
         return bytes(self._agent.get_partial_agent_metadata(listed, False, ["UCX"]))
 
     def _registered(self, tensors: Sequence[Tensor]) -> list[Region]:
-        """The region of each tensor, with one more use."""
+        """Return the region of each tensor, and count one more use of each."""
         found: list[Region] = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -227,7 +228,8 @@ class Agent:
         self._agent.deregister_memory(region.handle, ["UCX"])
 
     def _forget_expired(self) -> None:
-        """Now and then: unregister memory whose storage is gone, and what was not used for longest."""
+        """After every 16 new regions, unregister those whose storage is gone, and the least recently used of
+        too many."""
         if len(self._regions) < self._sweep_at:
             return
         unused = [key for key, region in self._regions.items() if not region.uses]
@@ -242,13 +244,14 @@ class Agent:
     def read(
         self, local: Sequence[Span], remote: Sequence[Span], *, here: int = HOST, there: int = HOST
     ) -> Read:
-        """Begin to copy the peer's memory into registered memory. Span by span, of equal lengths.
+        """Begin to copy the peer's memory into registered memory, span by span of equal lengths.
 
         Args:
-            here: the GPU of the local memory, or :data:`HOST`; ``there``: of the peer's.
+            here: The GPU of the local memory, or :data:`HOST`.
+            there: The same of the peer's memory.
 
         Raises:
-            NixlError: it was not begun.
+            NixlError: the copy was not begun.
             PeerGoneError: the peer is gone.
         """
         with self._calling("reading the peer's memory"):
@@ -262,7 +265,7 @@ class Agent:
             return read
 
     def close(self) -> None:
-        """Give everything back. No read may be under way, unless its memory stays. Idempotent."""
+        """Release everything. No read may be under way, unless its memory stays allocated. Idempotent."""
         with self.lock:
             agent, self._agent = self._agent, None
             if agent is None:
@@ -287,7 +290,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _calling(self, what: str) -> Iterator[None]:
-        """With the lock, and with errors of kvplug's."""
+        """Hold the lock, and map errors of NIXL to errors of kvplug."""
         with self.lock:
             if self._agent is None:
                 raise NixlError(f"{what}: the agent is closed")
@@ -313,11 +316,11 @@ class Read:
         self._state = "PROC"
 
     def begin(self) -> None:
-        """With the agent's lock. Raises what NIXL raises."""
+        """Begin the copy. Needs the agent's lock. Raises what NIXL raises."""
         self._look(lambda agent: agent.transfer(self._handle))
 
     def is_done(self) -> bool:
-        """Whether the memory has the peer's bytes; lets UCX go on with it.
+        """Whether the memory has the peer's bytes. Lets UCX continue the copy.
 
         Raises:
             NixlError, PeerGoneError: it failed, and nothing is written any more.
@@ -326,11 +329,11 @@ class Read:
             with self._agent._calling("reading the peer's memory"):
                 self._look(lambda agent: agent.check_xfer_state(self._handle))
         if self._state == "ERR":
-            raise NixlError("reading the peer's memory: UCX says that it failed")
+            raise NixlError("reading the peer's memory: UCX reports a failure")
         return self._state == "DONE"
 
     def forget(self) -> None:
-        """The agent is about to be closed, which ends it."""
+        """Release the read: the agent is about to be closed, which ends it."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(Exception):  # NIXL releases what is under way with an error
@@ -358,7 +361,7 @@ def _kind(device: int) -> str:
 
 
 def _ensure_resources() -> None:
-    """Raises ResourceExhaustedError: there is not what an agent needs."""
+    """Raises ResourceExhaustedError: a resource that an agent needs is not available."""
     with NamedExhaustion(_MAKING):
         mmap.mmap(-1, _ADDRESSES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         os.close(Memfd.create("kvplug-nixl", _FILE_BYTES))
@@ -394,6 +397,6 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str)
             raise
         except Exception as e:
             NamedExhaustion.check(e, _MAKING)
-            _ensure_resources()  # NIXL does not say what ran out
+            _ensure_resources()  # NIXL does not report what ran out
             raise NixlError(f"NIXL makes no agent with UCX here: {type(e).__name__}: {e}") from e
     return agent

@@ -31,7 +31,7 @@ def nixl(environment: Mapping[str, str]) -> Iterator[Any]:
         TransportError: NIXL cannot be loaded, and why.
     """
     with _creating:
-        # NIXL logs to stdout and stderr, each failure several times; what fails is raised, and said once.
+        # NIXL logs to stdout and stderr, each failure several times; failures are raised as errors instead.
         added = dict(environment)
         if is_quiet := "NIXL_LOG_LEVEL" not in os.environ:
             added["NIXL_LOG_LEVEL"] = "FATAL"

@@ -27,7 +27,7 @@ class UcxLog:
         """Environment variables for the time in which UCX is loaded."""
 
     def lanes_of(self, agent: str) -> str:
-        """The lanes between an agent and its peer, such as ``rma(rc_mlx5/mlx5_0:1) am(rc_mlx5/mlx5_0:1)``."""
+        """Return the lanes of an agent to its peer, as ``rma(rc_mlx5/mlx5_0:1) am(rc_mlx5/mlx5_0:1)``."""
         ctypes.CDLL(None).fflush(
             None
         )  # UCX writes through a stream of the C library, whose name is not known

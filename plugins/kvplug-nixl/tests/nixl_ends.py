@@ -68,7 +68,7 @@ def fork_while_registering(parent: Parent, seconds: float) -> None:
 
     def register(agent: Agent) -> None:
         while not no_more.is_set():
-            agent.let_go(agent.lend([torch.empty(5000, dtype=torch.uint8) for _ in range(8)]).regions)
+            agent.release(agent.export([torch.empty(5000, dtype=torch.uint8) for _ in range(8)]).regions)
 
     registering = [Call(partial(register, agent)) for agent in agents]
     if os.geteuid() == 0:

@@ -16,7 +16,7 @@ import kvplug
 import nixl_ends
 from kvplug import ClosedError, PeerGoneError, TimeoutError, TransportError
 from kvplug_nixl import agent as agents
-from kvplug_nixl.agent import Agent, Lent, NixlError
+from kvplug_nixl.agent import Agent, Exported, NixlError
 from kvplug_nixl.pipe import pipe as pipes
 from kvplug_nixl.pipe.fence import PeerFence
 from kvplug_nixl.pipe.pipe import NixlPipe
@@ -41,7 +41,7 @@ def test_a_message_that_is_registered_while_the_pipe_ends_is_refused_as_closed(
     one, _ = pairs.local(endpoint())
     lend = Agent.lend
 
-    def lend_late(agent: Agent, tensors: Sequence[torch.Tensor]) -> Lent:
+    def lend_late(agent: Agent, tensors: Sequence[torch.Tensor]) -> Exported:
         one.abort()
         until(lambda: not agent.is_open)
         return lend(agent, tensors)
@@ -122,7 +122,7 @@ def test_memory_is_unregistered_when_its_storage_is_gone(pairs: PipePairs) -> No
 
 
 def test_a_peer_forgets_old_regions_now_and_then(pairs: PipePairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "_MAX_TOLD", 4)
+    monkeypatch.setattr(agents, "_MAX_EXPORTED", 4)
     one, other = pairs.local(endpoint())
     kept = [pattern(MIB, seed) for seed in range(12)]
     for message in (*kept, *kept):

@@ -48,7 +48,7 @@ class NixlEndpoint(DuplexEndpoint):
             return super()._addresses()
         if self._only_loopback:
             return ("unix:",)
-        return ("unix:", f"[{host}]:0" if ":" in host else f"{host}:0")
+        return ("unix:", str(Address(host)))
 
     def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
         return join.make_pipe(

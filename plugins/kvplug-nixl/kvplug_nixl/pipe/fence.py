@@ -1,7 +1,7 @@
 """The fence of each end: a few bytes that the peer can read, and that change before memory is taken back.
 
-NIXL does not know that an owner has taken memory back: a read afterwards returns whatever is there, and says
-that it succeeded. So an end that has read a message reads the other's fence next. If that still is the number
+NIXL does not know that an owner has taken memory back: a read afterwards returns whatever is there, and
+succeeds. So an end that has read a message reads the other's fence next. If that still is the number
 which was agreed on when the pipe was made, the message was the peer's to the last byte.
 
 Where the kernel lets this process read the peer's memory, which UCX's lane "cma" rests on, the fence is read
@@ -42,12 +42,12 @@ class OwnFence:
 
         self.number: Final = secrets.token_bytes(FENCE_BYTES)
         self._memory = torch.frombuffer(bytearray(self.number), dtype=torch.uint8)
-        ((address, _, place),), _ = agent.hold([self._memory])
+        ((address, _, place),), _ = agent.register([self._memory])
         self.place: Final = address, place
         """Address, and the number that NIXL knows it by."""
 
     def take_back(self) -> None:
-        """The peer's reads count as failed from now on. Takes no lock; idempotent."""
+        """Make the peer's reads count as failed from now on. Takes no lock. Idempotent."""
         memory_of_writable(self._memory)[:] = bytes(FENCE_BYTES)
 
 
@@ -63,13 +63,13 @@ class PeerFence:
         self._span: Span = (place[0], FENCE_BYTES, place[1])
         self._memory = torch.zeros(FENCE_BYTES, dtype=torch.uint8)
         self._pending: Read | None = None
-        self._local, _ = agent.hold([self._memory])
+        self._local, _ = agent.register([self._memory])
         self._direct = None if pid is None else _DirectRead(pid, place[0])
         if self._direct is not None and self._direct.read() != number:
             self._direct = None
 
     def check(self, wait: Callable[[Read], bool]) -> bool:
-        """Whether it is known that the peer has taken nothing back; otherwise ask again.
+        """Whether it is known that the peer has taken nothing back. If not, call it again.
 
         ``wait(read)``: until it is done, or there is no time left. A read that was not waited for is the one
         that the next call looks at: its answer must not be taken for that of a later one.

@@ -1,6 +1,6 @@
 """How one proven connection becomes a pipe.
 
-Each end says who its agent is, then reads 1 MiB of the other's memory: first the connecting end, then the
+Each end describes its agent, then reads 1 MiB of the other's memory: first the connecting end, then the
 accepting one, while the other serves it. So both connections of UCX are up before the first message, each end
 knows which lanes it has and how fast they are, and no end waits for longer than the deadline.
 """
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 PURPOSE: Final = "pipe-nixl"
 _PROBE_BYTES: Final = 1 << 20
 _PROBES: Final = (3, 12)
-"""How often it is read: at least, and while that seems slow. The best counts: the first one connects, and a
-host may be busy."""
+"""How often it is read: at least, and at most while the reads seem slow. The fastest read counts: the first
+one connects, and a host may be busy."""
 _HASH: Final = "xxh3_64"
 _SERVE_S: Final = 200e-6
-"""Seconds between two times in which an end serves the other's reads."""
+"""Seconds between two calls that serve the other end's reads."""
 _MAX_METADATA: Final = 1 << 20
 _ADDRESS: Final = [gt(0), lt(1 << 62)]
 
@@ -65,7 +65,7 @@ def make_pipe(
 
     Raises:
         TimeoutError, PeerGoneError, WireError: there is no pipe, and the connection is closed.
-        TransportError: NIXL fails at one end, and why.
+        TransportError: NIXL fails at one end; the message has the reason.
         ResourceExhaustedError: one of the two processes has no free descriptor, thread or memory for it.
     """
     with OfferPipe.Join.over(connection, settings.heartbeat_timeout_s, deadline) as join:
@@ -111,7 +111,7 @@ class _Joining:
         self._serve(agent)
         if not accepted:
             self._join.send(True)
-        agent.let_go(self._probe_regions)
+        agent.release(self._probe_regions)
         seen = None if self._join.pidfd is None else pid
         peer_fence = PeerFence(agent, theirs.fence, (theirs.fence_address, theirs.fence_number), seen)
         return NixlPipe(self._join, agent, (self._fence, peer_fence), lanes, self._settings)
@@ -127,7 +127,7 @@ class _Joining:
         )
         self._fence = OwnFence(agent)
         probe = torch.frombuffer(bytearray(os.urandom(4096) * (_PROBE_BYTES // 4096)), dtype=torch.uint8)
-        ((address, _, number),), self._probe_regions = agent.hold([probe])
+        ((address, _, number),), self._probe_regions = agent.register([probe])
         self._probed = probe
         return Hello(
             name=agent.name,
@@ -141,12 +141,12 @@ class _Joining:
         )
 
     def _probe(self, agent: Agent, theirs: Hello) -> Lanes:
-        """Read the peer's memory."""
+        """Read the peer's memory, and measure the lanes."""
         import torch
 
         peer = self._join.peer
         memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-        local, regions = agent.hold([memory])
+        local, regions = agent.register([memory])
         remote = [(theirs.probe_address, _PROBE_BYTES, theirs.probe_number)]
         need_help, best = False, float("inf")
         expected = self._options.expected_gb_per_s
@@ -166,16 +166,16 @@ class _Joining:
                 self._join.channel.check_not_declined()
                 time.sleep(20e-6)
             best = min(best, time.perf_counter() - began)
-        agent.let_go(regions)
+        agent.release(regions)
         if digest(_HASH, memory_of(memory)) != theirs.probe_digest:
-            raise TransportError(f"what NIXL read from {peer} is not what is there")
+            raise TransportError(f"what NIXL read from {peer} is not what the peer has there")
         text = agent.lanes()
         if text and "rma_am(" not in text:
             need_help = False
         return Lanes(text=text or "unknown", gb_per_s=_PROBE_BYTES / best / 1e9, need_help=need_help)
 
     def _serve(self, agent: Agent) -> None:
-        """Serve the peer's reads until it says that they are done."""
+        """Serve the peer's reads until it confirms that they are done."""
         while True:
             try:
                 if self._join.receive(_SERVE_S) is not True:

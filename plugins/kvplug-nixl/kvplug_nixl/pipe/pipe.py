@@ -19,7 +19,7 @@ import attrs
 from kvplug import KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire.tensors import memory_of, memory_of_writable
 from kvplug.transport import Deadline, OfferPipe, Pipe, WireError
-from kvplug_nixl.agent import HOST, Agent, Lent, NixlError, Read, Region, Span
+from kvplug_nixl.agent import HOST, Agent, Exported, NixlError, Read, Region, Span
 from kvplug_nixl.pipe.fence import OwnFence, PeerFence
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class Lanes:
     """What carries the reads of one end of a pipe."""
 
     text: str
-    """In the words of UCX; "unknown" where it was loaded before kvplug could read its log."""
+    """UCX's description; "unknown" if UCX was loaded before kvplug could read its log."""
     gb_per_s: float
     """Measured when the pipe began, in 10^9 bytes per second."""
     need_help: bool
-    """Reads do not continue while the peer does nothing."""
+    """Whether reads continue only while the peer serves them."""
 
 
 @attrs.frozen(eq=False)
@@ -75,7 +75,7 @@ class _Place:
     device: int
     """The index of the GPU whose memory it is; -1: the host's."""
     metadata: bytes
-    """What NIXL has to load first, if anything."""
+    """Metadata that NIXL has to load first; may be empty."""
     starts_anew: bool
     """The metadata replaces all that came before."""
 
@@ -89,7 +89,7 @@ class _Reading:
         self.local: list[Span] = []
         self.regions: list[Region] = []
         """Those that the read needs."""
-        self.is_learnt = False
+        self.is_loaded = False
         """The agent knows the memory that the message lies in."""
 
 
@@ -146,28 +146,28 @@ class NixlPipe(OfferPipe):
             message.is_copied = True
             return
         try:
-            message.place = self._agent.lend(message.content.tensors)
+            message.place = self._agent.export(message.content.tensors)
         except NixlError:
             if self._lifecycle.ended:  # which closes the agent
                 raise self._lifecycle.error() from None
             raise
 
     def _place_of(self, offer: OfferPipe.Offer) -> Any:
-        message, lent = offer.message, offer.place
+        message, exported = offer.message, offer.place
         tensors = message.content.tensors
-        if lent is None:
+        if exported is None:
             message.drop_tensors()
             with self._stream.current():
                 return b"".join(bytes(memory_of(each.cpu())) for each in tensors)
-        spans = b"".join(_SPAN.pack(*span) for span in lent.spans)
-        return [spans, _gpu_of(tensors[0]), lent.metadata, lent.starts_anew]
+        spans = b"".join(_SPAN.pack(*span) for span in exported.spans)
+        return [spans, _gpu_of(tensors[0]), exported.metadata, exported.starts_anew]
 
     def _taken_back(self, offer: OfferPipe.Offer) -> None:
         self._helps = False
 
     def _forget(self, message: OfferPipe.SentMessage) -> None:
-        if isinstance(message.place, Lent):
-            self._agent.let_go(message.place.regions)
+        if isinstance(message.place, Exported):
+            self._agent.release(message.place.regions)
 
     def _on_value(self, kind: str, content: list[Any]) -> None:
         if kind != "reading":
@@ -239,11 +239,11 @@ class NixlPipe(OfferPipe):
         must_end = in_place and landing is None
         until = Deadline.after(_READ_S) if must_end else deadline
         try:
-            if not reading.is_learnt:
-                self._agent.learn(place.metadata, starts_anew=place.starts_anew)
-                reading.is_learnt = True
+            if not reading.is_loaded:
+                self._agent.load(place.metadata, starts_anew=place.starts_anew)
+                reading.is_loaded = True
             if landing is None and not reading.regions:
-                reading.local, reading.regions = self._agent.hold(memory)
+                reading.local, reading.regions = self._agent.register(memory)
             while message.got < message.nbytes:
                 if reading.pending is None:
                     reading.pending = self._begin(message, reading, place, _gpu_of(memory[0]))
@@ -272,7 +272,7 @@ class NixlPipe(OfferPipe):
             raise
         finally:
             if reading.pending is None:
-                self._agent.let_go(reading.regions)
+                self._agent.release(reading.regions)
                 reading.regions = []
         return True
 
@@ -281,7 +281,7 @@ class NixlPipe(OfferPipe):
 
         if self._landing is None:
             self._landing = torch.empty(_HELPED_BYTES, dtype=torch.uint8)
-            self._landing_local, _ = self._agent.hold([self._landing])
+            self._landing_local, _ = self._agent.register([self._landing])
         return self._landing
 
     def _begin(
