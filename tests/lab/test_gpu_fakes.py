@@ -35,13 +35,15 @@ def test_streams_keep_their_order_and_wait_for_each_other(library: FakeLibrary, 
     controls.set(gate=1)
     caller.put_gate()
     before = device.now()
-    ours.wait(before)
-    event = ours.record()
+    with ours.current():
+        device.queue_after(before)
+        event = device.now()
+    assert device.callers_stream() == caller.handle
     assert not event.is_done() and not before.is_done()
     assert not event.stream.wait(event.ticket, 0.05)
     controls.set(gate=0)
     assert event.stream.wait(event.ticket, 60.0)
-    device.follow(event)
+    device.queue_after(event)
     assert caller.synchronize(60.0)
     ours.close()
     caller.close()

@@ -13,14 +13,13 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
 from kvplug import ClosedError, ConfigError, TimeoutError
-from kvplug.transport import BackgroundThread, Deadline, ExitGuard, NamedExhaustion
+from kvplug.transport import BackgroundThread, Deadline, ExitGuard, NamedExhaustion, OfferPipe
 from kvplug_pynccl.nccl.abi import Result, UniqueId
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.nccl.library import Library
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 BLOCKING: Final = "NCCL_COMM_BLOCKING"
 """A variable of NCCL's, which overrides what a program asks for."""
 
-_FIRST_PAUSE_S: Final = 0.0005
-_LONGEST_PAUSE_S: Final = 0.01
 _CALL_WAIT_S: Final = 30.0
 """How long an abort waits for another call to return before it abandons the communicator."""
 
@@ -40,8 +37,8 @@ _abandoned: Final[list[object]] = []
 
 
 class _Aborter:
-    """A thread that begins aborts, in a thread each. It is there as long as a communicator is: when no more
-    threads can be had it does them itself.
+    """A thread that starts one thread for each abort. It runs as long as there is a communicator, so that it
+    can abort one itself if the process can start no more threads.
     """
 
     def __init__(self) -> None:
@@ -51,7 +48,7 @@ class _Aborter:
         os.register_at_fork(after_in_child=self._forget)
 
     def join(self) -> None:
-        """There is one more communicator. Raises ResourceExhaustedError."""
+        """Count a new communicator. Raises ResourceExhaustedError: the thread cannot be started."""
         with self._lock:
             if not self._num_communicators:
                 thread = BackgroundThread(
@@ -62,7 +59,7 @@ class _Aborter:
             self._num_communicators += 1
 
     def leave(self) -> None:
-        """One has been aborted, or was never made."""
+        """Count one communicator less: it has been aborted, or was not made."""
         with self._lock:
             self._num_communicators -= 1
             if not self._num_communicators:
@@ -107,7 +104,7 @@ class MonitoredCommunicator:
         what: str,
         current: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Begin to start it; :meth:`is_settled` says when it has started.
+        """Begin to start it. It has started when :meth:`is_settled` returns True.
 
         Args:
             what: Its name in errors.
@@ -157,7 +154,7 @@ class MonitoredCommunicator:
         Raises:
             TimeoutError: it has not started in time.
         """
-        pause = _FIRST_PAUSE_S
+        backoff = OfferPipe.Backoff()
         while not self.is_settled():
             check()
             if deadline.expired:
@@ -165,13 +162,12 @@ class MonitoredCommunicator:
                     f"the start of {self._what} did not end in time: a rank has not come, or it has another"
                     " unique id or world size"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            backoff.pause()
 
     def launch(self, *calls: Callable[[int], object]) -> None:
         """Enqueue operations as one group; each of ``calls`` gets the ``ncclComm``.
 
-        They are on their streams when :meth:`is_settled` says so, not before: record events then.
+        They are on their streams once :meth:`is_settled` returns True, not before: record events then.
 
         Raises:
             ClosedError: it was aborted.

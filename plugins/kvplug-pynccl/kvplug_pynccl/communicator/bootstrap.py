@@ -18,7 +18,7 @@ from kvplug_pynccl.nccl.library import Library
 
 @attrs.frozen(kw_only=True)
 class RankHello:
-    """What a rank tells the others before NCCL starts."""
+    """The message of each rank to the others before NCCL starts."""
 
     nccl: int
     """``NCCL_VERSION_CODE``."""
@@ -40,7 +40,7 @@ class RankHello:
 
 
 def agree(messages: Sequence[Any]) -> tuple[UniqueId, list[RankHello]]:
-    """The unique id and the hellos of all ranks, whose plain values these are, in order. Pure.
+    """Return the unique id and the hellos of all ranks, from their plain values in the order of ranks. Pure.
 
     Raises:
         ConfigError: they do not agree on an option.
@@ -63,7 +63,7 @@ def agree(messages: Sequence[Any]) -> tuple[UniqueId, list[RankHello]]:
 
 
 def explain_invalid_usage(error: NcclInvalidUsageError, hellos: Sequence[RankHello]) -> NcclInvalidUsageError:
-    """The same error; where ranks have the same GPU it names them."""
+    """Return the error. If several ranks have the same GPU, it names them."""
     by_gpu: dict[str, list[str]] = {}
     for rank, each in enumerate(hellos):
         if each.gpu:

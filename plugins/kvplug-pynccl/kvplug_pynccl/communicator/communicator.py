@@ -42,7 +42,7 @@ class _Part:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Part:
-        """For moving it: as bytes, where NCCL has no such type."""
+        """Describe a tensor that is moved: as bytes, if NCCL lacks its type."""
         carried = moved_as(tensor.dtype)
         return cls(tensor.data_ptr(), tensor.numel() * carried.per_element, carried.dtype)
 
@@ -77,9 +77,9 @@ class PyncclCommunicator(DeviceCommunicator):
         Raises:
             ConfigError: the device is not a GPU of this machine; no interface has the host's address; the
                 ranks do not agree on an option or on the world size.
-            NcclLibraryError: there is no usable NCCL.
-            NcclInvalidUsageError: ranks have the same GPU; the message names them. A rank that hears it from
-                another one raises TransportError with that message.
+            NcclLibraryError: no NCCL can be used.
+            NcclInvalidUsageError: ranks have the same GPU; the message names them. The other ranks
+                raise TransportError with that message.
             TimeoutError, PeerGoneError: a rank did not come, or is gone; the message names it.
             TransportError: NCCL failed, here or at another rank, and why.
         """
@@ -92,7 +92,7 @@ class PyncclCommunicator(DeviceCommunicator):
             return
         deadline = Deadline.after(context.timeout_s)
         try:
-            # First of all, so that a rank that fails at a later step can tell the others.
+            # First, so that a rank that fails at a later step can send the others its reason.
             self._mesh = Mesh(
                 connect_ranks(context.group, SideChannelEndpoint(context), timeout=deadline.remaining())
             )
@@ -134,7 +134,7 @@ class PyncclCommunicator(DeviceCommunicator):
     def _all_reduce(self, tensor: Tensor, deadline: Deadline) -> None:
         at, count, kind = tensor.data_ptr(), tensor.numel(), self._summed_as(tensor)
         call = functools.partial(self._nccl.all_reduce, at, at, count, kind, RedOp.SUM)
-        self._run("all_reduce", [call] if count else [], [tensor], deadline)
+        self._run("all_reduce", [call], [tensor], deadline)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, deadline: Deadline) -> None:
         given, parts = _Part.of(tensor), [_Part.of(output) for output in outputs]
@@ -158,9 +158,7 @@ class PyncclCommunicator(DeviceCommunicator):
                 for root, part in enumerate(parts)
                 if part.count
             ]
-        self._run(
-            "all_gather", calls if any(part.count for part in parts) else [], [*outputs, tensor], deadline
-        )
+        self._run("all_gather", calls, [*outputs, tensor], deadline)
 
     def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], deadline: Deadline) -> None:
         into, parts, kind = _Part.of(output), [_Part.of(each) for each in inputs], self._summed_as(output)
@@ -184,16 +182,14 @@ class PyncclCommunicator(DeviceCommunicator):
                 for root, (each, part) in enumerate(zip(inputs, parts, strict=True))
                 if part.count
             ]
-        self._run(
-            "reduce_scatter", calls if any(part.count for part in parts) else [], [output, *inputs], deadline
-        )
+        self._run("reduce_scatter", calls, [output, *inputs], deadline)
 
     def _broadcast(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         part = _Part.of(tensor)
         call = functools.partial(
             self._nccl.broadcast, part.address, part.address, part.count, part.dtype, src
         )
-        self._run("broadcast", [call] if part.count else [], [tensor], deadline)
+        self._run("broadcast", [call], [tensor], deadline)
 
     # -- from one rank to another ----------------------------------------------------------------
 
@@ -224,7 +220,7 @@ class PyncclCommunicator(DeviceCommunicator):
         deadline: Deadline,
         among: Collection[int] | None = None,
     ) -> None:
-        if calls:  # none where all ranks have empty tensors
+        if any(tensor.numel() for tensor in tensors):  # otherwise those of all ranks are empty
             self._running().run(name, calls, tensors, deadline, among)
 
     def _running(self) -> Inflight:

@@ -5,9 +5,9 @@ and what that stream is given next comes after the operation. Without running ah
 until it is done. With it a call returns once its operation is on the stream, and a thread polls those that
 are left.
 
-Whatever goes wrong, the communicator is aborted before anything else is done: nothing else ends the kernels
-of an operation that a rank is missing in. After an abort the streams go on with whatever is in memory. So an
-operation that was aborted never counts as done, and the error is kept for the next call.
+After any failure the communicator is aborted first: nothing else ends the kernels of an operation in which a
+rank is missing. The work that is queued behind an aborted operation then runs, with whatever is in memory. So
+an aborted operation never counts as done, and its error is kept for the next call.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ _OWN: Final = (
     NcclSystemError,
     NcclInternalError,
 )
-"""What NCCL reports of the call, of itself, of this rank's GPU or system. Other ranks' errors are another."""
+"""Errors of the call, of NCCL itself, or of this rank's GPU or system. Those of other ranks are not among
+them."""
 
 
 @attrs.frozen(eq=False)
@@ -125,7 +126,7 @@ class Inflight:
     ) -> None:
         """Wait until the communicator has completed its last call that was not an operation.
 
-        ``explain`` makes the error that is raised, and told to the other ranks, of NCCL's.
+        ``explain`` makes the error that is raised, and sent to the other ranks, from NCCL's.
 
         Raises:
             TimeoutError: names the ranks that do not answer; ``late`` if all do.
@@ -156,14 +157,15 @@ class Inflight:
         bound = [lambda comm, call=call: call(comm, handle) for call in calls]
         with self._lock:
             self.check()
-            operation = Operation(self._comm, self._stream, bound, tensors, self._device.now())
+            ready = self._device.now()
+            operation = Operation(self._comm, self._device, self._stream, bound, tensors, ready)
             pending = _Pending(name, operation, deadline, among)
             self._pending.append(pending)
             with self._guarded(among):
                 self._check_ranks()
-                self._poll(lambda: operation.step() or operation.event is not None, deadline, pending.late)
-            assert operation.event is not None
-            self._device.follow(operation.event)
+                self._poll(lambda: operation.step() or operation.done is not None, deadline, pending.late)
+            assert operation.done is not None
+            self._device.queue_after(operation.done)
             self._wait(self._run_ahead, deadline)
             if self._pending:
                 self._monitor()

@@ -1,4 +1,4 @@
-"""The pipe "pynccl": two communicators of two ranks, one each way, and a channel that says when.
+"""The pipe "pynccl": two communicators of two ranks, one each way, and a channel that orders their use.
 
 A sender offers a message and does nothing more. Only when the receiver is in ``recv_tensor``, with memory
 ready, does it *clear* the message, and only then are receive and send enqueued. So no kernel waits on a GPU
@@ -18,13 +18,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplug import KvplugError, TimeoutError, TransportError
 from kvplug.transport import BackgroundThread, Deadline, OfferPipe, Watch, WireError
-from kvplug_pynccl.device import Device, Stream
+from kvplug_pynccl.device import Device
 from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.abi import DataType, Result
 from kvplug_pynccl.nccl.errors import NcclError
@@ -86,6 +86,7 @@ class PyncclPipe(OfferPipe):
             TransportError, ResourceExhaustedError: there are no more streams, or threads.
         """
         super().__init__(join, settings)
+        self._settings = settings
         self._nccl = settings.nccl
         self._outgoing = outgoing
         self._incoming_comm = incoming
@@ -95,7 +96,6 @@ class PyncclPipe(OfferPipe):
         self._reception: _Reception | None = None
         """For the worker."""
         self._is_supervised = False
-        self._receive_stream = cast(Stream, self._stream)
         with contextlib.ExitStack() as undo:
             self._send_stream = settings.device.new_stream()
             undo.callback(self._send_stream.close)
@@ -144,7 +144,7 @@ class PyncclPipe(OfferPipe):
         tensors: list[Tensor],
         pieces: int,
         comm: MonitoredCommunicator,
-        stream: Stream,
+        stream: OfferPipe.Stream,
     ) -> Operation:
         """Return an operation with a call of NCCL for each piece, of bytes: nothing is computed, and NCCL
         lacks some dtypes."""
@@ -157,7 +157,8 @@ class PyncclPipe(OfferPipe):
             )
 
         cuts = [next(self.cut(spans, number * nbytes, nbytes)) for number in range(pieces)]
-        return Operation(comm, stream, [call(address) for _, address, _ in cuts], tensors, None)
+        calls = [call(address) for _, address, _ in cuts]
+        return Operation(comm, self._settings.device, stream, calls, tensors)
 
     # -- the worker --------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class PyncclPipe(OfferPipe):
                     reception.memory,
                     reception.pieces,
                     self._incoming_comm,
-                    self._receive_stream,
+                    self._stream,
                 )
             self._tell("clear", reception.pieces)
         if reception.operation.step():
@@ -211,8 +212,8 @@ class PyncclPipe(OfferPipe):
             raise
 
     def _await_hang_up(self, error: NcclError) -> None:
-        """Raise PeerGoneError if the peer has ended, which may show first in NCCL. What it said before that
-        counts."""
+        """Raise PeerGoneError if the peer has ended, which may show first in NCCL. Handle the values
+        that it sent before."""
         if error.result in _CONNECTION_RESULTS:
             deadline = Deadline.after(_HANG_UP_S)
             while not deadline.expired and not self._window.ended:
@@ -247,10 +248,7 @@ class PyncclPipe(OfferPipe):
     ) -> bool:
         reception = message.state
         if reception is None:
-            (offer, *_) = self._coming.after(0) or (None,)
-            if offer is None:
-                raise self._lifecycle.error()
-            reception = message.state = _Reception(message, memory, max(offer.place, len(memory)))
+            reception = message.state = _Reception(message, memory, max(message.place, len(memory)))
         try:
             with self._lock:
                 if not reception.is_done:
@@ -312,8 +310,8 @@ class PyncclPipe(OfferPipe):
         return False
 
     def _supervise(self, reason: str) -> None:
-        """See to it that every call and transfer ends even if a call of NCCL, or of the GPU's driver, does
-        not return to the worker. Never waits."""
+        """Make every call and transfer end even if a call of NCCL, or of the GPU's driver, does not return to
+        the worker. Never waits."""
         if not self._is_supervised and self._worker.ident is not None:
             self._is_supervised = True
             supervisor = BackgroundThread(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,23 +27,20 @@ class HostEvent:
 
 
 class HostStream:
-    """A fake library's stream in the interface of a plugin's streams. Operations of torch run at once."""
+    """A fake library's stream in the interface of a pipe's streams. Operations of torch run at once."""
 
-    def __init__(self, stream: fake.Stream) -> None:
+    def __init__(self, device: HostDevice, stream: fake.Stream) -> None:
+        self._device = device
         self._stream = stream
         self.handle = stream.handle
 
-    def current(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def record(self) -> HostEvent:
-        return HostEvent(self._stream, self._stream.record())
-
-    def wait(self, event: HostEvent) -> None:
-        self._stream.wait_for(event.stream, event.ticket)
-
-    def keep(self, tensor: Tensor) -> None:
-        """Do nothing: the fake does not free memory."""
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        before, self._device.stream = self._device.stream, self._stream
+        try:
+            yield
+        finally:
+            self._device.stream = before
 
     def close(self) -> None:
         self._stream.close()
@@ -65,22 +64,33 @@ class HostDevice:
         """Tests set it."""
         self._controls = fake.Controls(path)
         self._caller = caller
+        self._of_thread = threading.local()
+
+    @property
+    def stream(self) -> fake.Stream | None:
+        """The current stream of this thread."""
+        found: fake.Stream | None = getattr(self._of_thread, "stream", self._caller)
+        return found
+
+    @stream.setter
+    def stream(self, stream: fake.Stream | None) -> None:
+        self._of_thread.stream = stream
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def new_stream(self) -> Any:
-        return HostStream(self._controls.stream())
+        return HostStream(self, self._controls.stream())
 
     def callers_stream(self) -> int:
-        return 0 if self._caller is None else self._caller.handle
+        return 0 if self.stream is None else self.stream.handle
 
     def now(self, on: Any = None) -> Any:
-        return None if self._caller is None else HostEvent(self._caller, self._caller.record())
+        return None if self.stream is None else HostEvent(self.stream, self.stream.record())
 
-    def follow(self, event: Any) -> None:
-        if self._caller is not None:
-            self._caller.wait_for(event.stream, event.ticket)
+    def queue_after(self, mark: Any) -> None:
+        if self.stream is not None:
+            self.stream.wait_for(mark.stream, mark.ticket)
 
     def is_capturing(self) -> bool:
         return self.capturing
