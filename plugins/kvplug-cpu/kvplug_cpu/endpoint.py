@@ -1,9 +1,9 @@
 """The factory of the pipe "cpu": where to listen, and how several proven connections become one pipe.
 
-The connecting end opens a control connection and says how many data connections it wants; the listening end
-answers with a random session id and the number agreed on. Each data connection then presents the id, after
-its own proof. When all are there the listening end says so on the control connection. Every message is one
-fixed struct.
+The connecting end opens a control connection and requests a number of data connections; the listening end
+answers with a random session id and the number of both. Each data connection then presents the id, after its
+own proof. When all have arrived, the listening end confirms it on the control connection. Every message is
+one fixed struct.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class CpuEndpoint(DuplexEndpoint):
             if kind == "tcp":
                 raise ConfigError(f"the host {host!r} is a Unix socket, and the option socket is 'tcp'")
             return [Address.beside(host)]
-        tcp = f"[{host}]:0" if ":" in host else f"{host}:0"
+        tcp = str(Address(host))
         if kind == "auto":
             return ["unix:"] if Address(host).is_loopback else ["unix:", tcp]
         return ["unix:"] if kind == "unix" else [tcp]

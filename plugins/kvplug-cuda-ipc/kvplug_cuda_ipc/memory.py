@@ -65,13 +65,13 @@ class Staging:
             self._runtime.free(address)
 
     def borrow(self) -> bool:
-        """For an end in this process. False if it was freed before."""
+        """Count an end in this process that copies from it. Return False if it was freed before."""
         with self._lock:
             self._borrowers += not self._freed
             return not self._freed
 
     def release(self) -> None:
-        """Once for each successful :meth:`borrow`. Raises as :meth:`free`, if that is due now."""
+        """End a successful :meth:`borrow`. Raises as :meth:`free`, which the last end calls."""
         with self._lock:
             self._borrowers -= 1
             freed = self._freed
@@ -116,7 +116,7 @@ class Ring:
         self._ends: list[int] = []
 
     def reserve(self, nbytes: int) -> int | None:
-        """The offset of ``nbytes`` contiguous bytes; ``None``: there is no room for them now."""
+        """Reserve ``nbytes`` contiguous bytes and return their offset; ``None`` if there is no room now."""
         if not self._ends:
             self._begin = self._end = 0
         nbytes = -(-nbytes // self.ALIGNMENT) * self.ALIGNMENT
@@ -129,5 +129,5 @@ class Ring:
         return start % self.nbytes
 
     def release(self) -> None:
-        """The oldest reservation ends."""
+        """End the oldest reservation."""
         self._begin = self._ends.pop(0)

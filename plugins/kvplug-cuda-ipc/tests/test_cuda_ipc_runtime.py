@@ -74,7 +74,7 @@ def test_pytorchs_library_comes_before_the_systems(monkeypatch: pytest.MonkeyPat
 def test_a_library_that_is_no_cuda_runtime_or_too_old_is_refused(
     controls: fake.Controls, fake_path: str
 ) -> None:
-    with pytest.raises(CudaLibraryError, match="no CUDA runtime: it lacks cudaRuntimeGetVersion"):
+    with pytest.raises(CudaLibraryError, match="not a CUDA runtime: it lacks cudaRuntimeGetVersion"):
         Runtime(ctypes.util.find_library("m") or "libm.so.6")
     controls.set(version=10020)
     with pytest.raises(CudaLibraryError, match=r"CUDA 10\.2; at least 11\.0 is needed"):

@@ -71,17 +71,18 @@ def check_reach(peer: PeerIdentity) -> None:
 
 
 def address_for(host: str) -> str:
-    """Where to listen beside NCCL: an abstract Unix socket, or TCP where other hosts are to connect."""
+    """Return where to listen beside NCCL: at an abstract Unix socket, or on TCP if other hosts are to
+    connect."""
     if host.startswith("unix:") or Address(host).is_loopback:
         return "unix:"
-    return f"[{host}]:0" if ":" in host else f"{host}:0"
+    return str(Address(host))
 
 
 def interface_of(host: str) -> str:
-    """The name of the interface with that address; of loopback for a Unix socket.
+    """Return the name of the interface with that address; of loopback for a Unix socket.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no interface has it.
     """
     if host.startswith("unix:"):
         host = "127.0.0.1"

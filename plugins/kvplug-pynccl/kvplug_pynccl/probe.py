@@ -24,7 +24,7 @@ def _missing() -> str:
     if not sys.platform.startswith("linux"):
         return f"NCCL needs Linux, and this is {sys.platform}"
     if not any(next(_DEV.glob(pattern), None) for pattern in _GPUS):
-        return f"there is no GPU of NVIDIA's here (no {_DEV}/nvidia0)"
+        return f"there is no NVIDIA GPU here (no {_DEV}/nvidia0)"
     if not any(place.path and _is_there(place.path) for place in places()):
         return f"there is no {SONAME} here: install {PACKAGE}, or name one by {VARIABLE}"
     return ""

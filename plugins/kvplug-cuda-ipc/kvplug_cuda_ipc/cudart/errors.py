@@ -1,4 +1,4 @@
-"""The errors that results of the CUDA runtime are raised as. ``cudaErrorNotReady`` is no error."""
+"""The errors that results of the CUDA runtime are raised as. ``cudaErrorNotReady`` is not an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MEANINGS: Final[dict[int, str]] = {
 
 
 def error_of(result: int, function: str, name: str, text: str) -> CudaError:
-    """The error for a result. ``name`` and ``text`` are what the runtime calls it."""
+    """Return the error for a result. ``name`` and ``text`` are the runtime's own for it."""
     meaning = " ".join(_MEANINGS.get(result, text).split()) or "a result that kvplug-cuda-ipc does not know"
     kind = CudaMemoryError if result == Result.MEMORY_ALLOCATION else CudaError
     return kind(f"{function} returned {name or result}: {meaning}", result=result, function=function)

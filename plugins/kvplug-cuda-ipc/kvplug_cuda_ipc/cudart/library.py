@@ -30,10 +30,10 @@ MIN_VERSION: Final = 11000
 
 
 def load(path: str = "") -> Runtime:
-    """The runtime at ``path``, or that of ``KVPLUG_CUDART_LIBRARY``, or the one that this process has loaded.
+    """Load the runtime at ``path``, or that of ``KVPLUG_CUDART_LIBRARY``, or the one that this process has.
 
     Raises:
-        CudaLibraryError: none can be used. A path that was given, or the variable's, is the only one tried.
+        CudaLibraryError: no runtime can be used. A given path, or the variable's, is the only one tried.
         ResourceExhaustedError: this process has no descriptor or memory to look for one.
     """
     tried = []
@@ -54,11 +54,11 @@ class Runtime:
     """One ``libcudart``. :func:`load` finds it.
 
     Raises (every method that calls it):
-        CudaError: it failed, now or in something that was enqueued before.
+        CudaError: it failed now, or work that was enqueued before has failed.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises CudaLibraryError: it cannot be loaded, is no CUDA runtime, or is too old."""
+        """Raises CudaLibraryError: it cannot be loaded, is not a CUDA runtime, or is too old."""
         self.path = path
         try:
             loaded = ctypes.CDLL(path)
@@ -76,7 +76,7 @@ class Runtime:
             function.restype, function.argtypes = returns, takes
             self._functions[name] = function
         if lacks:
-            raise CudaLibraryError(f"{path} is no CUDA runtime: it lacks {', '.join(lacks[:3])}")
+            raise CudaLibraryError(f"{path} is not a CUDA runtime: it lacks {', '.join(lacks[:3])}")
         version = ctypes.c_int()
         self._call("cudaRuntimeGetVersion", ctypes.byref(version))
         self.version: int = version.value
@@ -104,14 +104,14 @@ class Runtime:
         self._call("cudaSetDevice", device)
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """Set what this thread may call while another one captures a CUDA graph; returns the old mode."""
+        """Set what this thread may call while another one captures a CUDA graph. Return the old mode."""
         value = ctypes.c_int(mode)
         self._call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(value))
         return value.value
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
-        """A context in which calls leave alone a CUDA graph that another thread may be capturing."""
+        """Return a context in which calls do not disturb a CUDA graph that another thread captures."""
         before = self.exchange_capture_mode(CaptureMode.RELAXED)
         try:
             yield
@@ -119,7 +119,7 @@ class Runtime:
             self.exchange_capture_mode(before)
 
     def uuid_of(self, device: int) -> uuid.UUID:
-        """It identifies the GPU in all processes and on all hosts."""
+        """Return what identifies the GPU in all processes and on all hosts."""
         properties = Properties()
         self._call("cudaGetDeviceProperties", ctypes.byref(properties), device)
         return uuid.UUID(bytes=bytes(properties.uuid))
@@ -127,17 +127,17 @@ class Runtime:
     # -- memory ----------------------------------------------------------------------------------------
 
     def malloc(self, nbytes: int) -> int:
-        """New device memory. May wait for the device. Raises CudaMemoryError: there is not enough."""
+        """Allocate device memory. May wait for the device. Raises CudaMemoryError: there is not enough."""
         address = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(address), nbytes)
         return address.value or 0
 
     def free(self, address: int) -> None:
-        """Waits for all work that the device was given, also by other libraries."""
+        """Free memory. Waits for all work that the device was given, also by other libraries."""
         self._call("cudaFree", address)
 
     def ipc_get_mem_handle(self, address: int) -> bytes:
-        """A handle with which another process can map what :meth:`malloc` returned."""
+        """Return a handle with which another process can map memory of :meth:`malloc`."""
         handle = IpcMemHandle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle)
@@ -160,7 +160,7 @@ class Runtime:
         self._call("cudaMemcpyAsync", to, source, nbytes, MemcpyKind.DEFAULT, stream)
 
     def event(self, stream: int) -> Event:
-        """An event that is done when all that the stream was given so far is done."""
+        """Return an event that is done when all that the stream was given so far is done."""
         event = ctypes.c_void_p()
         self._call("cudaEventCreateWithFlags", ctypes.byref(event), EventFlag.DISABLE_TIMING)
         made = Event(self, event.value or 0)
@@ -180,7 +180,7 @@ class Runtime:
         self._call("cudaEventDestroy", event)
 
     def stream_wait_event(self, stream: int, event: Event) -> None:
-        """What the stream is given from now on begins after the event. The host does not wait."""
+        """Make what the stream is given from now on begin after the event. The host does not wait."""
         self._call("cudaStreamWaitEvent", stream, event.handle, 0)
 
     # -- calling it -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """How one proven connection becomes a pipe.
 
-Each end says which memory it has, maps the other's, and says that it has. The accepting end allocates its
-memory only when the connecting one has spoken.
+Each end describes its memory, maps the other's, and confirms it. The accepting end allocates its memory only
+after the first message of the connecting end.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def make_pipe(
 
 
 class _Joining:
-    """A pipe in the making, and the thread that frees this end's memory if there is no pipe. It is started
-    first: it might not be had then.
+    """A pipe in the making, and the thread that frees this end's memory if the pipe is not made.
+
+    The thread is started first, since the process may have no more threads later.
     """
 
     def __init__(self, join: OfferPipe.Join, settings: CudaIpcPipeSettings) -> None:
@@ -72,7 +73,7 @@ class _Joining:
         self._staging: Staging | None = None
         self._mapping: Mapping | None = None
         self._must_end = queue.SimpleQueue[bool]()
-        """Once: whether there is no pipe, so that this object has to end what it began."""
+        """Gets one value: whether the pipe was not made, so that this object frees what it allocated."""
         BackgroundThread(self._take_back, name="kvplug-cuda-ipc-end", stop=self._stop_taking_back).start()
         join.give_up = self._give_up
 
@@ -117,11 +118,11 @@ class _Joining:
         except CudaError as e:
             logger.warning("memory of %s was not unmapped: %s", self._join.peer, e)
         except KvplugError as e:
-            logger.debug("%s was not told that its memory is unmapped: %s", self._join.peer, e)
+            logger.debug("cannot report to %s that its memory is unmapped: %s", self._join.peer, e)
         self._must_end.put(True)
 
     def _stop_taking_back(self) -> None:
-        """The program leaves."""
+        """Called when the program leaves."""
         self._must_end.put(False)
         self._join.channel.close()
 

@@ -37,13 +37,13 @@ class Carried(NamedTuple):
 
 
 def moved_as(dtype: torch.dtype) -> Carried:
-    """What elements that are only moved travel as: bytes, where not every NCCL has a type for them."""
+    """Return the type with which elements are moved: bytes if not every NCCL has a type for them."""
     own = _OWN.get(_name(dtype))
     return Carried(DataType.UINT8, dtype.itemsize) if own is None else Carried(own)
 
 
 def reduced_as(dtype: torch.dtype, op: RedOp, version: Version) -> DataType:
-    """What elements that are reduced travel as.
+    """Return the type with which elements are reduced.
 
     Bool is 0 or 1 in a byte: its maximum is whether any is true, its minimum whether all are.
 

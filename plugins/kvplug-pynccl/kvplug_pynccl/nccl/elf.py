@@ -1,4 +1,7 @@
-"""Whether a shared library is complete: the loader maps it unread, and reading a missing part is a SIGBUS."""
+"""Whether the file of a shared library is complete.
+
+The loader maps the file without reading it, and reading a missing part is a SIGBUS.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ _64_BITS_LITTLE: Final = b"\x7fELF\x02\x01"
 
 
 def missing_bytes(path: str) -> int:
-    """How many bytes of its segments lie behind the file's end.
+    """Return how many bytes of the library's segments lie behind the end of its file.
 
-    0, too, if it is not a 64-bit library: the loader raises an error for that.
+    0 if it is not a 64-bit library: the loader raises an error for that.
 
     Raises:
         OSError: it cannot be read.

@@ -1,4 +1,4 @@
-"""The errors that NCCL's results are. ``ncclInProgress`` is not one."""
+"""The errors that results of NCCL are raised as. ``ncclInProgress`` is not an error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvplug_pynccl.nccl.abi import Result
 
 
 class NcclLibraryError(TransportError):
-    """There is no usable NCCL. The message lists what was tried, and why it failed."""
+    """No NCCL can be used. The message lists the places that were tried, and why each of them failed."""
 
 
 class NcclError(TransportError):
-    """A function of NCCL failed, or a communicator did. ``result`` is the number that ``function`` gave."""
+    """A function of NCCL or a communicator failed. ``result`` is the number that ``function`` returned."""
 
     def __init__(self, text: str, *, result: int, function: str) -> None:
         self.result = result
@@ -82,7 +82,7 @@ _MEANINGS: Final[dict[int, str]] = {
 
 
 def error_of(result: int, function: str, said: str = "") -> NcclError:
-    """The error that a result is. ``said`` is what NCCL says about it: the message holds it."""
+    """Return the error for a result. ``said`` is NCCL's own text, which the message includes."""
     kind = _ERRORS.get(result, NcclError)
     meaning = " ".join(_MEANINGS.get(result, "a result that kvplug-pynccl does not know").split())
     said = " ".join(said.split()).rstrip(".")
@@ -90,7 +90,7 @@ def error_of(result: int, function: str, said: str = "") -> NcclError:
     text = f"{function} gave {_name(result)}: {meaning}.{detail} NCCL_DEBUG=WARN shows more"
     error = kind(text, result=result, function=function)
     if kind in (NcclSystemError, NcclCudaError):
-        error.__cause__ = RuntimeError(said)  # by which kvplug knows what has run out, if anything has
+        error.__cause__ = RuntimeError(said)  # NamedExhaustion recognises what ran out by it
     return error
 
 

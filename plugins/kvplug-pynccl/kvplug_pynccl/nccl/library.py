@@ -35,13 +35,13 @@ _GOES_ON: Final = (Result.SUCCESS, Result.IN_PROGRESS)
 
 
 def load(path: str = "") -> Library:
-    """The NCCL at ``path``, or that of ``KVPLUG_NCCL_LIBRARY``, or that of the package, or torch's.
+    """Load the NCCL at ``path``, or that of ``KVPLUG_NCCL_LIBRARY``, or that of the package, or torch's.
 
     What NCCL reads from the environment (``NCCL_SOCKET_IFNAME``) it reads once in a process, at the first
     call that needs it: set it before.
 
     Raises:
-        NcclLibraryError: there is no usable one. A path that was given is never passed over.
+        NcclLibraryError: no NCCL can be used. A path that was given is the only one that is tried.
         ResourceExhaustedError: this process has no descriptor or memory to look for one.
     """
     tried = []
@@ -95,21 +95,21 @@ class Library:
         return f"<NCCL {self.version} of {self.path}>"
 
     def has(self, function: str) -> bool:
-        """Whether this NCCL has it: ``ncclCommSuspend``."""
+        """Whether this NCCL has a function, such as ``ncclCommSuspend``."""
         return function in self._functions
 
     def config(self, **values: Any) -> Config:
-        """A ``ncclConfig_t`` for this NCCL, with ``values`` set. Raises TypeError: it has no such field."""
+        """Make an ``ncclConfig_t`` for this NCCL with ``values``. Raises TypeError: it has no such field."""
         return Config(version=min(self.version, HEADER), **values)
 
     # -- what needs no communicator --------------------------------------------------------------------
 
     def get_last_error(self, comm: int = 0) -> str:
-        """The last warning of any communicator of this process; empty if there was none."""
+        """Return the last warning of the communicators of this process; empty without one."""
         return _text(self._function("ncclGetLastError")(comm or None)).strip()
 
     def get_unique_id(self) -> UniqueId:
-        """A new id, for one communicator. The process listens from then on, see ``NCCL_SOCKET_IFNAME``."""
+        """Make an id for one communicator. The process listens from then on, see ``NCCL_SOCKET_IFNAME``."""
         unique_id = UniqueId()
         self._call("ncclGetUniqueId", ctypes.byref(unique_id))
         return unique_id
@@ -124,7 +124,7 @@ class Library:
     # -- a communicator's life -------------------------------------------------------------------------
 
     def comm_init_rank(self, world_size: int, unique_id: UniqueId, rank: int) -> int:
-        """A communicator on the current device. Blocks until all ranks are there, without a deadline."""
+        """Make a communicator on the current device. Blocks until all ranks are there, without a deadline."""
         comm = ctypes.c_void_p()
         self._call("ncclCommInitRank", ctypes.byref(comm), world_size, unique_id, rank)
         return self._keep_alive(comm.value or 0, comm)
@@ -155,13 +155,14 @@ class Library:
         return self._keep_alive(comm.value or 0, comm, config), result
 
     def comm_get_async_error(self, comm: int) -> Result | int:
-        """The communicator's state. A failure is returned, not raised; see :meth:`raise_for`."""
+        """Return the communicator's state. A failure is returned, not raised; see :meth:`raise_for`."""
         state = ctypes.c_int()
         self._call("ncclCommGetAsyncError", comm, ctypes.byref(state))
         return _result(state.value)
 
     def raise_for(self, state: int, what: str, comm: int = 0) -> Result:
-        """Raise the error that a state of a communicator is. ``what`` names the call for the message."""
+        """Raise the error for a state of a communicator that has failed. ``what`` names the call in the
+        message."""
         if state in _GOES_ON:
             return Result(state)
         raise error_of(state, what, self.get_last_error(comm))

@@ -22,7 +22,7 @@ _DESCRIPTORS: Final = 8
 
 @attrs.frozen
 class Place:
-    """``what`` was looked at, and the ``path`` to load; no path: ``missing`` says why."""
+    """``what`` names the place. Either ``path`` is to be loaded, or ``missing`` says why there is no path."""
 
     what: str
     path: str = ""
@@ -30,7 +30,7 @@ class Place:
 
 
 def places(named: str = "") -> Iterator[Place]:
-    """In the order in which they are tried. A path that was given, or the variable, is the only one.
+    """Yield the places in the order in which they are tried. A given path, or the variable, is the only one.
 
     Raises:
         ResourceExhaustedError: this process has no descriptor to look. Python would remember for good that
@@ -72,7 +72,7 @@ def _mapped() -> Place:
         path = line.partition("/")[2]
         if path.rpartition("/")[2].startswith("libnccl.so"):
             return _file(what, Path(f"/{path}"))
-    return Place(what, missing="there is no NCCL among it")
+    return Place(what, missing="it includes no NCCL")
 
 
 def _beside_torch() -> Iterator[Place]:

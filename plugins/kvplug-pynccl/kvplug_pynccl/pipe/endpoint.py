@@ -27,7 +27,7 @@ class PyncclEndpoint(DuplexEndpoint):
 
         Raises:
             ConfigError: the device is not a GPU of this machine; no interface has the host's address.
-            NcclLibraryError: there is no usable NCCL.
+            NcclLibraryError: no NCCL can be used.
         """
         super().__init__(context)
         options: PyncclPipeOptions = context.options if context.options is not None else PyncclPipeOptions()

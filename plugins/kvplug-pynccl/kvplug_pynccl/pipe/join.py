@@ -1,8 +1,8 @@
 """How one proven connection becomes a pipe.
 
-Each end says which release of NCCL it has. The accepting end sends a unique id, and another one when the
-communicator of the first has started: one communicator for each direction. Ids cross this connection only,
-and none is made that no peer will use. Both ends say when they have both communicators.
+Each end sends its release of NCCL. The accepting end sends a unique id, and another one when the communicator
+of the first has started: one communicator for each direction. Ids cross this connection only, and are made
+only for a peer that uses them. Each end confirms that it has both communicators.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from kvplug_pynccl.pipe.pipe import PyncclPipe, PyncclPipeSettings
 PURPOSE: Final = "pipe-pynccl"
 _ACCEPTED, _CONNECTED = 0, 1
 """The ranks of the two ends."""
-_SAY_WHY_S: Final = 0.2
+_REASON_S: Final = 0.2
+"""Seconds that a peer whose NCCL has failed may take to send the reason."""
 
 
 @attrs.frozen(kw_only=True)
 class Hello:
-    """What each end says first."""
+    """The first message of each end."""
 
     version: int
     """``NCCL_VERSION_CODE``."""
@@ -103,7 +104,7 @@ class _PipeBuilder:
         try:
             comm.wait_until_settled(self._join.deadline, self._check_peer)
         except NcclRemoteError:
-            self._check_peer(_SAY_WHY_S)  # the peer says why
+            self._check_peer(_REASON_S)  # it sends the reason
             raise
 
     def _check_peer(self, within_s: float = 0) -> None:
