@@ -19,8 +19,8 @@ from kvplug_p2p.reference import Reference
 
 _log = logging.getLogger(__name__)
 
-Peer = str | Mapping[int, str] | None
-"""An address, as ``Peers.connect`` takes it."""
+PeerAddress = str | Mapping[int, str] | None
+"""As ``Peers.connect`` takes it."""
 
 _CONNECT_S: Final = 10.0
 _RETRY_S: Final = 0.1
@@ -42,7 +42,7 @@ class Claim:
     reference: Reference
     text: bytes = attrs.field(repr=False)
     expires: Deadline
-    moment: Deadline
+    calls_wait: Deadline
     """Until when calls about it wait for the producer's answer, in total."""
     engine: ProducerEngine | None = None
     """The producer that it was sent to."""
@@ -160,10 +160,11 @@ class _WorkerLink:
 class ProducerEngine:
     """One producer: links to all of its workers."""
 
-    def __init__(self, context: ConnectorContext, name: str, peer: Peer) -> None:
+    def __init__(self, context: ConnectorContext, name: str, peer: PeerAddress) -> None:
         self._context = context
         self.name = name
-        self.peer = peer
+        self.peer = dict(peer) if isinstance(peer, Mapping) else peer
+        """Its address, as plain values."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._workers = [_WorkerLink(self, 0)]
@@ -285,10 +286,10 @@ class ProducerEngine:
                 claim.refused = claim.refused or "peer_gone"
 
     def wait_for(self, claim: Claim) -> None:
-        """Wait until the claim is answered, or its ``moment`` has passed."""
+        """Wait until the claim is answered, or until ``claim.calls_wait``."""
         with self._lock:
             while claim.unanswered and not claim.refused:
-                if not self._changed.wait(claim.moment.remaining()):
+                if not self._changed.wait(claim.calls_wait.remaining()):
                     return
 
     def release(self, claim: Claim) -> None:

@@ -32,12 +32,11 @@ from kvplug.transport import (
     Deadline,
     DeviceMark,
     Pipe,
-    StreamPool,
     WireError,
     close_after_fork,
 )
 from kvplug_p2p.reference import Reference, verified
-from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
+from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, OwnStream, hash_of, hash_rows
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ _MAX_CLAIMS: Final = 1 << 16
 """Limit per hold, and on early claims."""
 
 
-Claim = tuple[str, str]
+ClaimKey = tuple[str, str]
 """The decode engine's id, and the claim's name in it."""
 
 
@@ -73,7 +72,7 @@ class Hold:
     written: DeviceMark
     """Follows the kernels that compute the KV."""
     began: float
-    claims: set[Claim] = attrs.field(factory=set)
+    claims: set[ClaimKey] = attrs.field(factory=set)
     """Claims that have not been released."""
     hashes: dict[tuple[int, int], dict[tuple[int, ...], bytes]] | None = None
     """The hashes of :func:`hash_rows` by group and layer, once they are computed."""
@@ -96,13 +95,13 @@ class Lender:
         self._epoch = ""
         self._holds: dict[str, Hold] = {}
         """Holds by request, including those that are over and still being sent."""
-        self._claims: dict[Claim, tuple[PeerLink, Hold]] = {}
+        self._claims: dict[ClaimKey, tuple[PeerLink, Hold]] = {}
         """Each claim's hold, and the link that asked last. The claim ends with the link."""
         self._ended: set[str] = set()
         self._latest_lease = 0
         self._num_resets = 0
         """Twice the number of resets, and one more once something was handed off since the latest."""
-        self._early: dict[Claim, tuple[PeerLink, Reference]] = {}
+        self._early: dict[ClaimKey, tuple[PeerLink, Reference]] = {}
         """Claims on blocks handed off in a step that has not reached this worker yet."""
         self._served: set[PeerLink] = set()
         self._pipes: dict[PeerLink, Pipe] = {}
@@ -258,7 +257,7 @@ class Lender:
                 self._release(claim, "peer_gone")
             self._early = {claim: early for claim, early in self._early.items() if early[0] is not link}
 
-    def _release(self, claim: Claim, reason: str = "cancelled") -> None:
+    def _release(self, claim: ClaimKey, reason: str = "cancelled") -> None:
         """Release a claim; blocks without a claim go back to the engine. Needs the lock."""
         self._early.pop(claim, None)
         _, hold = self._claims.pop(claim, (None, None))
@@ -308,7 +307,7 @@ class Lender:
         with self._lock:
             return self._grant(link, (link.agreement.remote.engine_id, key), reference)
 
-    def _grant(self, link: PeerLink, claim: Claim, reference: Reference) -> str | None:
+    def _grant(self, link: PeerLink, claim: ClaimKey, reference: Reference) -> str | None:
         """Like :meth:`_claim`, for a verified reference. Needs the lock."""
         if reference.lease > self._latest_lease and len(self._early) < _MAX_CLAIMS:
             self._early[claim] = link, reference
@@ -341,8 +340,7 @@ class Lender:
             closed = self._closed
         if closed or views is None:
             raise ClosedError("this worker was shut down, or has no registered cache")
-        stream = None if views.device.type == "cpu" else StreamPool.acquire(views.device)
-        try:
+        with contextlib.closing(OwnStream(views.device)) as stream:
             while True:
                 message = link.channel.recv(timeout=None)
                 hold = self._hold_of(link, message)
@@ -357,9 +355,6 @@ class Lender:
                         hold.num_sending -= 1
                         if hold.is_over:
                             self._finish(hold, hold.reason)
-        finally:
-            if stream is not None:
-                StreamPool.release(stream)
 
     def _hold_of(self, link: PeerLink, message: Any) -> Hold | None:
         """Find the hold that a pull names, and count the send. ``None``: the claim is over.
@@ -377,13 +372,13 @@ class Lender:
                 self._sending[link] = hold
             return hold
 
-    def _send(self, link: PeerLink, pipe: Pipe, hold: Hold, message: Mapping[str, Any], stream: Any) -> None:
+    def _send(
+        self, link: PeerLink, pipe: Pipe, hold: Hold, message: Mapping[str, Any], stream: OwnStream
+    ) -> None:
         """
         Raises:
             WireError: the pull is malformed, or asks for blocks of another request.
         """
-        import torch
-
         views = self._views
         assert views is not None
         try:
@@ -408,9 +403,7 @@ class Lender:
             ]
         link.channel.send(answer, timeout=_SEND_S)
         began, nbytes = time.perf_counter(), 0
-        if stream is not None:
-            hold.written.hold(stream)
-        with torch.get_device_module(views.device).stream(stream) if stream else contextlib.nullcontext():
+        with stream.after(hold.written):
             transfers = [pipe.send_blocks(found, rows, timeout=None) for _, (found, rows), _ in wanted]
         for transfer in transfers:
             transfer.wait(timeout=None)

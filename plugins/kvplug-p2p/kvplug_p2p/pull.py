@@ -27,16 +27,18 @@ from kvplug.transport import (
     DeviceMark,
     NamedExhaustion,
     Pipe,
-    StreamPool,
     WireError,
     close_after_fork,
 )
 from kvplug_p2p.lender import PIPE, PULL
 from kvplug_p2p.plan import PullPlan
 from kvplug_p2p.sharing import HeadRange, unit_of, units
-from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
+from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, OwnStream, hash_of, hash_rows
 
 _log = logging.getLogger(__name__)
+
+_Message = list[tuple[list[int], list[int]]]
+"""For each group, units of the producer and of this worker."""
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """Limit on the units of one request; the producer hashes and sends them as one message per group."""
@@ -217,8 +219,7 @@ class ProducerWorker:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        device = self._views.device
-        stream = None if device.type == "cpu" else StreamPool.acquire(device)
+        stream = OwnStream(self._views.device)
         try:
             while True:
                 try:
@@ -235,8 +236,7 @@ class ProducerWorker:
                     if is_idle:
                         self._link = self._pipe = None
         finally:
-            if stream is not None:
-                StreamPool.release(stream)
+            stream.close()
             with self._lock:
                 self._closed = True
                 self._drop()
@@ -260,7 +260,7 @@ class ProducerWorker:
             pass
         return True
 
-    def _pull_part(self, part: Part, stream: Any) -> None:
+    def _pull_part(self, part: Part, stream: OwnStream) -> None:
         pull = part.pull
         with self._lock:
             self._current = part
@@ -323,23 +323,15 @@ class ProducerWorker:
                 self._drop()
                 raise ClosedError("the connector was shut down")
 
-    def _receive(self, part: Part, stream: Any) -> None:
-        import torch
-
-        pull, plan = part.pull, part.pull.plan
-        stall_s = self._context.options.stall_timeout_s
+    def _receive(self, part: Part, stream: OwnStream) -> None:
+        pull, plan, heads = part.pull, part.pull.plan, part.heads
+        stall_s, is_host = self._context.options.stall_timeout_s, self._views.device.type == "cpu"
         left = pull.deadline.remaining()
         link, pipe = self.connected(Deadline.after(stall_s if left is None else min(stall_s, left)))
-        wanted = self._units_of(plan)
-        checksum = link.agreement.checksum if self._views.device.type == "cpu" else None
-        messages = self._messages(wanted, part.heads)
-        if not messages:
-            pull.arrived(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
-            return
+        messages = self._messages(self._units_of(plan))
         unit = unit_of(self._context.cache.groups[0].block_size, plan.block_size)
-        heads = part.heads
 
-        def ask(message: list[tuple[list[int], list[int]]]) -> None:
+        def ask(message: _Message) -> None:
             asked = {
                 "claim": plan.claim,
                 "unit": unit,
@@ -348,50 +340,37 @@ class ProducerWorker:
             }
             link.channel.send(asked, timeout=stall_s)
 
-        ask(messages[0])
-        for number, message in enumerate(messages):
-            answer = link.channel.recv(timeout=stall_s)
-            if type(answer) is not dict or answer.get("sending") is not True:
-                if type(answer) is dict and type(answer.get("refused")) is str:
-                    raise EntryGoneError(
-                        f"the producer no longer keeps the blocks of request {plan.request_id}"
-                    )
-                raise WireError("the producer sent a malformed answer to a pull")
+        if messages:
+            ask(messages[0])
+        for number, message in enumerate(messages, 1):
+            answer = _answer_to(plan, link.channel.recv(timeout=stall_s))
             if not pull.begin_receiving(part):
                 raise ClosedError(f"request {plan.request_id} ended")
             found = [
-                (self._views.of(group, unit, heads.ours, heads.count, ours))
+                self._views.of(group, unit, heads.ours, heads.count, ours)
                 for group, (_, ours) in enumerate(message)
                 if ours
             ]
-            hashes = _hashes_in(answer, found) if checksum else None
-            is_last = number + 1 == len(messages)
+            checksum = link.agreement.checksum if is_host else None
+            hashes = _hashes_in(answer, found) if checksum else [(1, list[bytes]())] * len(found)
+            is_last = number == len(messages)
             if not is_last:  # so that the producer sends its messages without a pause
-                ask(messages[number + 1])
-            if stream is not None:
-                pull.after.hold(stream)
-            with (
-                torch.get_device_module(self._views.device).stream(stream)
-                if stream
-                else contextlib.nullcontext()
-            ):
-                for number_of, (views, rows) in enumerate(found):
-                    layers = _Layers(views, rows, checksum, hashes[number_of] if hashes else (1, []))
+                ask(messages[number])
+            with stream.after(pull.after):
+                for (views, rows), of_rows in zip(found, hashes, strict=True):
+                    layers = _Layers(views, rows, checksum, of_rows)
                     if is_last and len(plan.ours) == 1:
                         # Not the last layer: it ends the pull, whose figures must be complete by then.
                         layers.on_good = lambda layer: pull.arrived(part, min(layer + 1, pull.num_layers - 1))
-                    pipe.recv_blocks(
-                        views, rows, on_layer=None if stream else layers.arrived, timeout=stall_s
-                    )
+                    on_layer = layers.arrived if is_host else None
+                    pipe.recv_blocks(views, rows, on_layer=on_layer, timeout=stall_s)
                     pull.nbytes += views.rows.row_bytes * len(rows) * len(views)
-                    if stream is None and layers.num_verified < len(views):
+                    if is_host and layers.num_verified < len(views):
                         raise IntegrityError(f"KV of request {plan.request_id} was corrupted in transit")
-                if stream is not None:
-                    DeviceMark(self._views.device).wait()
-            if is_last:
-                pull.arrived(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
+                DeviceMark(self._views.device).wait()
+        pull.arrived(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
 
-    def _units_of(self, plan: PullPlan) -> list[tuple[list[int], list[int]]]:
+    def _units_of(self, plan: PullPlan) -> _Message:
         """For each group, the producer's units and ours that have a block here.
 
         Raises:
@@ -414,9 +393,7 @@ class ProducerWorker:
             found.append(([their for their, _ in both], [our for _, our in both]))
         return found
 
-    def _messages(
-        self, wanted: Sequence[tuple[list[int], list[int]]], heads: HeadRange
-    ) -> list[list[tuple[list[int], list[int]]]]:
+    def _messages(self, wanted: _Message) -> list[_Message]:
         """Split the units into messages of about 64 MiB at most, with at least one unit per group."""
         unit_bytes = max(1, sum(self._views.row_bytes(group) for group in range(len(wanted))))
         unit = self._context.cache.groups[0].block_size
@@ -450,6 +427,21 @@ class _Layers:
                 return
         self.num_verified = layer + 1
         self.on_good(layer)
+
+
+def _answer_to(plan: PullPlan, answer: Any) -> Mapping[str, Any]:
+    """Return the producer's answer to a pull.
+
+    Raises:
+        EntryGoneError: the producer no longer keeps the blocks.
+        WireError: the answer is malformed.
+    """
+    match answer:
+        case {"sending": True}:
+            return answer  # type: ignore[no-any-return]
+        case {"refused": str()}:
+            raise EntryGoneError(f"the producer no longer keeps the blocks of request {plan.request_id}")
+    raise WireError("the producer sent a malformed answer to a pull")
 
 
 def _hashes_in(

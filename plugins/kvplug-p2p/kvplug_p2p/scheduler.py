@@ -34,7 +34,7 @@ from kvplug_p2p.reference import OURS, MalformedError, Reference, digest_of, to_
 
 _log = logging.getLogger(__name__)
 
-_MOMENT_S: Final = 0.005
+_CALLS_WAIT_S: Final = 0.005
 """How long calls about one request wait for the producer's answer, in total. On one host the answer takes
 less than a millisecond, but longer while the engine's thread keeps asking."""
 
@@ -201,7 +201,7 @@ class P2PScheduler(SchedulerConnector):
             return self._miss(tracked, "timeout" if may_come else unknown)
         key = f"{self._epoch} {next(self._numbers)}"
         tracked.claim = Claim(
-            key, reference, text, Deadline.after(self._options.wait_timeout_s), Deadline.after(_MOMENT_S)
+            key, reference, text, Deadline.after(self._options.wait_timeout_s), Deadline.after(_CALLS_WAIT_S)
         )
         engine.send_claim(tracked.claim)
         return None
@@ -257,13 +257,12 @@ class P2PScheduler(SchedulerConnector):
         claim = tracked.claim
         assert claim is not None and claim.engine is not None
         start = tracked.num_computed
-        peer = claim.engine.peer
         self._pulls.append(
             PullPlan(
                 request_id=request.request_id,
                 claim=claim.key,
                 engine_id=claim.reference.engine_id,
-                peer=peer if peer is None or isinstance(peer, str) else dict(peer),
+                peer=claim.engine.peer,
                 block_size=claim.reference.block_size,
                 tensor_parallel_size=claim.reference.tensor_parallel_size,
                 theirs=claim.reference.block_ids,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvplug.engine import BlockViews, KVCacheConfig, LayoutError
 from kvplug.net.wire.checksum import digest
+from kvplug.transport import DeviceMark, StreamPool
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -86,11 +89,35 @@ class CacheViews:
         return found, [number // each * block + number % each * step for number in numbers]
 
 
+class OwnStream:
+    """A stream that one thread copies on, besides the engine's. On the CPU it does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else StreamPool.acquire(device)
+
+    @contextlib.contextmanager
+    def after(self, mark: DeviceMark) -> Iterator[None]:
+        """Queue the work of the block on this stream, after ``mark``."""
+        import torch
+
+        if self._stream is None:
+            yield
+            return
+        mark.hold(self._stream)
+        with torch.get_device_module(self._stream.device).stream(self._stream):
+            yield
+
+    def close(self) -> None:
+        """Give the stream back. Queued work still runs."""
+        if self._stream is not None:
+            StreamPool.release(self._stream)
+
+
 def _in_units(view: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
     """View ``[blocks, tokens, heads, head size]`` with one row per unit. Return the view, and the distance in
     rows between two blocks and between two units of a block.
 
-    If tokens are not the slowest axis of a block, some rows in between are no units and have no index.
+    If tokens are not the slowest axis of a block, some rows in between are not units, and have no index.
     """
     each = view.shape[1] // unit
     if each == 1:

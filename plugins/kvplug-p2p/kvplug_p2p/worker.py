@@ -219,12 +219,11 @@ class P2PWorker(WorkerConnector):
     def _worker_of(self, plan: PullPlan, rank: int) -> ProducerWorker:
         self._drop_idle()
         key = plan.engine_id, rank
-        peer = plan.peer if plan.peer is None or isinstance(plan.peer, str) else dict(plan.peer)
-        if key in self._workers and self._workers[key].peer != peer:  # it restarted elsewhere
+        if key in self._workers and self._workers[key].peer != plan.peer:  # it restarted elsewhere
             self._workers.pop(key).end()
         if key not in self._workers:
             assert self._views is not None
-            self._workers[key] = ProducerWorker(self._context, self._views, plan.engine_id, peer, rank)
+            self._workers[key] = ProducerWorker(self._context, self._views, plan.engine_id, plan.peer, rank)
         worker = self._workers[key]
         if self._is_shut_down:  # by another thread, perhaps before this worker was listed
             worker.end()
