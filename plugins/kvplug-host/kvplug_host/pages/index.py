@@ -153,7 +153,7 @@ class Index:
             num_waiting=sum(size.eviction.num_waiting for size in self.slots.sizes.values()),
         )
 
-    def log_now(self) -> PageEventLog:
+    def log_now(self) -> PageEvent.Log:
         """The log of events as it is now, for a snapshot."""
         return copy.copy(self._log)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from kvplug.transport import PageEvent, PageEventLog
+from kvplug.transport import PageEvent
 from kvplug_host.pages.index import seconds_left
 
 
@@ -23,7 +23,7 @@ class Snapshot:
         """Keys by series."""
         self._declared: dict[bytes, tuple[bytes, float]] = {}
         """Series, and until when."""
-        self._log: PageEventLog | None = None
+        self._log: PageEvent.Log | None = None
 
     def add_held(self, pages: Iterable[tuple[bytes, bytes]]) -> None:
         """Key and series of pages that were held when they were copied."""
@@ -34,7 +34,7 @@ class Snapshot:
         """Key and series of pages that were declared when they were copied, and until when."""
         self._declared.update((key, (series, until)) for key, series, until in pages)
 
-    def end(self, log: PageEventLog) -> None:
+    def end(self, log: PageEvent.Log) -> None:
         """All was copied. ``log``: at the moment that the snapshot describes."""
         self._log = log
 

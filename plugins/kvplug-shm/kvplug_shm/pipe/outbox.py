@@ -261,9 +261,7 @@ class Outbox:
 
     def _wake_writer(self) -> None:
         if self._thread is None:
-            thread = BackgroundThread(
-                self._write, args=(self.ring,), name="kvplug-shm-send", stop=self._stop
-            )
+            thread = BackgroundThread(self._write, args=(self.ring,), name="kvplug-shm-send", stop=self._stop)
             thread.start()
             self._thread = thread
         else:

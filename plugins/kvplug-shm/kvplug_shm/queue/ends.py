@@ -1,4 +1,4 @@
-"""The part that both ends of a queue share: one thread at a time is inside, and the last one to leave ends it."""
+"""What both ends of a queue share: one thread at a time is inside, and the last one to leave ends it."""
 
 from __future__ import annotations
 
