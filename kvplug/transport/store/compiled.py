@@ -9,9 +9,10 @@ import ctypes
 import functools
 import importlib
 import zlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvplug.errors import UnsupportedError
 from kvplug.net.exhaustion import NamedExhaustion
@@ -30,6 +31,8 @@ class _Library(NamedTuple):
     """The same function, but keeps the interpreter's lock."""
     hash: int
     """Address of xxhash's XXH3_64bits."""
+    stream: array[int]
+    """``struct hash_stream`` of pages.c: the same hash of data that comes in pieces."""
 
 
 @functools.cache  # does not cache exceptions
@@ -59,7 +62,8 @@ def _loaded() -> _Library:
     if source() != zlib.crc32(_SOURCE.read_bytes()):
         raise ImportError("it was built from another pages.c")
     # xxhash's module contains the functions of the C library. Samples show that the one found is the same.
-    hash_of = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__).XXH3_64bits
+    hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    hash_of = hashes.XXH3_64bits
     hash_of.restype, hash_of.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
     for sample in (b"", b"kvplug", bytes(range(256)) * 17):
         if hash_of(sample, len(sample)) != xxhash.xxh3_64_intdigest(sample):
@@ -68,6 +72,12 @@ def _loaded() -> _Library:
     for each in (move, move_locked):
         each.restype = ctypes.c_int
         each.argtypes = (_POINTER, ctypes.c_int, _I64, _I64, _I64, _I64, _POINTER)
-    address = ctypes.cast(hash_of, _POINTER).value
+    steps = ("createState", "freeState", "64bits_reset", "64bits_update", "64bits_digest")
+    stream = array("q", [_address(hashes[f"XXH3_{step}"]) for step in steps])
+    return _Library(move, move_locked, _address(hash_of), stream)
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, _POINTER).value
     assert address
-    return _Library(move, move_locked, address)
+    return address

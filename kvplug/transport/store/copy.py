@@ -111,6 +111,7 @@ class PageCopy:
                 _at(places.begins),
                 places.end,
                 self._library.hash if self._each else 0,
+                _at(self._library.stream),
                 _at(self._checksums),
                 0 if generations is None else _at(self._words),
                 0 if generations is None else _at(generations.expected),

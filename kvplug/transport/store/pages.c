@@ -18,6 +18,18 @@
 
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
+/* The same hash of data that comes in pieces. */
+struct hash_stream {
+    void *(*create)(void); /* a state, or NULL */
+    int (*release)(void *state);
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *data, size_t nbytes);
+    uint64_t (*digest)(const void *state);
+};
+
+/* Larger parts are copied and hashed in pieces of this size, so that each piece is read from memory once. */
+#define PIECE (128 * 1024)
+
 /* Where one part of one layer lies. All but `counts` and `num_axes` are bytes. */
 struct part {
     int64_t base; /* the address of block 0 */
@@ -46,6 +58,7 @@ struct task {
     const int64_t *begins; /* of each layer: tokens before this one are left as they are */
     int64_t end;
     hash_function hash;  /* NULL: no checksums */
+    const struct hash_stream *stream;
     uint64_t *checksums; /* of row after row, layer after layer, part after part; as in memory, big-endian */
     const int64_t *words;        /* addresses of the rows' generations; NULL: the rows stay what they are */
     const uint64_t *generations; /* what they must be after the copy */
@@ -114,9 +127,9 @@ static void move_tokens(const struct task *task, const struct part *part, int64_
 }
 
 /* Where a token lies. */
-static const char *in_cache(const struct task *task, const struct part *part, int64_t at_part, int64_t token) {
+static char *in_cache(const struct task *task, const struct part *part, int64_t at_part, int64_t token) {
     const int64_t *ids = task->ids + at_part * task->ids_step;
-    return (const char *)(intptr_t)part->base + ids[token / task->block_tokens] * part->block_stride +
+    return (char *)(intptr_t)part->base + ids[token / task->block_tokens] * part->block_stride +
            token % task->block_tokens * part->token_stride;
 }
 
@@ -126,6 +139,24 @@ static inline uint64_t big_endian(uint64_t number) {
 #else
     return number;
 #endif
+}
+
+/* A large part that is contiguous in the cache, too: copies and hashes piece by piece. Returns whether it did: else
+ * nothing was done. */
+static int move_in_pieces(const struct task *task, int what, char *cache, char *row, int64_t nbytes, uint64_t *hash) {
+    const struct hash_stream *stream = task->stream;
+    void *state = stream->create();
+    if (state == NULL) return 0;
+    stream->reset(state);
+    for (int64_t at = 0; at < nbytes; at += PIECE) {
+        size_t count = (size_t)(nbytes - at < PIECE ? nbytes - at : PIECE);
+        if (what == SAVE) memcpy(row + at, cache + at, count);
+        stream->update(state, what == CHECK ? cache + at : row + at, count);
+        if (what == LOAD) memcpy(cache + at, row + at, count);
+    }
+    *hash = stream->digest(state);
+    stream->release(state);
+    return 1;
 }
 
 /* One row. Returns whether a checksum is another than the one that was given; SAVE and HASH make checksums. */
@@ -140,17 +171,23 @@ static int move_row(const struct task *task, int what, int64_t number, int64_t f
         for (int64_t at = 0; at < task->num_parts; at++, at_part++) {
             const struct part *part = &task->parts[at_part];
             int64_t nbytes = task->page_tokens * part->token_bytes;
-            if (what == SAVE) move_tokens(task, part, at_part, bytes, first, begin, end, 0);
+            uint64_t found = 0;
+            int is_whole = begin == first && end == first + task->page_tokens && !part->num_axes &&
+                           part->token_stride == part->token_bytes &&
+                           first % task->block_tokens + task->page_tokens <= task->block_tokens;
+            int in_pieces = task->hash != NULL && nbytes > PIECE && is_whole &&
+                            move_in_pieces(task, what, in_cache(task, part, at_part, first), bytes, nbytes, &found);
+            if (!in_pieces && what == SAVE) move_tokens(task, part, at_part, bytes, first, begin, end, 0);
+            if (!in_pieces && task->hash != NULL)
+                found = task->hash(what == CHECK ? in_cache(task, part, at_part, first) : bytes, (size_t)nbytes);
+            if (!in_pieces && what == LOAD) move_tokens(task, part, at_part, bytes, first, begin, end, 1);
             if (task->hash != NULL) {
                 uint64_t *checksum = &task->checksums[number * task->num_layers * task->num_parts + at_part];
-                const char *hashed = what == CHECK ? in_cache(task, part, at_part, first) : bytes;
-                uint64_t found = big_endian(task->hash(hashed, (size_t)nbytes));
-                if (what == LOAD || what == VERIFY || what == CHECK)
-                    is_wrong |= found != *checksum;
+                if (what == SAVE || what == HASH)
+                    *checksum = big_endian(found);
                 else
-                    *checksum = found;
+                    is_wrong |= big_endian(found) != *checksum;
             }
-            if (what == LOAD) move_tokens(task, part, at_part, bytes, first, begin, end, 1);
             bytes += nbytes;
         }
     }

@@ -268,6 +268,33 @@ def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(changed:
     assert found == [None, MissReason.EVICTED if changed == 2 else MissReason.CORRUPT]
 
 
+PIECE = 128 << 10
+"""``PIECE`` of pages.c."""
+
+
+@pytest.mark.parametrize("nbytes", [PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 5])
+@pytest.mark.parametrize("flipped", [0, PIECE - 1, -1])
+def test_large_parts_are_copied_and_hashed_piece_by_piece(nbytes: int, flipped: int) -> None:
+    form = opaque_format(nbytes)
+    source, target = PageBuffers.empty(form, 2), PageBuffers.empty(form, 2)
+    source.rows().buffer[:] = random.Random(nbytes).randbytes(2 * nbytes)
+    rows, headers = saved(source, 2, gap=8)
+    assert [bytes(rows.row(at)) for at in range(2)] == [bytes(source.rows().row(at)) for at in range(2)]
+    assert checks(rows, headers, target, range(1)) == [None, None]
+    assert bytes(target.rows().buffer) == bytes(source.rows().buffer)
+    copy = PageCopy(target, SEAL)
+    copy.expect(0, headers)
+    assert copy.check(range(2), range(1)) is None
+    rows.row(1)[flipped] ^= 1
+    wrong = [None, MissReason.CORRUPT]
+    assert checks(rows, headers, target, range(1)) == wrong
+    assert not any(target.rows().row(1))
+    target.rows().row(1)[:] = rows.row(1)
+    assert copy.check(range(2), range(1)) == wrong
+    assert loading(rows, headers, PageBuffers(form, rows)).verify(range(2)) == wrong
+    assert not any(target.rows().row(1)) and bytes(target.rows().row(0)) == bytes(source.rows().row(0))
+
+
 # -- pages that lie anywhere in memory, whole or in pieces -----------------------------------------------
 
 
