@@ -6,7 +6,8 @@
 The store runs in a program of its own (`kvplug store serve`), and once more in this process. "mapped" maps
 the memory of that program and copies out of it; "over shm" and "over cpu" get copies over a pipe. Checksums
 are on, as they are by default: every page is verified before it may be used. "memcpy" copies the same pages,
-one by one, out of memory that is there already; "and hash" computes their checksums, too. All take turns
+one by one, out of memory that is there already; "and hash" computes their checksums, too. "blocks over" a
+pipe are as many bytes that another program sends with `send_blocks`, as blocks of 64 KiB. All take turns
 within a round, in an order that changes, without the first. The figures are medians, the shares medians of
 the shares within a round, with their quartiles. Lookups are of all pages in one request; their figure is
 microseconds for each request.
@@ -47,6 +48,15 @@ from kvplug_host.pages.pages import Pages as HostPages
 from kvplug_host.store import HostStore
 
 ROUTES = {"mapped": {}, "over shm": {"transport": "shm"}, "over cpu": {"transport": "cpu"}}
+BLOCK_BYTES = 64 << 10
+BLOCKS_PROGRAM = """
+import sys, torch, kvplug
+transport, contact, layers = sys.argv[1:]
+views = [torch.ones(32, 65536, dtype=torch.uint8) for _ in range(int(layers))]
+with kvplug.connect_pipe(kvplug.Config(transport=transport, timeout_s=120), contact) as pipe:
+    while pipe.recv_tensor() is not None:
+        pipe.send_blocks(views, range(32)).wait()
+"""
 PROGRAM = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
 
 
@@ -68,6 +78,24 @@ def opened(stack: ExitStack, options: dict[str, Any], *, name: str = "host", **c
     return store
 
 
+class SentBlocks:
+    """Blocks that another program sends over a pipe whenever it is asked to."""
+
+    def __init__(self, stack: ExitStack, transport: str, total: int) -> None:
+        layers = max(1, total // (32 * BLOCK_BYTES))
+        server = stack.enter_context(kvplug.listen_pipe(kvplug.Config(transport=transport), "unix:"))
+        command = [sys.executable, "-c", BLOCKS_PROGRAM, transport, server.contact, str(layers)]
+        program = subprocess.Popen(command)
+        stack.callback(program.wait)
+        self._pipe = server.accept(timeout=60)
+        stack.callback(lambda: self._pipe.send_tensor(None).wait(10))
+        self._views = [torch.zeros(32, BLOCK_BYTES, dtype=torch.uint8) for _ in range(layers)]
+
+    def receive(self) -> None:
+        self._pipe.send_tensor(torch.zeros(1))
+        self._pipe.recv_blocks(self._views, range(32), timeout=120)
+
+
 class Pages:
     """Pages of one size in the stores, and copies beside them."""
 
@@ -84,6 +112,11 @@ class Pages:
             options = {"contact": address, "map": name == "mapped"}
             store = self.stores[name] = opened(stack, options, **common)
             assert ("mapped" in store.route) == (name == "mapped"), store.route
+        self.pipes = {
+            f"blocks over {common['transport']}": SentBlocks(stack, common["transport"], self.total)
+            for common in ROUTES.values()
+            if common
+        }
         self.series = Series(opaque_format(nbytes), b"", self.stores["mapped"].seal.id)
         self._memory = PageBuffers.empty(self.series.format, self.count)
         self._memory.rows().buffer[:] = secrets.token_bytes(1 << 10) * (self.total >> 10)
@@ -124,6 +157,7 @@ class Pages:
 def measure(pages: Pages, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of each call in each round, by what is done."""
     beside: dict[str, Callable[[], Any]] = {
+        **{name: pipe.receive for name, pipe in pages.pipes.items()},
         "memcpy": pages.copy,
         "and hash": lambda: pages.copy(hashes=True),
     }
