@@ -158,6 +158,9 @@ from kvplug.net.trust.identity import (
 from kvplug.net.trust.listener import (
     Listener as Listener,
 )
+from kvplug.net.trust.outbox import (
+    Outbox as Outbox,
+)
 from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
 )

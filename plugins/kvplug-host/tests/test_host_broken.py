@@ -17,12 +17,11 @@ import pytest
 from host_programs import config
 from kvplug import build_store
 from kvplug.assembly.stores import serve_store
-from kvplug.transport import MissReason, PutReason, Store
+from kvplug.transport import MissReason, Outbox, PutReason, Store
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
-from kvplug_host.outbox import Outbox
 from kvplug_lab.named_pages import NamedPages
 from kvplug_testing import peers, waits
 from kvplug_testing.forkserver import ForkServer

@@ -14,6 +14,7 @@ from kvplug.transport import (
     JobTask,
     MissReason,
     NamedExhaustion,
+    Outbox,
     Store,
     Usage,
 )
@@ -23,7 +24,6 @@ from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.requests import Requests
 from kvplug_host.client.reserved import Reserved
 from kvplug_host.options import HostOptions
-from kvplug_host.outbox import Outbox
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Connection:
         self._link = link
         self._lost = lost
         self._lock = threading.Lock()
-        self._outbox = Outbox(link.channel, "kvplug-host")
+        self._outbox = Outbox(link.channel, "kvplug-host-send")
         self.requests = Requests(self._outbox, note_usage)
         self._thread = BackgroundThread(self._receive_all, name="kvplug-host-client", stop=stop)
         self.pages: PagePipe | None = None

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from kvplug.transport import Job, JobTask, MissReason, Usage, close_after_fork
+from kvplug.transport import Job, JobTask, MissReason, Outbox, Usage, close_after_fork
 from kvplug_host import protocol
-from kvplug_host.outbox import Outbox
 from kvplug_host.protocol import Answer, Request
 
 T = TypeVar("T")

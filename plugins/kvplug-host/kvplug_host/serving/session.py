@@ -19,6 +19,7 @@ from kvplug.transport import (
     JobEngine,
     JobTask,
     MissReason,
+    Outbox,
     PageEvent,
     PageRequest,
     PageRows,
@@ -30,7 +31,6 @@ from kvplug.transport import (
     WireError,
 )
 from kvplug_host import protocol
-from kvplug_host.outbox import Outbox
 from kvplug_host.pages.index import Entry
 from kvplug_host.pages.pages import Pages
 from kvplug_host.protocol import Place
@@ -74,7 +74,7 @@ class Session:
         self._door = door
         self._peer = str(link.channel.peer)
         self._ticket = door.ticket() if door is not None else b""
-        self._outbox = Outbox(link.channel, "kvplug-host")
+        self._outbox = Outbox(link.channel, "kvplug-host-send")
         self._pipe: Pipe | None = None
         self._memory = pages.segments.view
         self._views = functools.lru_cache(maxsize=_MAX_VIEWS)(self._views_of)

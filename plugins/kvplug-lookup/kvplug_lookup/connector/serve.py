@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvplug import KvplugError
 from kvplug.engine import PeerLink, Peers
-from kvplug.transport import BackgroundThread, Deadline, PageEvent, Store, WireError
+from kvplug.transport import Deadline, Outbox, PageEvent, Store, WireError
 from kvplug_lookup.connector.replica import MAX_PROMISED
 
 _log = logging.getLogger(__name__)
@@ -21,8 +18,6 @@ KeysOf = Callable[[Sequence[bytes]], Sequence[bytes]]
 _MAX_LAG_BYTES = 64 << 20
 """A follower with more unread bytes than this, besides its first snapshot, is dropped. When it reconnects, it
 gets a snapshot."""
-_EVENT_BYTES = 256
-"""Assumed size of an event without its keys."""
 _KEY_BYTES = 32
 _HELLO_S = 10.0
 _MAX_SERVED = 1024
@@ -34,76 +29,43 @@ class _Publisher:
 
     def __init__(self, link: PeerLink, store: Store, keys_of: KeysOf) -> None:
         self._link = link
-        self._queue: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._lag_bytes = 0
-        self._max_lag_bytes = math.inf
-        self._ended = threading.Event()
-        self._sender = BackgroundThread(self._send_all, name="kvplug-lookup-events", stop=self._stop)
         self._store = store
         self._keys_of = keys_of
-        self._unsubscribe = store.subscribe(self._put_event)  # sends the snapshot first, however large
-        with self._lock:
-            self._max_lag_bytes = self._lag_bytes + _MAX_LAG_BYTES
-        try:
-            self._sender.start()
-        except BaseException:
-            self._unsubscribe()
-            raise
+        self._outbox = Outbox(link.channel, "kvplug-lookup-events")
+        self._unsubscribe = store.subscribe(self._send_event)  # sends the snapshot first, however large
+        self._outbox.limit(_MAX_LAG_BYTES)
 
     def run(self) -> None:
         """Answer pings, and touch pages that the follower will load, until it leaves."""
         try:
-            while not self._ended.is_set():
+            while True:
                 message = self._link.channel.recv(timeout=None)
                 if isinstance(message, dict) and "promised" in message:
                     self._store.touch(self._keys_of(_chains_in(message["promised"])))
                     continue
                 if not isinstance(message, dict) or type(message.get("ping")) is not int:
                     raise WireError("a follower sent neither a ping nor promised pages")
-                self._put({"pong": message["ping"]}, 0)
+                self._send({"pong": message["ping"]})
         except KvplugError as e:
             _log.debug("%s stopped following: %s", self._link.agreement.remote.engine_id, e)
         finally:
-            self.end()
-
-    def end(self) -> None:
-        self._unsubscribe()
-        self._stop()
-
-    def _stop(self) -> None:
-        self._ended.set()
-        self._queue.put(None)
-        self._link.close()
-
-    def _put_event(self, event: PageEvent) -> None:
-        size = len(event.keys) * _KEY_BYTES if event.kind == "stored" else 0
-        self._put(event.to_plain(), size)
-
-    def _put(self, message: dict[str, Any], size: int) -> None:
-        size += _EVENT_BYTES
-        with self._lock:
-            self._lag_bytes += size
-            too_far = self._lag_bytes > self._max_lag_bytes
-        if not too_far:
-            self._queue.put((message, size))
-        elif not self._ended.is_set():
-            _log.warning("%s does not read its events: dropped", self._link)
-            self._ended.set()
+            self._unsubscribe()
+            self._outbox.end()
             self._link.close()
 
-    def _send_all(self) -> None:
+    def _send_event(self, event: PageEvent) -> None:
         try:
-            while (item := self._queue.get()) is not None and not self._ended.is_set():
-                message, size = item
-                self._link.channel.send(message, timeout=None)
-                with self._lock:
-                    self._lag_bytes -= size
+            self._send(event.to_plain())
         except KvplugError as e:
-            _log.debug("stopped sending events to %s: %s", self._link, e)
-        finally:
-            self._ended.set()
-            self._link.close()  # wakes the follower, and the thread that waits for its pings
+            _log.warning("%s cannot be sent an event: dropped: %s", self._link, e)
+            self._link.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._outbox.send(message):
+            return
+        if self._outbox.is_full and not self._link.channel.closed:
+            _log.warning("%s does not read its events: dropped", self._link)
+        self._link.close()  # wakes the thread that waits for pings
 
 
 def _chains_in(joined: object) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Sending over a channel without waiting: at once where that is possible, else from a thread."""
+"""Sends over a channel without waiting: at once if that is possible, else from a thread."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import threading
 from collections import deque
 from typing import Any, Final
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import BackgroundThread, Channel, WireError
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, WireError
+from kvplug.net.threads import BackgroundThread
+from kvplug.net.trust.channel import Channel
 
-MAX_WAITING_BYTES: Final = 256 << 20
-"""Of the messages that wait for a peer that does not read."""
 _SMALL: Final = 256
 """What a message costs besides its bytes."""
 _FLUSH: Final = object()
 
 
 class Outbox:
-    """The messages to one peer, in order."""
+    """The messages to one peer, in order, for peers that may not read for a while.
 
-    def __init__(self, channel: Channel, name: str) -> None:
+    Callers. Any threads. No call waits for the peer. The owner of the channel closes it after :meth:`end`,
+    which wakes the thread.
+
+    Not promised. That the peer has received a message.
+    """
+
+    def __init__(self, channel: Channel, name: str, *, max_waiting_bytes: int = 256 << 20) -> None:
+        """
+        Args:
+            name: names the thread.
+            max_waiting_bytes: how many bytes may wait for a peer that does not read.
+        """
         self._channel = channel
         self._name = name
         self._lock = threading.RLock()
@@ -29,11 +39,17 @@ class Outbox:
         self._is_sending = False
         self._over = False
         self._waiting_bytes = 0
+        self._most_bytes = max_waiting_bytes
         self.is_full = False
-        """Whether a message was refused since the peer does not read."""
+        """Whether a message was refused because the peer does not read."""
+
+    def limit(self, nbytes: int) -> None:
+        """Let so many bytes wait from now on, besides those that wait now."""
+        with self._lock:
+            self._most_bytes = self._waiting_bytes + nbytes
 
     def send(self, message: Any) -> bool:
-        """Send it now or later. Returns whether the peer may get it: it is there, and reads.
+        """Send a message now or later. Returns whether the peer may get it: it is there, and reads.
 
         Raises:
             UnsupportedError, CapacityError: the message cannot be sent.
@@ -51,7 +67,7 @@ class Outbox:
                     self._over = True
                     return False
             cost = _cost(message)
-            if self._waiting_bytes + cost > MAX_WAITING_BYTES:
+            if self._waiting_bytes + cost > self._most_bytes:
                 self.is_full = True
                 return False
             self._waiting_bytes += cost
@@ -60,7 +76,7 @@ class Outbox:
 
     def _wake(self) -> bool:
         if self._thread is None:
-            thread = BackgroundThread(self._run, name=f"{self._name}-send", stop=self._stop)
+            thread = BackgroundThread(self._run, name=self._name, stop=self._stop)
             try:
                 thread.start()
             except RuntimeError:
@@ -86,7 +102,7 @@ class Outbox:
                 else:
                     self._channel.send(message, timeout=None)
             except KvplugError:
-                self.end()
+                self._stop()  # the owner of the channel, who may be receiving, notices it
                 return
             finally:
                 with self._lock:
@@ -97,7 +113,7 @@ class Outbox:
         self._channel.close()
 
     def end(self) -> None:
-        """Nothing is sent any more. The channel is closed by its owner, which wakes the thread."""
+        """Send nothing any more."""
         with self._lock:
             self._over = True
             self._waiting.clear()
