@@ -34,9 +34,10 @@ import xxhash
 
 import kvplug
 from kvplug.transport import PageBuffers, PageRequest, Series, Store
+from kvplug.transport.store.folder.files import PageFolder
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
-from kvplug_fs.folder import Folder
+from kvplug_fs.store import LAYOUT
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -69,7 +70,7 @@ class Pages:
         self._memory.rows().buffer[:] = secrets.token_bytes(1 << 10) * (self.total >> 10)
         self._kept = self._request(b"kept")
         self._put(self._kept)
-        files = Folder(options["path"])
+        files = PageFolder(options["path"], LAYOUT, "path")
         self._paths = [files.path_of(key) for key in self._kept.keys]
 
     def close(self) -> None:

@@ -34,8 +34,8 @@ from kvplug.transport.store.blocking import (
 from kvplug.transport.store.header import (
     PageSeal as PageSeal,
 )
-from kvplug.transport.store.page_folder import (
-    PageFolder as PageFolder,
+from kvplug.transport.store.folder.store import (
+    FolderStore as FolderStore,
 )
 from kvplug.transport.store.results import (
     MissReason as MissReason,

@@ -44,7 +44,7 @@ from kvplug.errors import (
 )
 from kvplug.net.threads import BackgroundThread
 from kvplug.transport.spec import Kind, StoreSpec
-from kvplug.transport.store.page_folder import check_private
+from kvplug.transport.store.folder.files import check_private
 from kvplug.transport.store.results import MissReason, PutReason, Usage
 from kvplug.transport.store.store import Store
 

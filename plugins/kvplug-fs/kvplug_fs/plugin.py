@@ -12,7 +12,7 @@ def kvplug_stores() -> list[StoreSpec]:
     return [
         StoreSpec(
             name="fs",
-            factory="kvplug_fs.store:FolderStore",
+            factory="kvplug_fs.store:make_store",
             options="kvplug_fs.options:FolderOptions",
             summary="Pages as files in a folder, on a local disk or shared by several hosts",
             persistent=True,

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvplug.transport import Credentials, Store
-from kvplug_fs.folder import Folder, cost_of
+from kvplug.transport import Credentials, FolderStore, Store
+from kvplug.transport.store.folder.files import PageFolder, cost_of
 from kvplug_fs.options import FolderOptions
-from kvplug_fs.store import FolderStore
+from kvplug_fs.store import LAYOUT, make_store
 
 
 def key_of(name: object) -> bytes:
@@ -27,7 +27,13 @@ def page_of(name: object, nbytes: int = 10_000) -> list[memoryview]:
 def open_store(path: Path | str, **options: Any) -> FolderStore:
     """A blocking store over the folder."""
     given = FolderOptions(path=str(path), **options)
-    return FolderStore(Store.Context(options=given, credentials=Credentials()))
+    made = make_store(Store.Context(options=given, credentials=Credentials()))
+    assert isinstance(made, FolderStore)
+    return made
+
+
+def folder_at(path: Path | str) -> PageFolder:
+    return PageFolder(str(path), LAYOUT, "path")
 
 
 def read(store: FolderStore, name: object) -> bytes | None:
@@ -47,7 +53,7 @@ def write(store: FolderStore, name: object, nbytes: int = 10_000) -> bool:
 
 def used_in(path: Path | str) -> int:
     """Bytes that all pages use, and those that are being written."""
-    folder = Folder(str(path))
+    folder = folder_at(path)
     found = [entry for _, entry in folder.all_pages()] + [entry for entry, _ in folder.written_aside()]
     used = 0
     for entry in found:
@@ -62,7 +68,7 @@ def used_in(path: Path | str) -> int:
 
 def aside_in(path: Path | str) -> list[str]:
     """Names of the files that are being written, or were when their writers died."""
-    return [entry.name for entry, _ in Folder(str(path)).written_aside()]
+    return [entry.name for entry, _ in folder_at(path).written_aside()]
 
 
 def page_path(path: Path | str, key: bytes) -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from folders import aside_in, key_of, open_store, page_of, page_path, read, scan, used_in, write
-from kvplug_fs import sweeper as sweeper_module
-from kvplug_fs.folder import cost_of
-from kvplug_fs.ledger import Ledger, Totals
+from kvplug.transport.store.folder import sweeper as sweeper_module
+from kvplug.transport.store.folder.files import cost_of
+from kvplug.transport.store.folder.ledger import Ledger, Totals
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, until

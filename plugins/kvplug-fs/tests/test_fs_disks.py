@@ -15,7 +15,7 @@ import pytest
 from folders import aside_in, key_of, open_store, page_of, page_path, read, used_in, write
 from kvplug.transport import MissReason, PageSeal, Presence, PutReason
 from kvplug.transport.store.executor import ExecutedStore
-from kvplug_fs.folder import cost_of
+from kvplug.transport.store.folder.files import cost_of
 from kvplug_testing import peers
 from kvplug_testing.contract.store.calls import ended, got, kept, put
 from kvplug_testing.contract.store.pages import batch, sized_format

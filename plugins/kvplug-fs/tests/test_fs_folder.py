@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from folders import aside_in, key_of, open_store, page_of, page_path, read, scan, used_in, write
+from folders import aside_in, folder_at, key_of, open_store, page_of, page_path, read, scan, used_in, write
 from kvplug import ConfigError
 from kvplug.transport import MissReason, PageSeal, PutReason
-from kvplug_fs import folder as folder_module
-from kvplug_fs.folder import Folder
+from kvplug.transport.store.folder import files as folder_module
 from kvplug_lab.named_pages import own_store
 from kvplug_testing.contract.store.calls import ended, got, held, kept, put
 from kvplug_testing.contract.store.pages import batch, kv_format, sized_format
@@ -46,14 +45,14 @@ def test_only_this_user_can_read_the_files_and_a_name_is_the_key(store: Any, tmp
 
 @pytest.mark.parametrize("error", [0, *sorted(folder_module.NO_LINKS)], ids=errno.errorcode.get)
 def test_of_many_writers_of_one_key_the_first_wins_with_links_and_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     def no_links(*_: Any) -> None:
         raise OSError(error, os.strerror(error))
 
     if error:
         monkeypatch.setattr(os, "link", no_links)
-    folder = Folder(str(tmp_path))
+    folder, store = folder_at(tmp_path), opened()
     for number in range(8):
         start = threading.Barrier(4)
 
@@ -61,7 +60,7 @@ def test_of_many_writers_of_one_key_the_first_wins_with_links_and_without(
             page = page_of((writer, number))
             start.wait(20)
             with folder.new_file(10_000) as file:
-                file.write(page)
+                store.write_file(file.fd, page)
                 return folder.publish(file, key_of(number))
 
         calls = [Call(lambda writer=writer: put(writer)) for writer in range(4)]

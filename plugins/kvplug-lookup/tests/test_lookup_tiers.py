@@ -11,9 +11,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.transport import MissReason, Presence
+from kvplug.transport import FolderStore, MissReason, Presence
 from kvplug.transport.store.store import Store
-from kvplug_fs.store import FolderStore
 from kvplug_lookup.connector.warnings import CountedWarnings
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
 from kvplug_testing.waits import until

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,7 @@ from kvplug import ConfigError
 from kvplug.transport import MissReason, PutReason
 from kvplug_lab.named_pages import own_store
 from kvplug_nixl import probe as probing
-from kvplug_nixl.store import folder as counting
+from kvplug_nixl.store.agent import Agent
 from kvplug_testing import check_plugin, waits
 from nixl_pages import PAGE, got, held, put, request
 from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
@@ -176,49 +172,31 @@ def test_what_is_wrong_at_the_server_is_named(
 # -- folders ---------------------------------------------------------------------------------------
 
 
-def test_what_a_dead_writer_has_left_goes_when_room_is_needed(
-    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_of_a_folder_keep_its_budget(opened: Any, tmp_path: Path) -> None:
     store = opened(path=str(tmp_path), size=4 * 45_056)
-    assert put(store, "a") == [None]
-    left = tmp_path / "nixl-v1" / "writing" / f"{'0' * 32}-100000"
-    left.write_bytes(bytes(10))
-    os.utime(left, (1, 1))
-    monkeypatch.setattr(counting, "_ORPHAN_S", 5.0)
-    assert put(store, *"bcdef") == [None] * 5
-    assert not left.exists()
-    usage = store.usage()
-    found = files_in(tmp_path)
+    assert put(store, *"abcdef") == [None] * 6
+    usage, found = store.usage(), files_in(tmp_path)
     assert usage.num_pages == len(found) and usage.num_evicted == 6 - len(found)
     assert usage.used_bytes == sum(-(-each.stat().st_size // 4096) * 4096 for each in found) <= 4 * 45_056
+    assert list((tmp_path / "nixl-v1" / "writing").iterdir()) == []
 
 
-def test_while_another_process_is_stopped_that_counts_pages_are_read_and_none_is_kept(
-    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["READ", "WRITE"])
+def test_a_transfer_that_nixl_refuses_is_of_its_page(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(counting, "_PATIENCE_S", 0.2)
     store = opened(path=str(tmp_path))
     assert put(store, "a") == [None]
-    with open(tmp_path / "nixl-v1" / "usage", "rb") as counted:
-        fcntl.flock(counted, fcntl.LOCK_EX)
-        assert put(store, "b") == [PutReason.NO_ROOM]
-        assert got(store, "a") == [None]
-    assert put(store, "b") == [None]
-    assert len(list((tmp_path / "nixl-v1" / "writing").iterdir())) == 0
+    move = Agent.move
 
+    def refused(agent: Any, operation: Any, moves: Any) -> list[bool]:
+        return [False] * len(moves) if operation == what else move(agent, operation, moves)
 
-@pytest.mark.parametrize("values", [(2**63 - 1, 1), (1 << 50, 1), (-1, 1)])
-@pytest.mark.parametrize("is_signed", [True, False])
-def test_a_damaged_count_is_made_anew(
-    opened: Any, tmp_path: Path, values: tuple[int, int], is_signed: bool
-) -> None:
-    store = opened(path=str(tmp_path), size=1 << 20)
-    assert put(store, "a", "b") == [None] * 2
-    checksum = zlib.crc32(repr(values).encode()) ^ (not is_signed)
-    (tmp_path / "nixl-v1" / "usage").write_bytes(struct.pack("<8sqqI", b"kvplugNX", *values, checksum))
-    assert put(store, "c") == [None]
-    assert got(store, "a", "b", "c") == [None] * 3
-    assert store.usage().num_pages == 3
+    monkeypatch.setattr(Agent, "move", refused)
+    assert put(store, "b") == [PutReason.OTHER if what == "WRITE" else None]
+    assert got(store, "a") == [MissReason.UNREADABLE if what == "READ" else None]
+    monkeypatch.undo()
+    assert put(store, "a", "b") == got(store, "a", "b") == [None] * 2
 
 
 # -- options, NIXL itself --------------------------------------------------------------------------

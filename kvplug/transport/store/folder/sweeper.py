@@ -14,9 +14,9 @@ from typing import Final
 
 import attrs
 
-from kvplug.transport import BackgroundThread
-from kvplug_fs.folder import Folder, cost_of, is_abandoned
-from kvplug_fs.ledger import Ledger
+from kvplug.net.threads import BackgroundThread
+from kvplug.transport.store.folder.files import PageFolder, cost_of, is_abandoned
+from kvplug.transport.store.folder.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class _Candidate:
 class Sweeper:
     """Makes room for pages, for one of the processes that use the folder."""
 
-    def __init__(self, folder: Folder, ledger: Ledger, budget: int, rescan_s: float) -> None:
+    def __init__(self, folder: PageFolder, ledger: Ledger, budget: int, rescan_s: float) -> None:
         self._folder = folder
         self._ledger = ledger
         self._budget = budget
@@ -53,7 +53,7 @@ class Sweeper:
         self._counted = threading.Event()
         """Set once the ledger counts the existing pages."""
         self._closed = threading.Event()
-        self._thread = BackgroundThread(self._work, name="kvplug-fs-scan", stop=self._stop)
+        self._thread = BackgroundThread(self._work, name="kvplug-folder-scan", stop=self._stop)
         self._thread.start()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 import attrs
 
-from kvplug.transport import PageFolder
+from kvplug.transport.store.folder.files import PageFolder
 
 _RECORD = struct.Struct("<8sqqqdI")
 _MAX: Final = 1 << 60

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,9 +19,20 @@ from kvplug.transport.store.results import MissReason
 _KEY_BYTES: Final = 32
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OWN: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _ABSENT: Final = (FileNotFoundError, NotADirectoryError)
 _FOREIGN: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
 """The errors for a link, a file or folder of another user, or a socket."""
+_BLOCK: Final = 4096
+"""Block size of common file systems. A network file system's block size is not what a file uses."""
+NO_LINKS: Final = frozenset(
+    {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
+)
+
+
+def cost_of(nbytes: int) -> int:
+    """Bytes that a file of ``nbytes`` uses on the disk."""
+    return max(1, -(-nbytes // _BLOCK)) * _BLOCK
 
 
 class PageFolder:
@@ -31,12 +44,13 @@ class PageFolder:
     Raises (every method): OSError: the folder cannot be read, or its disk is no longer mounted.
     """
 
-    def __init__(self, path: str, layout: str, option: str) -> None:
+    def __init__(self, path: str, layout: str, option: str, *, sync: bool = False) -> None:
         """
         Args:
             path: the operator's path.
             layout: name of the folder inside, different for each arrangement of the files.
             option: the key of ``path`` in the config, for messages.
+            sync: whether to wait for the disk when a page gets its name.
 
         Raises:
             ConfigError: ``path`` is not a folder, or others can write to it.
@@ -50,6 +64,9 @@ class PageFolder:
         self.aside = os.path.join(self.root, "writing")
         """The folder of files that will become pages."""
         self._option = option
+        self._sync = sync
+        self._links = True
+        """Whether the file system has hard links; true until a link fails."""
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"{option}: {self.path} is not a folder")
         self._mount = "/"
@@ -190,6 +207,45 @@ class PageFolder:
                 MissReason.UNREADABLE, f"{path} is a folder that is not empty"
             ) from e
 
+    # -- writing -------------------------------------------------------------------------------
+
+    def new_file(self, nbytes: int) -> PageFile:
+        """Create a temporary file for a page of ``nbytes``.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        self.check_mounted()
+        path = f"{self.aside}/{secrets.token_hex(16)}-{nbytes}"
+        try:
+            fd = os.open(path, _WRITE, 0o600)
+        except FileNotFoundError:  # the folder is new, or was removed
+            self.create()
+            fd = os.open(path, _WRITE, 0o600)
+        return PageFile(path, fd)
+
+    def publish(self, file: PageFile, key: bytes) -> bool:
+        """Give the file the name of the key's page. Returns false if the page exists already."""
+        path = self.path_of(key)
+        self.make_way(key)
+        made = self._give_name(file.path, path)
+        if made and self._sync:
+            _sync_folder(os.path.dirname(path))
+        return made
+
+    def _give_name(self, aside: str, path: str) -> bool:
+        if self._links:
+            try:
+                os.link(aside, path)
+                return True
+            except FileExistsError:
+                return False
+            except OSError as e:
+                if e.errno not in NO_LINKS:
+                    raise
+                self._links = False
+        return _rename_first(aside, path)
+
     # -- all of them ---------------------------------------------------------------------------
 
     def all_pages(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
@@ -217,6 +273,31 @@ class PageFolder:
                 os.rmdir(folder.path)
                 found = True
         return found
+
+
+class PageFile:
+    """A temporary file. Its temporary name is removed at the end of the block."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        """Its descriptor; -1 after :meth:`remove`."""
+        with contextlib.suppress(OSError):  # a file system without locks: the file's age is used instead
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Remove the temporary file. Idempotent."""
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> PageFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def check_private(folder: str, option: str, *, is_given: bool = False) -> None:
@@ -304,3 +385,42 @@ def _entries(path: str) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except _ABSENT:
         return
+
+
+def is_abandoned(path: str) -> bool:
+    """Whether no process writes the temporary file any more. False if that cannot be determined."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _rename_first(aside: str, path: str) -> bool:
+    """Without hard links: rename the file unless the page exists, one process at a time."""
+    fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks as well: the last writer wins
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.path.lexists(path):
+            return False
+        os.rename(aside, path)
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
