@@ -1,4 +1,4 @@
-"""Whether NIXL is here. It is not imported for that: an import loads its libraries into the process."""
+"""Whether NIXL is installed. It is not imported: an import would load its libraries into the process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MODULE: Final = "nixl_cu12"
 """NIXL's Python API, from the package ``nixl-cu12``. The package ``nixl`` requires it for CUDA 12 and 13."""
 INSTALL: Final = "pip install --no-deps 'nixl-cu12>=1.5,<1.6'"
 NEEDS: Final = "numpy"
-"""What that module imports."""
+"""What the module imports."""
 
 
 def probe(*backends: str) -> Probe:
-    """Not viable where NIXL, or every one of these backends, is missing.
+    """Not viable if NIXL is missing, or all of these backends.
 
     Args:
-        backends: names of NIXL's plugins, one of which is needed; default: those of the store.
+        backends: names of NIXL's plugins. The transport needs one of them. Default: those of the store.
     """
     if not sys.platform.startswith("linux"):
         return Probe(viable=False, reason="NIXL's wheels are for Linux only")
@@ -36,13 +36,13 @@ def probe(*backends: str) -> Probe:
 
 
 def probe_pipe() -> Probe:
-    """For the pipe, which needs UCX."""
+    """The probe of the pipe, which needs UCX."""
     found = probe("UCX")
     return Probe(viable=found.viable, reason=found.reason, domain=PeerIdentity.of_this_process().domain)
 
 
 def has_backend(name: str) -> bool:
-    """Whether NIXL's package contains the plugin; true as well where its plugins lie elsewhere."""
+    """Whether NIXL's package contains the plugin. True if its plugins are not where the wheel has them."""
     found = importlib.util.find_spec(MODULE)
     if found is None or found.origin is None:
         return False

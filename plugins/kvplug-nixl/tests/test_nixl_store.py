@@ -165,7 +165,7 @@ def test_what_is_wrong_at_the_server_is_named(
     assert put(store, "a") == [PutReason.READ_ONLY]  # HEAD says 404 of a bucket as of an object
     assert got(store, "a") == [MissReason.ABSENT]
     store.close()
-    assert caplog.text.count("takes no object for the bucket 'no-such-bucket'") == 1
+    assert caplog.text.count("refuses an object for the bucket 'no-such-bucket'") == 1
     assert SECRET_KEY not in caplog.text and ACCESS_KEY not in caplog.text
 
 

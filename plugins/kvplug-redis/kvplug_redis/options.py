@@ -76,7 +76,7 @@ class RedisOptions:
         help="Pages that are unused for this long expire. None: pages do not expire.",
     )
     connections: int = option(
-        default=4, at_least=1, help="How many pages are read and written at the same time."
+        default=4, at_least=1, help="How many connections read and write pages at the same time."
     )
     piece_bytes: int = option(
         default=2**20 - 2**12,  # with the server's own header it takes 1 MiB, not 1.25

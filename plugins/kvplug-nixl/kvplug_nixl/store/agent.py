@@ -1,10 +1,10 @@
 """One NIXL agent with one backend, which moves bytes between memory and files or objects.
 
-NIXL's release of a transfer that is under way returns at once, and the backend OBJ writes into the memory all
-the same, later. Taking down an agent with such a transfer holds the interpreter's lock until it ends. So
-:meth:`Agent.move` returns when its transfers have ended, and never before: what reads with a deadline waits
-for it in a thread, as kvplug's executor does. For the same reason each transfer has one piece of memory: one
-of several ends at the first error, while the others go on.
+If a transfer that is under way is released, NIXL returns at once, but the backend OBJ still writes into the
+memory later. Destroying an agent with such a transfer holds the interpreter's lock until the transfer has
+ended. So :meth:`Agent.move` returns only when all of its transfers have ended. A caller with a deadline runs
+it in another thread, as kvplug's executor does. Each transfer has one piece of memory: a transfer of several
+pieces would end at the first error while the other pieces are still moved.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from kvplug.transport import NamedExhaustion, close_after_fork
 from kvplug_nixl.library import nixl
 
 _SPINS: Final = 20
-"""A transfer is looked at so often before the first pause."""
+"""How often the state of a transfer is checked before the first pause."""
 _PAUSE_S: Final = (20e-6, 2e-3)
-"""The first pause, and the longest; each is half as long again as the one before."""
+"""The first and the longest pause in seconds. Each pause is 1.5 times as long as the one before."""
 _DESCRIPTORS: Final = 8
-"""Of the AWS SDK's event loop, once in a process, and of a first connection."""
+"""Descriptors of the AWS SDK's event loop, which a process has once, and of a first connection."""
 
 
 @attrs.frozen(eq=False)
 class Move:
-    """Bytes that go between a buffer and a file or an object."""
+    """Bytes to move between a buffer and a file or an object."""
 
     buffer: memoryview
     device: int = 0
     """The descriptor of a file."""
     name: str = ""
-    """The key of an object."""
+    """The name of an object."""
     offset: int = 0
     """Where the bytes begin in the file or object."""
 
 
 class Agent:
-    """Made when it is first used. Threads may share it: each waits for its own transfers."""
+    """One agent, which is made at its first use. Thread-safe: each thread waits for its own transfers."""
 
     def __init__(
         self,
@@ -56,10 +56,12 @@ class Agent:
         *,
         threads: int = 0,
     ) -> None:
-        """Args:
-        parameters: of the backend; called when it is made, so that secrets are not kept.
-        environment: variables that the backend reads then, unless the environment has them.
-        threads: how many the backend starts.
+        """
+        Args:
+            parameters: returns the backend's parameters. It is called when the backend is made, so that no
+                secret is kept.
+            environment: variables that the backend reads when it is made.
+            threads: how many threads the backend starts.
         """
         self._backend = backend
         self._kind = "FILE" if backend == "POSIX" else "OBJ"
@@ -71,17 +73,18 @@ class Agent:
         self._lock = threading.Lock()
         self._agent: Any = None
         self._users = 0
-        """Calls under way."""
+        """The number of calls under way."""
         self._closed = False
         close_after_fork(self)
 
     def move(self, operation: Literal["READ", "WRITE"], moves: Sequence[Move]) -> list[bool]:
-        """Move all of them. Returns which have succeeded, when none is under way any more.
+        """Move all of them, and wait until they have ended. Returns which have succeeded.
 
-        The memory of one that has not succeeded has any content.
+        If one has failed, the content of its memory is undefined.
 
         Raises:
-            TransportError: no agent can be made.
+            ClosedError: the agent is closed.
+            TransportError: the agent cannot be made.
         """
         with self._using() as agent:
             pieces = [self._piece(agent, operation, move) for move in moves]
@@ -95,17 +98,18 @@ class Agent:
             return [piece.state == "DONE" for piece in pieces]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Which objects, or files by their paths, are there: one call for all, which are asked for at once.
+        """Whether each object exists, or each file if the names are paths. NIXL looks for all at once.
 
         Raises:
-            TransportError: it is not known.
+            ClosedError: the agent is closed.
+            TransportError: NIXL cannot find out.
         """
-        with self._using() as agent, self._told("it cannot be asked what is there"):
-            asked = [(0, 0, 0, name) for name in names]
-            return [each is not None for each in agent.query_memory(asked, self._backend, self._kind)]
+        with self._using() as agent, self._mapped_errors("it cannot look for objects"):
+            wanted = [(0, 0, 0, name) for name in names]
+            return [each is not None for each in agent.query_memory(wanted, self._backend, self._kind)]
 
     def _piece(self, agent: Any, operation: str, move: Move) -> _Piece:
-        # the backend OBJ finds the key of an object by a number of our own
+        # the backend OBJ finds the name of an object by a number that the caller chooses
         device = move.device if self._kind == "FILE" else next(self._numbers)
         return _Piece(agent, self._backend, operation, (self._kind, device, move), self._name)
 
@@ -127,11 +131,11 @@ class Agent:
             del agent, dropped
 
     def _made(self) -> Any:
-        if self._threads:  # it waits for ever where one cannot be started
+        if self._threads:  # NIXL waits for ever if a thread cannot be started
             NamedExhaustion.ensure_available(
                 "starting NIXL", descriptors=_DESCRIPTORS, threads=self._threads + 2
             )
-        with nixl(self._environment) as api, self._told("it cannot be used"):
+        with nixl(self._environment) as api, self._mapped_errors("it cannot be used"):
             config = api.nixl_agent_config(
                 enable_prog_thread=False,
                 backends=[],
@@ -143,7 +147,7 @@ class Agent:
             return agent
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _mapped_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as e:
@@ -151,14 +155,14 @@ class Agent:
             raise TransportError(f"NIXL's backend {self._backend}: {what}: {type(e).__name__}: {e}") from e
 
     def close(self) -> None:
-        """No call follows. The agent goes with the last transfer. Idempotent."""
+        """Refuse further calls. The last transfer destroys the agent. Idempotent."""
         with self._lock:
             self._closed = True
             dropped = self._dropped()
         del dropped
 
     def _dropped(self) -> Any:
-        """With the lock: NIXL's agent, if it is not needed any more; its threads end when it is forgotten."""
+        """With the lock: return NIXL's agent if no call needs it. Its threads end with the last reference."""
         if not self._closed or self._users or self._agent is None:
             return None
         agent, self._agent = self._agent, None
@@ -168,13 +172,13 @@ class Agent:
     def _after_fork_in_child(self) -> None:
         self._closed = True
         agent, self._agent = self._agent, None
-        if agent is not None:  # taking it down would wait for threads that are not here
+        if agent is not None:  # destroying it would wait for threads that the child does not have
             for each in (agent, agent.agent):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 class _Piece:
-    """One transfer, and what is registered for it."""
+    """One transfer, with the memory that is registered for it."""
 
     def __init__(
         self, agent: Any, backend: str, operation: str, there: tuple[str, int, Move], own_name: str
@@ -189,7 +193,7 @@ class _Piece:
         self.state = "ERR"
 
     def begin(self) -> None:
-        """What NIXL refuses has failed."""
+        """Start the transfer. It has failed if NIXL refuses it."""
         import numpy
 
         agent, move, nbytes = self._agent, self._move, self._move.buffer.nbytes
@@ -215,7 +219,7 @@ class _Piece:
         return self.state == "PROC"
 
     def end(self) -> None:
-        """Wait, and forget what is registered."""
+        """Wait for the transfer, and deregister its memory."""
         _wait([self])
         handle, self._handle = self._handle, None
         with contextlib.suppress(Exception):
@@ -228,10 +232,10 @@ class _Piece:
 
 
 def _wait(pieces: Sequence[_Piece]) -> None:
-    """Until none of them is under way."""
+    """Wait until none of them is under way."""
     pause, longest = _PAUSE_S
     spins = 0
-    while sum(piece.is_under_way() for piece in pieces):  # all of them are looked at: NIXL goes on by that
+    while sum(piece.is_under_way() for piece in pieces):  # each is checked: NIXL makes progress in the check
         spins += 1
         if spins > _SPINS:
             time.sleep(pause)

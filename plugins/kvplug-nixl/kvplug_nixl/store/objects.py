@@ -1,4 +1,4 @@
-"""The store "nixl" over a bucket in S3: NIXL's backend OBJ gets and puts the objects."""
+"""The store "nixl" over a bucket in S3: NIXL's backend OBJ reads and writes the objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvplug_nixl.store.options import ENDPOINT, NixlStoreOptions
 from kvplug_nixl.store.pages import HEAD_BYTES, TAIL_BYTES, Head
 
 _LAYOUT: Final = "1"
-"""Of names and objects; part of every name, so that another layout is a miss."""
+"""Version of the names and objects. Part of every name, so that a page of another version is a miss."""
 _MIN_THREADS: Final = 16
-"""NIXL's: so many pages of a prompt are asked for at the same time."""
+"""The fewest threads of NIXL, which look for as many pages of a prompt at the same time."""
 _ENVIRONMENT: Final = {
-    # Else the AWS SDK tries ten times, and a server that is gone is noticed after half a minute.
+    # By default the AWS SDK tries ten times, and notices after half a minute that a server is gone.
     "AWS_RETRY_MODE": "standard",
     "AWS_MAX_ATTEMPTS": "2",
 }
@@ -30,9 +30,9 @@ _CONNECT_S: Final = 1.0
 class ObjectStore(BlockingStore):
     """Pages under keys, one object each, shared by every process that names the bucket and the prefix.
 
-    An object is put whole and got whole. It is not put if there is a page already; of two processes that put
-    one at the same moment the last one wins. NIXL cannot delete: a page that is removed is overwritten by an
-    object of a few bytes that says so.
+    An object is written and read as a whole. It is not written if its page exists; if two processes write one
+    at the same moment, the last one wins. NIXL cannot delete objects: a page that is removed is overwritten
+    with a head that says so.
     """
 
     is_shared = True
@@ -47,7 +47,7 @@ class ObjectStore(BlockingStore):
         _secret(options)
         environment = dict(_ENVIRONMENT)
         if options.access_key is not None:
-            environment["AWS_EC2_METADATA_DISABLED"] = "true"  # the instance is not asked for another key
+            environment["AWS_EC2_METADATA_DISABLED"] = "true"  # do not look for another key at the instance
         threads = max(_MIN_THREADS, options.transfers)
         self._agent = Agent("OBJ", lambda: _parameters(options, threads), environment, threads=threads)
         self._local = threading.local()
@@ -56,7 +56,7 @@ class ObjectStore(BlockingStore):
         return self._prefix + key.hex()
 
     def _staging(self, nbytes: int) -> memoryview:
-        """Memory of this thread. No transfer is under way in it: the thread has waited for each."""
+        """Return memory of this thread. No transfer uses it, since the thread has waited for each."""
         memory = getattr(self._local, "memory", b"")
         if len(memory) < nbytes:
             memory = self._local.memory = bytearray(nbytes)
@@ -82,7 +82,7 @@ class ObjectStore(BlockingStore):
         whole = self._staging(HEAD_BYTES + wanted + TAIL_BYTES)
         whole[:HEAD_BYTES], whole[-TAIL_BYTES:] = bytes(HEAD_BYTES), bytes(TAIL_BYTES)
         with self._explained():
-            for _ in range(2):  # NIXL does not say why one has failed
+            for _ in range(2):  # NIXL does not say why a transfer has failed
                 if self._agent.move("READ", [Move(whole, name=name)])[0]:
                     break
                 if not self._agent.exists([name])[0]:
@@ -114,18 +114,18 @@ class ObjectStore(BlockingStore):
         return True
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        for key, held in zip(keys, self._agent_has_any(keys), strict=True):
+        for key, held in zip(keys, self._have_objects(keys), strict=True):
             if held:
                 head = Head(0, is_removed=True)
                 self._put(key, [head.to_bytes(), head.tag])
 
-    def _agent_has_any(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether there is an object, be it a page or not."""
+    def _have_objects(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each key has an object, which may be a page or not."""
         with self._explained():
             return self._agent.exists([self._name(key) for key in keys])
 
     def _put(self, key: bytes, parts: Sequence[bytes | memoryview]) -> None:
-        """Raises PermissionError: the server answers, and does not take it."""
+        """Write an object. Raises PermissionError: the server answers, but refuses it."""
         whole = self._staging(sum(map(len, parts)))
         at = 0
         for part in parts:
@@ -135,8 +135,8 @@ class ObjectStore(BlockingStore):
             if not self._agent.move("WRITE", [Move(whole, name=self._name(key))])[0]:
                 self._agent.exists([self._name(key)])  # raises if it does not answer
                 raise PermissionError(
-                    f"the S3 server {self._host}:{self._port} answers, and takes no object for the bucket"
-                    f" {self._bucket!r}: is there one, and has the key the right s3:PutObject?"
+                    f"the S3 server {self._host}:{self._port} answers, but refuses an object for the bucket"
+                    f" {self._bucket!r}: does the bucket exist, and has the key the right s3:PutObject?"
                 )
 
     # -- errors --------------------------------------------------------------------------------
@@ -151,15 +151,15 @@ class ObjectStore(BlockingStore):
             raise TransportError(f"{e}; {self._reason()}") from e
 
     def _reason(self) -> str:
-        """What an operator may look at: NIXL does not say why a call has failed."""
+        """Return what an operator may check. NIXL does not say why a call has failed."""
         try:
             socket.create_connection((self._host, self._port), _CONNECT_S).close()
         except OSError as e:
             return f"{self._host}:{self._port} does not answer: {e}"
         return (
-            f"{self._host}:{self._port} takes connections: does it answer, is there a bucket"
-            f" {self._bucket!r}, and may the key read it (s3:GetObject, s3:ListBucket)? With"
-            " NIXL_LOG_LEVEL=ERROR NIXL says more"
+            f"{self._host}:{self._port} accepts connections: does it answer, does the bucket {self._bucket!r}"
+            " exist, and may the key read it (s3:GetObject, s3:ListBucket)? With NIXL_LOG_LEVEL=ERROR NIXL"
+            " logs more"
         )
 
     def close(self) -> None:
@@ -184,10 +184,10 @@ def _server(options: NixlStoreOptions) -> tuple[str, int]:
 
 
 def _secret(options: NixlStoreOptions) -> str | None:
-    """What the file holds.
+    """Return the content of ``secret_key_file``, or ``None`` if there is no file.
 
     Raises:
-        ConfigError: it cannot be read, or the other half of the key is missing.
+        ConfigError: the file cannot be read, or the other half of the key is missing.
     """
     if (options.access_key is None) != (options.secret_key_file is None):
         missing = "access_key" if options.access_key is None else "secret_key_file"
@@ -198,11 +198,11 @@ def _secret(options: NixlStoreOptions) -> str | None:
         with open(options.secret_key_file, encoding="utf-8") as file:
             return file.read(_MAX_SECRET_BYTES).strip()
     except (OSError, ValueError) as e:
-        raise ConfigError(f"options.nixl.secret_key_file: it cannot be read: {e}") from e
+        raise ConfigError(f"options.nixl.secret_key_file: the file cannot be read: {e}") from e
 
 
 def _parameters(options: NixlStoreOptions, threads: int) -> dict[str, str]:
-    """Of NIXL's backend OBJ."""
+    """Return the parameters of NIXL's backend OBJ."""
     given = {
         "bucket": options.bucket,
         "region": options.region,
@@ -215,7 +215,7 @@ def _parameters(options: NixlStoreOptions, threads: int) -> dict[str, str]:
         else "https",
         "use_virtual_addressing": str(options.virtual_addressing).lower(),
         "num_threads": str(threads),
-        # pages have checksums of their own, and not every server knows S3's newer ones
+        # pages have their own checksums, and not every server supports the newer ones of S3
         "req_checksum": "required",
         "resp_checksum": "required",
     }

@@ -10,7 +10,7 @@ import attrs
 from kvplug.transport import Address, option
 
 _PREFIX: Final = re.compile(r"/?[A-Za-z0-9!_.()'-]+(/[A-Za-z0-9!_.()'-]+)*")
-"""Characters that every S3 takes in keys as they are."""
+"""Characters that every S3 server accepts in keys without encoding."""
 
 
 def _prefix(_: Any, __: Any, given: str) -> None:
@@ -36,26 +36,26 @@ def _path(_: Any, __: Any, given: str | None) -> None:
 
 @attrs.frozen(kw_only=True)
 class NixlStoreOptions:
-    """Options of the store "nixl": a folder, or a bucket in S3."""
+    """Options of the store "nixl", which keeps pages in a folder or in a bucket of S3."""
 
     path: str | None = option(
         default=None,
-        help="Folder of the pages, for NIXL's backend POSIX; created if it is missing. Or say bucket.",
+        help="Folder of the pages, for NIXL's backend POSIX; created if it is missing. Or give bucket.",
         validator=_path,
     )
     size: int | None = option(
         default=None,
         unit="bytes",
         at_least=1,
-        help="Bytes that the pages in the folder may use on the disk; all processes give the same. None:"
-        " 16 GiB. A bucket has no bound here, but a lifecycle rule.",
+        help="Bytes that the pages in the folder may use on the disk; equal for all processes. None:"
+        " 16 GiB. A bucket is bounded by its lifecycle rule instead.",
     )
     bucket: str | None = option(
-        default=None, help="Bucket of the pages, for NIXL's backend OBJ. It must exist. Or say path."
+        default=None, help="Bucket of the pages, for NIXL's backend OBJ. It must exist. Or give path."
     )
     prefix: str = option(
         default="kvplug",
-        help="What the names of all objects begin with. Deployments that share a bucket have different ones.",
+        help="Beginning of the names of all objects. Deployments that share a bucket need different ones.",
         validator=_prefix,
     )
     endpoint: str | None = option(
@@ -66,14 +66,14 @@ class NixlStoreOptions:
     region: str = option(default="us-east-1", help="Region of the bucket.")
     access_key: str | None = option(
         default=None,
-        help="Id of the access key. None: what the AWS SDK finds in the environment, in its files, or at the"
+        help="Id of the access key. None: the AWS SDK looks in the environment, in its files, and at the"
         " instance.",
     )
     secret_key_file: str | None = option(
-        default=None, help="File with the secret of access_key. White space around it does not count."
+        default=None, help="File with the secret of access_key. Surrounding white space is ignored."
     )
     ca_file: str | None = option(
-        default=None, help="PEM file with the authorities that may sign the server's certificate."
+        default=None, help="PEM file with the authorities that may have signed the server's certificate."
     )
     virtual_addressing: bool = option(
         default=False, help="Whether the bucket's name is part of the host name, and not of the path."

@@ -19,22 +19,22 @@ _PAGE, _REMOVED = 1, 2
 
 @attrs.frozen
 class Head:
-    """What an object says of itself. An object that is cut off lacks its tail, which repeats the tag."""
+    """The beginning of an object. An object that is cut off lacks its tail, which repeats the tag."""
 
     length: int
-    """Of the page, in bytes."""
+    """Length of the page in bytes."""
     tag: bytes = attrs.field(factory=lambda: secrets.token_bytes(TAIL_BYTES))
     """Differs from write to write."""
     is_removed: bool = False
-    """There is no page any more: NIXL cannot delete objects, and writes this over them."""
+    """Whether the page was removed. NIXL cannot delete objects: the store overwrites one with this."""
 
     def to_bytes(self) -> bytes:
         return _HEAD.pack(_MAGIC, _REMOVED if self.is_removed else _PAGE, self.length, self.tag)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Head:
-        """Raises WireError: that is no head, or one of a later version."""
+        """Raises WireError: the data is not a head, or one of a later version."""
         magic, kind, length, tag = _HEAD.unpack(data)
         if magic != _MAGIC or kind not in (_PAGE, _REMOVED):
-            raise WireError("an object is no page of kvplug's")
+            raise WireError("an object is not a page of kvplug")
         return cls(length, tag, kind == _REMOVED)

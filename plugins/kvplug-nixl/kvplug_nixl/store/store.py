@@ -1,4 +1,4 @@
-"""The store "nixl": over a folder or over a bucket."""
+"""The store "nixl": pages in a folder or in a bucket."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvplug_nixl.store.options import NixlStoreOptions
 
 
 def make_store(context: BlockingStore.Context) -> BlockingStore:
-    """The store that the options ask for.
+    """Return the store that the options ask for.
 
     Raises:
-        ConfigError: neither ``path`` nor ``bucket`` was given, or both, or one of the others is wrong,
-            or others can write to the folder.
-        TransportError: NIXL cannot be loaded, and why.
+        ConfigError: neither ``path`` nor ``bucket`` was given, or both; another option is wrong; or other
+            users can write to the folder.
+        TransportError: NIXL cannot be loaded.
     """
     options: NixlStoreOptions = context.options
     if (options.path is None) == (options.bucket is None):
@@ -29,7 +29,7 @@ def make_store(context: BlockingStore.Context) -> BlockingStore:
     if not has_backend(backend):
         raise ConfigError(f"options.nixl: NIXL's plugin {backend} is not installed: {INSTALL}")
     if options.path is None and options.size is not None:
-        raise ConfigError("options.nixl.size: a bucket has no bound here; give it a lifecycle rule")
+        raise ConfigError("options.nixl.size: the store cannot bound a bucket; give it a lifecycle rule")
     with nixl({}):
-        pass  # loaded now: that takes seconds, which the deadline of the first request does not cover
+        pass  # loading takes seconds, which would count against the first request's deadline
     return ObjectStore(options) if options.path is None else FileStore(options)
