@@ -131,7 +131,7 @@ class Admission:
         with contextlib.closing(JoiningPeer(connection, self._heartbeat_timeout_s, deadline)) as reader:
             queue, rank = join.asked(reader)
             if queue != self.queue:
-                join.miss(reader)
+                join.answer_gone(reader)
                 connection.close()
                 return
             self._reader_table.wait_join_ended(rank, _OTHER_JOIN_S)

@@ -68,7 +68,7 @@ class UseGuard:
         if self.closed:
             raise ClosedError("this end of the queue is closed")
 
-    def shut(self) -> bool:
+    def close(self) -> bool:
         """Let no thread enter any more; :meth:`check` raises in one that is inside. True for the first
         caller.
         """
@@ -79,7 +79,7 @@ class UseGuard:
 
     @contextmanager
     def alone(self, deadline: Deadline, wake: Callable[[], None]) -> Iterator[bool]:
-        """After :meth:`shut`: wait until no other thread is inside. False at the deadline, or at the end.
+        """After :meth:`close`: wait until no other thread is inside. False at the deadline, or at the end.
 
         The caller itself may be inside, with a chunk. ``wake`` wakes sleeping threads; it is called
         repeatedly, because a thread may have been about to sleep.
@@ -97,8 +97,8 @@ class UseGuard:
         finally:
             self._leave()
 
-    def over(self) -> None:
-        """After :meth:`shut`, when all else is done. Idempotent."""
+    def release(self) -> None:
+        """After :meth:`close`, when all else is done. Idempotent."""
         self.ended = True
         self._settle()
 
@@ -144,33 +144,33 @@ class ShmEnd(MessageQueue):
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
-        if not self._use_guard.shut():
+        if not self._use_guard.close():
             return
         try:
             self._wake()
             with self._use_guard.alone(deadline, self._wake) as alone:
                 if alone:
-                    self._take_leave(deadline)
+                    self._announce_end(deadline)
         finally:
-            self._let_go()
+            self._finish()
 
     def abort(self) -> None:
         # Also ends a close() that still waits in another thread, or was interrupted.
-        self._use_guard.shut()
+        self._use_guard.close()
         if not self._use_guard.ended:
             self._wake()
-            self._let_go()
+            self._finish()
 
-    def _let_go(self) -> None:
+    def _finish(self) -> None:
         self._end()
-        self._use_guard.over()
+        self._use_guard.release()
 
     @abc.abstractmethod
     def _wake(self) -> None:
         """Wake threads that are inside a call: they find that this end is closed."""
 
     @abc.abstractmethod
-    def _take_leave(self, deadline: Deadline) -> None:
+    def _announce_end(self, deadline: Deadline) -> None:
         """Announce that this end leaves; no other thread is inside. Waits until the deadline at most.
 
         :meth:`_end` follows. If another thread calls it meanwhile, this stops waiting.

@@ -97,7 +97,7 @@ def refuse(reader: JoiningPeer, why: str) -> None:
     reader.send({"refused": why[:_MOST_WORDS]})
 
 
-def miss(reader: JoiningPeer) -> None:
+def answer_gone(reader: JoiningPeer) -> None:
     """Second step, if the reader asks for a queue that is not here."""
     reader.send({"gone": "another queue listens at its address now"})
 

@@ -213,7 +213,7 @@ class ShmReader(ShmEnd):
     def _wake(self) -> None:
         self._source.wake()
 
-    def _take_leave(self, deadline: Deadline) -> None:
+    def _announce_end(self, deadline: Deadline) -> None:
         self._source.leave(died=False)
 
     def _end(self) -> None:

@@ -162,7 +162,7 @@ class ReaderTable:
             if member.stand_in.read < count <= end.sent:
                 member.stand_in.release(count - member.stand_in.read)
 
-    def say_ready(self, index: int | None) -> None:
+    def set_ready(self, index: int | None) -> None:
         """Reader ``index`` waits until all are ready; ``None``: the writer waits."""
         with self._lock:
             if self._shared is not None:
@@ -185,7 +185,7 @@ class ReaderTable:
         """The reader is gone: it "has left", or it died. Later calls are ignored."""
         with self._lock:
             gone = self._evict(self._members[rank], why, died=died)
-        _tell(gone)
+        _log_eviction(gone)
 
     def hung_up(self, rank: int, reason: str) -> None:
         """A reader's connection or process has ended. It has left, if it had announced that; else it died."""
@@ -193,7 +193,7 @@ class ReaderTable:
             member = self._members[rank]
             left = self._shared is not None and self._end.over(member.index)
             gone = self._evict(member, HAS_LEFT if left else reason, died=not left)
-        _tell(gone)
+        _log_eviction(gone)
 
     def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> MessageQueue.ReaderState | None:
         """Evict the reader. Returns its last state, if this call evicted it."""
@@ -224,7 +224,7 @@ class ReaderTable:
         return self._shared
 
 
-def _tell(gone: MessageQueue.ReaderState | None) -> None:
+def _log_eviction(gone: MessageQueue.ReaderState | None) -> None:
     """Without a lock: a signal handler cannot deadlock here."""
     if gone is not None:
         logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)

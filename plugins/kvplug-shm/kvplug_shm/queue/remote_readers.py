@@ -199,7 +199,7 @@ class RemoteReaders:
             if flags & Flag.LEAVES:
                 return
             if flags & Flag.READY:
-                table.say_ready(table.index_of(link.rank))
+                table.set_ready(table.index_of(link.rank))
                 with self._lock:
                     link.waits_for_ready = True
                     link.changed.notify()

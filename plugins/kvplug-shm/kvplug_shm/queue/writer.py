@@ -74,7 +74,7 @@ class ShmWriter(ShmEnd):
         with self._use_guard:
             deadline = self._deadline(timeout)
             wait = self._wait("all to be ready", lambda: listed(reader_table.unready()), deadline)
-            reader_table.say_ready(None)
+            reader_table.set_ready(None)
             self._remote_readers.changed(deadline)
             while unready := reader_table.unready():
                 self._use_guard.check()
@@ -149,16 +149,16 @@ class ShmWriter(ShmEnd):
         if self._reader_table.all_left:
             raise PeerGoneError(f"no reader is left: {listed(self._reader_table.readers())}")
         if nbytes >= _NEAR_FROM_BYTES:
-            self._stay_near(nbytes, deadline)
+            self._wait_for_slow_readers(nbytes, deadline)
         at = self._find(nbytes, self._writing.room())
         return self._wait_for_place(nbytes, deadline) if at is None else at
 
-    def _stay_near(self, nbytes: int, deadline: Deadline) -> None:
+    def _wait_for_slow_readers(self, nbytes: int, deadline: Deadline) -> None:
         """Wait until few large messages are unread, as long as each reader continues to read.
 
         A writer that runs ahead fills memory that has left the caches before it is read; and where processes
-        share processors, it takes them from the readers. The writer does not wait again for a
-        reader that did not continue, until it does.
+        share processors, it takes them from the readers. For a reader that did not continue, the writer waits
+        again only when that reader has moved.
         """
         end, patience_s = self._writing, nbytes / _SLOW_BYTES_PER_S
         num_unread = max(1, _NEAR_BYTES // nbytes)
@@ -227,7 +227,7 @@ class ShmWriter(ShmEnd):
             words.wake(protocol.tail(reader))
             words.wake(self._ring.ready_word(reader))
 
-    def _take_leave(self, deadline: Deadline) -> None:
+    def _announce_end(self, deadline: Deadline) -> None:
         self._writing.end()
         self._remote_readers.close(deadline)
 
