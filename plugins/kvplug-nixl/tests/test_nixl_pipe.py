@@ -39,14 +39,14 @@ def test_a_message_that_is_registered_while_the_pipe_ends_is_refused_as_closed(
     pairs: PipePairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = pairs.local(endpoint())
-    lend = Agent.lend
+    export = Agent.export
 
-    def lend_late(agent: Agent, tensors: Sequence[torch.Tensor]) -> Exported:
+    def export_late(agent: Agent, tensors: Sequence[torch.Tensor]) -> Exported:
         one.abort()
         until(lambda: not agent.is_open)
-        return lend(agent, tensors)
+        return export(agent, tensors)
 
-    monkeypatch.setattr(Agent, "lend", lend_late)
+    monkeypatch.setattr(Agent, "export", export_late)
     with pytest.raises(ClosedError):
         one.send_tensor(pattern(MIB))
 
