@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import attrs
@@ -264,7 +265,6 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
         pack(Granted(1, True)),
         pack(Send(1)),
         pack(Done(1)),
-        pack(Cancel(1)),
     ],
 )
 def test_a_request_that_cannot_be_ends_that_session_only(
@@ -292,10 +292,22 @@ def test_an_entry_that_was_not_confirmed_in_time_is_back_and_a_late_confirmation
     assert unpack(signal.recv_tensor(timeout=5)).call == 1
     assert store.match([1, 2]) == 0
     until(lambda: store.match([1, 2]) == 2)
+    memory = weakref.ref(store.drop_select([1, 2]).key)
+    until(lambda: memory() is None, what="that a call whose time is over keeps no entry in memory")
     signal.send_tensor(pack(Send(1)))
     assert data.recv_tensor(timeout=5) is None
     signal.send_tensor(pack(Done(1)))
     assert unpack(signal.recv_tensor(timeout=5)) == Granted(1, False)
+
+
+def test_a_call_that_was_never_asked_can_be_cancelled(joined: Any, entry: Any) -> None:
+    """Its request did not fit into the signal pipe, or into a message."""
+    store = joined.store()
+    end = joined.reach(store)
+    with pytest.raises(CapacityError):
+        end.select(torch.zeros(3 << 20, dtype=torch.int64))
+    store.insert(*entry([1, 2]))
+    assert end.match([1, 2]) == 2
 
 
 def test_an_entry_is_sent_once_and_only_if_there_is_one(joined: Any, entry: Any) -> None:

@@ -67,6 +67,7 @@ class Lease:
     on_ready: Callable[[Lease], None]
     """Called under the lock when it gets ``entry`` or ``error``. Must not block."""
     entry: HeldEntry | None = None
+    """``None`` again when the lease is over: it keeps no memory."""
     error: KvplugError | None = None
     is_over: bool = False
 
@@ -239,11 +240,9 @@ class Entries:
         too late."""
         with self._changed:
             self._waiting.pop(lease, None)
-            entry = lease.entry
-            if lease.is_over or entry is None:
-                lease.is_over = True
+            entry, lease.entry, lease.is_over = lease.entry, None, True
+            if entry is None:
                 return False
-            lease.is_over = True
             self._num_leases -= 1
             if not lease.is_exclusive:
                 entry.readers -= 1
@@ -262,7 +261,7 @@ class Entries:
     def add_user(self, lease: Lease) -> bool:
         """Count one more transfer that reads the entry's memory. Return ``False`` if the lease is over."""
         with self._changed:
-            if lease.is_over or lease.entry is None:
+            if lease.entry is None:
                 return False
             lease.entry.users += 1
             return True

@@ -315,7 +315,7 @@ class ReachingEnd(LookupBuffer):
                     raise shortage from e
         with self._lock:
             self._is_receiving = False
-            self._turn.notify()
+            self._turn.notify_all()
 
     def _drop_rest(self, coming: deque[Tensor]) -> None:
         try:

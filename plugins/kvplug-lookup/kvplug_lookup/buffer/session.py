@@ -160,10 +160,10 @@ class Session:
                 self._calls[number] = _Call(expires, lease)
             case messages.Send(number):
                 call = self._call(number)
-                if call.is_sent or call.lease.entry is None:
+                if call.is_sent or (call.lease.entry is None and not call.lease.is_over):
                     raise WireError(f"call {number} has no entry to send")
                 call.is_sent = True
-                self._outbox.put(partial(self._deliver, number, call.lease, call.lease.entry))
+                self._outbox.put(partial(self._deliver, number, call.lease))
             case messages.Done(number):
                 lease = self._call(number).lease
                 del self._calls[number]
@@ -171,8 +171,8 @@ class Session:
                 if lease.is_exclusive:
                     self._send(messages.Granted(number, is_yours))
             case messages.Cancel(number):
-                self._entries.end(self._call(number).lease)
-                del self._calls[number]
+                if number in self._calls:  # its request may not have been sent
+                    self._entries.end(self._calls.pop(number).lease)
             case _:
                 raise WireError(f"a reaching end must not send {type(message).__name__}")
 
@@ -189,21 +189,23 @@ class Session:
 
     def _announce(self, number: int, lease: Lease) -> None:
         """Send that an entry is ready for a call, or why it will not be."""
-        if lease.entry is None:
-            assert lease.error is not None
-            self._send(messages.Failed.of(number, lease.error))
-            return
+        entry = lease.entry
         try:
-            self._send(messages.Found(number, lease.entry.entry_id, lease.entry.description))
+            if lease.error is not None:
+                self._send(messages.Failed.of(number, lease.error))
+            elif entry is not None:  # otherwise the call has been ended
+                self._send(messages.Found(number, entry.entry_id, entry.description))
         except (UnsupportedError, CapacityError, ResourceExhaustedError) as e:
             self._entries.end(lease)
             self._send(messages.Failed.of(number, e))
 
-    def _deliver(self, number: int, lease: Lease, entry: HeldEntry) -> None:
+    def _deliver(self, number: int, lease: Lease) -> None:
         """Send the tensors of an entry, or ``None`` instead of the rest."""
+        entry = lease.entry
+        parts = [None] if entry is None else tensors_of(entry.key, entry.value, entry.hidden)
         try:
-            for part in tensors_of(entry.key, entry.value, entry.hidden):
-                if not self._entries.add_user(lease):
+            for part in parts:
+                if entry is None or not self._entries.add_user(lease):
                     self._pipes.data.send_tensor(None, timeout=None)
                     return
                 self._send_part(entry, part)
@@ -212,7 +214,7 @@ class Session:
             self._pipes.data.send_tensor(None, timeout=None)
             self._send(messages.Failed.of(number, e))
 
-    def _send_part(self, entry: HeldEntry, part: Tensor) -> None:
+    def _send_part(self, entry: HeldEntry, part: Tensor | None) -> None:
         try:
             transfer = self._pipes.data.send_tensor(part, timeout=None)
         except BaseException:
