@@ -179,3 +179,14 @@ def test_blocks_that_follow_one_another_are_one_piece_of_each_view() -> None:
     for block_ids in ([], [2, 4], [3, 2], [1, 2, 2]):
         assert Blocks(list(cache), block_ids).runs() is None
     assert Blocks([filled((9, 2, 3), torch.int8)[:, 0]], [2, 3]).runs() is None
+
+
+def test_blocks_of_one_view_that_follow_one_another_are_the_message_itself() -> None:
+    cache = filled((9, 3, 4), torch.float16)
+    found = Blocks([cache], [2, 3, 4])
+    message = found.in_place()
+    assert message is not None and message.shape == found.shape
+    assert message.data_ptr() == cache[2].data_ptr()
+    assert torch.equal(bits(message), bits(found.gathered()))
+    for views, block_ids in (([cache], [2, 4]), ([cache, cache], [2]), ([cache.transpose(1, 2)], [2])):
+        assert Blocks(views, block_ids).in_place() is None

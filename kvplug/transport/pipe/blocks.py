@@ -138,6 +138,11 @@ class Blocks:
         found = [view.detach()[ids[0] : ids[-1] + 1] for (view,) in self._of.layers]
         return found if all(each.is_contiguous() for each in found) else None
 
+    def in_place(self) -> Tensor | None:
+        """Return the message as a view of the cache if its blocks are one contiguous piece, else ``None``."""
+        found = self.runs() if self.shape[0] == 1 else None
+        return None if found is None else found[0].unsqueeze(0)
+
     def empty(self) -> Tensor:
         """Return an uninitialised tensor for the message."""
         import torch

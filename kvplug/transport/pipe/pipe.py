@@ -233,14 +233,18 @@ class Pipe(abc.ABC):
         """Implement :meth:`recv_tensor`."""
 
     def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
-        """Implement :meth:`send_blocks`. By default, gather the blocks first."""
-        return self._send_tensor(blocks.gathered(), timeout)
+        """Implement :meth:`send_blocks`. By default, gather the blocks first, unless they are one piece."""
+        piece = blocks.in_place()
+        return self._send_tensor(blocks.gathered() if piece is None else piece, timeout)
 
     def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
-        """Implement :meth:`recv_blocks`. By default, scatter the blocks at the end."""
-        tensor = blocks.empty()
+        """Implement :meth:`recv_blocks`. By default, scatter the blocks at the end, unless they are one
+        piece."""
+        piece = blocks.in_place()
+        tensor = blocks.empty() if piece is None else piece
         self._receive_tensor(tensor, timeout)
-        blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
+        if piece is None:
+            blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
 
     @abc.abstractmethod
     def _close(self, timeout: Timeout) -> None:
