@@ -29,7 +29,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,6 +44,7 @@ from kvplug.transport import PageBuffers, PageRequest, Series, Store
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
 from kvplug_host.pages.pages import Pages as HostPages
+from kvplug_host.pages.yielding_lock import YieldingLock
 from kvplug_host.store import HostStore
 
 ROUTES = {"mapped": {}, "over shm": {"transport": "shm"}, "over cpu": {"transport": "cpu"}}
@@ -207,15 +207,15 @@ def tables(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *lookups])
 
 
-class TimedLock:
+class TimedLock(YieldingLock):
     """A store's lock, and the longest that a thread has held it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        super().__init__()
         self._depth = self._began = self.longest = 0
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        super().__enter__()
         self._depth += 1
         if self._depth == 1:
             self._began = time.thread_time_ns()
@@ -224,10 +224,10 @@ class TimedLock:
         self._depth -= 1
         if not self._depth:
             self.longest = max(self.longest, time.thread_time_ns() - self._began)
-        self._lock.release()
+        super().__exit__()
 
 
-SLOT_BYTES = 1024
+SLOT_BYTES = 960
 _FORM = opaque_format(800)
 
 
@@ -239,7 +239,7 @@ def holds(count: int) -> dict[str, float]:
         pages = store.pages
         keys = fill(pages, [secrets.token_bytes(32) for _ in range(count)])
         more = [secrets.token_bytes(32) for _ in range(len(keys))]
-        lock = pages.lock = TimedLock()  # type: ignore[assignment]
+        lock = pages.lock = TimedLock()
         reader, writer, other, late = object(), object(), object(), object()
 
         def read() -> None:

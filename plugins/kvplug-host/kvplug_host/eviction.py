@@ -21,28 +21,70 @@ Pure: no lock; the clock is passed in."""
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
+
+from kvplug_host.key_table import KeyTable
 
 MAX_WAIT_S: Final = 600.0
 """How long a page waits since a reader was last expected: longer than most clients wait for an answer."""
-
-MOST_LOOKED_AT: Final = 64
+MOST_LOOKED_AT: Final = 16
 """Pages that one call looks at."""
 
 
-_Queue = OrderedDict[bytes, None]
-"""Pages, the next to go first."""
+class _Page:
+    """A page, or one that was evicted and is remembered."""
+
+    __slots__ = ("after", "before", "key", "line", "num_readers", "then", "until")
+
+    before: _Page
+    after: _Page
+    line: _Line
+    """Where it is."""
+    then: _Line
+    """The line that it belongs to when it waits for no reader."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.num_readers = 0
+        """The readers that it waits for."""
+        self.until = 0.0
+        """When it waits no more."""
 
 
-class _Wait(NamedTuple):
-    """The readers that a page waits for."""
+class _Line:
+    """Pages in an order, the next to go first. A linked list: an OrderedDict takes long when it grows."""
 
-    num_readers: int
-    until: float
-    then: _Queue
-    """The queue that the page goes to when no reader is left."""
+    __slots__ = ("_count", "_ends")
+
+    def __init__(self) -> None:
+        self._ends = ends = _Page(b"")
+        ends.before = ends.after = ends
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def first(self) -> _Page:
+        return self._ends.after
+
+    def append(self, page: _Page) -> None:
+        self._insert(page, self._ends)
+
+    def prepend(self, page: _Page) -> None:
+        self._insert(page, self._ends.after)
+
+    def _insert(self, page: _Page, after: _Page) -> None:
+        before = after.before
+        page.line, page.before, page.after = self, before, after
+        before.after = after.before = page
+        self._count += 1
+
+    def remove(self, page: _Page) -> None:
+        before, after = page.before, page.after
+        before.after, after.before = after, before
+        self._count -= 1
 
 
 class Eviction:
@@ -62,117 +104,106 @@ class Eviction:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._once: _Queue = OrderedDict()
-        self._often: _Queue = OrderedDict()
-        self._waiting: OrderedDict[bytes, _Wait] = OrderedDict()
-        self._once_gone: _Queue = OrderedDict()
-        self._often_gone: _Queue = OrderedDict()
-        self._aside: dict[bytes, _Queue] = {}
-        """Pages that could not go when it was their turn, and the queue that they belong to."""
-        self._waiting_aside: dict[bytes, _Wait] = {}
-        """The same of pages that wait."""
+        self._pages: KeyTable[_Page] = KeyTable()
+        self._once = _Line()
+        self._often = _Line()
+        self._waiting = _Line()
+        self._aside = _Line()
+        """Pages that could not go when it was their turn."""
+        self._once_gone = _Line()
+        self._often_gone = _Line()
+        self.num_waiting = 0
+        """Pages whose readers have not come."""
         self._goal = 0.0
-        """How many pages should be in the queue of those that were used once."""
+        """How many pages should be in the line of those that were used once."""
         self._most = 1
         """The most pages there were when one was evicted."""
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._often) + len(self._aside) + self.num_waiting
+        return len(self._once) + len(self._often) + len(self._waiting) + len(self._aside)
 
     def num_in_line(self, *, waiting: bool = False) -> int:
         """Pages that :meth:`victim` has not set aside; ``waiting``: that :meth:`longest_waiting` has not."""
         return len(self._waiting) if waiting else len(self._once) + len(self._often)
 
-    @property
-    def num_waiting(self) -> int:
-        """Pages whose readers have not come."""
-        return len(self._waiting) + len(self._waiting_aside)
-
     def is_waiting(self, key: bytes) -> bool:
         """Whether a reader is expected that has not come."""
-        return key in self._waiting or key in self._waiting_aside
+        page = self._pages.get(key)
+        return page is not None and page.num_readers > 0
+
+    def _held(self, key: bytes) -> _Page:
+        page = self._pages.get(key)
+        assert page is not None, "the page is not in the order of eviction"
+        return page
+
+    def _move(self, page: _Page, line: _Line) -> None:
+        page.line.remove(page)
+        line.append(page)
+
+    def _wait(self, page: _Page, num_readers: int) -> None:
+        self.num_waiting += (num_readers > 0) - (page.num_readers > 0)
+        page.num_readers = num_readers
 
     def add(self, key: bytes, num_readers: int = 0) -> None:
         """A page has come, and so many readers are expected."""
         once, often = len(self._once_gone), len(self._often_gone)
-        if key in self._once_gone:
-            del self._once_gone[key]
-            self._goal = min(self._most, self._goal + max(1.0, often / once))
-            queue = self._often
-        elif key in self._often_gone:
-            del self._often_gone[key]
-            self._goal = max(0.0, self._goal - max(1.0, once / often))
-            queue = self._often
+        page = self._pages.get(key)
+        if page is None:
+            page = _Page(key)
+            self._pages.add(key, page)
+            page.then = self._once
         else:
-            queue = self._once
-        if num_readers:
-            self._waiting[key] = _Wait(num_readers, self._clock() + MAX_WAIT_S, queue)
-        else:
-            queue[key] = None
+            if page.line is self._once_gone:
+                self._goal = min(self._most, self._goal + max(1.0, often / once))
+            else:
+                self._goal = max(0.0, self._goal - max(1.0, once / often))
+            page.line.remove(page)
+            page.then = self._often
+        self._wait(page, num_readers)
+        page.until = self._clock() + MAX_WAIT_S if num_readers else 0.0
+        (self._waiting if num_readers else page.then).append(page)
 
     def expect(self, key: bytes) -> None:
         """One more engine is going to read a page, which counts as a use."""
-        wait = self._wait(key)
-        readers = 1 if wait is None else 1 + wait.num_readers
-        is_aside = self._remove(key)
-        waiting = self._waiting_aside if is_aside else self._waiting
-        waiting[key] = _Wait(readers, self._clock() + MAX_WAIT_S, self._often)
+        page = self._held(key)
+        self._wait(page, page.num_readers + 1)
+        page.until = self._clock() + MAX_WAIT_S
+        page.then = self._often
+        if page.line is not self._aside:
+            self._move(page, self._waiting)
 
     def read(self, key: bytes) -> None:
         """An engine that was expected has read a page. If none was, this is a use."""
-        wait = self._wait(key)
-        if wait is None:
+        page = self._held(key)
+        if not page.num_readers:
             self.use(key)
-        elif wait.num_readers == 1:
-            self._move(key, wait.then)
-        else:
-            self._wait_on(key, wait._replace(num_readers=wait.num_readers - 1))
+            return
+        self._wait(page, page.num_readers - 1)
+        if not page.num_readers and page.line is not self._aside:
+            self._move(page, page.then)
 
     def use(self, key: bytes) -> None:
         """A page was used."""
-        if key in self._often:  # fast, and the usual case
-            self._often.move_to_end(key)
-        elif key in self._once:
-            del self._once[key]
-            self._often[key] = None
-        elif (wait := self._wait(key)) is None:
-            self._move(key, self._often)
-        else:
-            self._wait_on(key, wait._replace(then=self._often))
-
-    def _wait(self, key: bytes) -> _Wait | None:
-        return self._waiting.get(key) or self._waiting_aside.get(key)
-
-    def _wait_on(self, key: bytes, wait: _Wait) -> None:
-        """A page goes on waiting, where it is in the queue."""
-        waiting = self._waiting if key in self._waiting else self._waiting_aside
-        waiting[key] = wait
-
-    def _move(self, key: bytes, queue: _Queue) -> None:
-        """A page waits for no reader, and is the last of that queue."""
-        if self._remove(key):
-            self._aside[key] = queue
-        else:
-            queue[key] = None
-
-    def _remove(self, key: bytes) -> bool:
-        """Take a page from where it is. Returns whether it was set aside."""
-        for queue in (self._once, self._often, self._waiting):
-            queue.pop(key, None)
-        is_aside = key in self._aside or key in self._waiting_aside
-        self._aside.pop(key, None)
-        self._waiting_aside.pop(key, None)
-        return is_aside
+        page = self._held(key)
+        page.then = self._often
+        if page.line is self._once or page.line is self._often:
+            self._move(page, self._often)
 
     def refresh(self, key: bytes) -> None:
         """A page is to go after those that have come meanwhile; that does not count as a use."""
-        for queue in (self._once, self._often, self._waiting):
-            if key in queue:
-                queue.move_to_end(key)
+        page = self._held(key)
+        if page.line is not self._aside:
+            self._move(page, page.line)
 
     def discard(self, key: bytes) -> None:
         """A page is gone for another reason."""
-        self._remove(key)
+        page = self._held(key)
+        self._wait(page, 0)
+        self._forget(page)
+
+    def _forget(self, page: _Page) -> None:
+        page.line.remove(page)
+        self._pages.pop(page.key)
 
     def victim(self, may_go: Callable[[bytes], bool]) -> bytes | None:
         """The page to evict, which is forgotten here; ``None``: of the next pages none may go.
@@ -181,49 +212,47 @@ class Eviction:
         others.
         """
         self._most = max(self._most, len(self))
-        if self._waiting:
-            self._end_waits()
+        self._end_waits()
         for _ in range(min(MOST_LOOKED_AT, self.num_in_line())):
             once = bool(self._once) and (len(self._once) > self._goal or not self._often)
-            queue, gone = (self._once, self._once_gone) if once else (self._often, self._often_gone)
-            key, _ = queue.popitem(last=False)
-            if may_go(key):
-                return self._gone(key, gone)
-            self._aside[key] = queue
+            line, gone = (self._once, self._once_gone) if once else (self._often, self._often_gone)
+            if may_go(line.first.key):
+                return self._gone(line.first, gone)
+            self._move(line.first, self._aside)
         return None
 
     def longest_waiting(self, may_go: Callable[[bytes], bool]) -> bytes | None:
         """As :meth:`victim`, of the pages that wait for readers."""
         for _ in range(min(MOST_LOOKED_AT, len(self._waiting))):
-            key, wait = self._waiting.popitem(last=False)
-            if may_go(key):
-                return self._gone(key, self._once_gone)
-            self._waiting_aside[key] = wait
+            page = self._waiting.first
+            if may_go(page.key):
+                self._wait(page, 0)
+                return self._gone(page, self._once_gone)
+            self._move(page, self._aside)
         return None
 
-    def _gone(self, key: bytes, gone: _Queue) -> bytes:
-        gone[key] = None
+    def _gone(self, page: _Page, line: _Line) -> bytes:
+        self._move(page, line)
         for _ in range(2):  # more than are added, so there are not too many for long
             if self._once_gone and len(self._once) + len(self._once_gone) > self._most:
-                self._once_gone.popitem(last=False)
+                self._forget(self._once_gone.first)
             if self._often_gone and len(self) + len(self._once_gone) + len(self._often_gone) > 2 * self._most:
-                self._often_gone.popitem(last=False)
-        return key
+                self._forget(self._often_gone.first)
+        return page.key
 
     def restore(self, key: bytes) -> None:
         """A page that may have been set aside may go again; it goes after all others."""
-        if key in self._waiting_aside:
-            self._waiting[key] = self._waiting_aside.pop(key)
-        elif key in self._aside:
-            self._aside.pop(key)[key] = None
+        page = self._pages.get(key)
+        if page is not None and page.line is self._aside:
+            self._move(page, self._waiting if page.num_readers else page.then)
 
     def _end_waits(self) -> None:
         """Pages whose readers have not come in time are the next of the others to go."""
-        now = self._clock()
+        now = self._clock() if self._waiting else 0.0
         for _ in range(min(MOST_LOOKED_AT, len(self._waiting))):
-            key, wait = next(iter(self._waiting.items()))
-            if wait.until > now:
+            page = self._waiting.first
+            if page.until > now:
                 return
-            del self._waiting[key]
-            wait.then[key] = None
-            wait.then.move_to_end(key, last=False)
+            self._wait(page, 0)
+            self._waiting.remove(page)
+            page.then.prepend(page)

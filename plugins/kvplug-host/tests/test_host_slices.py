@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
             mock.patch("kvplug_host.pages.pages.LOOKUP_SLICE", 1),
             mock.patch("kvplug_host.pages.index.MOST_LOOKED_AT", 1),
             mock.patch("kvplug_host.eviction.MOST_LOOKED_AT", 2),
-            mock.patch("kvplug_host.pages.pages.give_way", self._give_way),
+            mock.patch.object(self.pages.lock, "give_way", self._give_way),
         ]
         for patch in self._patches:
             patch.start()
@@ -293,6 +293,6 @@ def test_while_all_pages_are_removed_a_put_has_the_room_of_those_that_are_still_
         old = [key for key in KEYS if key in pages.index.pages]
         new = KEYS[: len(old)]
         monkeypatch.setattr("kvplug_host.pages.pages.SLICE", 1)
-        monkeypatch.setattr("kvplug_host.pages.pages.give_way", lambda: put(pages, new, 504))
+        monkeypatch.setattr(pages.lock, "give_way", lambda: put(pages, new, 504))
         pages.remove(None)
         assert len(old) == 8 and [key for key in KEYS if key in pages.index.pages] == new

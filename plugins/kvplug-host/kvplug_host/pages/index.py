@@ -13,14 +13,14 @@ import copy
 import heapq
 import itertools
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from kvplug.transport import PageEvent, Presence, PutReason, Usage
 from kvplug_host.arena.slots import Chunk, SizeClass, Slot, SlotTable
 from kvplug_host.eviction import MOST_LOOKED_AT
-from kvplug_host.pages.key_table import KeyTable
+from kvplug_host.key_table import KeyTable
 
 REBALANCE_AFTER: Final = 64
 """Evictions of one size, after which it is looked whether pages of other sizes are used less."""
@@ -30,6 +30,7 @@ FOR_EVER_S: Final = 1e8
 MAX_EXPECTED: Final = 1 << 16
 """Pages that are not here yet and for which readers are remembered; more forget the oldest."""
 
+T = TypeVar("T")
 Holder = Hashable
 """An end of the store: it has leases, has declared pages, and expects readers of others."""
 
@@ -83,6 +84,41 @@ class Declared:
         """By the end that is going to put it."""
 
 
+class Holdings(Generic[T]):
+    """What each end has leased or declared.
+
+    What it has not any more stays here for a while: when ends get more, twice as many are looked at. A set of
+    what it has would take long when it grows.
+    """
+
+    def __init__(self, is_still: Callable[[T, Holder], bool]) -> None:
+        """``is_still``: whether an end has something."""
+        self._is_still = is_still
+        self._of: dict[Holder, deque[T]] = {}
+
+    def __contains__(self, holder: Holder) -> bool:
+        return holder in self._of
+
+    def add(self, holder: Holder, new: Sequence[T]) -> None:
+        """An end has got what it had not."""
+        if not new:
+            return
+        held = self._of.setdefault(holder, deque())
+        for _ in range(min(len(held), 2 * len(new))):
+            each = held.popleft()
+            if self._is_still(each, holder):
+                held.append(each)
+        held.extend(new)
+
+    def take(self, holder: Holder, most: int) -> list[T]:
+        """Remove some of what an end had, and return it."""
+        held = self._of.get(holder, deque())
+        found = [held.popleft() for _ in range(min(most, len(held)))]
+        if not held:
+            self._of.pop(holder, None)
+        return found
+
+
 class Index:
     """Pages in the slots of a table.
 
@@ -112,12 +148,12 @@ class Index:
         """By series, of the operation under way."""
         self._cleared: list[dict[bytes, Entry]] = []
         """Pages that were cleared, and have still to leave their slots."""
-        self._leased: dict[Holder, dict[Entry, None]] = defaultdict(dict)
+        self._leased: Holdings[Entry] = Holdings(lambda entry, holder: holder in (entry.leases or ()))
         self._aside: list[tuple[float, int, Entry]] = []
         """Pages that could not be evicted since they were leased: until when."""
         self._numbers = itertools.count()
         self.declared: KeyTable[Declared] = KeyTable()
-        self._declared_by: dict[Holder, dict[bytes, None]] = defaultdict(dict)
+        self._declared_by: Holdings[bytes] = Holdings(self._has_declared)
         self._due: list[tuple[float, int, list[bytes], Holder]] = []
         """Declared pages: until when."""
 
@@ -136,6 +172,10 @@ class Index:
         if not self.declared:
             return [Presence.HELD if key in parts[key[0]] else Presence.ABSENT for key in keys]
         return [Presence.HELD if key in parts[key[0]] else self._unheld(key) for key in keys]
+
+    def _has_declared(self, key: bytes, holder: Holder) -> bool:
+        declared = self.declared.get(key)
+        return declared is not None and holder in declared.until
 
     def _unheld(self, key: bytes) -> Presence:
         declared = self.declared.get(key)
@@ -221,29 +261,25 @@ class Index:
     def lease(self, entries: Iterable[Entry], holder: Holder, lease_s: float) -> None:
         """Pages are not evicted for that long. A lease never ends earlier than one that was there before."""
         until = self._clock() + lease_s
-        leased = self._leased[holder]
+        new = []
         for entry in entries:
             if entry.leases is None:
                 entry.leases = {}
+            if holder not in entry.leases:
+                new.append(entry)
             entry.leases[holder] = max(until, entry.leases.get(holder, 0.0))
-            leased[entry] = None
+        self._leased.add(holder, new)
 
     def release(self, keys: Iterable[bytes], holder: Holder) -> None:
         """The holder's leases on the pages end."""
-        leased = self._leased.get(holder)
-        if leased is None:
-            return
         for key in keys:
             entry = self.pages.get(key)
-            if entry is not None and leased.pop(entry, 0) is None:
+            if entry is not None:
                 self._end_lease(entry, holder)
-        if not leased:
-            del self._leased[holder]
 
     def _end_lease(self, entry: Entry, holder: Holder) -> None:
-        if entry.leases is None:
+        if entry.leases is None or entry.leases.pop(holder, None) is None:
             return
-        entry.leases.pop(holder, None)
         if not entry.leases:
             entry.leases = None
         if not entry.readers and not entry.is_leased(self._clock()):
@@ -252,13 +288,9 @@ class Index:
     def forget_holder(self, holder: Holder, most: int) -> bool:
         """An end is gone: end so many of its leases, and so many of its declarations. Returns whether it has
         more."""
-        leased, declared = self._leased.get(holder, {}), self._declared_by.get(holder, {})
-        for _ in range(min(most, len(leased))):
-            entry, _ = leased.popitem()
+        for entry in self._leased.take(holder, most):
             self._end_lease(entry, holder)
-        if not leased:
-            self._leased.pop(holder, None)
-        self._undeclare([*itertools.islice(declared, most)], holder, PageEvent.Removal.WITHDRAWN)
+        self._undeclare(self._declared_by.take(holder, most), holder, PageEvent.Removal.WITHDRAWN)
         return holder in self._leased or holder in self._declared_by
 
     # -- pages come ----------------------------------------------------------------------------
@@ -435,11 +467,6 @@ class Index:
                 self._evicted[entry.series].append(entry.key)
         del entry.chunk.pages[entry.offset]
         self._clear_generation(entry.word)
-        for holder in entry.leases or ():
-            leased = self._leased[holder]
-            leased.pop(entry, None)
-            if not leased:
-                del self._leased[holder]
         entry.leases = None
         if entry.readers:
             entry.is_gone = True
@@ -493,7 +520,8 @@ class Index:
         orders = [(size, size.eviction) for size in self.slots.sizes.values()]
         known = orders, self.declared, self._declared_by, self._due, self._aside, self._expected
         self.pages, self.declared = KeyTable(), KeyTable()
-        self._declared_by, self._due, self._aside, self._expected = defaultdict(dict), [], [], OrderedDict()
+        self._declared_by, self._expected = Holdings(self._has_declared), OrderedDict()
+        self._due, self._aside = [], []
         for size, _ in orders:
             size.new_eviction()
         self._tell_evicted()
@@ -521,14 +549,13 @@ class Index:
         new = [key for key in dict.fromkeys(keys) if key not in self.pages]
         if not new:
             return
-        by_holder = self._declared_by[holder]
+        self._declared_by.add(holder, [key for key in new if not self._has_declared(key, holder)])
         for key in new:
             declared = self.declared.get(key)
             if declared is None:
                 declared = Declared(series)
                 self.declared.add(key, declared)
             declared.until[holder] = max(until, declared.until.get(holder, 0.0))
-            by_holder[key] = None
         if until != math.inf:
             heapq.heappush(self._due, (until, next(self._numbers), new, holder))
         self._tell_evicted()
@@ -570,12 +597,10 @@ class Index:
         self._tell_removed(gone, reason)
 
     def _end_declaration(self, key: bytes, declared: Declared, holder: Holder) -> None:
-        for each in [*declared.until] if holder is None else [holder]:
-            if declared.until.pop(each, None) is not None:
-                by_holder = self._declared_by[each]
-                del by_holder[key]
-                if not by_holder:
-                    del self._declared_by[each]
+        if holder is None:
+            declared.until.clear()
+        else:
+            declared.until.pop(holder, None)
         if not declared.until:
             self.declared.pop(key)
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,38 +32,22 @@ from kvplug.transport import (
 from kvplug_host.arena.segments import Segments
 from kvplug_host.arena.slots import Slot, SlotTable
 from kvplug_host.jobs.put import Put
+from kvplug_host.key_table import KeyTable
 from kvplug_host.pages.index import Entry, Holder, Index
-from kvplug_host.pages.key_table import KeyTable
 from kvplug_host.pages.slot_buffers import SlotBuffers
 from kvplug_host.pages.snapshot import Snapshot
 from kvplug_host.pages.subscribers import Subscribers
+from kvplug_host.pages.yielding_lock import YieldingLock
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 _WARN_EVERY_S: Final = 60.0
-SLICE: Final = 64
-"""Pages for which the lock is held at a time. A page takes between a half and six microseconds."""
-LOOKUP_SLICE: Final = 1024
-"""The same of lookups, which take less than a tenth of one."""
-
-
-def give_way() -> None:
-    """Let a thread go on that waits for the lock, which was released.
-
-    Without it, the thread that has released the lock has it again before the other one has woken up: that one
-    needs the interpreter's lock, too.
-    """
-    time.sleep(0)
-
-
-def slices(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """Parts of the items. Other threads get their turn in between."""
-    for begin in range(0, len(items), most):
-        if begin:
-            give_way()
-        yield items[begin : begin + most]
+SLICE: Final = 16
+"""Pages for which the lock is held at a time. A page takes between one and six microseconds."""
+LOOKUP_SLICE: Final = 256
+"""The same of lookups and copies of the index, which take less than a tenth of one."""
 
 
 class Pages:
@@ -82,7 +65,7 @@ class Pages:
         self.jobs = jobs
         self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
         self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
-        self.lock = threading.RLock()
+        self.lock = YieldingLock()
         """For all of this."""
         self.is_closed = False
         self._subscribers = Subscribers()
@@ -106,6 +89,14 @@ class Pages:
                     self._subscribers.queue(self.index.take_events())
         finally:
             self._subscribers.hand_out()
+
+    def _slices(self, items: Sequence[T], most: int | None = None) -> Iterator[Sequence[T]]:
+        """Parts of the items. Without the lock; other threads get their turn in between."""
+        most = most or SLICE
+        for begin in range(0, len(items), most):
+            if begin:
+                self.lock.give_way()
+            yield items[begin : begin + most]
 
     def _reclaim(self) -> None:
         """The slots of memory that was dropped are free."""
@@ -142,9 +133,9 @@ class Pages:
         number = 0
         while KeyTable.has_more(number):
             with self.lock:
-                found, number = table_of(self.index).copy_from(number, 4 * SLICE)
+                found, number = table_of(self.index).copy_from(number, LOOKUP_SLICE)
             yield found
-            give_way()
+            self.lock.give_way()
 
     def keys(self, series: bytes) -> list[bytes]:
         """The held keys of a series."""
@@ -160,7 +151,7 @@ class Pages:
     def lookup(self, keys: Sequence[bytes], holder: Holder, lease_s: float = 0.0) -> list[Presence]:
         """What there is of each key. Held pages are leased to the holder for that long."""
         found: list[Presence] = []
-        for part in slices(keys, SLICE if lease_s > 0 else LOOKUP_SLICE):
+        for part in self._slices(keys, None if lease_s > 0 else LOOKUP_SLICE):
             with self.lock:
                 found += self.index.lookup(part, holder, lease_s)
         return found
@@ -168,7 +159,7 @@ class Pages:
     def lease(self, keys: Sequence[bytes], holder: Holder, lease_s: float) -> list[Entry | None]:
         """The pages, leased to the holder for that long; 0: not leased."""
         found: list[Entry | None] = []
-        for part in slices(keys, SLICE):
+        for part in self._slices(keys):
             with self.lock:
                 entries = [self.index.pages.get(key) for key in part]
                 if lease_s > 0:
@@ -178,14 +169,14 @@ class Pages:
 
     def release(self, keys: Sequence[bytes], holder: Holder) -> None:
         """The holder's leases on the pages end."""
-        for part in slices(keys, SLICE):
+        for part in self._slices(keys):
             with self.lock:
                 self.index.release(part, holder)
 
     def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """The pages, whose slots are not used again until :meth:`unpin`."""
         found: list[Entry | None] = []
-        for part in slices(keys, SLICE):
+        for part in self._slices(keys):
             with self.lock:
                 entries = [self.index.pages.get(key) for key in part]
                 for entry in filter(None, entries):
@@ -196,7 +187,7 @@ class Pages:
     def unpin(self, entries: Sequence[Entry | None], reader: Holder, *, were_used: bool = True) -> None:
         """The pages, in the order of a prompt, are not read any more by that end. ``were_used``: it has got
         them, and uses them; the last goes first."""
-        for part in slices(entries[::-1], SLICE):
+        for part in self._slices(entries[::-1]):
             with self.lock:
                 there = [entry for entry in part if entry is not None]
                 for entry in there:
@@ -206,21 +197,21 @@ class Pages:
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Pages were used, as far as they are there. Of keys in the order of a prompt the last goes first."""
-        for part in slices(keys[::-1], SLICE):
+        for part in self._slices(keys[::-1]):
             with self.lock:
                 self.index.use(part)
 
     def read(self, keys: Sequence[bytes], reader: Holder) -> None:
         """An end has read pages, as far as they are there. Of keys in the order of a prompt the last goes
         first."""
-        for part in slices(keys[::-1], SLICE):
+        for part in self._slices(keys[::-1]):
             with self.lock:
                 self.index.read(part, reader)
 
     def expect_reader(self, keys: Sequence[bytes], holder: Holder) -> None:
         """Another end than the holder is going to read these pages, also those that have still to come. Of
         keys in the order of a prompt the last goes first."""
-        for part in slices(keys[::-1], SLICE):
+        for part in self._slices(keys[::-1]):
             with self.lock:
                 self.index.expect_reader(part, holder)
 
@@ -274,7 +265,7 @@ class Pages:
                         results.append((at, result))
                     left.popleft()
                 index.use(held[::-1])
-            give_way()
+            self.lock.give_way()
         if is_over:
             self.give_back(slots.values())
             raise JobTask.OverError
@@ -306,7 +297,7 @@ class Pages:
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Slots are free that hold no page."""
-        for part in slices([*slots], SLICE):
+        for part in self._slices([*slots]):
             with self.lock:
                 for slot in part:
                     self._slots.free(slot)
@@ -324,7 +315,7 @@ class Pages:
         """
         pages = put.pages
         put.note_all([*results])
-        for part in slices([*slots.items()], SLICE):
+        for part in self._slices([*slots.items()]):
             noted: list[tuple[int, PutReason | None]] = []
             stored = []
             with self.changing() as index:
@@ -353,7 +344,7 @@ class Pages:
     def settled(self, put: Put) -> None:
         """Nothing of a put is copied any more: slots of its memory that it did not need are free."""
         self.free(put.pages.memory)
-        for part in slices(put.pages.keys[::-1], SLICE):
+        for part in self._slices(put.pages.keys[::-1]):
             with self.lock:
                 self.index.refresh(part)
 
@@ -370,7 +361,7 @@ class Pages:
             if isinstance(found, PutReason):
                 self.give_back(slots)
                 return None
-            give_way()
+            self.lock.give_way()
         return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
 
     def free(self, memory: PageMemory) -> None:
@@ -384,14 +375,14 @@ class Pages:
 
     def declare(self, holder: Holder, series: bytes, keys: Sequence[bytes], for_s: float | None) -> None:
         """An end is going to put these pages within ``for_s`` seconds."""
-        for part in slices(keys, SLICE):
+        for part in self._slices(keys):
             with self.changing() as index:
                 index.declare(series, part, holder, for_s)
         self._expire()
 
     def withdraw(self, keys: Sequence[bytes], holder: Holder) -> None:
         """An end does not put declared pages after all."""
-        for part in slices(keys, SLICE):
+        for part in self._slices(keys):
             with self.changing() as index:
                 index.withdraw(part, holder)
 
@@ -419,9 +410,9 @@ class Pages:
             while left:
                 with self.lock:
                     left = self.index.free_cleared(SLICE)
-                give_way()
+                self.lock.give_way()
             return
-        for part in slices(keys, SLICE):
+        for part in self._slices(keys):
             with self.changing() as index:
                 self._forget_in_puts(part)
                 index.remove(part)
@@ -439,7 +430,7 @@ class Pages:
                 with self.changing() as index:
                     left = index.forget_holder(holder, SLICE)
                 if left:
-                    give_way()
+                    self.lock.give_way()
 
     # -- the end -------------------------------------------------------------------------------
 
