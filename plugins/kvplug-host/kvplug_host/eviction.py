@@ -233,11 +233,14 @@ class Eviction:
 
     def _gone(self, page: _Page, line: _Line) -> bytes:
         self._move(page, line)
-        for _ in range(2):  # more than are added, so there are not too many for long
-            if self._once_gone and len(self._once) + len(self._once_gone) > self._most:
+        for _ in range(MOST_LOOKED_AT):
+            num_once_gone = len(self._once_gone)
+            if num_once_gone and len(self._once) + num_once_gone > self._most:
                 self._forget(self._once_gone.first)
-            if self._often_gone and len(self) + len(self._once_gone) + len(self._often_gone) > 2 * self._most:
+            elif self._often_gone and len(self) + num_once_gone + len(self._often_gone) > 2 * self._most:
                 self._forget(self._often_gone.first)
+            else:
+                break
         return page.key
 
     def restore(self, key: bytes) -> None:

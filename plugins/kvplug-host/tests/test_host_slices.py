@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvplug.transport import Presence, PutReason
@@ -21,7 +21,7 @@ from kvplug_host.pages.pages import Pages
 from kvplug_testing import waits
 from kvplug_testing.contract.store.index import Index
 
-KEYS = [bytes([number]) + bytes(31) for number in range(24)]
+KEYS = [bytes([number]) + bytes(31) for number in range(16)]
 SERIES = [b"a" * 16, b"b" * 16]
 """Of keys with even and with odd numbers."""
 SIZES = [56, 504, 1016]
@@ -79,12 +79,12 @@ def put(pages: Pages, keys: list[bytes], nbytes: int) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """A store of three segments. Each slice is of one page, and other calls come between two of them."""
+    """A store of two segments. Each slice is of one page, and other calls come between two of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alarms = Alarms()
-        self._opened = opened(3, 4096, self.alarms)
+        self._opened = opened(2, 4096, self.alarms)
         self.pages = self._opened.__enter__()
         self.indices: list[Index] = []
         self.pinned: list[list[Entry | None]] = []
@@ -256,6 +256,7 @@ class Machine(RuleBasedStateMachine):
         assert taken == len(entries), "a slot is neither free nor of a page"
 
 
+Machine.TestCase.settings = settings(stateful_step_count=15)
 TestMachine = Machine.TestCase
 
 
