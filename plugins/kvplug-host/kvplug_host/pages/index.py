@@ -76,10 +76,12 @@ class Entry(Slot):
 class Declared:
     """A page that is going to be put."""
 
-    __slots__ = ("series", "until")
+    __slots__ = ("latest", "series", "until")
 
     def __init__(self, series: bytes) -> None:
         self.series = series
+        self.latest = 0.0
+        """When the last of these ends has put it, at the latest."""
         self.until: dict[Holder, float] = {}
         """By the end that is going to put it."""
 
@@ -556,6 +558,7 @@ class Index:
                 declared = Declared(series)
                 self.declared.add(key, declared)
             declared.until[holder] = max(until, declared.until.get(holder, 0.0))
+            declared.latest = max(until, declared.latest)
         if until != math.inf:
             heapq.heappush(self._due, (until, next(self._numbers), new, holder))
         self._tell_evicted()
@@ -601,6 +604,7 @@ class Index:
             declared.until.clear()
         else:
             declared.until.pop(holder, None)
+        declared.latest = max(declared.until.values(), default=0.0)
         if not declared.until:
             self.declared.pop(key)
 

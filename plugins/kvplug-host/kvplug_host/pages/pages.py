@@ -90,13 +90,14 @@ class Pages:
         finally:
             self._subscribers.hand_out()
 
-    def _slices(self, items: Sequence[T], most: int | None = None) -> Iterator[Sequence[T]]:
-        """Parts of the items. Without the lock; other threads get their turn in between."""
+    def _slices(self, items: Sequence[T], most: int | None = None) -> Iterator[tuple[Index, Sequence[T]]]:
+        """The index, and a part of the items, with the lock. Other threads get their turn in between."""
         most = most or SLICE
         for begin in range(0, len(items), most):
             if begin:
                 self.lock.give_way()
-            yield items[begin : begin + most]
+            with self.changing() as index:
+                yield index, items[begin : begin + most]
 
     def _reclaim(self) -> None:
         """The slots of memory that was dropped are free."""
@@ -119,9 +120,7 @@ class Pages:
         for held in self._copies(lambda index: index.pages):
             snapshot.add_held((key, entry.series) for key, entry in held.items())
         for declared in self._copies(lambda index: index.declared):
-            snapshot.add_declared(
-                (key, each.series, max(each.until.values(), default=0.0)) for key, each in declared.items()
-            )
+            snapshot.add_declared((key, each.series, each.latest) for key, each in declared.items())
         with self.changing() as index:
             self._subscribers.queue(index.take_events())
             snapshot.end(index.log_now())
@@ -151,69 +150,61 @@ class Pages:
     def lookup(self, keys: Sequence[bytes], holder: Holder, lease_s: float = 0.0) -> list[Presence]:
         """What there is of each key. Held pages are leased to the holder for that long."""
         found: list[Presence] = []
-        for part in self._slices(keys, None if lease_s > 0 else LOOKUP_SLICE):
-            with self.lock:
-                found += self.index.lookup(part, holder, lease_s)
+        for index, part in self._slices(keys, None if lease_s > 0 else LOOKUP_SLICE):
+            found += index.lookup(part, holder, lease_s)
         return found
 
     def lease(self, keys: Sequence[bytes], holder: Holder, lease_s: float) -> list[Entry | None]:
         """The pages, leased to the holder for that long; 0: not leased."""
         found: list[Entry | None] = []
-        for part in self._slices(keys):
-            with self.lock:
-                entries = [self.index.pages.get(key) for key in part]
-                if lease_s > 0:
-                    self.index.lease(filter(None, entries), holder, lease_s)
+        for index, part in self._slices(keys):
+            entries = [index.pages.get(key) for key in part]
+            if lease_s > 0:
+                index.lease(filter(None, entries), holder, lease_s)
             found += entries
         return found
 
     def release(self, keys: Sequence[bytes], holder: Holder) -> None:
         """The holder's leases on the pages end."""
-        for part in self._slices(keys):
-            with self.lock:
-                self.index.release(part, holder)
+        for index, part in self._slices(keys):
+            index.release(part, holder)
 
     def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """The pages, whose slots are not used again until :meth:`unpin`."""
         found: list[Entry | None] = []
-        for part in self._slices(keys):
-            with self.lock:
-                entries = [self.index.pages.get(key) for key in part]
-                for entry in filter(None, entries):
-                    self.index.pin(entry)
+        for index, part in self._slices(keys):
+            entries = [index.pages.get(key) for key in part]
+            for entry in filter(None, entries):
+                index.pin(entry)
             found += entries
         return found
 
     def unpin(self, entries: Sequence[Entry | None], reader: Holder, *, were_used: bool = True) -> None:
         """The pages, in the order of a prompt, are not read any more by that end. ``were_used``: it has got
         them, and uses them; the last goes first."""
-        for part in self._slices(entries[::-1]):
-            with self.lock:
-                there = [entry for entry in part if entry is not None]
-                for entry in there:
-                    self.index.unpin(entry)
-                if were_used:
-                    self.index.read([entry.key for entry in there if not entry.is_gone], reader)
+        for index, part in self._slices(entries[::-1]):
+            there = [entry for entry in part if entry is not None]
+            for entry in there:
+                index.unpin(entry)
+            if were_used:
+                index.read([entry.key for entry in there if not entry.is_gone], reader)
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Pages were used, as far as they are there. Of keys in the order of a prompt the last goes first."""
-        for part in self._slices(keys[::-1]):
-            with self.lock:
-                self.index.use(part)
+        for index, part in self._slices(keys[::-1]):
+            index.use(part)
 
     def read(self, keys: Sequence[bytes], reader: Holder) -> None:
         """An end has read pages, as far as they are there. Of keys in the order of a prompt the last goes
         first."""
-        for part in self._slices(keys[::-1]):
-            with self.lock:
-                self.index.read(part, reader)
+        for index, part in self._slices(keys[::-1]):
+            index.read(part, reader)
 
     def expect_reader(self, keys: Sequence[bytes], holder: Holder) -> None:
         """Another end than the holder is going to read these pages, also those that have still to come. Of
         keys in the order of a prompt the last goes first."""
-        for part in self._slices(keys[::-1]):
-            with self.lock:
-                self.index.expect_reader(part, holder)
+        for index, part in self._slices(keys[::-1]):
+            index.expect_reader(part, holder)
 
     def discard(self, entry: Entry | None, reason: MissReason) -> None:
         """A page was found to be wrong: it makes room for a right one."""
@@ -297,10 +288,13 @@ class Pages:
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Slots are free that hold no page."""
-        for part in self._slices([*slots]):
+        left = [*slots]
+        while left:
             with self.lock:
-                for slot in part:
+                for slot in left[:SLICE]:
                     self._slots.free(slot)
+            del left[:SLICE]
+            self.lock.give_way()
 
     def publish(
         self,
@@ -315,38 +309,36 @@ class Pages:
         """
         pages = put.pages
         put.note_all([*results])
-        for part in self._slices([*slots.items()]):
+        for index, part in self._slices([*slots.items()]):
             noted: list[tuple[int, PutReason | None]] = []
             stored = []
-            with self.changing() as index:
-                for at, slot in part:
-                    key = pages.keys[at]
-                    if put.is_forgotten(key) or self.is_closed:
-                        self._slots.free(slot)
-                        noted.append((at, PutReason.CANCELLED))
-                        continue
-                    generation = self.segments.next_generation()
-                    entry = index.publish(
-                        key,
-                        pages.series.id,
-                        slot,
-                        payload_bytes=pages.series.format.nbytes,
-                        header_bytes=header_bytes[at],
-                        generation=generation,
-                    )
-                    if entry is not None:
-                        self.segments.set_generation(slot.word, generation)
-                        stored.append(key)
-                    noted.append((at, None))
-                index.tell_stored(pages.series.id, stored)
-                put.note_all(noted)
+            for at, slot in part:
+                key = pages.keys[at]
+                if put.is_forgotten(key) or self.is_closed:
+                    self._slots.free(slot)
+                    noted.append((at, PutReason.CANCELLED))
+                    continue
+                generation = self.segments.next_generation()
+                entry = index.publish(
+                    key,
+                    pages.series.id,
+                    slot,
+                    payload_bytes=pages.series.format.nbytes,
+                    header_bytes=header_bytes[at],
+                    generation=generation,
+                )
+                if entry is not None:
+                    self.segments.set_generation(slot.word, generation)
+                    stored.append(key)
+                noted.append((at, None))
+            index.tell_stored(pages.series.id, stored)
+            put.note_all(noted)
 
     def settled(self, put: Put) -> None:
         """Nothing of a put is copied any more: slots of its memory that it did not need are free."""
         self.free(put.pages.memory)
-        for part in self._slices(put.pages.keys[::-1]):
-            with self.lock:
-                self.index.refresh(part)
+        for index, part in self._slices(put.pages.keys[::-1]):
+            index.refresh(part)
 
     def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
         """Slots for pages that the caller fills; ``None``: there is no room."""
@@ -375,16 +367,14 @@ class Pages:
 
     def declare(self, holder: Holder, series: bytes, keys: Sequence[bytes], for_s: float | None) -> None:
         """An end is going to put these pages within ``for_s`` seconds."""
-        for part in self._slices(keys):
-            with self.changing() as index:
-                index.declare(series, part, holder, for_s)
+        for index, part in self._slices(keys):
+            index.declare(series, part, holder, for_s)
         self._expire()
 
     def withdraw(self, keys: Sequence[bytes], holder: Holder) -> None:
         """An end does not put declared pages after all."""
-        for part in self._slices(keys):
-            with self.changing() as index:
-                index.withdraw(part, holder)
+        for index, part in self._slices(keys):
+            index.withdraw(part, holder)
 
     def _expire(self) -> None:
         """End declared pages whose time is over, and have this called again when the next one's is."""
@@ -412,10 +402,9 @@ class Pages:
                     left = self.index.free_cleared(SLICE)
                 self.lock.give_way()
             return
-        for part in self._slices(keys):
-            with self.changing() as index:
-                self._forget_in_puts(part)
-                index.remove(part)
+        for index, part in self._slices(keys):
+            self._forget_in_puts(part)
+            index.remove(part)
 
     def _forget_in_puts(self, keys: Sequence[bytes] | None) -> None:
         for task in self.jobs.tasks():
