@@ -80,6 +80,15 @@ class PageSeal:
             return None
         return form, series, identity, payload
 
+    @staticmethod
+    def has_digests(header: Buffer) -> bool:
+        """Whether ``header`` is a header with checksums or a proof of the page's bytes. Pages with equal ones
+        have equal bytes."""
+        if PageSeal.split(header) is None:
+            return False
+        _, _, has_checksums, has_proof, *_ = _FIXED.unpack_from(header)
+        return bool(has_checksums or has_proof)
+
     @functools.cached_property
     def id(self) -> bytes:
         """16 bytes that are equal for equal protection. Part of every key; does not reveal the secret."""

@@ -9,7 +9,7 @@ field      bytes  content
 =========  =====  ================================================================
 magic      4      ``kvr1``
 in pieces  4      0: the page follows, 1: it is in pieces
-tag        8      xxh3_64 of the page's bytes
+tag        8      xxh3_64 of the page, or of its header if that has digests of the page
 length     8      of the page, little-endian, as all numbers here
 piece      8      bytes of each piece but the last; 0 without pieces
 =========  =====  ================================================================
@@ -24,7 +24,7 @@ from typing import Final
 import attrs
 import xxhash
 
-from kvplug.transport import WireError
+from kvplug.transport import PageSeal, WireError
 
 LAYOUT: Final = 2
 """Version of the names and values. Part of every name, so that a page of another version is a miss."""
@@ -98,9 +98,9 @@ class Names:
 
 
 def tag_of(page: Sequence[memoryview]) -> bytes:
-    """The checksum of a page."""
+    """A checksum of a page, whose first part may be its header."""
     made = xxhash.xxh3_64()
-    for part in page:
+    for part in page[:1] if page and PageSeal.has_digests(page[0]) else page:
         made.update(part)
     return made.digest()
 

@@ -75,6 +75,14 @@ def test_pages_of_other_tokens_formats_or_protection_are_named() -> None:
         assert other.check_header(series_of(other), b"identity", header) is MissReason.FORMAT
 
 
+@pytest.mark.parametrize("seal", SEALS)
+def test_equal_headers_mean_equal_bytes_if_they_have_digests(seal: PageSeal) -> None:
+    payloads = PAYLOAD, bytes(len(PAYLOAD))
+    one, other = (seal.header(series_of(seal), b"identity", memoryview(each)) for each in payloads)
+    assert PageSeal.has_digests(one) is (one != other) is (seal.checksums or seal.secret is not None)
+    assert not PageSeal.has_digests(b"") and not PageSeal.has_digests(bytes(1000))
+
+
 def test_layers_are_checked_alone_and_a_wrong_one_spoils_no_other() -> None:
     seal, series = SEALS[0], series_of(SEALS[0])
     header = seal.header(series, b"identity", memoryview(PAYLOAD))
