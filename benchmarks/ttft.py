@@ -29,7 +29,7 @@ def prompts(counts: list[int], folder: Path) -> dict[int, Path]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoTokenizer
 
-    from kvplug_transformers.demo.prompt import PROMPT
+    from kvplug_transformers.demo.settings import builtin_prompt
     from kvplug_transformers.model.bundled import find_gguf
     from kvplug_transformers.model.convert import converted
 
@@ -39,7 +39,7 @@ def prompts(counts: list[int], folder: Path) -> dict[int, Path]:
         message = [{"role": "user", "content": text}]
         return len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"])
 
-    words = (PROMPT + "\n\n") * 3
+    words = (builtin_prompt() + "\n\n") * 3
     files = {}
     for count in counts:
         low, high = 0, len(words)

@@ -336,6 +336,7 @@ class Rig:
         """
         from kvplug_transformers.engine.engine import Engine
         from kvplug_transformers.engine.options import EngineOptions, cache_config
+        from kvplug_transformers.engine.worker import Worker
         from kvplug_transformers.model.facts import describe
 
         wanted, table = EngineOptions(**options), self.table
@@ -345,8 +346,9 @@ class Rig:
         cache = cache_config(facts, wanted)
         table.scheduler = TableScheduler(table, cache, saves=saves, in_background=bool(in_background))
         table.worker = worker(table, cache)
-        sides = {"scheduler_connector": table.scheduler, "worker_connector": table.worker}
-        return Engine(self.model, wanted, facts=facts, **sides)
+        return Engine(
+            Worker(self.model, facts, wanted, table.worker), wanted, scheduler_connector=table.scheduler
+        )
 
     def run(self, engine: Engine, prompts: Iterable[list[int]], count: int) -> list[Sequence]:
         """Generate ``count`` tokens for each prompt."""

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kvplug import PeerGoneError
 from kvplug_testing.peers import nothing_left
 from kvplug_testing.resources import children
 from kvplug_testing.waits import until
 from kvplug_transformers.demo.command import demo
 from kvplug_transformers.demo.display import Display
-from kvplug_transformers.demo.runs import run as run_demo
-from kvplug_transformers.demo.session import DECODE, PREFILL, DemoError
-from kvplug_transformers.demo.settings import DemoSettings
+from kvplug_transformers.demo.runs import DECODE, PREFILL, Demo
+from kvplug_transformers.demo.settings import DemoSettings, Report
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -315,6 +315,18 @@ def test_the_rank_and_the_pid_of_a_killed_worker_are_named_and_its_engine_ends(m
         assert alive(ranks) == []
 
 
+def test_a_worker_of_prefill_that_is_killed_after_its_kv_has_moved_is_named_at_the_end(model):
+    arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(70), "--connector", "simple")
+    with nothing_left(), started(*arguments, "--max-new-tokens", "400") as parent:
+        ranks = four_workers(parent)
+        assert parent.stdout.read(1), "decode has loaded the KV, and generates"
+        victim = next(rank for rank in ranks if rank in children(children(parent.pid)[0]))
+        os.kill(victim, signal.SIGKILL)
+        table = " ".join(parent.stdout.read().split())
+        assert parent.wait(timeout=30) == 0
+        assert f"of 2 (pid {victim}) was killed by SIGKILL" in table
+
+
 def test_when_the_parent_is_killed_the_workers_of_its_engines_are_gone_within_five_seconds(model):
     arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(70))
     with started(*arguments, "--max-new-tokens", "400") as parent:
@@ -377,12 +389,15 @@ def settings(model: Path, num_tokens: int) -> DemoSettings:
     )
 
 
+def run_demo(settings: DemoSettings, commands: dict[str, list[str]]) -> Report:
+    with nothing_left(), Display(quiet=True) as display, Demo(settings, display, commands) as running:
+        return running.run()
+
+
 def test_decode_recomputes_what_did_not_arrive_and_reports_it(tiny):
     """Some layers have arrived: small ones travel together."""
     wide = tiny("wide", hidden_size=512, num_key_value_heads=4, head_dim=128)
-    programs = {PREFILL: [sys.executable, "-c", DYING]}
-    with nothing_left(), Display(quiet=True) as display:
-        report = run_demo(settings(wide, 400), display, programs)
+    report = run_demo(settings(wide, 400), {PREFILL: [sys.executable, "-c", DYING]})
     assert report.identical
     assert report.tokens_loaded == 0
     assert not report.ok
@@ -392,10 +407,12 @@ def test_decode_recomputes_what_did_not_arrive_and_reports_it(tiny):
 
 @pytest.mark.parametrize("name", [PREFILL, DECODE])
 def test_a_worker_that_does_not_start_is_named_with_its_last_words(model, name):
-    programs = {name: [sys.executable, "-c", "import sys; sys.exit('no such module')"]}
-    why = rf"the {name} process ended with status 1:\nno such module"
-    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=why):
-        run_demo(settings(Path(model), 70), display, programs)
+    why = rf"{name} \(pid \d+\) ended with status 1:\nno such module"
+    with pytest.raises(PeerGoneError, match=why):
+        run_demo(
+            settings(Path(model), 70),
+            {name: [sys.executable, "-c", "import sys; sys.exit('no such module')"]},
+        )
 
 
 # -- refused before anything is started ----------------------------------------------------------

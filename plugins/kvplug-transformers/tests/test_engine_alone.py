@@ -41,10 +41,11 @@ def test_no_step_exceeds_the_limits_of_tokens_and_requests(rig, most_tokens, mos
         engine.add(rig.prompt(length), max_new_tokens=4)
     while engine.scheduler.has_requests:
         step = engine.scheduler.schedule()
-        counts = [one.num_scheduled_tokens for one in step.output.scheduled]
+        counts = [one.num_scheduled_tokens for one in step.scheduled]
         assert 0 < sum(counts) <= most_tokens
         assert len(counts) <= most_requests
-        engine.scheduler.update(step, *engine.worker.execute(step))
+        sampled, output, _ = engine.worker.execute(step)
+        engine.scheduler.update(step, sampled, output)
 
 
 def test_when_blocks_run_out_the_youngest_starts_over_and_all_end_the_same(rig):

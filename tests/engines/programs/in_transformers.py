@@ -10,14 +10,10 @@ from answering import run
 
 
 def answer(model_folder: str, asked: dict[str, Any]) -> tuple[list[Any], int]:
-    from kvplug import Config, build_connector
+    from kvplug import Config
     from kvplug_transformers.engine.engine import Engine
-    from kvplug_transformers.engine.options import EngineOptions, cache_config
-    from kvplug_transformers.model.facts import describe
     from kvplug_transformers.model.load import load
 
-    model = load(Path(model_folder)).model
-    facts, options = describe(model), EngineOptions()
     config = Config.from_dict(
         {
             "role": "both",
@@ -26,16 +22,11 @@ def answer(model_folder: str, asked: dict[str, Any]) -> tuple[list[Any], int]:
             "options": {**asked["options"], "lookup": {"load_policy": "always"}},
         }
     )
-    sides = [
-        build_connector(config, side, model=facts.info, cache=cache_config(facts, options))
-        for side in ("scheduler", "worker")
-    ]
-    engine = Engine(model, options, facts=facts, scheduler_connector=sides[0], worker_connector=sides[1])
+    engine = Engine.connected(load(Path(model_folder)).model, config)
     sequence = engine.add(asked["prompt"], max_new_tokens=asked["max_tokens"])
     list(engine.run())
     engine.settle(timeout=30)
-    for side in sides:
-        side.shutdown()
+    engine.shutdown()
     return list(sequence.output), sequence.num_loaded_tokens
 
 

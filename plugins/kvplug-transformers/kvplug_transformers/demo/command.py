@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,14 @@ import attrs
 import click
 
 from kvplug import Config, Duration, KvplugError
-from kvplug_transformers.demo.settings import DemoSettings, Report
+from kvplug_transformers.demo.settings import DemoSettings, Report, builtin_prompt
 
 _LONGEST_PROMPT = 4 << 20
 """In bytes; more than any model's context, and small enough if the path is wrong."""
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+Command = Callable[..., Any]
 
 
 class WorkerCounts(click.ParamType[tuple[int, int]]):
@@ -38,103 +40,88 @@ class WorkerCounts(click.ParamType[tuple[int, int]]):
         return int(counts[0]), int(counts[1])
 
 
-def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of the demo and of both its halves."""
-    for option in (
-        click.option(
-            "--patience",
-            "patience_s",
-            metavar="DURATION",
-            type=Duration(),
-            default=300,
-            show_default=True,
-            help="Give up when a process reports nothing for this long, beyond the config's timeouts.",
-        ),
-        click.option(
-            "--device",
-            metavar="NAME",
-            help='The device of the models and of the KV: "cpu", "cuda", "cuda:1". By default the config\'s,'
-            ' which is "cpu" by default.',
-        ),
-        click.option(
-            "--tensor-parallel",
-            metavar="N[:M]",
-            type=WorkerCounts(),
-            default="1",
-            show_default=True,
-            help="How many workers share the model, in processes of their own: N in each engine, or N in the"
-            " prefill engine and M in the decode engine.",
-        ),
-        click.option(
-            "--policy",
-            type=click.Choice(["recompute", "fail"]),
-            default="recompute",
-            show_default=True,
-            help="What to do when KV fails to load.",
-        ),
-        click.option("--integrity", metavar="auto|off|HASH", help="The hash that detects corrupted KV."),
-        click.option("--layout", type=click.Choice(["KBTHD", "KBHTD"]), help="The memory layout of a block."),
-        click.option(
-            "--block-size",
-            type=click.IntRange(1, 1024),
-            default=16,
-            show_default=True,
-            help="The number of tokens in a block.",
-        ),
-        click.option("--config", type=_FILE, help="A config file, kvplug.toml or .json."),
-        click.option("--transport", metavar="NAME", help='"auto", or a pipe that `kvplug list` shows.'),
-        click.option("--connector", metavar="NAME", help="A connector that `kvplug list` shows."),
-        click.option(
-            "--store",
-            "stores",
-            metavar="NAME",
-            multiple=True,
-            help="Keep the KV in this store: host (memory) or fs (disk); repeat for a second one behind it."
-            " The prefill worker then loads KV that an earlier run left there.",
-        ),
-        click.option(
-            "--model",
-            type=click.Path(exists=True, file_okay=False, path_type=Path),
-            help="A Hugging Face folder instead of the packaged SmolLM2-135M-Instruct.",
-        ),
-        click.option("--prompt-file", type=_FILE, help="Read the prompt from this file."),
-        click.option("--prompt", help="The prompt. By default a built-in one of about 1,000 tokens."),
-    ):
-        function = option(function)
-    return function
+def _all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """A decorator that adds these options, in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
-        click.option(
-            "--max-new-tokens",
-            type=click.IntRange(1),
-            default=64,
-            show_default=True,
-            help="Tokens to decode after the prompt.",
-        ),
-        click.option(
-            "--repeat",
-            type=click.IntRange(0),
-            default=0,
-            metavar="N",
-            help="Measure the time to the first token N more times, in turns with its floor.",
-        ),
-        click.option(
-            "--at-once",
-            type=click.IntRange(1, 64),
-            default=1,
-            show_default=True,
-            metavar="N",
-            help="With --repeat: measure the time until this many concurrent requests for the prompt all have"
-            " their first token.",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
+_shared = _all_of(
+    click.option("--prompt", help="The prompt. By default a built-in one of about 1,000 tokens."),
+    click.option("--prompt-file", type=_FILE, help="Read the prompt from this file."),
+    click.option(
+        "--model", type=_FOLDER, help="A Hugging Face folder instead of the packaged SmolLM2-135M-Instruct."
+    ),
+    click.option("--connector", metavar="NAME", help="A connector that `kvplug list` shows."),
+    click.option(
+        *("--store", "stores"),
+        metavar="NAME",
+        multiple=True,
+        help="Keep the KV in this store: host (memory) or fs (disk); repeat for a second one behind it. The"
+        " prefill worker then loads KV that an earlier run left there.",
+    ),
+    click.option("--transport", metavar="NAME", help='"auto", or a pipe that `kvplug list` shows.'),
+    click.option("--config", type=_FILE, help="A config file, kvplug.toml or .json."),
+    click.option(
+        "--block-size", type=click.IntRange(1, 1024), default=16, help="The number of tokens in a block."
+    ),
+    click.option("--layout", type=click.Choice(["KBTHD", "KBHTD"]), help="The memory layout of a block."),
+    click.option("--integrity", metavar="auto|off|HASH", help="The hash that detects corrupted KV."),
+    click.option(
+        "--tensor-parallel",
+        metavar="N[:M]",
+        type=WorkerCounts(),
+        default="1",
+        help="How many workers share the model, in processes of their own: N in each engine, or N in the"
+        " prefill engine and M in the decode engine.",
+    ),
+    click.option(
+        "--policy",
+        type=click.Choice(["recompute", "fail"]),
+        default="recompute",
+        help="What to do when KV fails to load.",
+    ),
+    click.option(
+        "--device",
+        metavar="NAME",
+        help='The device of the models and of the KV: "cpu", "cuda", "cuda:1". By default the config\'s,'
+        ' which is "cpu" by default.',
+    ),
+    click.option(
+        *("--patience", "patience_s"),
+        metavar="DURATION",
+        type=Duration(),
+        default=300,
+        help="Give up when a process reports nothing for this long, beyond the config's timeouts.",
+    ),
+)
+"""Options of the demo and of both its halves."""
+_generates = _all_of(
+    click.option(
+        "--max-new-tokens", type=click.IntRange(1), default=64, help="Tokens to decode after the prompt."
+    ),
+    click.option(
+        "--repeat",
+        type=click.IntRange(0),
+        default=0,
+        metavar="N",
+        help="Measure the time to the first token N more times, in turns with its floor.",
+    ),
+    click.option(
+        "--at-once",
+        type=click.IntRange(1, 64),
+        default=1,
+        metavar="N",
+        help="With --repeat: measure the time until this many concurrent requests for the prompt all have"
+        " their first token.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
+)
 _corrupts = click.option(
     "--corrupt", is_flag=True, help="Flip bits of the KV in transit, to see the effect of integrity checking."
 )
@@ -144,16 +131,10 @@ def _settings(
     *,
     prompt: str | None,
     prompt_file: Path | None,
-    connector: str | None,
-    transport: str | None,
-    integrity: str | None,
-    device: str | None,
     stores: tuple[str, ...],
     corrupt: bool = False,
     **rest: Any,
 ) -> DemoSettings:
-    from kvplug_transformers.demo.prompt import PROMPT
-
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
     if prompt_file is not None:
@@ -162,54 +143,36 @@ def _settings(
         raise click.UsageError("the prompt is empty")
     if prompt is not None and any("\ud800" <= character <= "\udfff" for character in prompt):
         raise click.UsageError("the prompt is not valid UTF-8")
-    given = {
-        "connector": connector,
-        "transport": transport,
-        "integrity": integrity,
-        "device": device,
-    }
+    given = {key: rest.pop(key) for key in ("connector", "transport", "integrity", "device")}
     overrides: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if stores:
         overrides["stores"] = list(stores)
-        if "fs" in stores and "path" not in _options_in(rest["config"], "fs"):
+        if "fs" in stores and "path" not in Config.load(rest["config"]).options.get("fs", {}):
             from kvplug_transformers.model.cache import cache_folder
 
             overrides["options.fs.path"] = str(cache_folder() / "pages")
     if corrupt:
         overrides["options.host.map"] = False  # otherwise the KV crosses no pipe that could flip bits
-    return DemoSettings(
-        prompt=PROMPT if prompt is None else prompt,
-        overrides=overrides,
-        corrupt=corrupt,
-        **rest,
-    )
-
-
-def _options_in(config: Path | None, name: str) -> Mapping[str, Any]:
-    """The options of that name in the config's file and in the environment."""
-    return Config.load(config).options.get(name, {})
+    return DemoSettings(prompt=prompt or builtin_prompt(), overrides=overrides, corrupt=corrupt, **rest)
 
 
 def _read(file: Path) -> str:
     try:
         with file.open("rb") as stream:
             data = stream.read(_LONGEST_PROMPT + 1)
+        text = data.decode("utf-8")
     except OSError as e:
         raise click.UsageError(f"{file} cannot be read: {e.strerror or e}") from e
-    if len(data) > _LONGEST_PROMPT:
-        raise click.UsageError(f"{file} has more than {_LONGEST_PROMPT:,} bytes, too many for a prompt")
-    try:
-        return data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise click.UsageError(f"{file} is not UTF-8 text") from e
+    if len(data) > _LONGEST_PROMPT:
+        raise click.UsageError(f"{file} has more than {_LONGEST_PROMPT:,} bytes, too many for a prompt")
+    return text
 
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C: kill the workers and wait for them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -217,15 +180,22 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
-    """Run one session, show its report, and exit: with 0 only if all is well, with 130 if interrupted."""
+def _conduct(program: str, *arguments: Any, as_json: bool, **options: Any) -> None:
+    """Run one of the demo's programs, show its report, and exit: with 0 only if all is well, with 130 if
+    interrupted.
+    """
+    settings = _settings(**options)
     from kvplug_transformers.demo.display import Display
-    from kvplug_transformers.demo.session import DemoError
+    from kvplug_transformers.demo.runs import Demo, DemoError
     from kvplug_transformers.model.bundled import ModelMissingError
 
     try:
-        with _terminated_like_interrupted(), Display(quiet=as_json) as display:
-            report = work(display)
+        with (
+            _terminated_like_interrupted(),
+            Display(quiet=as_json) as display,
+            Demo(settings, display) as running,
+        ):
+            report: Report | None = getattr(running, program)(*arguments)
         if report is not None and as_json:
             click.echo(json.dumps(attrs.asdict(report)))
         elif report is not None:
@@ -244,7 +214,7 @@ def _conduct(work: Callable[[Any], Report | None], *, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, context_settings={"show_default": True})
 @_shared
 @_generates
 @_corrupts
@@ -258,12 +228,8 @@ def demo(context: click.Context, /, as_json: bool, **options: Any) -> None:
 
     The exit status is 0 only if they are, and if KV was loaded.
     """
-    if context.invoked_subcommand is not None:
-        return
-    from kvplug_transformers.demo.runs import run
-
-    settings = _settings(**options)
-    _conduct(lambda display: run(settings, display), as_json=as_json)
+    if context.invoked_subcommand is None:
+        _conduct("run", as_json=as_json, **options)
 
 
 @demo.command(short_help="Compute the prompt, in the first of two terminals.")
@@ -275,10 +241,7 @@ def prefill(listen: str | None, **options: Any) -> None:
 
     Prints the command for the second terminal.
     """
-    from kvplug_transformers.demo.runs import run_prefill
-
-    settings = _settings(**options)
-    _conduct(lambda display: run_prefill(settings, display, listen), as_json=False)
+    _conduct("run_prefill", listen, as_json=False, **options)
 
 
 @demo.command(short_help="Load its KV and decode, in the second terminal.")
@@ -292,7 +255,4 @@ def decode(connect: str | None, as_json: bool, **options: Any) -> None:
 
     The prompt must be the same.
     """
-    from kvplug_transformers.demo.runs import run_decode
-
-    settings = _settings(**options)
-    _conduct(lambda display: run_decode(settings, display, connect), as_json=as_json)
+    _conduct("run_decode", connect, as_json=as_json, **options)

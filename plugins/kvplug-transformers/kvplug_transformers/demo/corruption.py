@@ -1,4 +1,7 @@
-"""A pipe that flips bits of the KV that it sends, for ``kvplug demo --corrupt``."""
+"""A pipe that flips bits of the KV that it sends, for ``kvplug demo --corrupt``.
+
+As a program it is a worker of an engine of several workers, with such pipes.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +63,9 @@ def _corrupted(tensor: Tensor | None) -> Tensor | None:
     octets = copy.view(-1).view(torch.uint8)
     octets[torch.randint(len(octets), (_FLIPPED_BYTES,), device=copy.device)] ^= _BIT
     return copy
+
+
+if __name__ == "__main__":
+    from kvplug_transformers.engine.rank import main
+
+    main(CorruptingPipe)

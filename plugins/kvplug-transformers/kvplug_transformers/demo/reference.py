@@ -7,12 +7,9 @@ otherwise its tokens would prove nothing. It reports which modules of kvplug it 
 import ctypes
 import json
 import os
-import queue
 import signal
 import sys
-import threading
 import time
-from typing import Any
 
 
 def main() -> None:
@@ -20,37 +17,31 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the parent
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def listen() -> None:
-        for line in sys.stdin:
-            commands.put(json.loads(line))
-        os._exit(1)
-
-    threading.Thread(target=listen, daemon=True).start()
-
-    def send(**event: object) -> None:
-        events.write(json.dumps(event) + "\n")
+    def send(event: str, **facts: object) -> None:
+        events.write(json.dumps({"event": event, **facts}) + "\n")
 
     class Streamer:
         """``generate`` calls it with each token; it reports progress."""
 
         def put(self, value: object) -> None:
-            send(event="token")
+            send("token")
 
         def end(self) -> None:
             pass
 
-    start = commands.get()
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    start = json.loads(sys.stdin.readline())
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(start["threads"])
     model = AutoModelForCausalLM.from_pretrained(start["model"], dtype=torch.float32, trust_remote_code=False)
     model = model.to(start["device"]).eval()
-    send(event="loaded")
-    while (command := commands.get())["op"] != "stop":
+    send("start", is_answer=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["op"] == "stop":
+            break
         ids = torch.tensor([command["ids"]], device=start["device"])
         began = time.perf_counter()
         output = model.generate(
@@ -67,7 +58,8 @@ def main() -> None:
             streamer=Streamer(),
         )
         send(
-            event="generated",
+            "generate",
+            is_answer=True,
             ids=output[0, ids.shape[1] :].tolist(),
             seconds=time.perf_counter() - began,
             imported=sorted(name for name in sys.modules if name.split(".")[0].startswith("kvplug")),

@@ -1,4 +1,4 @@
-"""The settings of a demo, which the command line makes and workers receive as JSON, and its report."""
+"""The settings of a demo, which the command line makes, and its report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+
+
+def builtin_prompt() -> str:
+    """The default prompt: about a thousand tokens with SmolLM2's vocabulary."""
+    return Path(__file__).with_name("prompt.txt").read_text(encoding="utf-8").rstrip("\n")
 
 
 @attrs.frozen(kw_only=True)
@@ -34,16 +39,6 @@ class DemoSettings:
     corrupt: bool = False
     patience_s: float = 300.0
     """How long a worker may report nothing while the demo waits for it, beyond the worker's own deadlines."""
-
-    def to_plain(self) -> dict[str, Any]:
-        return {
-            "config": None if self.config is None else str(self.config),
-            "overrides": dict(self.overrides),
-            "at_once": self.at_once,
-            "block_size": self.block_size,
-            "layout": self.layout,
-            "policy": self.policy,
-        }
 
 
 @attrs.frozen(kw_only=True)

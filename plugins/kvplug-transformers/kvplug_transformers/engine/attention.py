@@ -22,44 +22,54 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvplug import UnsupportedError
 from kvplug.engine import WorkerConnector
-from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
+from kvplug_transformers.engine.step import Step
 
 PAGED = "kvplug-paged"
 """The name of the attention function in transformers."""
 
 
+@attrs.frozen
+class _Part:
+    """The tokens of one request in a forward pass."""
+
+    new: int
+    """How many are computed."""
+    total: int
+    """How many the request has once they are computed."""
+    block_table: Tensor
+    mask: Tensor | None
+    """``None`` if all tokens are new (causal attention is enough) or only one is."""
+
+
 @attrs.define(eq=False)
 class ForwardPass:
-    """One forward pass: the slot of each token, and the progress through the layers."""
+    """One forward pass: its packed tokens, and the progress through the layers."""
 
     pages: Pages
-    batch: Batch
+    positions: list[int]
+    """The position of each token in its request."""
     slots: Tensor
-    """int64 [num_tokens]: ``batch.slot_mapping`` on the model's device."""
-    block_tables: list[Tensor]
-    masks: list[Tensor | None]
-    """The attention mask of each request's new tokens. ``None`` if all tokens are new (causal attention is
-    enough) or only one is.
-    """
+    """int64 [num_tokens]: ``block_id * block_size + offset`` of each token, on the model's device."""
+    parts: list[_Part]
     layer: int = -1
     num_attended: int = 0
 
     @classmethod
-    def over(cls, pages: Pages, batch: Batch) -> ForwardPass:
-        device = pages.tensor.device
-        return cls(
-            pages=pages,
-            batch=batch,
-            slots=torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device),
-            block_tables=[
-                torch.tensor(table, dtype=torch.int64, device=device) for table in batch.block_tables
-            ],
-            masks=[
-                _causal_mask(new, total, device)
-                for new, total in zip(batch.query_lens, batch.seq_lens, strict=True)
-            ],
-        )
+    def over(cls, pages: Pages, step: Step) -> ForwardPass:
+        device, size = pages.tensor.device, pages.block_size
+        positions: list[int] = []
+        slots: list[int] = []
+        parts = []
+        for one, table in zip(step.scheduled, step.block_tables, strict=True):
+            new = one.num_scheduled_tokens
+            total = one.num_computed_tokens + new
+            added = range(one.num_computed_tokens, total)
+            positions += added
+            slots += [table[position // size] * size + position % size for position in added]
+            blocks = torch.tensor(table, dtype=torch.int64, device=device)
+            parts.append(_Part(new, total, blocks, _causal_mask(new, total, device)))
+        return cls(pages, positions, torch.tensor(slots, dtype=torch.int64, device=device), parts)
 
     def attend(self, module: torch.nn.Module, query: Tensor, **kwargs: Any) -> Tensor:
         """Attention of the packed queries, request by request, each over its own pages.
@@ -67,16 +77,10 @@ class ForwardPass:
         ``query``: [1, num_heads, num_tokens, head_size]; returns [1, num_tokens, num_heads, head_size].
         """
         outputs = []
-        start = 0
-        for new, total, table, mask in zip(
-            self.batch.query_lens, self.batch.seq_lens, self.block_tables, self.masks, strict=True
-        ):
-            key, value = self.pages.read(self.layer, table, total)
-            output, _ = sdpa_attention_forward(
-                module, query[:, :, start : start + new], key[None], value[None], mask, **kwargs
-            )
+        for part, packed in zip(self.parts, query.split([part.new for part in self.parts], 2), strict=True):
+            key, value = self.pages.read(self.layer, part.block_table, part.total)
+            output, _ = sdpa_attention_forward(module, packed, key[None], value[None], part.mask, **kwargs)
             outputs.append(output)
-            start += new
         self.num_attended += 1
         return torch.cat(outputs, dim=1)
 
@@ -102,20 +106,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the attention layer; shapes [1, num_kv_heads, num_tokens, head_size]."""
-        under_way, connector = self._pass, self._connector
-        name = under_way.pages.layer_names[layer_idx]
-        active = connector is not None and connector.has_connector_metadata()
-        if active:
+        pages, connector = self._pass.pages, self._connector
+        name = pages.layer_names[layer_idx]
+        if connector is not None:
             # First, since a load may write to the slots that are written below.
-            connector.wait_for_layer_load(name)  # type: ignore[union-attr]  # [connector]
-        under_way.pages.write(
-            layer_idx, under_way.slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+            connector.wait_for_layer_load(name)  # [connector]
+        pages.write(
+            layer_idx, self._pass.slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         )
-        if active:
-            connector.save_kv_layer(  # type: ignore[union-attr]  # [connector]
-                name, under_way.pages.tensor[layer_idx]
-            )
-        under_way.layer = layer_idx
+        if connector is not None:
+            connector.save_kv_layer(name, pages.tensor[layer_idx])  # [connector]
+        self._pass.layer = layer_idx
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -10,72 +10,117 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvplug import TimeoutError
-from kvplug.engine import CacheEvent, SchedulerConnector, TransferStats, WorkerConnector
+from kvplug import Config, Registry, TimeoutError, build_connector
+from kvplug.engine import CacheEvent, Parallelism, SchedulerConnector, TransferStats
 from kvplug.transport import Deadline
 from kvplug_transformers.engine.options import EngineOptions, cache_config
+from kvplug_transformers.engine.rank import WrapPipe
 from kvplug_transformers.engine.scheduler import Scheduler
 from kvplug_transformers.engine.sequence import Sequence, Token
 from kvplug_transformers.engine.worker import Worker
-from kvplug_transformers.engine.workers import ShardedWorker
-from kvplug_transformers.model.facts import ModelFacts, describe
+from kvplug_transformers.engine.workers import ShardedWorker, Workers
+from kvplug_transformers.model.facts import describe
 
 _PAUSE_S = 0.001
 """The pause after a step that had nothing to compute, while a load is under way in the background."""
 _MOST_EVENTS = 10_000
-"""How many cache events are kept until ``take_events``; the oldest are dropped."""
+"""How many cache events are kept; the oldest are dropped."""
 
 
 class Engine:
-    """A scheduler side and a worker side in one process, driven by one thread.
+    """A scheduler side and a worker side in one process, driven by one thread. Decoding is greedy.
 
-    Both connector sides or neither are given; build them with ``facts.info`` as the model and
-    ``cache_config(facts, options)`` as the cache. Decoding is greedy.
-
-    Instead of a model it accepts the result of ``Workers.open``: then processes that share a model compute.
-    With ``connects`` each of them has its worker side, so that only the scheduler side is given.
-
-    Example::
+    Example, without a connector::
 
         engine = Engine(model)
         sequence = engine.add(prompt_token_ids, max_new_tokens=32)
         for token in engine.run():
             print(token.token_id)
+
+    ``Engine.connected`` makes an engine with the connector of a config.
     """
+
+    @classmethod
+    def connected(
+        cls,
+        model: PreTrainedModel | Workers,
+        config: Config,
+        options: EngineOptions | None = None,
+        *,
+        listen: str | None = None,
+        connect: Mapping[int, str] | None = None,
+        registry: Registry | None = None,
+        wrap_pipe: WrapPipe | None = None,
+    ) -> Engine:
+        """An engine with both sides of the config's connector, which ``shutdown`` shuts down.
+
+        Args:
+            model: a model, or processes that share one; then these have the worker sides.
+            listen: the address of worker 0, instead of the config's.
+            connect: contacts of the peer engine's workers, by rank, instead of the config's.
+            wrap_pipe: wraps every pipe of this process.
+
+        Raises:
+            UnsupportedError: as the constructor. The errors of ``build_connector`` and of :class:`Workers`.
+        """
+        options = options or EngineOptions()
+        given: dict[str, Any] = {"listen": listen, "registry": registry, "wrap_pipe": wrap_pipe}
+        worker: Worker | ShardedWorker
+        if isinstance(model, Workers):
+            size = model.size
+            worker = model.open(options, connects=True, listen=listen, connect=connect)
+        else:
+            size = 1
+            worker = Worker.connected(model, describe(model), options, config, connect=connect, **given)
+        try:
+            scheduler_side: Any = build_connector(
+                config,
+                "scheduler",
+                model=worker.facts.info,
+                cache=cache_config(worker.facts, options, size),
+                parallelism=Parallelism(num_workers=size, tensor_size=size),
+                # With the role "both" it follows the stores of its own workers, wherever they listen.
+                connect=connect or dict(enumerate(worker.contacts)) or None,
+                **given,
+            )
+        except BaseException:
+            worker.shutdown()
+            raise
+        return cls(worker, options, scheduler_connector=scheduler_side)
 
     def __init__(
         self,
-        model: PreTrainedModel | ShardedWorker,
+        model: PreTrainedModel | Worker | ShardedWorker,
         options: EngineOptions | None = None,
         *,
-        facts: ModelFacts | None = None,
         scheduler_connector: SchedulerConnector | None = None,
-        worker_connector: WorkerConnector | None = None,
     ) -> None:
         """Allocates the pages and passes the worker side's handshake metadata to the scheduler side.
+
+        Args:
+            model: a model; or a worker with the same ``options``, and with its side of the connector if
+                ``scheduler_connector`` is given.
 
         Raises:
             UnsupportedError: the model's cache is not keys and values per layer; the message has the reason.
             ValueError: one side of a connector was given without the other.
         """
-        has_worker_side = model.connects if isinstance(model, ShardedWorker) else worker_connector is not None
-        if (scheduler_connector is not None) != has_worker_side:
-            raise ValueError("give both sides of a connector, or neither")
         self.options = options or EngineOptions()
+        if not isinstance(model, (Worker, ShardedWorker)):
+            model = Worker(model, describe(model), self.options)
+        if (scheduler_connector is not None) != model.connects:
+            raise ValueError("give both sides of a connector, or neither")
+        self.worker = model
+        self.facts = model.facts
         self.scheduler = Scheduler(self.options, scheduler_connector)
-        self.worker: Worker | ShardedWorker
-        if isinstance(model, ShardedWorker):
-            self.facts, self.worker = model.facts, model
-        else:
-            self.facts = facts or describe(model)
-            self.worker = Worker(model, cache_config(self.facts, self.options), worker_connector)
-        self._connectors = (scheduler_connector, worker_connector)
+        self.scheduler_connector = scheduler_connector
         self._ids = itertools.count()
-        self._events: deque[CacheEvent] = deque(maxlen=_MOST_EVENTS)
+        self.events: deque[CacheEvent] = deque(maxlen=_MOST_EVENTS)
+        """Cache events of both sides, for the caller to remove; the newest ones if there are very many."""
         self.stats = TransferStats()
         """The figures of both sides of the connector."""
         if scheduler_connector is not None:
-            scheduler_connector.set_xfer_handshake_metadata(self.worker.get_handshake_metadata())
+            scheduler_connector.set_xfer_handshake_metadata(self.worker.handshake_metadata)
 
     def add(
         self,
@@ -117,13 +162,13 @@ class Engine:
     def step(self) -> list[Token]:
         """Plan, compute, record. Returns at most one token for each request."""
         step = self.scheduler.schedule()
-        sampled, output = self.worker.execute(step)
+        sampled, output, events = self.worker.execute(step)
         tokens = self.scheduler.update(step, sampled, output)
-        self._events += [*self.worker.take_events(), *self.scheduler.take_events()]
+        self.events += [*events, *self.scheduler.take_events()]
         for snapshot in (output.stats, self.scheduler.take_stats()):
             if snapshot:
                 self.stats.merge(snapshot)
-        if not tokens and not step.output.scheduled:
+        if not tokens and not step.scheduled:
             time.sleep(_PAUSE_S)
         return tokens
 
@@ -147,14 +192,15 @@ class Engine:
                     f"the connector still holds blocks, or wants more steps, after {timeout} s"
                 )
 
-    def take_events(self) -> list[CacheEvent]:
-        """Cache events of both sides since the last call; only the newest ones if there are very many."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Wait until the connector's peers are connected. Returns what ``Worker.wait_until_ready`` does."""
+        choice = self.worker.wait_until_ready()
+        if self.scheduler_connector is not None:
+            self.scheduler_connector.wait_until_ready()
+        return choice
 
     def shutdown(self) -> None:
         """Shut both sides of the connector down. Idempotent."""
-        for side in self._connectors:
-            if side is not None:
-                side.shutdown()
+        if self.scheduler_connector is not None:
+            self.scheduler_connector.shutdown()
+        self.worker.shutdown()

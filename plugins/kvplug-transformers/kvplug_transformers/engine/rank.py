@@ -6,8 +6,6 @@ come from the scheduler's process through a message queue; they are the methods 
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,16 +19,16 @@ from kvplug import (
     Registry,
     StatelessGroup,
     build_communicator,
-    build_connector,
     build_queue,
 )
-from kvplug.engine import Parallelism
 from kvplug.transport import Pipe, QueueEndpoint
 from kvplug_transformers.engine.step import Step
-from kvplug_transformers.processes.parent_link import ParentLink, start_log
+from kvplug_transformers.processes import Parent
 
 if TYPE_CHECKING:
     from kvplug_transformers.engine.worker import Worker
+
+WrapPipe = Callable[[Pipe], Pipe]
 
 MAX_MESSAGE_BYTES = 1 << 20
 """The chunk size of the queues. A larger step is possible, but costs more."""
@@ -41,33 +39,36 @@ def on_one_host(config: Config) -> Config:
     return attrs.evolve(config, host="unix:@kvplug")
 
 
+def config_to_plain(config: Config) -> dict[str, Any]:
+    """Every value of a config, for ``Config.from_dict`` in another process. The secret is not in a config."""
+    values = attrs.asdict(config, recurse=False, filter=attrs.filters.exclude("sources", "source"))
+    values["options"] = {name: dict(table) for name, table in config.options.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 class Rank:
     """Executes commands one after another, and answers each."""
 
-    def __init__(self, parent: ParentLink, wrap_pipe: Callable[[Pipe], Pipe] | None = None) -> None:
+    def __init__(self, parent: Parent, wrap_pipe: WrapPipe | None = None) -> None:
         self._parent = parent
         self._wrap_pipe = wrap_pipe
-        self._registry = Registry.from_env()
         self._workers: dict[int, Worker] = {}
         """Workers by the number of the engine: the demo has several engines over one model."""
 
-    def run(self) -> int:
-        """Run until the scheduler closes its queue, or a command fails. Returns the exit status."""
-        # A failure is reported before the queues are closed, so that the scheduler knows the reason.
-        with ExitStack() as self._stack:
-            return self._parent.run(self._serve)
-
-    def _serve(self) -> None:
+    def serve(self, stack: ExitStack) -> None:
+        """Load this worker's part of the model, and execute commands until the scheduler closes its queue."""
         start = next(self._parent.commands())
+        self._stack = stack
         config = self._config = Config.from_dict(start["config"])
         rank, size = self._rank, self._size = start["rank"], start["size"]
-        handle, registry = QueueEndpoint.Handle.from_plain(start["steps"]), self._registry
-        inner = on_one_host(config)
+        inner, registry = on_one_host(config), Registry.from_env()
         queues = build_queue(
             inner, registry=registry, local_reader_ranks=range(size), max_chunk_bytes=MAX_MESSAGE_BYTES
         )
-        steps = self._stack.enter_context(queues.create_from_handle(handle, rank))
-        answers = self._stack.enter_context(queues.create([0]))
+        steps = stack.enter_context(
+            queues.create_from_handle(QueueEndpoint.Handle.from_plain(start["steps"]), rank)
+        )
+        answers = stack.enter_context(queues.create([0]))
         import torch
 
         from kvplug_transformers.model.facts import describe
@@ -77,15 +78,15 @@ class Rank:
         torch.set_num_threads(start["threads"])
         self._model = load(Path(start["model"])).model
         self._facts = describe(self._model)
-        group = self._stack.enter_context(
+        group = stack.enter_context(
             StatelessGroup.create(
                 start["group"], rank=rank, world_size=size, timeout=config.connect_timeout_s
             )
         )
-        communicator = self._stack.enter_context(build_communicator(inner, group, registry=registry))
+        communicator = stack.enter_context(build_communicator(inner, group, registry=registry))
         split(self._model, rank, size, communicator.all_reduce, config.device)
-        facts = attrs.asdict(self._facts)
-        self._parent.send("loaded", facts=facts, answers=answers.export_handle().as_plain())
+        handle = answers.export_handle().as_plain()
+        self._parent.report("start", is_answer=True, facts=attrs.asdict(self._facts), answers=handle)
         while True:
             try:
                 command = steps.dequeue(indefinite=True)
@@ -102,39 +103,29 @@ class Rank:
         connect: Mapping[int, str] | None,
     ) -> dict[str, Any]:
         """Make the pages of one more engine, and with ``connects`` its connector's worker side."""
-        from kvplug_transformers.engine.options import EngineOptions, cache_config
+        from kvplug_transformers.engine.options import EngineOptions
         from kvplug_transformers.engine.worker import Worker
 
-        rank, size = self._rank, self._size
+        rank = self._rank
         if listen is not None and not listen.endswith(":0"):  # with port 0, any port is good
             listen = Config.address_beside(listen, rank)
-        cache = cache_config(self._facts, EngineOptions(**options), size)
-        connector: Any = None
+        common: dict[str, Any] = {"rank": rank, "size": self._size}
+        model, facts, made = self._model, self._facts, EngineOptions(**options)
         if connects:
-            connector = build_connector(
-                self._config,
-                "worker",
-                model=self._facts.info,
-                cache=cache,
-                parallelism=Parallelism(
-                    worker_rank=rank, num_workers=size, tensor_rank=rank, tensor_size=size
-                ),
-                registry=self._registry,
-                wrap_pipe=self._wrap_pipe,
-                listen=listen,
-                connect=connect,
-            )
-            self._stack.callback(connector.shutdown)
-        worker = self._workers[engine] = Worker(self._model, cache, connector, samples=rank == 0)
-        return {"metadata": worker.get_handshake_metadata().get(0), "contacts": worker.contacts}
+            common |= {"wrap_pipe": self._wrap_pipe, "listen": listen, "connect": connect}
+            worker = Worker.connected(model, facts, made, self._config, **common)
+            self._stack.callback(worker.shutdown)
+        else:
+            worker = Worker(model, facts, made, **common)
+        self._workers[engine] = worker
+        return {"metadata": worker.handshake_metadata.get(0), "contacts": worker.contacts}
 
     def _do_ready(self, engine: int) -> dict[str, Any]:
         return self._workers[engine].wait_until_ready()
 
     def _do_step(self, engine: int, step: Mapping[str, Any]) -> dict[str, Any]:
         worker = self._workers[engine]
-        sampled, output = worker.execute(Step.from_plain(step))
-        events = worker.take_events()
+        sampled, output, events = worker.execute(Step.from_plain(step))
         return {
             "sampled": sampled,
             "output": attrs.asdict(output, recurse=False),
@@ -143,14 +134,10 @@ class Rank:
         }
 
 
-def main(wrap_pipe: Callable[[Pipe], Pipe] | None = None) -> None:
+def main(wrap_pipe: WrapPipe | None = None) -> None:
     """``wrap_pipe`` wraps every pipe of the connector, to inject faults."""
-    parent = ParentLink()
-    start_log()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    status = Rank(parent, wrap_pipe).run()
-    sys.stderr.flush()
-    os._exit(status)  # everything is shut down; the interpreter's own shutdown only takes time
+    parent = Parent()
+    parent.run(Rank(parent, wrap_pipe).serve)
 
 
 if __name__ == "__main__":

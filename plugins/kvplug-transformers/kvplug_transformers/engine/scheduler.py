@@ -172,14 +172,16 @@ class Scheduler:
         metadata = None
         if self._connector is not None:
             metadata = self._connector.build_connector_meta(output)  # [connector]
-        starts = [(sequence, sequence.num_computed_tokens, count) for sequence, count in planned]
+        ends = [(sequence, sequence.num_computed_tokens + count) for sequence, count in planned]
         return Step(
-            output=output,
+            scheduled=output.scheduled,
+            preempted_request_ids=output.preempted_request_ids,
+            finished_request_ids=output.finished_request_ids,
             token_ids=tuple(
-                tuple(sequence.tokens(start, start + count)) for sequence, start, count in starts
+                tuple(sequence.all_tokens[sequence.num_computed_tokens : end]) for sequence, end in ends
             ),
-            block_tables=tuple(tuple(sequence.block_ids) for sequence, *_ in starts),
-            samples=tuple(start + count == sequence.num_tokens for sequence, start, count in starts),
+            block_tables=tuple(tuple(sequence.block_ids) for sequence, _ in planned),
+            samples=tuple(end == sequence.num_tokens for sequence, end in ends),
             metadata=metadata,
         )
 
@@ -282,7 +284,7 @@ class Scheduler:
         if self._connector is not None:
             self._connector.update_connector_output(output)  # [connector]
         tokens = []
-        for scheduled in step.output.scheduled:
+        for scheduled in step.scheduled:
             sequence = self._sequences.get(scheduled.request_id)
             if sequence is None or sequence.status is not Status.RUNNING:
                 continue  # aborted while the step ran

@@ -79,19 +79,11 @@ class Sequence:
         """Token ids of the prompt, then of the output."""
         return [*self.prompt, *self.output]
 
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of positions ``start`` to ``end``."""
-        split = len(self.prompt)
-        return [
-            *self.prompt[min(start, split) : min(end, split)],
-            *self.output[max(start - split, 0) : max(end - split, 0)],
-        ]
-
     def as_request(self) -> Request:
         """The request that a connector sees."""
         return Request(
             request_id=self.request_id,
-            token_ids=(*self.prompt, *self.output),
+            token_ids=tuple(self.all_tokens),
             num_prompt_tokens=len(self.prompt),
             extra=self.extra,
             generation=self.generation,

@@ -1,4 +1,4 @@
-"""One step's work, from the scheduler to the worker."""
+"""One step's work, from the scheduler to the workers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 
 import attrs
 
-from kvplug.engine import BlockIds, Plain, ScheduledRequest, SchedulerOutput
-
-_PLAIN = ("token_ids", "block_tables", "samples", "metadata")
+from kvplug.engine import Plain, ScheduledRequest
 
 
 @attrs.frozen(kw_only=True)
 class Step:
     """One step's work, as the worker side receives it."""
 
-    output: SchedulerOutput
-    """The plan as connectors see it."""
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted_request_ids: frozenset[str]
+    finished_request_ids: frozenset[str]
     token_ids: tuple[tuple[int, ...], ...]
     """The tokens to compute for each scheduled request."""
     block_tables: tuple[tuple[int, ...], ...]
@@ -28,28 +27,14 @@ class Step:
     """From ``build_connector_meta``, for ``bind_connector_metadata``."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values for a message queue, without the lookups of ``output``: the scheduler keeps them."""
+        """Plain values for a message queue."""
         return {
-            "step": self.output.step,
-            "scheduled": [attrs.astuple(one) for one in self.output.scheduled],
-            "preempted": list(self.output.preempted_request_ids),
-            "finished": list(self.output.finished_request_ids),
-            **{name: getattr(self, name) for name in _PLAIN},
+            **attrs.asdict(self, recurse=False),
+            "scheduled": [attrs.asdict(one) for one in self.scheduled],
         }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Step:
         """The inverse of :meth:`to_plain`."""
-        return cls(
-            output=SchedulerOutput(
-                step=plain["step"],
-                scheduled=tuple(
-                    ScheduledRequest(request_id=name, num_computed_tokens=computed, num_scheduled_tokens=new)
-                    for name, computed, new in plain["scheduled"]
-                ),
-                block_ids=dict[str, BlockIds]().__getitem__,
-                preempted_request_ids=frozenset(plain["preempted"]),
-                finished_request_ids=frozenset(plain["finished"]),
-            ),
-            **{name: plain[name] for name in _PLAIN},
-        )
+        scheduled = tuple(ScheduledRequest(**one) for one in plain["scheduled"])
+        return cls(**{**plain, "scheduled": scheduled})

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import secrets
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvplug import ClosedError, Config, KvplugError, PeerGoneError, TimeoutError, build_queue
-from kvplug.engine import (
-    CacheEvent,
-    ModelInfo,
-    Plain,
-    WorkerOutput,
-)
+from kvplug import ClosedError, Config, PeerGoneError, TimeoutError, build_queue
+from kvplug.engine import CacheEvent, ModelInfo, WorkerOutput
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueEndpoint, Timeout
 from kvplug_transformers.engine.options import EngineOptions
-from kvplug_transformers.engine.rank import MAX_MESSAGE_BYTES, on_one_host
+from kvplug_transformers.engine.rank import MAX_MESSAGE_BYTES, config_to_plain, on_one_host
 from kvplug_transformers.engine.reports import Reports
 from kvplug_transformers.engine.step import Step
 from kvplug_transformers.model.facts import ModelFacts
-from kvplug_transformers.processes.child import Child, Event, describe_exit, end_all
+from kvplug_transformers.processes import Processes, command_of
 
-RANK_COMMAND = (sys.executable, "-P", "-m", "kvplug_transformers.engine.rank")
+RANK_COMMAND = command_of("kvplug_transformers.engine.rank")
 
-_VERDICT_S = 1.0
-"""How long to look for the worker at fault, once another one has failed because of it."""
 _READY_S = 5.0
 """How much longer to wait for peers than the workers, whose errors have more details."""
-_OF_OTHERS = ("PeerGoneError", "TimeoutError", "TransportError")
-"""Errors of a worker whose cause may be another worker."""
-
-
-class RankError(KvplugError):
-    """A worker process has failed. The message has its rank, its pid, and its own error."""
 
 
 class Workers:
@@ -53,7 +38,7 @@ class Workers:
 
     - ``PeerGoneError``: a process has ended;
     - ``TimeoutError``: a process is stopped, or too slow for the config's ``timeout_s``;
-    - ``RankError``: a process reported an error.
+    - ``ProcessError``: a process reported an error.
 
     Each names the worker by rank and pid. Later calls raise ``ClosedError``.
     """
@@ -66,7 +51,7 @@ class Workers:
         *,
         threads: int = 1,
         command: Sequence[str] = RANK_COMMAND,
-        timeout: Timeout = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         """Start ``size`` workers, and wait until each has loaded its part of the model.
 
@@ -74,43 +59,43 @@ class Workers:
             model: the Hugging Face folder.
             threads: of each worker.
             command: the command line of a worker.
-            timeout: for the whole start; the config's ``connect_timeout_s`` by default.
+            timeout: for loading the model; the config's ``connect_timeout_s`` by default.
 
         Raises:
             The errors of the class. ConfigError, PluginError: the config's queue cannot be built.
         """
         self.size = size
         self.config = config
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._children: dict[str, Child] = {}
-        """Processes by the name in their events, in the order of ranks."""
-        self._last_events: dict[tuple[str, str], dict[str, Any]] = {}
-        """The last event of each worker and kind."""
-        self._answers: list[MessageQueue] = []
         self._numbers = itertools.count()
-        self._closed = False
-        local = range(size)
-        endpoint = build_queue(
-            on_one_host(config), local_reader_ranks=local, max_chunk_bytes=MAX_MESSAGE_BYTES
+        self._answers: list[MessageQueue] = []
+        self._processes = Processes(
+            patience_s=config.connect_timeout_s if timeout is None else timeout,
+            advice="raise connect_timeout_s",
         )
-        self._steps = endpoint.create(local)
-        deadline = Deadline.after(timeout, config.connect_timeout_s)
+        names = [f"worker {rank} of {size}" for rank in range(size)]
+        endpoint = build_queue(
+            on_one_host(config), local_reader_ranks=range(size), max_chunk_bytes=MAX_MESSAGE_BYTES
+        )
+        self._steps = endpoint.create(range(size))
         try:
-            arguments = {
-                "model": str(model),
-                "config": _plain(config),
-                "size": size,
-                "threads": threads,
-                "group": f"unix:@kvplug-workers-{os.getpid()}-{secrets.token_hex(4)}",
-                "steps": self._steps.export_handle().as_plain(),
-            }
-            for rank in local:
-                child = Child(f"worker {rank}", command, self._events)
-                self._children[child.name] = child
-                child.send("start", rank=rank, **arguments)
-            loaded = self._wait_until_loaded(deadline)
-            for event in loaded:
-                handle = QueueEndpoint.Handle.from_plain(event["answers"])
+            for name in names:
+                self._processes.start(name, command)
+            group = f"unix:@kvplug-workers-{os.getpid()}-{secrets.token_hex(4)}"
+            for rank, name in enumerate(names):
+                self._processes.send(
+                    name,
+                    "start",
+                    model=str(model),
+                    config=config_to_plain(config),
+                    rank=rank,
+                    size=size,
+                    threads=threads,
+                    group=group,
+                    steps=self._steps.export_handle().as_plain(),
+                )
+            loaded = self._processes.answers(*names)
+            for answer in loaded:
+                handle = QueueEndpoint.Handle.from_plain(answer["answers"])
                 self._answers.append(endpoint.create_from_handle(handle, 0))
         except BaseException:
             self.close(at_once=True)
@@ -122,11 +107,8 @@ class Workers:
             layer_names=tuple(facts["layer_names"]),
         )
         """The whole model's."""
-
-    @property
-    def pids(self) -> tuple[int, ...]:
+        self.pids = self._processes.pids
         """The workers' process ids, by rank."""
-        return tuple(child.pid for child in self._children.values())
 
     def open(
         self,
@@ -163,90 +145,44 @@ class Workers:
         Raises:
             The errors of the class.
         """
-        if self._closed:
+        if not self._answers:
             raise ClosedError("the workers of this engine have ended")
         deadline = Deadline.after(timeout, self.config.timeout_s)
-        waiting_for = 0
+        rank = 0
         try:
             self._steps.enqueue({"op": op, **arguments}, deadline.remaining())
             answers = []
-            for waiting_for, end in enumerate(self._answers):  # noqa: B007 - named in the error
-                answers.append(end.dequeue(deadline.remaining()))
+            for rank, queue in enumerate(self._answers):  # noqa: B007 - named in the error
+                answers.append(queue.dequeue(deadline.remaining()))
             return answers
         except (PeerGoneError, TimeoutError) as e:
-            error = self._fault() or TimeoutError(
-                f"{self._name(f'worker {waiting_for}')} has not finished {op!r} in time ({e}); on a slow"
-                " machine, or for a large model, raise timeout_s"
+            error = self._processes.fault() or TimeoutError(
+                f"worker {rank} of {self.size} (pid {self.pids[rank]}) has not finished {op!r} in time ({e});"
+                " on a slow machine, or for a large model, raise timeout_s"
             )
             self.close(at_once=True)
             raise error from e
 
-    def _wait_until_loaded(self, deadline: Deadline) -> list[dict[str, Any]]:
-        wanted = [(name, "loaded") for name in self._children]
-        while not all(key in self._last_events for key in wanted):
-            self._take_events(deadline)
-            if any(kind == "exit" for _, kind in self._last_events):
-                raise self._fault() or AssertionError("a worker has ended")
-            if deadline.expired:
-                late = ", ".join(self._name(key[0]) for key in wanted if key not in self._last_events)
-                raise self._fault() or TimeoutError(
-                    f"{late} did not load the model in time; on a slow machine, or for a large model, raise"
-                    " connect_timeout_s"
-                )
-        return [self._last_events[key] for key in wanted]
-
-    def _take_events(self, deadline: Deadline) -> None:
-        """Record the events that have arrived; waits for the first one."""
-        try:
-            name, event = self._events.get(timeout=deadline.remaining())
-            while True:
-                self._last_events[name, event["event"]] = event
-                name, event = self._events.get_nowait()
-        except queue.Empty:
-            return
-
-    def _fault(self) -> KvplugError | None:
-        """The error of the worker at fault; ``None`` if all workers seem well.
-
-        A worker that ended without an error comes first, then a stopped one, then one that reported an error.
-        """
-        deadline = Deadline.after(_VERDICT_S)
-        while True:
-            errors = {name: event for (name, kind), event in self._last_events.items() if kind == "error"}
-            for (name, kind), event in self._last_events.items():
-                if kind == "exit" and name not in errors:
-                    words = self._children[name].last_output if event["code"] >= 0 else ""
-                    why = describe_exit(event["code"]) + (f":\n{words}" if words else "")
-                    return PeerGoneError(f"{self._name(name)} {why}")
-            for name, child in self._children.items():
-                if child.is_stopped:
-                    return TimeoutError(f"{self._name(name)} is stopped (SIGCONT resumes it)")
-            own = {name for name, error in errors.items() if error["kind"] not in _OF_OTHERS}
-            if own or deadline.expired:
-                break
-            self._take_events(deadline)
-        for name in (name for name in self._children if name in (own or errors)):
-            return RankError(f"{self._name(name)} failed: {errors[name]['text']}")
-        return None
-
-    def _name(self, name: str) -> str:
-        return f"{name} of {self.size} (pid {self._children[name].pid})"
+    def check(self) -> None:
+        """Raise the error of a worker that has ended; costs little. Raises as the class."""
+        if self._processes.has_ended():
+            error = self._processes.fault()
+            self.close(at_once=True)
+            raise error or ClosedError("the workers of this engine have ended")
 
     def close(self, *, at_once: bool = False) -> None:
         """End all processes and wait for them. ``at_once`` kills them; otherwise their connectors shut down.
 
         Idempotent.
         """
-        if self._closed:
-            return
-        self._closed = True
+        answers, self._answers = self._answers, []
         if at_once:
             self._steps.abort()
         else:
             self._steps.close()
-        end_all(self._children.values(), at_once=at_once)
-        for answers in self._answers:
-            answers.abort()
+        self._processes.close(at_once=at_once)
+        for queue in answers:
+            queue.abort()
 
 
 class ShardedWorker:
@@ -257,47 +193,37 @@ class ShardedWorker:
     ) -> None:
         self._workers = workers
         self._number = number
-        self._metadata = {rank: answer["metadata"] for rank, answer in enumerate(opened)}
         self._reports = Reports(workers.size)
-        self._events: list[CacheEvent] = []
         self.facts = workers.facts
         self.connects = connects
         """Whether each worker has its side of a connector."""
         self.contacts = tuple(contact for answer in opened for contact in answer["contacts"])
         """The addresses of the workers' connectors, by rank. They may contain tokens: do not log them."""
+        self.handshake_metadata = {
+            rank: answer["metadata"] for rank, answer in enumerate(opened) if answer["metadata"] is not None
+        }
+        """Each connector's handshake metadata, by rank."""
         self.last_route = ""
         """As ``Worker.last_route``, at rank 0."""
 
-    def get_handshake_metadata(self) -> Mapping[int, Plain]:
-        """Each connector's handshake metadata, by rank."""
-        return {rank: metadata for rank, metadata in self._metadata.items() if metadata is not None}
+    def shutdown(self) -> None:
+        """Nothing: ``Workers.close`` shuts the connectors down."""
 
     def wait_until_ready(self) -> dict[str, Any]:
         """As ``Worker.wait_until_ready``, at rank 0; all workers are ready. Raises as :class:`Workers`."""
         timeout_s = self._workers.config.connect_timeout_s + _READY_S
         return self._workers.ask("ready", timeout_s, engine=self._number)[0]
 
-    def execute(self, step: Step) -> tuple[dict[str, int], WorkerOutput]:
-        """Run one step; returns the tokens that rank 0 sampled, and the merged reports of all connectors.
+    def execute(self, step: Step) -> tuple[dict[str, int], WorkerOutput, Iterable[CacheEvent]]:
+        """Run one step; returns the tokens that rank 0 sampled, the merged reports of all connectors, and the
+        events that every worker reported, since each holds a part of a block.
 
         Raises:
             As :class:`Workers`.
         """
         answers = self._workers.ask("step", engine=self._number, step=step.to_plain())
         first, *others = [[CacheEvent(**fields) for fields in answer["events"]] for answer in answers]
-        self._events += [event for event in first if all(event in each for each in others)]
+        events = [event for event in first if all(event in each for each in others)]
         self.last_route = answers[0]["route"]
         output = self._reports.merge([WorkerOutput(**answer["output"]) for answer in answers])
-        return answers[0]["sampled"], output
-
-    def take_events(self) -> list[CacheEvent]:
-        """Cache events since the last call that every worker reported: each holds a part of a block."""
-        events, self._events = self._events, []
-        return events
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    """Every value of a config, for ``Config.from_dict`` in another process. The secret is not in a config."""
-    values = attrs.asdict(config, recurse=False, filter=attrs.filters.exclude("sources", "source"))
-    values["options"] = {name: dict(table) for name, table in config.options.items()}
-    return {name: value for name, value in values.items() if value is not None}
+        return answers[0]["sampled"], output, events

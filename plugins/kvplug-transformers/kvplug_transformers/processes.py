@@ -1,0 +1,368 @@
+"""Processes that answer commands. Each command and each event is one line of JSON.
+
+:class:`Processes` is the end of the program that starts them, :class:`Parent` the end in the process. A
+process receives one command at a time, on its stdin. It may report progress, on its stdout, and then answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import attrs
+
+from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import peer_text
+
+Event = dict[str, Any]
+"""``"event"`` is its kind: the command that it answers, a kind of progress, or ``"error"``."""
+
+_ENVIRONMENT = {
+    # Threads that spin while they wait are fast on an idle machine. On a busy one, where the thread they wait
+    # for is not running, they are ten times slower than threads that sleep.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+_TICK_S = 0.5
+_NOTE_AFTER_S = 60.0
+"""After this silence, a note names the process that is waited for."""
+_VERDICT_S = 1.0
+"""How long to look for the process at fault, once another one has failed because of it."""
+_STOP_S = 10.0
+"""How long a process may take to end after "stop"."""
+_OF_OTHERS = ("PeerGoneError", "TimeoutError", "TransportError")
+"""Errors of a process whose cause may be another process."""
+_PR_SET_PDEATHSIG = 1
+
+
+def command_of(module: str) -> tuple[str, ...]:
+    """The command line of a Python module. It imports no modules from the current folder."""
+    return (sys.executable, "-P", "-m", module)
+
+
+class ProcessError(KvplugError):
+    """A process has reported an error. The message names the process and its pid, and has that error."""
+
+
+@attrs.define(eq=False)
+class _Process:
+    name: str
+    popen: subprocess.Popen[str]
+    commands: socket.socket
+    stderr: deque[str] = attrs.field(factory=lambda: deque(maxlen=40))
+    threads: list[threading.Thread] = attrs.field(factory=list)
+    answers: deque[Event] = attrs.field(factory=deque)
+    error: Event | None = None
+    """The error that it has reported; it ends after that."""
+    end: KvplugError | None = None
+    """How it has ended."""
+    silent_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.popen.pid})"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped it. False if the system does not report this."""
+        try:
+            stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+
+    def stopped(self) -> KvplugError:
+        """The error of a process that is stopped."""
+        return TimeoutError(f"{self} is stopped (SIGCONT resumes it)")
+
+    def failed(self) -> KvplugError:
+        """The error of a process that has reported an error, or ended without one."""
+        if self.error is not None:
+            return ProcessError(f"{self} failed: {self.error['text']}")
+        code = self.popen.returncode
+        try:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        except ValueError:
+            how = f"was killed by signal {-code}"
+        output = "".join(self.stderr).strip() if code >= 0 else ""
+        return PeerGoneError(f"{self} {how}" + (f":\n{output}" if output else ""))
+
+
+class Processes:
+    """Starts processes, asks them, notices how they end, and ends them.
+
+    One thread calls it, the main thread: on Linux a process is killed when the *thread* that started it ends.
+
+    A call that waits for an answer raises:
+
+    - ``PeerGoneError``: the process has ended; with the last lines of its stderr;
+    - ``ProcessError``: it has reported an error;
+    - ``TimeoutError``: it is stopped, or has reported nothing for ``patience_s``.
+
+    Each names the process and its pid.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience_s: float,
+        advice: str,
+        show: Callable[[str, Event], object] = lambda name, event: None,
+        note: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """
+        Args:
+            patience_s: how long a process may report nothing while its answer is awaited.
+            advice: what to do on a slow machine; the end of a sentence.
+            show: receives each event, with the name of the process.
+            note: receives one sentence about a process that is silent for long.
+        """
+        self._patience_s = patience_s
+        self._advice = advice
+        self._show = show
+        self._note = note
+        self._events: queue.SimpleQueue[tuple[_Process, Event]] = queue.SimpleQueue()
+        self._processes: dict[str, _Process] = {}
+
+    def start(self, name: str, argv: Sequence[str]) -> None:
+        """Start one process. It waits for its first command."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            popen = subprocess.Popen(
+                argv,
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                env={**_ENVIRONMENT, **os.environ},
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        # A stopped process does not read a long command.
+        ours.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._patience_s) + 1, 0)
+        )
+        process = self._processes[name] = _Process(name, popen, ours)
+        assert popen.stdout and popen.stderr
+        for target, stream in ((self._keep_stderr, popen.stderr), (self._read_events, popen.stdout)):
+            thread = threading.Thread(target=target, args=(process, stream), daemon=True)
+            process.threads.append(thread)
+            thread.start()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, in the order of their start."""
+        return tuple(process.popen.pid for process in self._processes.values())
+
+    def send(self, name: str, op: str, **arguments: Any) -> None:
+        """Send one command. A dead process does not receive it: waiting for its answer raises.
+
+        Raises:
+            TimeoutError: the process does not read.
+        """
+        process = self._processes[name]
+        try:
+            process.commands.sendall((json.dumps({"op": op, **arguments}) + "\n").encode())
+        except BlockingIOError as e:
+            raise self._silence([process]) from e
+        except ConnectionError:
+            pass
+
+    def answers(self, *names: str) -> list[Event]:
+        """Wait until each of these has answered; returns the answers in that order.
+
+        Raises:
+            The errors of the class.
+        """
+        processes = [self._processes[name] for name in names]
+        for process in processes:
+            process.silent_s = 0.0
+        while awaited := [process for process in processes if not process.answers]:
+            if any(process.end for process in awaited):
+                raise self.fault(*names) or AssertionError("a process has ended")
+            if self._handle_event(_TICK_S):
+                continue
+            for process in awaited:
+                process.silent_s += _TICK_S
+                if process.silent_s == _NOTE_AFTER_S < self._patience_s:
+                    self._note(
+                        f"{process} has reported nothing for {_NOTE_AFTER_S:.0f} s; it is given"
+                        f" {self._patience_s:.0f} s"
+                    )
+            if late := [process for process in awaited if process.silent_s >= self._patience_s]:
+                raise self._silence(late)
+        return [process.answers.popleft() for process in processes]
+
+    def ask(self, name: str, op: str, **arguments: Any) -> Event:
+        """Send one command, and wait for its answer. Raises the errors of the class."""
+        self.send(name, op, **arguments)
+        return self.answers(name)[0]
+
+    def has_ended(self, *names: str) -> bool:
+        """Whether one of these, or of all, has ended. Costs little."""
+        while self._handle_event(0):
+            pass
+        return any(self._processes[name].end for name in names or self._processes)
+
+    def wait_for_end(self, name: str) -> KvplugError:
+        """Wait without a limit until this process ends by itself; returns its error."""
+        while (end := self._processes[name].end) is None:
+            self._handle_event(None)
+        return end
+
+    def fault(self, *names: str) -> KvplugError | None:
+        """The error of the process at fault, of these or of all; ``None`` if all seem well.
+
+        A process that ended without an error comes first, then a stopped one, then one whose error does not
+        come from another process. This waits a second for such a process; after that, any error counts.
+        """
+        processes = [self._processes[name] for name in names or self._processes]
+        end = time.monotonic() + _VERDICT_S
+        self.has_ended()  # handles the events that have arrived
+        while True:
+            found = (
+                *(each.end for each in processes if each.end is not None and each.error is None),
+                *(each.stopped() for each in processes if each.is_stopped),
+                *(each.failed() for each in processes if each.error and each.error["kind"] not in _OF_OTHERS),
+            )
+            if found:
+                return found[0]
+            if not self._handle_event(max(0.0, end - time.monotonic())):
+                return next((each.failed() for each in processes if each.error), None)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End all processes and wait for them: with "stop", or with SIGKILL if ``at_once``. Idempotent."""
+        for name, process in self._processes.items():
+            if at_once:
+                process.popen.kill()
+                continue
+            with contextlib.suppress(TimeoutError):
+                self.send(name, "stop")
+        for process in self._processes.values():
+            try:
+                process.popen.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+            process.commands.close()
+            for thread in process.threads:
+                thread.join()
+        self._processes.clear()
+
+    def _handle_event(self, timeout: float | None) -> bool:
+        """Handle the next event; false if none arrived in time."""
+        try:
+            process, event = self._events.get(timeout != 0, timeout)
+        except queue.Empty:
+            return False
+        process.silent_s = 0.0
+        if event["event"] == "exit":
+            process.end = process.failed()
+            return True
+        if event["event"] == "error":
+            process.error = event
+        elif event.pop("is_answer", False):
+            process.answers.append(event)
+        self._show(process.name, event)
+        return True
+
+    def _silence(self, processes: Sequence[_Process]) -> KvplugError:
+        if stopped := [process for process in processes if process.is_stopped]:
+            return stopped[0].stopped()
+        return TimeoutError(
+            f"{', '.join(map(str, processes))} reported nothing for {self._patience_s:.0f} s; on a slow"
+            f" machine, or for a large model, {self._advice}"
+        )
+
+    def _read_events(self, process: _Process, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                try:
+                    self._events.put((process, json.loads(line)))
+                except ValueError:
+                    process.stderr.append(line)  # from a library, before the process redirected stdout
+        process.popen.wait()
+        process.threads[0].join()  # the rest of its stderr
+        self._events.put((process, {"event": "exit"}))
+
+    def _keep_stderr(self, process: _Process, stream: IO[str]) -> None:
+        """Keep the last lines of stderr, which include the log; with ``KVPLUG_LOG``, show all lines."""
+        shows = bool(os.environ.get("KVPLUG_LOG", "").strip())
+        with stream:
+            for line in stream:
+                process.stderr.append(line)
+                if shows:
+                    with contextlib.suppress(OSError):  # our stderr is closed: the process continues
+                        sys.stderr.write(peer_text(f"{process.name}: {line}", keep_lines=True))
+
+
+class Parent:
+    """The program that has started this process.
+
+    This process dies with it: on Linux the kernel kills it, even while it computes or is stopped. Elsewhere,
+    and if the parent died before this was set up, it ends at the end of stdin. Stdout of libraries is
+    redirected to stderr, so that it does not mix with the events.
+    """
+
+    def __init__(self) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        self._events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+        os.dup2(2, 1)
+        if level := os.environ.get("KVPLUG_LOG", "").strip().upper():  # the command line has checked it
+            logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def report(self, event: str, **facts: Any) -> None:
+        """Send one event. Ends this process if the parent no longer reads."""
+        try:
+            self._events.write(json.dumps({"event": event, **facts}) + "\n")
+        except BrokenPipeError:
+            os._exit(1)
+
+    def commands(self, idle: Callable[[], object] = lambda: None) -> Iterator[Event]:
+        """Yield each command until the parent sends "stop" or is gone. ``idle`` is called every half second
+        without a command.
+        """
+        while True:
+            while not select.select([sys.stdin], [], [], _TICK_S)[0]:
+                idle()
+            line = sys.stdin.readline()
+            if not line or (command := json.loads(line))["op"] == "stop":
+                return
+            yield command
+
+    def run(self, work: Callable[[contextlib.ExitStack], None]) -> NoReturn:
+        """Call ``work``, report its failure, close what it has put on the stack, and end this process."""
+        status = 1
+        with contextlib.ExitStack() as stack:
+            try:
+                work(stack)
+                status = 0
+            except Exception as e:
+                text = str(e)
+                if not isinstance(e, (KvplugError, ValueError, OSError)):
+                    traceback.print_exc()
+                    text = f"{type(e).__name__}: {e}"
+                self.report("error", kind=type(e).__name__, text=text)
+        sys.stderr.flush()
+        os._exit(status)  # everything is shut down; the interpreter's own shutdown only takes longer
