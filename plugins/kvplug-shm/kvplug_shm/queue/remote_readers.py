@@ -213,19 +213,18 @@ class RemoteReaders:
                 if link not in self._links:
                     return
             stream.send(header(FrameKind.ALIVE, table.published()))  # what it must have to have joined
-            while self._wait_for_work(link):
-                if link.sent < table.published():
+            while (kind := self._next_frame(link)) is not None:
+                if kind is FrameKind.MESSAGE:
                     message = table.message(link.sent)
                     link.sent += 1
                     raw, head, body = message
-                    first = header(FrameKind.MESSAGE, table.published(), raw, len(head), len(body))
+                    first = header(kind, table.published(), raw, len(head), len(body))
                     stream.send(first, head, body)
                     del message, head, body  # do not keep the ring's memory
-                elif link.waits_for_ready and table.all_ready():
-                    link.waits_for_ready = False
-                    stream.send(header(FrameKind.READY, link.sent))
-                elif self._closing:
-                    stream.send(header(FrameKind.OVER, link.sent))
+                    continue
+                link.waits_for_ready = False
+                stream.send(header(kind, link.sent))
+                if kind is FrameKind.OVER:
                     return
         except (PeerGoneError, ClosedError):
             pass  # the receiving thread notices, too
@@ -234,13 +233,16 @@ class RemoteReaders:
             link.fault = f"a fault at the writer's end: {e}"
             stream.hang_up()
 
-    def _wait_for_work(self, link: Link) -> bool:
-        """Wait until :meth:`_send` has something to do. False when the link has ended."""
+    def _next_frame(self, link: Link) -> FrameKind | None:
+        """Wait until there is something to send. ``None`` when the link has ended."""
         table = self._reader_table
         with self._lock:
             while link in self._links:
-                is_ready = link.waits_for_ready and table.all_ready()
-                if link.sent < table.published() or is_ready or self._closing:
-                    return True
+                if link.sent < table.published():
+                    return FrameKind.MESSAGE
+                if link.waits_for_ready and table.all_ready():
+                    return FrameKind.READY
+                if self._closing:
+                    return FrameKind.OVER
                 link.changed.wait(_READY_S if link.waits_for_ready else None)
-        return False
+        return None
