@@ -1,4 +1,4 @@
-"""The sink "jsonl" by kvplug's laws of sinks, and the plugin by those of plugins."""
+"""Tests the sink "jsonl" against the laws of sinks, and the plugin against the laws of plugins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TestJsonl(SinkContract):
     options: ClassVar[dict[str, str]] = {"path": str(FILE)}
 
     def counted(self, op: str) -> float:
-        """How the kit sees what has arrived: the sum of all lines."""
+        """Return the sum of all lines, so that the kit sees which counts have arrived."""
         lines = FILE.read_text().splitlines() if FILE.exists() else []
         return sum(json.loads(line)["ops"].get(op, {}).get("count", 0) for line in lines)
 

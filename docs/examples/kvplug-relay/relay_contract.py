@@ -1,4 +1,4 @@
-"""The queue "relay" by kvplug's laws of message queues, and the plugin by those of plugins."""
+"""Tests the queue "relay" against the laws of message queues, and the plugin against the laws of plugins."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class JsonlSink(Sink):
             raise ConfigError(f"options.jsonl.path: {options.path!r}: {e.strerror}") from e
 
     def emit(self, snapshot: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-        """What is new since the last call: a reader of the file adds the figures up."""
+        """Append the counts since the last call. A reader of the file adds them up."""
         line = json.dumps({"time": time.time(), "labels": dict(labels), **snapshot})
         data = f"{line}\n".encode()
         if self._file.write(data) != len(data):  # one write, so that lines of several processes do not mix

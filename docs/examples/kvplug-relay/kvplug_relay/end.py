@@ -1,4 +1,4 @@
-"""What the two ends of the queue share: one thread at a time, deadlines, and how they end."""
+"""The base of the two ends of the queue: one thread at a time, deadlines, and how an end closes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from kvplug.transport import (
 
 
 def watch_process(connection: Connection, hang_up: Callable[[], None]) -> Watch | None:
-    """Call ``hang_up`` once the peer's process has ended. A child of it may still hold the connection open.
+    """Call ``hang_up`` once the peer's process has ended, even if a child of it holds the connection open.
 
-    ``None`` where the connection's end is the only sign: see ``PeerIdentity.open_pidfd``.
+    Return ``None`` if the process cannot be watched; see ``PeerIdentity.open_pidfd``. Then only the end of
+    the connection shows that the peer is gone.
 
     Raises:
-        PeerGoneError: it has ended already.
-        ResourceExhaustedError: there is no free descriptor, or no thread.
+        PeerGoneError: the process has ended already.
+        ResourceExhaustedError: there is no free descriptor or thread.
     """
     pidfd = connection.peer.open_pidfd()
     return None if pidfd is None else Watch(pidfd=pidfd, on_gone=lambda _: hang_up())
 
 
 class End(MessageQueue):
-    """An end. Its descriptors are closed when no thread uses them any more."""
+    """One end of the queue. Its descriptors are closed when no thread uses them any more."""
 
     def __init__(self, context: QueueEndpoint.Context, rank: int | None) -> None:
         self._closed = False
@@ -48,7 +49,7 @@ class End(MessageQueue):
         return self._closed
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        Deadline.after(timeout)  # checks it; there is nothing to wait for
+        Deadline.after(timeout)  # checks the timeout; there is nothing to wait for
         self._end(polite=True)
 
     def abort(self) -> None:
@@ -64,15 +65,15 @@ class End(MessageQueue):
 
     @abc.abstractmethod
     def _hang_up(self, polite: bool) -> None:
-        """Wake the call that is under way, and end the connections. Called once, with the lock held."""
+        """Wake the call that is under way, and shut the connections down. Called once, with the lock held."""
 
     @abc.abstractmethod
     def _close_descriptors(self) -> None:
-        """No thread uses them, or this is a forked child. Idempotent."""
+        """Close the descriptors. No thread uses them any more, or this is a forked child. Idempotent."""
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Around every call: one thread at a time, and none after the end."""
+        """A context for every call: only one thread enters, and only while the end is open."""
         with self._taken():
             self._check_open()
             with self._descriptors:
@@ -80,11 +81,11 @@ class End(MessageQueue):
 
     @staticmethod
     def _poll(descriptors: list[int], seconds: float | None) -> None:
-        """Sleep until one of them has something to read, or has ended."""
+        """Sleep until one of the descriptors can be read or has ended, or the seconds have passed."""
         poll = select.poll()
         for fd in descriptors:
             poll.register(fd, select.POLLIN)
-        poll.poll(None if seconds is None else seconds * 1000 + 1)  # not a moment too early, and then again
+        poll.poll(None if seconds is None else seconds * 1000 + 1)  # 1 ms more: never too early
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,7 +1,7 @@
-"""One message: a header on the socket, and with it the descriptor of the memory that has the content.
+"""One message: a header on the socket, and with it the descriptor of the memory that holds the content.
 
-So a message is in the reader's hands, whole, as soon as the writer's call has returned, also if the writer is
-killed then; and the bytes on the socket are so few that the kernel takes them at once.
+When the writer's call returns, the kernel has the whole message for the reader, even if the writer is killed
+then. The header is so small that the kernel accepts it without waiting.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kvplug import TransportError
 from kvplug.transport import Memfd, NamedExhaustion, WireError
 
 HEADER = struct.Struct("<BQ")
-"""Kind, and number of bytes."""
+"""The kind, and the number of bytes of the content."""
 JOIN = struct.Struct("<q")
-"""What a reader sends first: its rank. From then on it sends single bytes, of :class:`News`."""
+"""The first message of a reader: its rank. All later messages are single bytes, see :class:`News`."""
 
 
 class Kind(enum.IntEnum):
-    """What the writer sends."""
+    """The kinds of message that the writer sends."""
 
     VALUE = 0
     CHUNK = 1
     READY = 2
     JOINED = 3
     REFUSED = 4
-    """The reason follows, as UTF-8."""
+    """The reason follows the header, as UTF-8."""
 
 
 class News(enum.IntEnum):
-    """What a reader sends."""
+    """The single bytes that a reader sends."""
 
     TAKEN = 0
     READY = 1
@@ -43,12 +43,12 @@ class News(enum.IntEnum):
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Says what failed when the system has no descriptor or memory for a message."""
+    """A context that names the operation if the system has no descriptor or memory for a message."""
     with NamedExhaustion("making the memory of a message"):
         try:
             yield
         except OSError as e:
-            raise TransportError(f"no memory for a message: {e}") from e
+            raise TransportError(f"the memory of a message cannot be made: {e}") from e
 
 
 class Memory:
@@ -65,23 +65,23 @@ class Memory:
             raise
 
     def seal(self) -> None:
-        """No process can write it, or take it away under a reader, from here on."""
+        """Seal the memory: from now on no process can write it or make it smaller."""
         with named():
             Memfd.seal(self.fd, read_only=True)
 
 
 def map_received(fd: int, nbytes: int) -> mmap.mmap:
-    """The content of a message that has come, read-only. Takes the descriptor, also if it raises.
+    """Map the content of a received message, read-only. Closes the descriptor, even if it raises.
 
     Raises:
-        WireError: it is not what a writer sends.
-        ResourceExhaustedError: this process has no room for it.
+        WireError: the memory is not sealed, or does not have this size.
+        ResourceExhaustedError: this process has no address space or descriptor for the mapping.
     """
     try:
         with named():
             Memfd.check(fd, max(1, nbytes), writable=False)
             return mmap.mmap(fd, max(1, nbytes), prot=mmap.PROT_READ)
     except OverflowError as e:
-        raise WireError(f"a message of {nbytes} bytes was announced") from e
+        raise WireError(f"a message of {nbytes} bytes was announced, which is too large") from e
     finally:
         os.close(fd)

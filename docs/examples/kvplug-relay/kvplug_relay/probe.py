@@ -6,7 +6,7 @@ from kvplug.transport import PeerIdentity, Probe
 
 
 def describe() -> Probe:
-    """Abstract Unix sockets reach what runs under the same kernel in the same network namespace."""
+    """Return the domain: an abstract Unix socket reaches processes of one kernel and network namespace."""
     domain = PeerIdentity.of_this_process().domain
     if domain == "-":
         return Probe(viable=False, reason="works on Linux only, where /proc is mounted")

@@ -1,4 +1,4 @@
-"""The queue "relay": a Unix socket to each reader, and memory of its own for each message."""
+"""The queue "relay": one Unix socket for each reader, and one piece of memory for each message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvplug_relay.writer import PURPOSE, Writer
 
 NAME: Final = "relay"
 MOST_CHUNKS: Final = 128
-"""The kernel takes at least so many headers without waiting for their reader."""
+"""The kernel buffers at least this many headers for a reader that does not read."""
 
 
 class RelayEndpoint(QueueEndpoint):
@@ -32,10 +32,10 @@ class RelayEndpoint(QueueEndpoint):
         local = self._local_reader_ranks(ranks)
         if local != ranks:
             far = sorted(set(ranks) - set(local))
-            raise ConfigError(f"the queue {NAME!r} reaches readers of its own host, and {far} are on others")
+            raise ConfigError(f"the queue {NAME!r} reaches only readers of its host, but {far} are on others")
         if self.context.max_chunks > MOST_CHUNKS:
             given = self.context.max_chunks
-            raise ConfigError(f"max_chunks: the queue {NAME!r} has {MOST_CHUNKS} at most, not {given}")
+            raise ConfigError(f"max_chunks: {given} was given; the queue {NAME!r} has at most {MOST_CHUNKS}")
         return Writer(self.context, NAME, ranks)
 
     @NamedExhaustion("attaching to a message queue")

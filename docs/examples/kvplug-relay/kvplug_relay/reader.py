@@ -1,4 +1,4 @@
-"""A reader's end: it takes messages from its socket, and tells the writer of each that it has taken."""
+"""A reader's end. It receives messages from its socket, and confirms each of them to the writer."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from kvplug_relay.end import End, watch_process
 from kvplug_relay.message import HEADER, JOIN, Kind, News, map_received
 
 LIMITS = Limits(max_bytes=1 << 40)
-"""The writer's own memory holds a value, and so bounds it."""
+"""Larger than any value: the writer holds the value in its memory, which is the limit."""
 _WHOLE_S = 5.0
-"""For so long the rest of a header may take: it is sent at once."""
+"""How many seconds the rest of a header may take to arrive. The writer sends a header in one call."""
 
 
 class Reader(End):
-    """The end of one rank. No call of its needs a thread: messages wait on the socket."""
+    """The end of one rank. It needs no thread: messages wait in the socket."""
 
     def __init__(
         self, context: QueueEndpoint.Context, handle: QueueEndpoint.Handle, rank: int, connection: Connection
@@ -62,11 +62,11 @@ class Reader(End):
             raise
 
     def join(self, deadline: Deadline) -> None:
-        """Ask the writer to admit this rank. Everything that a reader needs has been acquired before.
+        """Ask the writer to admit this rank. All resources of the reader were acquired before.
 
         Raises:
-            ConfigError: the writer refused it, and says why.
-            PeerGoneError, TimeoutError, WireError: no answer came, or a wrong one.
+            ConfigError: the writer refused the rank; the error has the reason.
+            PeerGoneError, TimeoutError, WireError: there was no answer, or an invalid one.
         """
         sock = self._connection.sock
         try:
@@ -82,7 +82,7 @@ class Reader(End):
                 raise
             raise PeerGoneError(f"{self._connection.describe} hung up: {e}") from e
         if kind != Kind.JOINED:
-            raise WireError(f"{self._connection.describe} answered with something else")
+            raise WireError(f"{self._connection.describe} sent an invalid answer")
 
     @property
     def readers(self) -> NoReturn:
@@ -96,7 +96,7 @@ class Reader(End):
         peers = "the writer, or readers that it waits for"
         wait = self._wait("all to be ready", lambda: peers, self._deadline(timeout))
         with self._call():
-            self._tell(News.READY)
+            self._notify(News.READY)
             while not self._all_ready:
                 self._receive(wait)
 
@@ -131,7 +131,7 @@ class Reader(End):
     def _next(
         self, wanted: Kind, timeout: Timeout, cancel: threading.Event | None, indefinite: bool
     ) -> Iterator[tuple[mmap.mmap, int]]:
-        """The content of the next message, which is taken when the block ends."""
+        """Yield the content of the next message. The message counts as read when the block ends."""
         timeout = None if indefinite and timeout is DEFAULT_TIMEOUT else timeout
         deadline = self._deadline(timeout)
         wait = self._wait("a message", lambda: "the writer", deadline, cancel=cancel, indefinite=indefinite)
@@ -143,14 +143,14 @@ class Reader(End):
                 names = {Kind.VALUE: "a value, for dequeue", Kind.CHUNK: "a chunk of bytes, for acquire_read"}
                 raise UnsupportedError(f"the next message is {names[kind]}")
             try:
-                with NamedExhaustion("mapping a message"):  # it can be received later
+                with NamedExhaustion("mapping a message"):  # the message can be received later
                     content = map_received(os.dup(fd), nbytes)
             except WireError as e:
                 raise self._break(e) from e
             try:
                 yield content, nbytes
             except ResourceExhaustedError:
-                raise  # it can be received when there is memory
+                raise  # the message can be received when there is memory
             except BaseException:
                 self._take()
                 raise
@@ -160,10 +160,10 @@ class Reader(End):
     def _take(self) -> None:
         _, _, fd = self._arrived.popleft()
         os.close(fd)
-        self._tell(News.TAKEN)
+        self._notify(News.TAKEN)
 
     def _receive(self, wait: MessageQueue.Wait) -> None:
-        """What has come, or sleep a while."""
+        """Receive one message. Sleep until it arrives, as long as ``wait`` permits."""
         if self._broken is not None:
             raise self._broken
         while (first := self._peek()) is None:
@@ -171,7 +171,7 @@ class Reader(End):
         if not first:
             self._check_open()
             who = f"the writer, {self._connection.peer},"
-            raise self._break(PeerGoneError(f"{who} has ended, and everything of it was received"))
+            raise self._break(PeerGoneError(f"{who} has ended, and all its messages were received"))
         try:
             data, fds = self._connection.receive_fds(HEADER.size, 1, Deadline.after(_WHOLE_S))
             kind, nbytes = HEADER.unpack(data)
@@ -180,12 +180,13 @@ class Reader(End):
             raise self._break(e) from e
 
     def _peek(self) -> bytes | None:
-        """A byte of what has come; none if the connection has ended; ``None`` if nothing has come."""
+        """Return the next byte without receiving it: empty if the connection has ended, ``None`` if no byte
+        has arrived."""
         try:
             return self._connection.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
-        except OSError:  # the writer had not read all that was told to it
+        except OSError:  # the writer closed the connection with unread bytes
             return b""
 
     def _arrive(self, kind: int, nbytes: int, fds: list[int]) -> None:
@@ -196,15 +197,15 @@ class Reader(End):
         else:
             for fd in fds:
                 os.close(fd)
-            raise WireError(f"what came from {self._connection.describe} is no message")
+            raise WireError(f"{self._connection.describe} sent an invalid message")
 
     def _break(self, error: KvplugError) -> KvplugError:
-        """What all later calls raise that would receive."""
+        """Keep an error, which all later calls that receive raise, and return it."""
         self._broken = type(error)(str(error))
         return error
 
-    def _tell(self, news: News) -> None:
-        with contextlib.suppress(OSError):  # a writer that is gone is found by the next call that receives
+    def _notify(self, news: News) -> None:
+        with contextlib.suppress(OSError):  # the next receiving call notices that the writer is gone
             self._connection.sock.send(bytes([news]), socket.MSG_DONTWAIT)
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> NoReturn:
@@ -216,13 +217,13 @@ class Reader(End):
 
     def _hang_up(self, polite: bool) -> None:
         if polite:
-            self._tell(News.LEFT)
+            self._notify(News.LEFT)
         if self._watch is not None:
             self._watch.close()
         self._shut_down()
 
     def _shut_down(self) -> None:
-        """What has come can still be received. Then the connection has ended."""
+        """Shut the connection down. Messages that have arrived can still be received."""
         if self._descriptors.enter():
             with contextlib.suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)

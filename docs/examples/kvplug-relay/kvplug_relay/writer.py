@@ -1,4 +1,4 @@
-"""The writer's end: it admits readers, gives each message to all of them, and counts what they have taken."""
+"""The writer's end. It admits readers, sends each message to all of them, and counts their confirmations."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from kvplug_relay.message import HEADER, JOIN, Kind, Memory, News
 PURPOSE: Final = "kvplug-relay queue"
 LIMITS = Limits(max_bytes=1 << 40)
 _JOIN_S = 10.0
-"""For so long a process that has connected may take to say which reader it is."""
+"""How many seconds a process that has connected may take to send its rank."""
 _log = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False)
 class Attached:
-    """A reader, as the writer knows it."""
+    """The writer's record of one reader."""
 
     rank: int
     connection: Connection | None = None
     watch: Watch | None = None
     process: str = "has not come yet"
     taken: int = 0
-    """Messages that it has taken."""
+    """How many messages the reader has confirmed."""
     is_ready: bool = False
     gone: str = ""
     died: bool = False
@@ -60,16 +60,16 @@ class Attached:
 
 
 class Writer(End):
-    """The end of the writer. It looks after its readers in its calls; a thread only admits them."""
+    """The end of the writer. Its thread only admits readers; its calls read their news."""
 
     def __init__(self, context: QueueEndpoint.Context, name: str, ranks: Sequence[int]) -> None:
         self._name = name
         self._readers = {rank: Attached(rank) for rank in ranks}
         self._sent = 0
         self._kept: deque[tuple[bytes, int]] = deque()
-        """Header and descriptor of each message that a reader may still come for: all, or none."""
-        self._is_ready = self._told_ready = False
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes a call that waits
+        """Header and descriptor of every message so far, until all readers have attached."""
+        self._is_ready = self._has_sent_ready = False
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes a waiting call
         super().__init__(context, None)
         try:
             listener = Listener.open("unix:", context.credentials, PURPOSE)
@@ -89,7 +89,7 @@ class Writer(End):
     def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
         self._check_open()
         with self._lock, self._descriptors:
-            self._listen_to_readers()
+            self._read_all_news()
             return tuple(each.state(self._sent) for each in self._readers.values())
 
     def export_handle(self) -> QueueEndpoint.Handle:
@@ -117,7 +117,7 @@ class Writer(End):
         size = self._context.max_chunk_bytes
         nbytes = size if nbytes is None else nbytes
         if not 0 <= nbytes <= size:
-            raise CapacityError(f"{nbytes} bytes were asked for, and a chunk has {size}")
+            raise CapacityError(f"{nbytes} bytes were requested, but a chunk has {size}")
         with self._call():
             self._wait_for_room(timeout)
             memory = Memory(nbytes)
@@ -131,7 +131,7 @@ class Writer(End):
             self._send(Kind.CHUNK, nbytes, memory)
 
     def _send(self, kind: Kind, content: bytes | int, memory: Memory) -> None:
-        """Give it to every reader that is there, and keep it for those that are not."""
+        """Send a message to every attached reader, and keep it for the readers that attach later."""
         try:
             if isinstance(content, bytes):
                 memory.map[: len(content)] = content
@@ -144,22 +144,22 @@ class Writer(End):
             self._sent += 1
             self._kept.append((header, memory.fd))
             for each in self._readers.values():
-                self._give(each, header, memory.fd)
+                self._send_to(each, header, memory.fd)
             self._drop_kept()
 
-    def _give(self, reader: Attached, header: bytes, *fds: int) -> None:
+    def _send_to(self, reader: Attached, header: bytes, *fds: int) -> None:
         if reader.connection is None:
             return
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             reader.connection.sock.sendmsg([header], control, socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionError):
-            self._listen_to(reader)  # it may have said that it leaves
-        except OSError as e:  # too many descriptors are under way, say
-            self._evict(reader, f"a message cannot be passed to it: {e}", died=True)
+            self._read_news(reader)  # the reader may have left
+        except OSError as e:  # for example, too many descriptors are in transit
+            self._evict(reader, f"a message cannot be sent to it: {e}", died=True)
 
     def _drop_kept(self) -> None:
-        """With everybody here, the kernel holds what was sent until it is taken."""
+        """Close the kept messages if all readers have attached: the kernel keeps them until they are read."""
         if all(each.connection is not None or each.gone for each in self._readers.values()):
             while self._kept:
                 os.close(self._kept.popleft()[1])
@@ -176,18 +176,20 @@ class Writer(End):
             self._is_ready = True
             self._wait_until(lambda: not self._unready(), wait)
             with self._lock:
-                if not self._told_ready:
-                    self._told_ready = True
+                if not self._has_sent_ready:
+                    self._has_sent_ready = True
                     for each in self._readers.values():
-                        self._give(each, HEADER.pack(Kind.READY, 0))
+                        self._send_to(each, HEADER.pack(Kind.READY, 0))
 
     def _wait_until(self, done: Any, wait: MessageQueue.Wait) -> None:
         while True:
             with self._lock:
-                self._listen_to_readers()
+                self._read_all_news()
                 self._check_open()
                 if self._readers and all(each.gone for each in self._readers.values()):
-                    raise PeerGoneError(f"no reader is left: {self._named(list(self._readers.values()))}")
+                    raise PeerGoneError(
+                        f"all readers have ended: {self._named(list(self._readers.values()))}"
+                    )
                 if done():
                     return
                 connections = [each.connection for each in self._readers.values() if each.connection]
@@ -208,31 +210,32 @@ class Writer(End):
     # -- readers -------------------------------------------------------------------------------
 
     def _admit(self, connection: Connection) -> None:
-        """In a thread of the acceptor, which closes the connection if this raises."""
+        """Admit or refuse a reader. Runs in a thread of the acceptor, which closes the connection if this
+        raises."""
         data = connection.receive(JOIN.size, Deadline.after(_JOIN_S))
         (rank,) = JOIN.unpack(data)
         with self._lock:
             reader = self._readers.get(rank)
             if self._closed or reader is None or reader.connection is not None or reader.gone:
-                why = f"rank {rank} is no reader of this queue, or has attached already".encode()
+                why = f"rank {rank} is not a reader of this queue, or has attached already".encode()
                 connection.sock.send(HEADER.pack(Kind.REFUSED, len(why)) + why, socket.MSG_DONTWAIT)
                 connection.close()
                 return
             reader.watch = watch_process(connection, functools.partial(self._shut_down, reader))
             reader.connection, reader.process = connection, str(connection.peer)
-            self._give(reader, HEADER.pack(Kind.JOINED, 0))
+            self._send_to(reader, HEADER.pack(Kind.JOINED, 0))
             for header, fd in self._kept:
-                self._give(reader, header, fd)
+                self._send_to(reader, header, fd)
             self._drop_kept()
             self._wake()
 
-    def _listen_to_readers(self) -> None:
+    def _read_all_news(self) -> None:
         for each in self._readers.values():
-            self._listen_to(each)
+            self._read_news(each)
         self._drop_kept()
 
-    def _listen_to(self, reader: Attached) -> None:
-        """What it has told meanwhile."""
+    def _read_news(self, reader: Attached) -> None:
+        """Read the bytes that a reader has sent since the last call."""
         while reader.connection is not None and not self._closed:
             try:
                 news = reader.connection.sock.recv(4096, socket.MSG_DONTWAIT)
@@ -247,12 +250,12 @@ class Writer(End):
             reader.taken += news.count(News.TAKEN)
             reader.is_ready |= News.READY in news
             if reader.taken > self._sent or not set(news) <= set(News):
-                self._evict(reader, "it sends what no reader sends", died=True)
+                self._evict(reader, "it sent invalid bytes", died=True)
             elif News.LEFT in news:
                 self._evict(reader, "has left", died=False)
 
     def _evict(self, reader: Attached, why: str, *, died: bool) -> None:
-        """It is waited for no longer, and gets no more."""
+        """Send no more messages to a reader, and do not wait for it any more."""
         connection, reader.connection = reader.connection, None
         reader.gone, reader.died = why, died
         if reader.watch is not None:
@@ -278,13 +281,13 @@ class Writer(End):
     acquire_read: Any = dequeue
 
     def _wake(self) -> None:
-        """The call that waits looks again."""
+        """Wake a waiting call, which checks its condition again."""
         if self._descriptors.enter():
             os.eventfd_write(self._event, 1)
             self._descriptors.leave()
 
     def _hang_up(self, polite: bool) -> None:
-        """What was sent is in the readers' sockets, and can still be received."""
+        """End the connections. The messages in the readers' sockets can still be received."""
         self._wake()
         for each in self._readers.values():
             if each.watch is not None:
@@ -292,7 +295,7 @@ class Writer(End):
             self._shut_down(each)
 
     def _shut_down(self, reader: Attached) -> None:
-        """What it has told can still be received. Then its connection has ended."""
+        """Shut a reader's connection down. The bytes that it has sent can still be read."""
         with self._lock, contextlib.suppress(OSError):
             if reader.connection is not None:
                 reader.connection.sock.shutdown(socket.SHUT_RDWR)
@@ -302,7 +305,7 @@ class Writer(End):
         self._acceptor.close()
 
     def _close_descriptors(self) -> None:
-        event, self._event = self._event, -1  # a forked child closes again what is open there
+        event, self._event = self._event, -1  # a forked child must not close it twice
         if event >= 0:
             os.close(event)
         for each in self._readers.values():

@@ -1,6 +1,6 @@
 """The pipe "sample": one authenticated socket, one thread that writes, and the caller's thread that reads.
 
-A message is a prefix of kvplug.net.wire, which says what it is, and for a tensor its bytes.
+A message is a prefix in the format of kvplug.net.wire, followed by the bytes of the tensor, if it is one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SampleContact(DuplexEndpoint.Contact):
-    """What a listener gives out: name and version, domain and address."""
+    """The contact of a listener: the transport's name and version, a domain and an address."""
 
     TRANSPORT = "sample"
     ONLY_UNIX = True
@@ -43,7 +43,7 @@ class SampleContact(DuplexEndpoint.Contact):
 
 
 class SampleEndpoint(DuplexEndpoint):
-    """What kvplug asks for: the factory of the spec, called with a context."""
+    """The factory of the spec: kvplug calls it with a context."""
 
     CONTACT = SampleContact
     PURPOSE = "kvplug-sample pipe"
@@ -68,18 +68,18 @@ class SamplePipe(DuplexPipe):
             limit=context.options.max_in_flight_bytes, peer=self._peer, lifecycle=self._lifecycle
         )
         self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()
-        self._written: Transfer | None = None  # the one that the thread is writing
+        self._written: Transfer | None = None  # the transfer that the thread is writing
         self._queued = threading.Condition(self._window.lock)
         self._writer: BackgroundThread | None = None
-        self._prefix = bytearray()  # what has come of the next message's
-        self._message: PartialMessage | None = None  # whose prefix has come
+        self._prefix = bytearray()  # the part of the next message's prefix that has arrived
+        self._message: PartialMessage | None = None  # the message whose prefix has arrived
         pidfd = connection.peer.open_pidfd()
         self._watch = Watch(pidfd=pidfd, sock=self._sock, on_gone=self._peer_gone)
 
     # -- sending -------------------------------------------------------------------------------
 
     def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
-        parts = message_parts(tensor)  # refuses what is not carried before anything is queued
+        parts = message_parts(tensor)  # raises for an unsupported tensor, before anything is queued
         transfer = Transfer(0 if tensor is None else len(parts[1]))
         with self._window.lock:
             self._window.wait_for_room(transfer.nbytes, self._deadline(timeout))
@@ -90,12 +90,13 @@ class SamplePipe(DuplexPipe):
             self._window.add(self._window.cost(transfer.nbytes))
             self._queue.append((transfer, parts))
             self._queued.notify()
-        if self._window.ended:  # by a signal's handler, after there was room
+        if self._window.ended:  # a signal handler ended the pipe after there was room
             self._fail_queue()
         return transfer
 
     def _write(self) -> None:
-        """The thread. A message is sent once the kernel has all of it, also if the peer then goes at once."""
+        """Send the queued messages. Runs in the thread. A transfer succeeds once the kernel has all its
+        bytes."""
         with contextlib.suppress(KvplugError), self._descriptors:
             while True:
                 with self._window.lock:
@@ -112,7 +113,7 @@ class SamplePipe(DuplexPipe):
                 except OSError as e:
                     self._peer_gone(f"the connection broke while sending: {e.strerror or e}")
                     error = self._lifecycle.error()
-                del parts  # or this thread would keep the last tensor alive
+                del parts  # otherwise this thread would keep the last tensor alive
                 with self._window.lock:
                     self._window.settle(self._window.cost(transfer.nbytes))
                 if error is None:
@@ -140,7 +141,7 @@ class SamplePipe(DuplexPipe):
             return tensor
 
     def _next_message(self, deadline: Deadline) -> PartialMessage:
-        """What has come of its prefix is kept when the time is up."""
+        """Receive the next message's prefix. At the deadline, the part that has arrived is kept."""
         try:
             while missing := prefix_size(bytes(self._prefix)) - len(self._prefix):
                 rest = memoryview(bytearray(missing))
@@ -150,9 +151,9 @@ class SamplePipe(DuplexPipe):
                     raise TimeoutError(f"no message has arrived from {self._peer}")
             announced = read_prefix(bytes(self._prefix))
             if announced.goodbye:
-                raise WireError("this pipe says goodbye by closing its connection")
+                raise WireError("it sent a goodbye, which this pipe does not use")
         except WireError as e:
-            self._fail(f"what arrives is not a message: {e}")
+            self._fail(f"the peer sent an invalid message: {e}")
             raise
         self._prefix = bytearray()
         return PartialMessage(announced.meta)
@@ -162,7 +163,8 @@ class SamplePipe(DuplexPipe):
         return message.got == message.nbytes
 
     def _read(self, view: memoryview, deadline: Deadline) -> int:
-        """Fill ``view``; fewer bytes than it has only at the deadline. Raises how the pipe ended."""
+        """Fill ``view`` and return the number of bytes, which is less than its length only at the deadline.
+        Raises the pipe's error if the connection ends."""
         got = 0
         while got < len(view):
             seconds = deadline.remaining()
@@ -184,7 +186,7 @@ class SamplePipe(DuplexPipe):
         self._window.drain(deadline)
 
     def _stop(self) -> None:
-        """Wake every thread, and fail what is queued. What has arrived can still be received."""
+        """Wake every thread, and fail queued transfers. Messages that have arrived can still be received."""
         if self._descriptors.enter():
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)

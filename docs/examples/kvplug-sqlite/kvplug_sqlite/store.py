@@ -23,18 +23,18 @@ CREATE TRIGGER IF NOT EXISTS went AFTER DELETE ON pages
     BEGIN UPDATE total SET pages = pages - 1, bytes = bytes - OLD.cost; END;
 COMMIT;
 """
-_BLOCK = 4096  # what the database reads and writes at once
+_BLOCK = 4096  # the size of a page of the database
 
 
 class SqliteStore(BlockingStore):
-    """Pages as rows of one table. The database makes each write whole or nothing, and first puts first."""
+    """Pages as rows of one table. The database makes each write atomic, and the first write of a key wins."""
 
     def __init__(self, context: BlockingStore.Context) -> None:
         os.makedirs(context.options.path, mode=0o700, exist_ok=True)
         folder = os.stat(context.options.path)
         if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
             raise ConfigError(
-                f"options.sqlite.path: others can write to {context.options.path}: chmod 700 it"
+                f"options.sqlite.path: other users can write to {context.options.path}: chmod 700 it"
             )
         self._path = os.path.join(context.options.path, "pages.sqlite")
         self._size: int = context.options.size
@@ -46,10 +46,10 @@ class SqliteStore(BlockingStore):
 
     @contextlib.contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one call: threads and forked children share none."""
+        """Open a connection for one call, so that threads and forked children do not share connections."""
         db = sqlite3.connect(self._path, timeout=10.0, isolation_level=None)
         try:
-            db.execute("PRAGMA synchronous = OFF")  # what a crash of the host damages, checksums find
+            db.execute("PRAGMA synchronous = OFF")  # checksums detect pages that a crash of the host damaged
             yield db
         finally:
             db.close()
@@ -77,7 +77,7 @@ class SqliteStore(BlockingStore):
         whole = b"".join(page)
         cost = (len(whole) // _BLOCK + 2) * _BLOCK
         if cost > self._size:
-            raise CapacityError(f"a page of {cost} bytes in a database of {self._size}")
+            raise CapacityError(f"a page takes {cost} bytes, but the database may have {self._size}")
         header = PageSeal.split(whole)
         row = [key, header[1] if header else b"", cost, time.time(), whole]
         with self._database() as db:
