@@ -47,18 +47,17 @@ class Content:
         """
         if tensor is None:
             return cls(NONE)
-        meta = meta_of(tensor)
-        prefix = tensor_prefix(tensor.dtype, tensor.shape, meta.nbytes)
+        nbytes = meta_of(tensor).nbytes
+        prefix = tensor_prefix(tensor.dtype, tensor.shape, nbytes)
         device.check(tensor, "sends")
-        if not meta.nbytes:
+        if not nbytes:
             return cls(prefix)
         with NamedExhaustion("copying a message to be sent; nothing was queued"):
             flat = dense(device.staged(tensor.detach()))
-            if flat.data_ptr() == tensor.data_ptr() and meta.nbytes <= copy_bytes:
-                flat = as_bits(flat).clone()
-        return cls(
-            prefix, meta.nbytes, (flat,), flat.data_ptr() != tensor.data_ptr(), device.now(tensor.device)
-        )
+            is_copy = flat.data_ptr() != tensor.data_ptr()
+            if not is_copy and nbytes <= copy_bytes:
+                flat, is_copy = as_bits(flat).clone(), True
+        return cls(prefix, nbytes, (flat,), is_copy, device.now(tensor.device))
 
     @classmethod
     def of_blocks(cls, blocks: Blocks, device: TensorDevice, max_runs: int, copy_bytes: int = 0) -> Content:

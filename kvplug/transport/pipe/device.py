@@ -173,7 +173,7 @@ class TensorDevice:
 
     def is_capturing(self) -> bool:
         """Whether work that this thread queues becomes part of a CUDA graph instead of running now."""
-        if self.torch.type != "cuda":
+        if not self.name.startswith("cuda"):
             return False
         import torch
 

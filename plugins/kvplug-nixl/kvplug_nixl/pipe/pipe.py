@@ -195,7 +195,7 @@ class NixlPipe(OfferPipe):
         raise WireError("it offers memory that cannot be")
 
     def _carried(self, message: OfferPipe.ComingMessage) -> Tensor | None:
-        if not isinstance(message.place, bytes) or self._device.torch.type != "cpu":
+        if not isinstance(message.place, bytes) or self._device.name != "cpu":
             return None
         assert message.meta is not None
         own = self._new_tensor(message.meta)
