@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 
 import attrs
-from torch import Tensor
 
 from kvplug import (
     CapacityError,
@@ -201,26 +200,29 @@ class Session:
 
     def _deliver(self, number: int, lease: Lease) -> None:
         """Send the tensors of an entry, or ``None`` instead of the rest."""
-        entry = lease.entry
-        parts = [None] if entry is None else tensors_of(entry.key, entry.value, entry.hidden)
         try:
-            for part in parts:
-                if entry is None or not self._entries.add_user(lease):
-                    self._pipes.data.send_tensor(None, timeout=None)
-                    return
-                self._send_part(entry, part)
+            if not self._send_all(lease):
+                self._pipes.data.send_tensor(None, timeout=None)
         except (UnsupportedError, ResourceExhaustedError) as e:
             self._entries.end(lease)
             self._pipes.data.send_tensor(None, timeout=None)
             self._send(messages.Failed.of(number, e))
 
-    def _send_part(self, entry: HeldEntry, part: Tensor | None) -> None:
-        try:
-            transfer = self._pipes.data.send_tensor(part, timeout=None)
-        except BaseException:
-            self._entries.remove_user(entry)
-            raise
-        transfer.add_done_callback(partial(self._sent, entry))
+    def _send_all(self, lease: Lease) -> bool:
+        """Return whether all tensors of the entry were sent before the end of the lease."""
+        entry = lease.entry
+        if entry is None:
+            return False
+        for part in tensors_of(entry.key, entry.value, entry.hidden):
+            if not self._entries.add_user(lease):
+                return False
+            try:
+                transfer = self._pipes.data.send_tensor(part, timeout=None)
+            except BaseException:
+                self._entries.remove_user(entry)
+                raise
+            transfer.add_done_callback(partial(self._sent, entry))
+        return True
 
     def _sent(self, entry: HeldEntry, transfer: Transfer) -> None:
         self._entries.remove_user(entry)
