@@ -119,12 +119,17 @@ def _of_plugins() -> dict[str, tuple[Target, Sequence[bytes]]]:
         import torch
 
         from kvplug_lookup.buffer import messages
+        from kvplug_lookup.buffer.entry import Description, Query
         from kvplug_lookup.connector.keys import Shard, StoreHello, hello_of
 
         def row(data: bytes) -> Any:
             return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
 
-        said = [messages.Cancel(1), messages.End(), messages.Failed(1, "TimeoutError", "late")]
+        entry = Description.of([1, 2], [True, False], b"", {"a": 1}, torch.zeros(1, 2, 3), None, None)
+        said = [
+            *(messages.Cancel(1), messages.End(), messages.Failed(1, "TimeoutError", "late")),
+            *(messages.Find(1, Query.of([1], None, b""), 1.0), messages.Found(1, 7, entry)),
+        ]
         packed = [bytes(messages.pack(each).tolist()) for each in said]
         found["lookup-messages"] = (lambda data: messages.unpack(row(data)), packed)
         shard = Shard(opaque_format(64), 0, 2, 0, 1)
