@@ -284,7 +284,7 @@ def fill(pages: HostPages, keys: list[bytes]) -> list[bytes]:
                 return keys[:number]
             generation = pages.segments.next_generation()
             index.publish(key, b"series", slot, payload_bytes=800, header_bytes=100, generation=generation)
-            index.tell_stored(b"series", [key])
+            index.log_stored(b"series", [key])
     return keys
 
 

@@ -36,7 +36,7 @@ from kvplug_host.serving.server import Server
 _log = logging.getLogger(__name__)
 
 NAME: Final = "host"
-HERE: Final = "the owner"
+OWNER: Final = "the owner"
 """The holder of leases and declared pages of this process."""
 _CLOSE_S: Final = 5.0
 """How long ``close`` waits for its threads, after its jobs have ended."""
@@ -83,7 +83,7 @@ class HostStore(Store):
     def _lookup(self, keys: Sequence[bytes], lease_s: float, timeout: Timeout) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._jobs.check_open()
-        job.set(self.pages.lookup(keys, HERE, lease_s))
+        job.set(self.pages.lookup(keys, OWNER, lease_s))
         return job
 
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
@@ -95,7 +95,7 @@ class HostStore(Store):
             pages,
             self.seal,
             discard=lambda index, reason: self.pages.discard(entries[index], reason),
-            settled=lambda: self.pages.unpin(entries, HERE, were_used=pages.is_use),
+            settled=lambda: self.pages.unpin(entries, OWNER, were_used=pages.is_use),
             again=self._jobs.add,
         )
         get.found(
@@ -149,15 +149,15 @@ class HostStore(Store):
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = self._deadline(timeout).remaining()
         self._jobs.check_open()
-        self.pages.declare(HERE, series.id, keys, for_s)
+        self.pages.declare(OWNER, series.id, keys, for_s)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
-        self.pages.withdraw(keys, HERE)
+        self.pages.withdraw(keys, OWNER)
 
     def release(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
-        self.pages.release(keys, HERE)
+        self.pages.release(keys, OWNER)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
@@ -165,7 +165,7 @@ class HostStore(Store):
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
         self._jobs.check_open()
-        self.pages.expect_reader(keys, HERE)
+        self.pages.expect_reader(keys, OWNER)
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._jobs.check_open()

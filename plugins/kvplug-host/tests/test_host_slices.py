@@ -75,7 +75,7 @@ def put(pages: Pages, keys: list[bytes], nbytes: int) -> None:
                 key, series, slot, payload_bytes=nbytes, header_bytes=0, generation=generation
             )
             assert entry is not None
-            index.tell_stored(series, [key])
+            index.log_stored(series, [key])
 
 
 class Machine(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""What the store holds and expects: pages by key, their leases, readers and eviction, declared pages, events.
+"""The index of a store: pages by key with their leases, readers and eviction; declared pages; events.
 
 Pure: no memory, no lock, no thread; the clock is passed in. The store calls it under its lock, and hands
 :attr:`Index.events` to the listeners, in their order.
@@ -23,16 +23,16 @@ from kvplug_host.eviction import MOST_LOOKED_AT
 from kvplug_host.key_table import KeyTable
 
 REBALANCE_AFTER: Final = 64
-"""Evictions of one size, after which it is looked whether pages of other sizes are used less."""
+"""Number of evictions of one size after which pages of other sizes are compared with it."""
 FOR_EVER_S: Final = 1e8
-"""What a listener is told of a page that is declared without an end."""
+"""The time in an event for a page that is declared without a time limit."""
 
 MAX_EXPECTED: Final = 1 << 16
-"""Pages that are not here yet and for which readers are remembered; more forget the oldest."""
+"""Limit on pages that are not held and whose expected readers are remembered. Beyond it the oldest goes."""
 
 T = TypeVar("T")
 Holder = Hashable
-"""An end of the store: it has leases, has declared pages, and expects readers of others."""
+"""An end of the store, which leases pages, declares pages, and expects other ends to read pages."""
 
 
 class Entry(Slot):
@@ -57,19 +57,19 @@ class Entry(Slot):
         self.key = key
         self.series = series
         self.payload_bytes = payload_bytes
-        """They begin where the slot begins; the header follows them."""
+        """Bytes of the page. They begin where the slot begins; the header follows them."""
         self.header_bytes = header_bytes
         self.generation = generation
         self.readers = 0
-        """Copies of this process under way: the slot is not used again before they have ended."""
+        """Number of copies under way in this process. The slot is not used again before they have ended."""
         self.leases: dict[Holder, float] | None = None
         self.is_gone = False
-        """It was removed, and its slot is still being read."""
+        """Whether the page was removed while its slot is still being read."""
         self.expected_by: Holder = None
-        """The end that was the last to expect that another one reads it."""
+        """The last end that expected another one to read the page."""
 
     def is_leased(self, now: float) -> bool:
-        """Whether a lease has not expired."""
+        """Whether the page has a lease that has not expired."""
         return self.leases is not None and any(until > now for until in self.leases.values())
 
 
@@ -81,20 +81,20 @@ class Declared:
     def __init__(self, series: bytes) -> None:
         self.series = series
         self.latest = 0.0
-        """When the last of these ends has put it, at the latest."""
+        """The latest time at which one of these ends is going to put it."""
         self.until: dict[Holder, float] = {}
-        """By the end that is going to put it."""
+        """Until when each end is going to put it."""
 
 
 class Holdings(Generic[T]):
-    """What each end has leased or declared.
+    """The pages that each end has leased or declared.
 
-    What it has not any more stays here for a while: when ends get more, twice as many are looked at. A set of
-    what it has would take long when it grows.
+    An item whose lease or declaration has ended stays for a while: each call of :meth:`add` checks twice as
+    many items as it adds. So the queue stays short, and no call takes long, as adding to a large set would.
     """
 
     def __init__(self, is_still: Callable[[T, Holder], bool]) -> None:
-        """``is_still``: whether an end has something."""
+        """``is_still``: returns whether the item is still leased or declared by the end."""
         self._is_still = is_still
         self._of: dict[Holder, deque[T]] = {}
 
@@ -102,7 +102,7 @@ class Holdings(Generic[T]):
         return holder in self._of
 
     def add(self, holder: Holder, new: Sequence[T]) -> None:
-        """An end has got what it had not."""
+        """Add items that the end did not have."""
         if not new:
             return
         held = self._of.setdefault(holder, deque())
@@ -113,7 +113,7 @@ class Holdings(Generic[T]):
         held.extend(new)
 
     def take(self, holder: Holder, most: int) -> list[T]:
-        """Remove some of what an end had, and return it."""
+        """Remove up to ``most`` items of an end, and return them."""
         held = self._of.get(holder, deque())
         found = [held.popleft() for _ in range(min(most, len(held)))]
         if not held:
@@ -124,7 +124,7 @@ class Holdings(Generic[T]):
 class Index:
     """Pages in the slots of a table.
 
-    ``clear_generation`` is called with the place of a slot's word whenever the slot's page is gone."""
+    ``clear_generation`` is called with the offset of a slot's word when the slot's page is removed."""
 
     def __init__(
         self,
@@ -137,37 +137,37 @@ class Index:
         self._clock = clock
         self.pages: KeyTable[Entry] = KeyTable()
         self.events: list[PageEvent] = []
-        """What has happened and was not told yet."""
+        """Events that the listeners have not got yet."""
         self.num_evicted = 0
-        """Since the store was opened."""
+        """Number of evicted pages since the store was opened."""
         self.num_unread = 0
-        """How many of these waited for a reader."""
+        """Number of evicted pages that waited for a reader."""
         self._expected: OrderedDict[bytes, tuple[Holder, int]] = OrderedDict()
-        """Pages that are not here yet: who expects that others read them, and how many."""
+        """For pages that are not held: the end that expects readers, and the number of readers."""
         self._log = PageEvent.Log()
         self._uses = itertools.count(1)
         self._evicted: dict[bytes, list[bytes]] = defaultdict(list)
-        """By series, of the operation under way."""
+        """Keys by series, evicted by the call that is under way."""
         self._cleared: list[dict[bytes, Entry]] = []
-        """Pages that were cleared, and have still to leave their slots."""
+        """Pages that were cleared and are still in their slots."""
         self._leased: Holdings[Entry] = Holdings(lambda entry, holder: holder in (entry.leases or ()))
         self._aside: list[tuple[float, int, Entry]] = []
-        """Pages that could not be evicted since they were leased: until when."""
+        """Leased pages that were passed over by an eviction, by the end of their leases."""
         self._numbers = itertools.count()
         self.declared: KeyTable[Declared] = KeyTable()
         self._declared_by: Holdings[bytes] = Holdings(self._has_declared)
         self._due: list[tuple[float, int, list[bytes], Holder]] = []
-        """Declared pages: until when."""
+        """Declared pages, by the time until which they are declared."""
 
     @property
     def epoch(self) -> str:
-        """Of this life of the store."""
+        """The store's epoch, which is in its events."""
         return self._log.position[0]
 
     # -- questions -----------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], holder: Holder = None, lease_s: float = 0.0) -> list[Presence]:
-        """What there is of each key. Held pages are leased to the holder for that long."""
+        """Return the presence of each key, and lease the held pages to the holder for ``lease_s`` seconds."""
         if lease_s > 0:
             self.lease(filter(None, map(self.pages.get, keys)), holder, lease_s)
         parts = self.pages.parts  # not its methods: a call for each key would take half of the time
@@ -187,7 +187,7 @@ class Index:
         return Presence.ABSENT
 
     def usage(self) -> Usage:
-        """Pages, and what they take of the budget."""
+        """Return the number of pages, and the bytes that they take."""
         return Usage(
             num_pages=len(self.pages),
             used_bytes=self.slots.used_bytes,
@@ -196,13 +196,13 @@ class Index:
         )
 
     def log_now(self) -> PageEvent.Log:
-        """The log of events as it is now, for a snapshot."""
+        """Return a copy of the log of events, for a snapshot."""
         return copy.copy(self._log)
 
     # -- use -----------------------------------------------------------------------------------
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Pages were used, in this order, as far as they are there."""
+        """Note that pages were used, in this order. Ignores keys that are not held."""
         now = next(self._uses)
         for key in keys:
             entry = self.pages.get(key)
@@ -212,8 +212,8 @@ class Index:
                 chunk.size.eviction.use(key)
 
     def expect_reader(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """Another end than the holder is going to read these pages, also those that have still to come. The
-        first one goes first."""
+        """Note that an end other than the holder is going to read these pages, also those that are not held
+        yet. The first one is evicted first."""
         now = next(self._uses)
         for key in keys:
             entry = self.pages.get(key)
@@ -228,8 +228,8 @@ class Index:
             self._expected.popitem(last=False)
 
     def read(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """An end has read these pages, in this order, as far as they are there. That is a use, except that of
-        an end that was expected."""
+        """Note that an end has read these pages, in this order. Ignores keys that are not held. Reading
+        counts as a use, unless the reader was expected."""
         used = []
         for key in keys:
             entry = self.pages.get(key)
@@ -240,18 +240,18 @@ class Index:
         self.use(used)
 
     def refresh(self, keys: Iterable[bytes]) -> None:
-        """Pages of one put have come: now that all are there, they go in this order."""
+        """Put pages, all of one put, at the end of the order of eviction; the first one is evicted first."""
         for key in keys:
             entry = self.pages.get(key)
             if entry is not None:
                 entry.chunk.size.eviction.refresh(key)
 
     def pin(self, entry: Entry) -> None:
-        """The slot is being read."""
+        """Count a reader of the slot."""
         entry.readers += 1
 
     def unpin(self, entry: Entry) -> None:
-        """A reader is done."""
+        """Count a reader less. Frees the slot of a removed page with its last reader."""
         entry.readers -= 1
         if entry.readers:
             return
@@ -261,7 +261,7 @@ class Index:
             entry.chunk.size.eviction.restore(entry.key)
 
     def lease(self, entries: Iterable[Entry], holder: Holder, lease_s: float) -> None:
-        """Pages are not evicted for that long. A lease never ends earlier than one that was there before."""
+        """Prevent that pages are evicted, for ``lease_s`` seconds. Does not shorten a lease."""
         until = self._clock() + lease_s
         new = []
         for entry in entries:
@@ -273,7 +273,7 @@ class Index:
         self._leased.add(holder, new)
 
     def release(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """The holder's leases on the pages end."""
+        """End the holder's leases on the pages."""
         for key in keys:
             entry = self.pages.get(key)
             if entry is not None:
@@ -288,7 +288,7 @@ class Index:
             entry.chunk.size.eviction.restore(entry.key)
 
     def forget_holder(self, holder: Holder, most: int) -> bool:
-        """An end is gone: end so many of its leases, and so many of its declarations. Returns whether it has
+        """End up to ``most`` leases of an end that is gone, and as many declarations. Returns whether it has
         more."""
         for entry in self._leased.take(holder, most):
             self._end_lease(entry, holder)
@@ -298,8 +298,8 @@ class Index:
     # -- pages come ----------------------------------------------------------------------------
 
     def reserve(self, nbytes: int) -> Slot | PutReason | None:
-        """A slot for a page and its header, for which other pages may go; or why there is none. ``None``: not
-        yet; call again.
+        """Return a slot for a page and its header, or the reason why there is no room. Evicts other pages.
+        ``None``: there may be room after more evictions; call again.
 
         Raises:
             CapacityError: the system has not the memory that the budget allows.
@@ -315,8 +315,8 @@ class Index:
         return slot
 
     def _make_room(self, size: SizeClass) -> bool:
-        """Evict a page of this size, or pages of other sizes that lie in a whole chunk. Looks at some pages,
-        and returns whether a slot is free or there are more to look at."""
+        """Evict a page of this size, or pages of other sizes in a whole chunk. Checks a limited number of
+        pages. Returns whether a slot may be free now, or after another call."""
         now = self._clock()
         if self.free_cleared(1):  # before all others: only pages that are held are evicted
             return True
@@ -337,8 +337,8 @@ class Index:
         return more_expire or self._take_chunk(size, now, also_waiting=True)
 
     def _evict_one(self, size: SizeClass, now: float, *, waiting: bool = False) -> bool:
-        """Evict a page of this size; ``waiting``: one that waits for readers. Returns whether one went, or
-        others may go."""
+        """Evict a page of this size, if one of the next may go; ``waiting``: one that waits for readers.
+        Returns whether it did, or another call may."""
 
         def may_go(key: bytes) -> bool:
             entry = self.pages.get(key)
@@ -364,7 +364,8 @@ class Index:
         heapq.heappush(self._aside, (max(entry.leases.values()), next(self._numbers), entry))
 
     def _restore_expired(self, now: float) -> bool:
-        """Pages whose leases have expired may go again. Returns whether there may be more of them."""
+        """Put pages whose leases have expired back into the order of eviction. Returns whether there may
+        be more."""
         for _ in range(MOST_LOOKED_AT):
             if not self._aside or self._aside[0][0] > now:
                 return False
@@ -385,9 +386,9 @@ class Index:
     def _take_chunk(
         self, size: SizeClass, now: float, *, only_colder: bool = False, also_waiting: bool = False
     ) -> bool:
-        """Begin to evict the pages of other sizes that make a chunk for this one. ``only_colder``: if their
-        latest use is longer ago than that of each chunk of this size. ``also_waiting``: though readers are
-        expected."""
+        """Begin to evict the pages of other sizes in a chunk that can serve this one. ``only_colder``: only
+        if their latest use was before that of each chunk of this size. ``also_waiting``: also pages that
+        wait for readers."""
 
         def may_go(chunk: Chunk) -> bool:
             return len(chunk.pages) == chunk.taken and all(
@@ -404,8 +405,8 @@ class Index:
         return self._drain(size, now)
 
     def _drain(self, size: SizeClass, now: float) -> bool:
-        """Evict some pages in the chunks that are to serve this size. If one of them may not go any more, the
-        chunks stay with their sizes. Returns whether there were such chunks."""
+        """Evict some pages in the chunks that are going to serve this size. If one of them must not be
+        evicted now, the chunks keep their sizes. Returns whether there were such chunks."""
         while size.to_drain:
             chunk = size.to_drain[-1]
             if not chunk.taken:
@@ -433,7 +434,8 @@ class Index:
         header_bytes: int,
         generation: int,
     ) -> Entry | None:
-        """The slot holds the page, whole. ``None``: there is one under the key already; the slot is free."""
+        """Hold the page, which is complete in its slot. ``None``: the key is held already; the slot is
+        freed."""
         if key in self.pages:
             self.slots.free(slot)
             return None
@@ -448,16 +450,16 @@ class Index:
             self._end_declaration(key, declared, None)
         return entry
 
-    def tell_stored(self, series: bytes, keys: Sequence[bytes]) -> None:
-        """Tell the listeners of pages that were published."""
+    def log_stored(self, series: bytes, keys: Sequence[bytes]) -> None:
+        """Log that pages were published."""
         if keys:
-            self._tell_evicted()
+            self._log_evicted()
             self.events.append(self._log.stored(series, keys))
 
     # -- pages go ------------------------------------------------------------------------------
 
     def _drop(self, entry: Entry, reason: PageEvent.Removal, *, forget: bool = True) -> None:
-        """A page is gone, or has been since the store was cleared. ``forget``: also from the order of
+        """Remove a page that is held, or was until the store was cleared. ``forget``: also from the order of
         eviction."""
         is_held = self.pages.get(entry.key) is entry
         if is_held:
@@ -475,20 +477,20 @@ class Index:
         else:
             self.slots.free(entry)
 
-    def _tell_evicted(self) -> None:
+    def _log_evicted(self) -> None:
         if self._evicted:
             evicted, self._evicted = self._evicted, defaultdict(list)
             for series, keys in evicted.items():
                 self.events.append(self._log.removed(series, keys, PageEvent.Removal.EVICTED))
 
     def take_events(self) -> list[PageEvent]:
-        """All that has happened and was not told yet."""
-        self._tell_evicted()
+        """Return and forget the events that the listeners have not got yet."""
+        self._log_evicted()
         events, self.events = self.events, []
         return events
 
     def remove(self, keys: Iterable[bytes], reason: PageEvent.Removal = PageEvent.Removal.REMOVED) -> None:
-        """Forget pages, and that they were declared."""
+        """Remove pages, and end their declarations."""
         keys = [*keys]
         gone: dict[bytes, list[bytes]] = defaultdict(list)
         for key in keys:
@@ -497,26 +499,25 @@ class Index:
             if entry is not None:
                 gone[entry.series].append(key)
                 self._drop(entry, reason)
-        self._tell_removed(gone, reason)
+        self._log_removed(gone, reason)
         self._undeclare(keys, None, reason)
 
     def remove_entry(self, entry: Entry, reason: PageEvent.Removal) -> None:
-        """Forget this page, if it is still the one under its key."""
+        """Remove this page, if its key has no other page by now."""
         if self.pages.get(entry.key) is entry:
             self._drop(entry, reason)
-            self._tell_removed({entry.series: [entry.key]}, reason)
+            self._log_removed({entry.series: [entry.key]}, reason)
 
-    def _tell_removed(self, gone: dict[bytes, list[bytes]], reason: PageEvent.Removal) -> None:
+    def _log_removed(self, gone: dict[bytes, list[bytes]], reason: PageEvent.Removal) -> None:
         if gone:
-            self._tell_evicted()
+            self._log_evicted()
         for series, keys in gone.items():
             self.events.append(self._log.removed(series, keys, reason))
 
     def clear(self) -> object:
-        """Forget all pages, declared ones too. They are in their slots until :meth:`free_cleared` has freed
-        these.
+        """Remove all pages, and end all declarations. :meth:`free_cleared` frees the slots afterwards.
 
-        Returns what the store has known of them: the caller drops it without the lock, since that takes long.
+        Returns the old tables. Freeing their memory takes long, so the caller drops them without the lock.
         """
         self._cleared += self.pages.parts
         orders = [(size, size.eviction) for size in self.slots.sizes.values()]
@@ -526,12 +527,12 @@ class Index:
         self._due, self._aside = [], []
         for size, _ in orders:
             size.new_eviction()
-        self._tell_evicted()
+        self._log_evicted()
         self.events.append(self._log.cleared())
         return known
 
     def free_cleared(self, most: int) -> bool:
-        """Free the slots of so many pages that were cleared. Returns whether there were any."""
+        """Free the slots of up to ``most`` pages that were cleared. Returns whether there were any."""
         left = most
         while self._cleared and left:
             part = self._cleared[-1]
@@ -546,7 +547,7 @@ class Index:
     # -- declared pages ------------------------------------------------------------------------
 
     def declare(self, series: bytes, keys: Iterable[bytes], holder: Holder, for_s: float | None) -> None:
-        """Pages are going to be put within ``for_s`` seconds; ``None``: at some time."""
+        """Note that the holder is going to put pages within ``for_s`` seconds; ``None``: without a limit."""
         until = math.inf if for_s is None else self._clock() + for_s
         new = [key for key in dict.fromkeys(keys) if key not in self.pages]
         if not new:
@@ -561,11 +562,11 @@ class Index:
             declared.latest = max(until, declared.latest)
         if until != math.inf:
             heapq.heappush(self._due, (until, next(self._numbers), new, holder))
-        self._tell_evicted()
+        self._log_evicted()
         self.events.append(self._log.declared(series, new, seconds_left(until - self._clock())))
 
     def withdraw(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """Declared pages are not put after all: one reader less waits for each."""
+        """End the holder's declarations. One reader less is expected for each page."""
         keys = [*keys]
         for key in keys:
             who, num_readers = self._expected.pop(key, (None, 0))
@@ -574,8 +575,8 @@ class Index:
         self._undeclare(keys, holder, PageEvent.Removal.WITHDRAWN)
 
     def expire(self) -> float | None:
-        """End pages that were declared in one call and did not come in time. Returns when to call again;
-        ``None``: never."""
+        """End the oldest declarations whose time is over, those of one call of :meth:`declare`. Returns when
+        to call again; ``None``: never."""
         now = self._clock()
         if self._due and self._due[0][0] <= now:
             _, _, keys, holder = heapq.heappop(self._due)
@@ -588,7 +589,7 @@ class Index:
         return self._due[0][0] if self._due else None
 
     def _undeclare(self, keys: Iterable[bytes], holder: Holder, reason: PageEvent.Removal) -> None:
-        """Pages are not expected from that end any more; ``None``: from any."""
+        """End the declarations of pages by that end; ``None``: by all ends."""
         gone: dict[bytes, list[bytes]] = defaultdict(list)
         for key in keys:
             declared = self.declared.get(key)
@@ -597,7 +598,7 @@ class Index:
             self._end_declaration(key, declared, holder)
             if not declared.until:
                 gone[declared.series].append(key)
-        self._tell_removed(gone, reason)
+        self._log_removed(gone, reason)
 
     def _end_declaration(self, key: bytes, declared: Declared, holder: Holder) -> None:
         if holder is None:
@@ -610,5 +611,5 @@ class Index:
 
 
 def seconds_left(seconds: float) -> float:
-    """The time that a listener is told."""
+    """Return the time for an event: not negative, and finite."""
     return min(max(0.0, seconds), FOR_EVER_S)

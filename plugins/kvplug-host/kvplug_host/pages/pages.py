@@ -47,11 +47,11 @@ _WARN_EVERY_S: Final = 60.0
 SLICE: Final = 16
 """Pages for which the lock is held at a time. A page takes between one and six microseconds."""
 LOOKUP_SLICE: Final = 256
-"""The same of lookups and copies of the index, which take less than a tenth of one."""
+"""The same for lookups and copies of the index, which take less than a tenth of a microsecond."""
 
 
 class Pages:
-    """Thread-safe. Listeners of events are called without the lock."""
+    """Memory and index. Thread-safe. Listeners of events are called without the lock."""
 
     def __init__(self, num_segments: int, segment_bytes: int, jobs: JobEngine) -> None:
         """
@@ -66,20 +66,20 @@ class Pages:
         self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
         self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
         self.lock = YieldingLock()
-        """For all of this."""
+        """Protects the index and the slots."""
         self.is_closed = False
         self._subscribers = Subscribers()
         self._abandoned: deque[list[Slot | None]] = deque()
         self._expiry: JobEngine.Alarm | None = None
-        self._said_no_memory = False
+        self._has_warned_of_memory = False
         self._num_unread = 0
-        """Evicted pages that waited for a reader, as far as the log has them."""
+        """Number of evicted pages that waited for a reader and that a warning has reported."""
         self._may_warn_at = 0.0
         close_after_fork(self)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Index]:
-        """The index, with the lock; then the listeners get the events."""
+        """Return the index, with the lock. Afterwards call the listeners with the events."""
         self._reclaim()
         try:
             with self.lock:
@@ -91,7 +91,8 @@ class Pages:
             self._subscribers.hand_out()
 
     def _slices(self, items: Sequence[T], most: int | None = None) -> Iterator[tuple[Index, Sequence[T]]]:
-        """The index, and a part of the items, with the lock. Other threads get their turn in between."""
+        """Yield the index and a part of the items, with the lock. Gives the lock to other threads in
+        between."""
         most = most or SLICE
         for begin in range(0, len(items), most):
             if begin:
@@ -100,19 +101,19 @@ class Pages:
                 yield index, items[begin : begin + most]
 
     def _reclaim(self) -> None:
-        """The slots of memory that was dropped are free."""
+        """Free the slots of memory that its user dropped."""
         while self._abandoned:
             with contextlib.suppress(IndexError):  # another thread does it
                 self.give_back([slot for slot in self._abandoned.popleft() if slot is not None])
 
     def usage(self) -> Usage:
-        """Pages, and what they take of the budget."""
+        """Return the number of pages, and the bytes that they take."""
         self._reclaim()
         with self.lock:
             return self.index.usage()
 
     def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
-        """A snapshot, then every event. Returns what ends it."""
+        """Call the listener with a snapshot, then with every event. Returns a function that ends this."""
         snapshot = Snapshot(time.monotonic)
         with self.changing() as index:
             self._subscribers.queue(index.take_events())  # they come before the snapshot
@@ -128,7 +129,7 @@ class Pages:
         return lambda: self._subscribers.end_one(subscription)
 
     def _copies(self, table_of: Callable[[Index], KeyTable[T]]) -> Iterator[dict[bytes, T]]:
-        """What a table has, in parts of different moments."""
+        """Yield copies of the parts of a table. They are copied at different moments."""
         number = 0
         while KeyTable.has_more(number):
             with self.lock:
@@ -137,7 +138,7 @@ class Pages:
             self.lock.give_way()
 
     def keys(self, series: bytes) -> list[bytes]:
-        """The held keys of a series."""
+        """Return the held keys of a series."""
         return [
             key
             for held in self._copies(lambda index: index.pages)
@@ -148,14 +149,14 @@ class Pages:
     # -- reading -------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], holder: Holder, lease_s: float = 0.0) -> list[Presence]:
-        """What there is of each key. Held pages are leased to the holder for that long."""
+        """Return the presence of each key, and lease the held pages to the holder for ``lease_s`` seconds."""
         found: list[Presence] = []
         for index, part in self._slices(keys, None if lease_s > 0 else LOOKUP_SLICE):
             found += index.lookup(part, holder, lease_s)
         return found
 
     def lease(self, keys: Sequence[bytes], holder: Holder, lease_s: float) -> list[Entry | None]:
-        """The pages, leased to the holder for that long; 0: not leased."""
+        """Return the held pages, leased to the holder for ``lease_s`` seconds; 0: not leased."""
         found: list[Entry | None] = []
         for index, part in self._slices(keys):
             entries = [index.pages.get(key) for key in part]
@@ -165,12 +166,12 @@ class Pages:
         return found
 
     def release(self, keys: Sequence[bytes], holder: Holder) -> None:
-        """The holder's leases on the pages end."""
+        """End the holder's leases on the pages."""
         for index, part in self._slices(keys):
             index.release(part, holder)
 
     def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """The pages, whose slots are not used again until :meth:`unpin`."""
+        """Return the held pages. Their slots are not used again until :meth:`unpin`."""
         found: list[Entry | None] = []
         for index, part in self._slices(keys):
             entries = [index.pages.get(key) for key in part]
@@ -180,8 +181,8 @@ class Pages:
         return found
 
     def unpin(self, entries: Sequence[Entry | None], reader: Holder, *, were_used: bool = True) -> None:
-        """The pages, in the order of a prompt, are not read any more by that end. ``were_used``: it has got
-        them, and uses them; the last goes first."""
+        """End the reading of pages, which are in the order of a prompt. ``were_used``: the reader has got
+        them and uses them; the last one is evicted first."""
         for index, part in self._slices(entries[::-1]):
             there = [entry for entry in part if entry is not None]
             for entry in there:
@@ -190,24 +191,23 @@ class Pages:
                 index.read([entry.key for entry in there if not entry.is_gone], reader)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Pages were used, as far as they are there. Of keys in the order of a prompt the last goes first."""
+        """Note that pages were used, in the order of a prompt: the last one is evicted first."""
         for index, part in self._slices(keys[::-1]):
             index.use(part)
 
     def read(self, keys: Sequence[bytes], reader: Holder) -> None:
-        """An end has read pages, as far as they are there. Of keys in the order of a prompt the last goes
-        first."""
+        """Note that an end has read pages, in the order of a prompt: the last one is evicted first."""
         for index, part in self._slices(keys[::-1]):
             index.read(part, reader)
 
     def expect_reader(self, keys: Sequence[bytes], holder: Holder) -> None:
-        """Another end than the holder is going to read these pages, also those that have still to come. Of
-        keys in the order of a prompt the last goes first."""
+        """Note that an end other than the holder is going to read these pages, also those that are not held
+        yet. They are in the order of a prompt: the last one is evicted first."""
         for index, part in self._slices(keys[::-1]):
             index.expect_reader(part, holder)
 
     def discard(self, entry: Entry | None, reason: MissReason) -> None:
-        """A page was found to be wrong: it makes room for a right one."""
+        """Remove a page whose bytes are wrong, so that a right one can be put."""
         if entry is None:
             return
         _log.warning("a page in the store is wrong (%s), and is removed", reason)
@@ -263,15 +263,15 @@ class Pages:
         return slots, results
 
     def _new_slot(self, index: Index, nbytes: int) -> Slot | PutReason | None:
-        """As :meth:`Index.reserve`. After ``None`` others get their turn before it is called again."""
+        """Call :meth:`Index.reserve`. After ``None`` the caller gives way and calls again."""
         try:
             slot = index.reserve(nbytes)
             self._warn_of_unread(index)
             return slot
         except (CapacityError, ResourceExhaustedError) as e:
-            if not self._said_no_memory:
+            if not self._has_warned_of_memory:
                 _log.warning("the store keeps less than its budget: %s", e)
-                self._said_no_memory = True
+                self._has_warned_of_memory = True
             return PutReason.NO_ROOM
 
     def _warn_of_unread(self, index: Index) -> None:
@@ -287,7 +287,7 @@ class Pages:
         )
 
     def give_back(self, slots: Iterable[Slot]) -> None:
-        """Slots are free that hold no page."""
+        """Free slots that hold no page."""
         left = [*slots]
         while left:
             with self.lock:
@@ -303,9 +303,9 @@ class Pages:
         header_bytes: Mapping[int, int],
         results: Iterable[tuple[int, PutReason | None]],
     ) -> None:
-        """The pages are in their slots, whole, and their headers behind them: they are held from now on.
+        """Hold pages that are complete in their slots, with their headers behind them.
 
-        ``results``: of other pages of the put, which are noted, too.
+        ``results``: those of other pages of the put, which are noted, too.
         """
         pages = put.pages
         put.note_all([*results])
@@ -331,17 +331,17 @@ class Pages:
                     self.segments.set_generation(slot.word, generation)
                     stored.append(key)
                 noted.append((at, None))
-            index.tell_stored(pages.series.id, stored)
+            index.log_stored(pages.series.id, stored)
             put.note_all(noted)
 
     def settled(self, put: Put) -> None:
-        """Nothing of a put is copied any more: slots of its memory that it did not need are free."""
+        """End a put whose last copy has ended: free the slots of its memory that it did not need."""
         self.free(put.pages.memory)
         for index, part in self._slices(put.pages.keys[::-1]):
             index.refresh(part)
 
     def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
-        """Slots for pages that the caller fills; ``None``: there is no room."""
+        """Return slots for pages that the caller fills, or ``None`` if there is no room."""
         slots: list[Slot] = []
         while len(slots) < count:
             with self.changing() as index:
@@ -357,7 +357,7 @@ class Pages:
         return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
 
     def free(self, memory: PageMemory) -> None:
-        """Memory of :meth:`allocate` is free that holds no page."""
+        """Free the slots of memory of :meth:`allocate` that hold no page."""
         if isinstance(memory, SlotBuffers):
             with self.lock:
                 slots = memory.take_all()
@@ -366,18 +366,18 @@ class Pages:
     # -- what is expected, and what goes -------------------------------------------------------
 
     def declare(self, holder: Holder, series: bytes, keys: Sequence[bytes], for_s: float | None) -> None:
-        """An end is going to put these pages within ``for_s`` seconds."""
+        """Note that the holder is going to put these pages within ``for_s`` seconds."""
         for index, part in self._slices(keys):
             index.declare(series, part, holder, for_s)
         self._expire()
 
     def withdraw(self, keys: Sequence[bytes], holder: Holder) -> None:
-        """An end does not put declared pages after all."""
+        """End the holder's declarations of these pages."""
         for index, part in self._slices(keys):
             index.withdraw(part, holder)
 
     def _expire(self) -> None:
-        """End declared pages whose time is over, and have this called again when the next one's is."""
+        """End declarations whose time is over, and schedule the next call."""
         with self.changing() as index:
             if self.is_closed:
                 return
@@ -390,7 +390,7 @@ class Pages:
                 _log.warning("the store needs another thread: %s", e)
 
     def remove(self, keys: Sequence[bytes] | None) -> None:
-        """Forget pages, also those that are declared or being put; ``None``: all that there are now."""
+        """Remove pages, also those that are declared or being put; ``None``: all that there are now."""
         if keys is None:
             with self.changing() as index:
                 self._forget_in_puts(None)
@@ -412,7 +412,7 @@ class Pages:
                 task.forget(keys)
 
     def forget_holders(self, holders: Iterable[Holder]) -> None:
-        """Ends are gone: what they leased and declared ends."""
+        """End the leases and declarations of ends that are gone."""
         for holder in holders:
             left = True
             while left:
@@ -424,7 +424,7 @@ class Pages:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """No page is held any more. The memory lives on with the last copy out of it."""
+        """Close the memory, which exists until the last copy out of it has ended."""
         with self.lock:
             self.is_closed = True
         self._subscribers.end()
