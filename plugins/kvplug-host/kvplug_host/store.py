@@ -26,7 +26,7 @@ from kvplug.transport import (
     Usage,
     close_after_fork,
 )
-from kvplug_host.jobs.get import SlotGet
+from kvplug_host.jobs import SlotGet
 from kvplug_host.options import HostOptions
 from kvplug_host.pages.pages import Pages
 from kvplug_host.pages.slot_buffers import SlotBuffers

@@ -12,7 +12,7 @@ from kvplug_host import protocol
 from kvplug_host.arena.segments import WORD
 from kvplug_host.client.connection import Connection
 from kvplug_host.client.mapping import Mapping
-from kvplug_host.jobs.get import SlotGet
+from kvplug_host.jobs import SlotGet
 
 _READ_LEASE_S: Final = 30.0
 """The longest that pages are kept in their slots for a reader that does not say that it is done."""

@@ -24,8 +24,7 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
-from kvplug_host.jobs.get import Landing
-from kvplug_host.jobs.steps import runs_of
+from kvplug_host.jobs import Landing, runs_of
 
 _ANSWER_S: Final = 10.0
 """How long the answer over the channel may come after the first piece over the pipe."""

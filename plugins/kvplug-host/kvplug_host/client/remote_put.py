@@ -19,8 +19,7 @@ from kvplug.transport import (
 from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
 from kvplug_host.client.reserved import Reserved
-from kvplug_host.jobs.put import Put
-from kvplug_host.jobs.steps import PUT_STEP_BYTES, ranges_of, runs_of
+from kvplug_host.jobs import PUT_STEP_BYTES, Put, ranges_of, runs_of
 
 _AHEAD: Final = 3
 """Ranges of pages for which the store holds slots at the same time."""

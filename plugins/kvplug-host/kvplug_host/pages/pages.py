@@ -31,7 +31,7 @@ from kvplug.transport import (
 )
 from kvplug_host.arena.segments import Segments
 from kvplug_host.arena.slots import Slot, SlotTable
-from kvplug_host.jobs.put import Put
+from kvplug_host.jobs import Put
 from kvplug_host.key_table import KeyTable
 from kvplug_host.pages.index import Entry, Holder, Index
 from kvplug_host.pages.slot_buffers import SlotBuffers

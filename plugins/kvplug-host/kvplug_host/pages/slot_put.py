@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvplug.transport import Job, PageCopy, PageRequest, PageRows, PageSeal, PutReason
-from kvplug_host.jobs.put import Put
-from kvplug_host.jobs.steps import PUT_STEP_BYTES, ranges_of, runs_of
+from kvplug_host.jobs import PUT_STEP_BYTES, Put, ranges_of, runs_of
 from kvplug_host.pages.pages import Pages
 from kvplug_host.pages.slot_buffers import SlotBuffers
 

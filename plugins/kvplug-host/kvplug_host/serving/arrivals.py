@@ -23,7 +23,7 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.arena.slots import Slot
-from kvplug_host.jobs.put import Put
+from kvplug_host.jobs import Put
 from kvplug_host.pages.pages import Pages
 
 

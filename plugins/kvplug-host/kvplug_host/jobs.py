@@ -1,23 +1,105 @@
-"""A request for pages: layer after layer, over all of its pages, verified before anything is released."""
+"""The jobs of the store, in either process: requests in steps, pages that come in, pages that are put."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
-from kvplug.transport import GetJob, JobTask, MissReason, PageCopy, PageRequest, PageRows, PageSeal
-from kvplug_host.jobs.steps import ranges_of
+from kvplug.transport import (
+    GetJob,
+    Job,
+    JobTask,
+    MissReason,
+    PageCopy,
+    PageRequest,
+    PageRows,
+    PageSeal,
+    PutReason,
+)
+
+STEP_BYTES: Final = 2 << 20
+"""Bytes that one step copies, before it is another task's turn. They fit into the cache of a core or two."""
+
+PUT_STEP_BYTES: Final = 2 * STEP_BYTES
+"""The same for puts, which also reserve, make headers and publish in each step."""
 
 WRONG: Final = frozenset({MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT})
 """Why a page under the right key is wrong: it makes room for a right one."""
 
 
-class Landing(JobTask):
-    """Where the pages of one request come in, from wherever: the results, and the layers that may be used.
+def ranges_of(count: int, nbytes: int, step_bytes: int = STEP_BYTES) -> list[range]:
+    """Cut ``count`` pages or layers of ``nbytes`` each into ranges of about ``step_bytes``."""
+    each = max(1, step_bytes // max(1, nbytes))
+    return [range(first, min(first + each, count)) for first in range(0, count, each)]
 
-    A layer is released when it is verified for all pages. As soon as a page is missed no more layers are: the
-    caller learns with the results which one it is.
+
+def runs_of(numbers: Sequence[int]) -> Iterator[range]:
+    """Yield ascending numbers as ranges of consecutive ones."""
+    begin = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield range(numbers[begin], numbers[at - 1] + 1)
+            begin = at
+
+
+class Put(JobTask):
+    """The put of one request. Pages that are removed before they are put are not kept."""
+
+    def __init__(
+        self,
+        job: Job[PutReason | None],
+        pages: PageRequest,
+        num_steps: int | None = None,
+        settled: Callable[[Put], None] = lambda put: None,
+    ) -> None:
+        """
+        Args:
+            num_steps: as of :class:`JobTask`.
+            settled: called once, when nothing is copied out of the pages' memory any more.
+        """
+        super().__init__(job, num_steps)
+        self.pages = pages
+        self._on_settled = settled
+        self._forgotten: set[bytes] = set()
+        self._all_forgotten = False
+
+    def forget(self, keys: Iterable[bytes] | None) -> None:
+        """Keep none of these pages, which a program removes; ``None``: none at all."""
+        with self.lock:
+            if keys is None:
+                self._all_forgotten = True
+            else:
+                self._forgotten.update(keys)
+
+    def is_forgotten(self, key: bytes) -> bool:
+        """Whether the page was removed meanwhile."""
+        return self._all_forgotten or key in self._forgotten
+
+    def note_all(self, results: Sequence[tuple[int, PutReason | None]]) -> None:
+        """Record the results of some pages."""
+        with self.lock:
+            for index, result in results:
+                self.note(index, result)
+
+    def final(self, reason: MissReason | None) -> list[Any]:
+        return [
+            PutReason.CANCELLED if result is None and self.is_forgotten(key) else result
+            for key, result in zip(self.pages.keys, super().final(reason), strict=True)
+        ]
+
+    def result_for(self, reason: MissReason | None) -> PutReason | None:
+        return None if reason is None else PutReason.of(reason)
+
+    def settled(self) -> None:
+        self._on_settled(self)
+
+
+class Landing(JobTask):
+    """The get of one request: its results, and the layers that may be used. Subclasses bring the pages.
+
+    A layer is released when it is verified for all pages. Once a page is missed no more layers are released;
+    the results name the page.
     """
 
     job: GetJob
@@ -40,8 +122,7 @@ class Landing(JobTask):
         form = pages.series.format
         self.headers: list[bytes] = [b""] * job.count
         self.layers = ranges_of(form.num_layers, form.layer_nbytes * job.count)
-        """The layers that come together. Where all pages have no room in one step, the pages of a layer come
-        in several."""
+        """Layers that are copied together. If one step cannot copy all pages, several steps copy a layer."""
         widest = max(map(len, self.layers), default=1) * form.layer_nbytes
         self.ranges = ranges_of(job.count, widest)
         self._left = [len(self.ranges)] * len(self.layers)
@@ -49,7 +130,7 @@ class Landing(JobTask):
         self._complete = 0
 
     def miss(self, index: int, reason: MissReason) -> None:
-        """A page is missed. The first reason counts."""
+        """Note that a page is missed. The first reason counts."""
         with self.lock:
             if self.results[index] is not JobTask.UNKNOWN or self.is_over:
                 return
@@ -59,7 +140,7 @@ class Landing(JobTask):
             self._discard(index, reason)
 
     def check_headers(self, numbers: Sequence[int], headers: Sequence[bytes]) -> None:
-        """The headers of these pages have come."""
+        """Check the headers of these pages. Notes those that are wrong as missed."""
         pages = self.pages
         identities = [pages.identities[at] for at in numbers]
         reasons = self.seal.check_headers(pages.series, identities, headers)
@@ -70,10 +151,10 @@ class Landing(JobTask):
                 self.miss(index, reason)
 
     def land(self, pages: range, load: Callable[[range], list[MissReason | None] | None]) -> None:
-        """Verify some layers of these pages, as far as they are not missed, and copy them to the caller.
+        """Verify some layers of these pages and copy them to the caller, except for pages that are missed.
 
         Args:
-            load: ``load(run)``: does so for some of the pages, as :meth:`PageCopy.load` does.
+            load: ``load(run)``: does so for consecutive pages, as :meth:`PageCopy.load`.
 
         Raises:
             JobOverError: the job has ended.
@@ -86,7 +167,7 @@ class Landing(JobTask):
                     self.miss(index, reason)
 
     def _runs(self, pages: range) -> Iterator[range]:
-        """Consecutive pages that are not missed."""
+        """Yield the pages that are not missed, as ranges of consecutive ones."""
         if not self._is_missing:
             yield pages
             return
@@ -100,7 +181,8 @@ class Landing(JobTask):
             yield range(begin, pages.stop)
 
     def landed(self, group: int) -> None:
-        """Some of the pages of a group of layers have come, and were verified."""
+        """Note that one of :attr:`ranges` is verified for a group of layers. Releases layers that are
+        complete."""
         with self.lock:
             self._left[group] -= 1
             while self._complete < len(self.layers) and not self._left[self._complete]:
@@ -112,10 +194,9 @@ class Landing(JobTask):
 
 
 class SlotGet(Landing):
-    """Out of slots that this process can read: its own, or those of a store in another process.
+    """A get out of slots that this process can read: its own, or those of a store in another process.
 
-    Once :meth:`found` was called its steps are run. The first step checks the headers, the others
-    copy.
+    Its steps run once :meth:`found` was called. The first step checks the headers, the others copy.
     """
 
     def __init__(
@@ -133,8 +214,8 @@ class SlotGet(Landing):
         Args:
             discard: as for :class:`Landing`.
             settled: called once, when no slot is read any more.
-            again: has the steps of this task run once more.
-            prepare: called in the first step. May raise what the caller of :meth:`end` should know.
+            again: queues this task once more.
+            prepare: called in the first step. May raise MemoryError, which ends the job.
         """
         super().__init__(job, pages, seal, discard)
         self._on_settled = settled
@@ -157,12 +238,12 @@ class SlotGet(Landing):
         payload_bytes: Sequence[int],
         generations: PageCopy.Generations | None = None,
     ) -> None:
-        """Where the pages are.
+        """Set where the pages are.
 
         Args:
             buffer: has all slots.
-            offsets: of each page's slot: its bytes, then the header. Of a page that is missed: any.
-            generations: those of all slots; ``None``: the pages stay there.
+            offsets: of each page's slot: its bytes, then the header. Any number for a page that is missed.
+            generations: those of all slots, to be compared after each copy; ``None``: the pages are pinned.
         """
         self._buffer = buffer
         self._offsets = offsets
