@@ -128,34 +128,33 @@ class RedisStore(BlockingStore):
                     heads[index] = head
                     if is_small[index] and not head.piece:
                         yield index, head.length if head.length != wanted[index] else length - HEAD_BYTES
-                    elif head.length == wanted[index]:
-                        large[index] = self._content(keys[index], head, into[index])
                     else:
-                        for view in into[index][:1]:
-                            view[:] = bytes(len(view))
-                        yield index, head.length
+                        large[index] = self._content(keys[index], head, into[index])
             lost = []
             order = list(large)
             for at, replies in self._client.stream([*large.values(), *self._uses(keys, heads)]):
                 if at >= len(order):
                     continue  # a use that could not be recorded: the page can be read
-                index = order[at]
+                index, head = order[at], heads[order[at]]
                 length = sum(each or 0 for each in _values(replies))
-                if length == wanted[index] or not heads[index].piece:
-                    yield index, length
-                else:
+                if length == min(wanted[index], head.length):
+                    yield index, head.length
+                elif head.piece:
                     lost.append(index)
+                else:
+                    yield index, length
             self._forget([_member(keys[index], heads[index]) for index in lost])
             yield from ((index, None) for index in lost)
             if wrong is not None:
                 raise wrong
 
     def _content(self, key: bytes, head: Head, into: Sequence[memoryview]) -> Sequence[Command]:
-        """Commands that read a page's bytes after its head."""
+        """Commands that read a page's bytes after its head, as far as the buffers go."""
         if not head.piece:
             return [_part(self._names.manifest(key), HEAD_BYTES, into=into)]
-        names = self._names.pieces(key, head.tag, head.num_pieces)
-        return [_part(name, 0, into=group) for name, group in zip(names, cut(into, head.piece), strict=True)]
+        groups = list(cut(into, head.piece))
+        names = self._names.pieces(key, head.tag, min(head.num_pieces, len(groups)))
+        return [_part(name, 0, into=group) for name, group in zip(names, groups, strict=False)]
 
     def _uses(self, keys: Sequence[bytes], heads: Mapping[int, Head]) -> list[list[Command]]:
         """Groups of commands that record a use of these pages, unless that was done a moment ago.

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import pytest
 
 from kvplug.transport import Store
-from kvplug_testing import DirectoryContract, StoreContract
+from kvplug_testing import BlockingStoreContract, DirectoryContract, StoreContract
 
 
-class TestRedis(StoreContract):
-    store = "redis"
-    place_option = "prefix"
+class Served:
+    """Starts a server for the tests of a class."""
+
     server: ClassVar[Any]
+    options: ClassVar[dict[str, Any]]
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -28,6 +29,16 @@ class TestRedis(StoreContract):
         cls.options = {"address": [f"unix:{cls.server.socket}"]}
         yield
         cls.server.kill()
+
+
+class TestRedisMethods(Served, BlockingStoreContract):
+    store = "redis"
+    place_option = "prefix"
+
+
+class TestRedis(Served, StoreContract):
+    store = "redis"
+    place_option = "prefix"
 
     @contextlib.contextmanager
     def holding_up(self, store: Store) -> Iterator[None]:

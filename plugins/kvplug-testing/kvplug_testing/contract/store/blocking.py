@@ -56,6 +56,22 @@ class BlockingStoreContract(StoreSuite):
             assert store.read(_KEYS[0], [memoryview(into)]) == nbytes, "read returns the length of the page"
             assert into[:nbytes] == page[:other], "the buffers are filled from the page's first byte on"
 
+    @law("STORE-1")
+    @pytest.mark.parametrize("nbytes", [4096, MIB + 3])
+    def test_several_pages_in_one_call_are_those_of_single_calls(self, nbytes: int) -> None:
+        store = self.raw()
+        pages = {key: randbytes(key, nbytes) for key in _KEYS[:4]}
+        store.write(_KEYS[0], _cut(pages[_KEYS[0]], 1))
+        again = store.write_pages(_KEYS[:3], [_cut(pages[key], 3) for key in _KEYS[:3]])
+        assert [*again] == [True] * 3, "the pages are there"
+        store.write(_KEYS[3], _cut(pages[_KEYS[3]], 2))
+        memory, found = bytearray(nbytes), {}
+        for index, length in store.read_pages(_KEYS[:6], [_cut(memory, 2)] * 6):
+            assert index not in found, "a page comes once"
+            found[index] = length
+            assert length is None or memory == pages[_KEYS[index]], "the buffers hold the page that comes"
+        assert found == {**dict.fromkeys(range(4), nbytes), 4: None, 5: None}
+
     @law("STORE-10")
     def test_has_answers_in_the_order_of_the_keys_and_an_absent_page_is_none(self) -> None:
         store = self.raw()
