@@ -135,10 +135,7 @@ class Sweeper:
             wait_s = self._rescan_s
             try:
                 if self._is_due():
-                    with self._lock:
-                        self.scan()
-                        while self._ledger.last.used_bytes > self._budget and self._evict_one():
-                            pass
+                    self.scan_now()
             except OSError as e:
                 _log.debug("the folder %s cannot be searched: %s", self._folder.root, e)
             finally:
@@ -150,9 +147,15 @@ class Sweeper:
             return not 0 <= time.time() - totals.scanned_at < 0.5 * self._rescan_s
 
     def scan_now(self) -> None:
-        """Search the folder before the next scan is due."""
+        """Search the folder, and evict the pages that are beyond the budget.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
         with self._lock:
             self.scan()
+            while self._ledger.last.used_bytes > self._budget and self._evict_one():
+                pass
 
     def scan(self, without: str = "") -> None:
         """With the lock: count all pages, find the least recently used ones, and clean up.
