@@ -180,7 +180,6 @@ from kvplug.net.memory.segment import (
 )
 from kvplug.net.streams import (
     DeviceMark as DeviceMark,
-    StreamPool as StreamPool,
 )
 from kvplug.net.threads import (
     BackgroundThread as BackgroundThread,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvplug.engine import BlockViews, KVCacheConfig, LayoutError
 from kvplug.net.wire.checksum import digest
-from kvplug.transport import DeviceMark, StreamPool
+from kvplug.transport import DeviceMark, OfferPipe
 
 if TYPE_CHECKING:
     import torch
@@ -93,24 +93,22 @@ class OwnStream:
     """A stream that one thread copies on, besides the engine's. On the CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = None if device.type == "cpu" else StreamPool.acquire(device)
+        self._device = device
+        self._stream = OfferPipe.Device(str(device)).new_stream()
 
     @contextlib.contextmanager
     def after(self, mark: DeviceMark) -> Iterator[None]:
         """Queue the work of the block on this stream, after ``mark``."""
         import torch
 
-        if self._stream is None:
-            yield
-            return
-        mark.hold(self._stream)
-        with torch.get_device_module(self._stream.device).stream(self._stream):
+        with self._stream.current():
+            if self._device.type != "cpu":
+                mark.hold(torch.get_device_module(self._device).current_stream(self._device))
             yield
 
     def close(self) -> None:
         """Give the stream back. Queued work still runs."""
-        if self._stream is not None:
-            StreamPool.release(self._stream)
+        self._stream.close()
 
 
 def _in_units(view: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
