@@ -199,7 +199,11 @@ class PageCopy:
         return [MissReason.CORRUPT if each else None for each in faults]
 
     def expect(self, first: int, headers: Sequence[bytes | memoryview]) -> None:
-        """Set the headers of pages ``first`` and on, for :meth:`check`. They are as those of :meth:`use`."""
+        """Set the headers of pages ``first`` and on, for :meth:`check`. They are as those of :meth:`use`.
+
+        Raises:
+            LayoutError: a header has another number of checksums than a page of this memory.
+        """
         form, count = self._memory.format, len(headers)
         self._check(range(first, first + count), self._all_layers)
         at, none = self._seal.checksums_at(form, self._all_layers), bytes(8 * self._each)

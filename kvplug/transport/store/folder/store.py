@@ -71,6 +71,7 @@ class FolderStore(BlockingStore):
         self.location = self._folder.path
         self._ledger = Ledger(os.path.join(self._folder.root, "usage"))
         self.sweeper = Sweeper(self._folder, self._ledger, size, rescan_s)
+        """Counts what the folder uses, and removes the pages that were not used for the longest time."""
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -126,6 +127,11 @@ class FolderStore(BlockingStore):
         self._folder.note_use(keys)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        """Write a page, as :meth:`BlockingStore.write` says.
+
+        Raises:
+            CapacityError: the page is larger than the budget of the folder.
+        """
         cost = cost_of(sum(part.nbytes for part in page))
         if cost > self._budget:
             raise CapacityError(f"a page takes {cost} bytes on the disk, but the budget is {self._budget}")
