@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_LONG_ROW_BYTES: Final = 16 << 10
+"""A block of this size or larger is copied in less time than by an index, also from Python."""
+
+
 @attrs.frozen(eq=False)
 class RowMemory:
     """Where blocks lie in this processor's memory. A block of a layer has ``num_parts`` places."""
@@ -200,6 +204,14 @@ class RowViews:
                 )
                 reach = max(reach, -(-extent // view.stride(0)) if view.stride(0) else self.num_blocks)
         return reach
+
+    @cached_property
+    def is_by_row(self) -> bool:
+        """Whether blocks are copied one by one: they are long and contiguous, and overlap in a view. There
+        torch copies element by element if it is given an index."""
+        views = [view for layer in self.layers for view in layer]
+        is_long = self.row_bytes >= _LONG_ROW_BYTES * len(self.layers[0])
+        return is_long and self.reach > 1 and all(view[0].is_contiguous() for view in views)
 
     @cached_property
     def bits(self) -> list[list[Tensor]]:

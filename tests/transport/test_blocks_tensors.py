@@ -114,6 +114,24 @@ def test_views_whose_blocks_overlap_have_addresses_for_blocks_that_do_not() -> N
     assert rows.tolist() == [[9, 10, 11], [0, 1, 2], [2, 3, 4]]
 
 
+@pytest.mark.parametrize("nbytes", [3, 20_000])
+def test_blocks_of_views_that_overlap_are_gathered_and_scattered(nbytes: int) -> None:
+    source, target = filled((4 * nbytes,), torch.uint8), torch.zeros(4 * nbytes, dtype=torch.uint8)
+
+    def blocks(buffer: torch.Tensor) -> Blocks:
+        views = [buffer.as_strided((2 * nbytes, nbytes), (1, 1), at) for at in (0, nbytes)]
+        return Blocks(views, [nbytes + 1, 0])
+
+    message = blocks(source).gathered().view(4, nbytes)
+    begins = [nbytes + 1, 0, 2 * nbytes + 1, nbytes]
+    assert torch.equal(message, torch.stack([source[at : at + nbytes] for at in begins]))
+    blocks(target).scatter(1, message[1:3])
+    expected = torch.zeros_like(source)
+    for at in begins[1:3]:
+        expected[at : at + nbytes] = source[at : at + nbytes]
+    assert torch.equal(target, expected)
+
+
 @pytest.mark.parametrize(
     ("axes", "said"),
     [

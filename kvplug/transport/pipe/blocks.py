@@ -160,6 +160,10 @@ class Blocks:
         import torch
 
         rows = self._by_part(as_bits(rows))
+        if self._of.is_by_row:
+            for in_cache, row in self._pairs(first, rows):
+                row.copy_(in_cache)
+            return
         for layer, index, begin, end in self._runs(first, len(rows)):
             for part, view in enumerate(self._of.bits[layer]):
                 torch.index_select(view, 0, index, out=rows[begin:end, part])
@@ -167,6 +171,10 @@ class Blocks:
     def scatter(self, first: int, rows: Tensor) -> None:
         """Copy ``rows`` into the views: the inverse of :meth:`gather`."""
         rows = self._by_part(as_bits(rows))
+        if self._of.is_by_row:
+            for in_cache, row in self._pairs(first, rows):
+                in_cache.copy_(row)
+            return
         wide = as_elements(rows, axes=2)
         for layer, index, begin, end in self._runs(first, len(rows)):
             for part, view in enumerate(self._of.wide[layer]):
@@ -176,6 +184,13 @@ class Blocks:
                     self._of.bits[layer][part].index_copy_(0, index, rows[begin:end, part])
                 else:
                     view.index_copy_(0, index, wide[begin:end, part])
+
+    def _pairs(self, first: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each part of each block in the cache, with its place in ``rows``."""
+        for number, row in enumerate(rows, first):
+            layer, at = divmod(number, len(self._ids))
+            for view, part in zip(self._of.bits[layer], row, strict=True):
+                yield view[self._ids[at]], part
 
     def _by_part(self, rows: Tensor) -> Tensor:
         """Return ``rows`` as ``[count, parts, *row of a view]``."""

@@ -99,6 +99,12 @@ class Pipe(abc.ABC):
         the metrics. Empty if the transport does not name a route."""
         return ""
 
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether :meth:`recv_blocks` writes into the blocks while a message arrives. Else the pipe receives
+        the message in memory of its own, and copies it at the end."""
+        return type(self)._receive_blocks is not Pipe._receive_blocks
+
     def path_report(self) -> Pipe.PathReport:
         """Report what the transport knows about its path's speed. Called once when the pipe begins, and again
         before an alarm that the path is slow. It may inspect the host, but must not wait for the peer."""

@@ -185,7 +185,14 @@ class HostClient(Store):
             self._start(get, connection.requests)
             get.ask()
         elif connection is not None and connection.pages is not None:
-            piped = PipedGet(job, pages, self.seal, connection.note_wrong, connection.requests)
+            piped = PipedGet(
+                job,
+                pages,
+                self.seal,
+                connection.note_wrong,
+                connection.requests,
+                fills_blocks=connection.pages.pipe.fills_blocks,
+            )
             self._start(piped, connection.requests)
             connection.pages.ask(piped)
         else:

@@ -53,10 +53,19 @@ class PipedGet(Landing):
         seal: PageSeal,
         wrong: Callable[[bytes, MissReason], None],
         requests: Requests,
+        *,
+        fills_blocks: bool = True,
     ) -> None:
-        """``wrong``: called with the key of a page that is wrong, and why."""
+        """
+        Args:
+            wrong: called with the key of a page that is wrong, and why.
+            fills_blocks: :attr:`Pipe.fills_blocks`. If it is not set, only a piece of one block is received
+                into the caller's memory: a pipe has other ways than blocks for it.
+        """
         super().__init__(job, pages, seal, lambda index, reason: wrong(pages.keys[index], reason))
         form, block_bytes = pages.series.format, pages.memory.block_bytes
+        if not fills_blocks and len(self.ranges[0]) * len(self.layers[0]) * form.layer_nbytes != block_bytes:
+            block_bytes = 0
         self._requests = requests
         self._as_blocks = block_bytes > 0
         row_bytes = block_bytes or form.layer_nbytes
