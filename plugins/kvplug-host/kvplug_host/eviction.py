@@ -70,15 +70,17 @@ class _Line:
         return self._ends.after
 
     def append(self, page: _Page) -> None:
-        self._insert(page, self._ends)
+        ends = self._ends
+        last = ends.before
+        page.line, page.before, page.after = self, last, ends
+        last.after = ends.before = page
+        self._count += 1
 
     def prepend(self, page: _Page) -> None:
-        self._insert(page, self._ends.after)
-
-    def _insert(self, page: _Page, after: _Page) -> None:
-        before = after.before
-        page.line, page.before, page.after = self, before, after
-        before.after = after.before = page
+        ends = self._ends
+        first = ends.after
+        page.line, page.before, page.after = self, ends, first
+        first.before = ends.after = page
         self._count += 1
 
     def remove(self, page: _Page) -> None:
@@ -132,9 +134,7 @@ class Eviction:
         return page is not None and page.num_readers > 0
 
     def _held(self, key: bytes) -> _Page:
-        page = self._pages.get(key)
-        assert page is not None, "the page is not in the order of eviction"
-        return page
+        return self._pages.parts[key[0]][key]
 
     def _move(self, page: _Page, line: _Line) -> None:
         page.line.remove(page)
@@ -146,22 +146,25 @@ class Eviction:
 
     def add(self, key: bytes, num_readers: int = 0) -> None:
         """A page has come, and so many readers are expected."""
-        once, often = len(self._once_gone), len(self._often_gone)
         page = self._pages.get(key)
         if page is None:
             page = _Page(key)
             self._pages.add(key, page)
             page.then = self._once
         else:
+            once, often = len(self._once_gone), len(self._often_gone)
             if page.line is self._once_gone:
                 self._goal = min(self._most, self._goal + max(1.0, often / once))
             else:
                 self._goal = max(0.0, self._goal - max(1.0, once / often))
             page.line.remove(page)
             page.then = self._often
-        self._wait(page, num_readers)
-        page.until = self._clock() + MAX_WAIT_S if num_readers else 0.0
-        (self._waiting if num_readers else page.then).append(page)
+        if num_readers:
+            self._wait(page, num_readers)
+            page.until = self._clock() + MAX_WAIT_S
+            self._waiting.append(page)
+        else:
+            page.then.append(page)
 
     def expect(self, key: bytes) -> None:
         """One more engine is going to read a page, which counts as a use."""

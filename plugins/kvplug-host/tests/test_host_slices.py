@@ -91,6 +91,7 @@ class Machine(RuleBasedStateMachine):
         self._patches = [
             mock.patch("kvplug_host.pages.pages.SLICE", 1),
             mock.patch("kvplug_host.pages.pages.LOOKUP_SLICE", 1),
+            mock.patch("kvplug_host.pages.pages.PUT_SLICE", 1),
             mock.patch("kvplug_host.pages.index.MOST_LOOKED_AT", 1),
             mock.patch("kvplug_host.eviction.MOST_LOOKED_AT", 2),
             mock.patch.object(self.pages.lock, "give_way", self._give_way),

@@ -46,7 +46,9 @@ _log = logging.getLogger(__name__)
 _WARN_EVERY_S: Final = 60.0
 SLICE: Final = 16
 """Pages for which the lock is held at a time. A page takes between one and six microseconds."""
-LOOKUP_SLICE: Final = 256
+PUT_SLICE: Final = 32
+"""The same for the steps of puts: more, so that two steps at once seldom wait for each other."""
+LOOKUP_SLICE: Final = 512
 """The same for lookups and copies of the index, which take less than a tenth of a microsecond."""
 
 
@@ -97,8 +99,14 @@ class Pages:
         for begin in range(0, len(items), most):
             if begin:
                 self.lock.give_way()
-            with self.changing() as index:
-                yield index, items[begin : begin + most]
+            if self._abandoned:
+                self._reclaim()
+            with self.lock:
+                yield self.index, items[begin : begin + most]
+                if events := self.index.take_events():
+                    self._subscribers.queue(events)
+            if events:
+                self._subscribers.hand_out()
 
     def _reclaim(self) -> None:
         """Free the slots of memory that its user dropped."""
@@ -234,7 +242,7 @@ class Pages:
                 if is_over := put.is_over or self.is_closed:
                     break
                 held = []
-                for at, nbytes in [*itertools.islice(left, SLICE)]:
+                for at, nbytes in [*itertools.islice(left, PUT_SLICE)]:
                     key, result = pages.keys[at], None
                     if put.is_forgotten(key):
                         result = PutReason.CANCELLED
@@ -256,7 +264,8 @@ class Pages:
                         results.append((at, result))
                     left.popleft()
                 index.use(held[::-1])
-            self.lock.give_way()
+            if left:
+                self.lock.give_way()
         if is_over:
             self.give_back(slots.values())
             raise JobTask.OverError
@@ -294,7 +303,8 @@ class Pages:
                 for slot in left[:SLICE]:
                     self._slots.free(slot)
             del left[:SLICE]
-            self.lock.give_way()
+            if left:
+                self.lock.give_way()
 
     def publish(
         self,
@@ -309,7 +319,7 @@ class Pages:
         """
         pages = put.pages
         put.note_all([*results])
-        for index, part in self._slices([*slots.items()]):
+        for index, part in self._slices([*slots.items()], PUT_SLICE):
             noted: list[tuple[int, PutReason | None]] = []
             stored = []
             for at, slot in part:
