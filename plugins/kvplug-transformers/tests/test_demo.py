@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def contact(model) -> Iterator[str]:
     """How to reach a prefill terminal, which has the KV of seventy words and ends with Ctrl-C."""
     arguments = ("--model", model, "--prompt", words(70), "--listen", "unix:", "--layout", "KBHTD")
     with started("prefill", *arguments) as prefill:
-        yield read_until(prefill.stdout, "kvplug demo decode --connect").split()[-1]
+        yield shlex.split(read_until(prefill.stdout, "kvplug demo decode --connect"))[4]
         prefill.send_signal(signal.SIGINT)
         assert prefill.wait(timeout=10) == 130
 
@@ -274,7 +275,7 @@ def test_two_terminals_may_have_two_workers_each(model):
     with started("prefill", *arguments, "--listen", "unix:") as prefill:
         command = read_until(prefill.stdout, "kvplug demo decode --connect")
         assert command.endswith(" --tensor-parallel 2\n")
-        found = report(run("decode", *arguments, "--json", "--connect", command.split()[4]))
+        found = report(run("decode", *arguments, "--json", "--connect", shlex.split(command)[4]))
     assert (found["tokens_loaded"], found["identical"]) == (64, True)
 
 
