@@ -14,7 +14,7 @@ import pytest
 
 from kvplug.engine import ConnectorSpec, PeerLink
 from kvplug_lab.mutants import breaks
-from kvplug_p2p.lender import Claim, Lender
+from kvplug_p2p.lender import ClaimKey, Lender
 from kvplug_p2p.pull import ProducerWorker, _Layers
 from kvplug_p2p.reference import MalformedError, Reference, to_text, verified
 from kvplug_p2p.scheduler import P2PScheduler
@@ -69,7 +69,7 @@ class TestTakesAnEarlierEpochForThisOne(P2PScheduler):
 class TestTakesEveryGenerationForTheLast(Lender):
     """A reference is good for whatever its request was handed off with last."""
 
-    def _grant(self, link: PeerLink, claim: Claim, reference: Reference) -> str | None:
+    def _grant(self, link: PeerLink, claim: ClaimKey, reference: Reference) -> str | None:
         hold = self._holds.get(reference.request_id)
         lease = reference.lease if hold is None else hold.lease
         return super()._grant(link, claim, attrs.evolve(reference, lease=lease))
@@ -128,7 +128,7 @@ class TestKeepsBlocksForReadersThatHaveGone(Lender):
 class TestGivesBlocksBackAsSoonAsTheyAreClaimed(Lender):
     """A claim ends the lease instead of keeping the blocks."""
 
-    def _grant(self, link: PeerLink, claim: Claim, reference: Reference) -> str | None:
+    def _grant(self, link: PeerLink, claim: ClaimKey, reference: Reference) -> str | None:
         reason = super()._grant(link, claim, reference)
         if reason == "":
             self._ended.add(reference.request_id)

@@ -81,7 +81,8 @@ class Entries:
     """The entries that a store shares with the sessions of its reaching ends. Thread-safe."""
 
     def __init__(self, budget_bytes: int, *, evict: str, ttl_s: float | None) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: dict[Lease, None] = {}  # first come, first served
         self._index = TokenIndex()
         self._entries: dict[int, HeldEntry] = {}  # in order of age; entries handed over stay in it
@@ -106,7 +107,7 @@ class Entries:
             TimeoutError: there was no room in time.
             ClosedError: the store is closed, perhaps during the wait.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 self._check_open()
                 now = time.monotonic()
@@ -124,7 +125,7 @@ class Entries:
                 self._changed.wait(until.remaining())
 
     def return_bytes(self, nbytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self.bytes_used -= nbytes
             self._changed.notify_all()
 
@@ -134,7 +135,7 @@ class Entries:
         Raises:
             ClosedError: the store was closed meanwhile.
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
             entry.entry_id = self._next_id
             self._next_id += 1
@@ -175,7 +176,7 @@ class Entries:
     # -- finding -------------------------------------------------------------------------------
 
     def match(self, query: Query) -> int:
-        with self._changed:
+        with self._lock:
             self._check_open()
             return self._index.match(query.ids or b"", query.extra)
 
@@ -186,7 +187,7 @@ class Entries:
         query to read, or ``ClosedError``.
         """
         lease = Lease(query, on_ready)
-        with self._changed:
+        with self._lock:
             find = self._find_oldest if lease.is_exclusive else self._find_longest
             if self.closed:
                 self._refuse(lease, _closed())
@@ -238,7 +239,7 @@ class Entries:
     def end(self, lease: Lease, *, taken: bool = False) -> bool:
         """End a lease, also one that waits. Return whether it had its entry until now: else ``taken`` comes
         too late."""
-        with self._changed:
+        with self._lock:
             self._waiting.pop(lease, None)
             entry, lease.entry, lease.is_over = lease.entry, None, True
             if entry is None:
@@ -260,7 +261,7 @@ class Entries:
 
     def add_user(self, lease: Lease) -> bool:
         """Count one more transfer that reads the entry's memory. Return ``False`` if the lease is over."""
-        with self._changed:
+        with self._lock:
             if lease.entry is None:
                 return False
             lease.entry.users += 1
@@ -268,7 +269,7 @@ class Entries:
 
     def remove_user(self, entry: HeldEntry) -> None:
         """Count off a transfer that has ended."""
-        with self._changed:
+        with self._lock:
             self._remove_user(entry)
 
     def _remove_user(self, entry: HeldEntry) -> None:
@@ -287,7 +288,7 @@ class Entries:
 
     def close(self) -> None:
         """Refuse new calls, and end the wait of leases that wait. The others stay. Idempotent."""
-        with self._changed:
+        with self._lock:
             self.closed = True
             waiting, self._waiting = self._waiting, {}
             for lease in waiting:
@@ -296,12 +297,12 @@ class Entries:
 
     def wait_until_idle(self, deadline: Deadline) -> None:
         """Wait until every lease has ended, or the deadline."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._num_leases, deadline.remaining())
 
     def clear(self) -> None:
         """Drop all entries when the store ends. Leases stay."""
-        with self._changed:
+        with self._lock:
             self._index = TokenIndex()
             for entry in list(self._entries.values()):
                 self._forget(entry)

@@ -171,7 +171,8 @@ def unpack(tensor: Tensor | None) -> Message:
         raise WireError("a message on the signal pipe must be a one-dimensional uint8 tensor")
     match decode(memory_of(tensor)):
         case [str(name), dict(fields)] if name in _BY_NAME:
-            return from_plain(fields, _BY_NAME[name], f"the message {name}")  # type: ignore[no-any-return]
+            cls = _BY_NAME[name]
+            return from_plain(fields, cls, f"the message {cls.__name__}")  # type: ignore[no-any-return]
         case _:
             raise WireError("an unknown message on the signal pipe")
 
