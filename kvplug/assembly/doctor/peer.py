@@ -317,7 +317,7 @@ _EXPLAINED: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "PeerGoneError": ("peer", _ADDRESS),
     "ConfigError": ("tls", "tls_cert, tls_key, tls_ca"),
-    "WireError": ("peer", "--peer HOST:PORT, unix:@NAME or unix:/PATH"),
+    "WireError": ("peer", "--peer ADDRESS:PORT, unix:@NAME or unix:/PATH"),
     "KvplugError": ("peer", ""),
 }
 """For each code of an error, or its class: the topic, and what to change."""
