@@ -68,8 +68,8 @@ class Session:
         self._calls: dict[int, _Call] = {}  # touched by the requests thread only
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
-            BackgroundThread(self._run, name=f"kvplug-lookup-{what}-{number}", stop=self.abort, args=(work,))
-            for work, what in ((self._send_entries, "deliver"), (self._take_requests, "requests"))
+            BackgroundThread(run, name=f"kvplug-lookup-{what}-{number}", stop=self.abort)
+            for run, what in ((self._deliver_entries, "deliver"), (self._serve_requests, "requests"))
         ]
 
     @NamedExhaustion("serving an end of a lookup buffer")
@@ -114,17 +114,20 @@ class Session:
 
     # -- the thread that takes requests --------------------------------------------------------
 
-    def _take_requests(self) -> None:
+    def _serve_requests(self) -> None:
         try:
-            while not isinstance(message := self._next_request(), messages.End):
-                if message is not None:
-                    self._serve(message)
+            self._run(self._take_requests)
         finally:
             self.abort()
             for call in self._calls.values():
                 self._entries.end(call.lease)
             self._outbox.put(None)
             self._on_end(self)
+
+    def _take_requests(self) -> None:
+        while not isinstance(message := self._next_request(), messages.End):
+            if message is not None:
+                self._serve(message)
 
     def _next_request(self) -> messages.Message | None:
         """The next message, or ``None`` when a call's time is over."""
@@ -181,6 +184,9 @@ class Session:
         return self._calls[number]
 
     # -- the thread that sends entries ---------------------------------------------------------
+
+    def _deliver_entries(self) -> None:
+        self._run(self._send_entries)
 
     def _send_entries(self) -> None:
         while (job := self._outbox.get()) is not None:
