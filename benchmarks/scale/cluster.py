@@ -15,19 +15,24 @@ Unit = Hashable
 """Consecutive pages of a prompt that are saved and used together."""
 
 
+def _key(unit: Unit) -> bytes:
+    return repr(unit).encode()
+
+
 class UnitStore:
     """A store of units, which evicts as the store "host" does."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.units: dict[Unit, None] = {}
+        self._of_key: dict[bytes, Unit] = {}
         self._order = Eviction()
 
     def use(self, units: Sequence[Unit]) -> None:
         """They were used; the last goes first."""
         for unit in reversed(units):
             if unit in self.units:
-                self._order.use(unit)  # type: ignore[arg-type]
+                self._order.use(_key(unit))
 
     def add(self, unit: Unit) -> list[Unit]:
         """It comes, unless it is there. Returns those that went."""
@@ -35,12 +40,14 @@ class UnitStore:
             return []
         gone: list[Unit] = []
         while len(self.units) >= self.size:
-            victim = self._order.victim(lambda key: True)
-            assert victim is not None
+            key = self._order.victim(lambda key: True)
+            assert key is not None
+            victim = self._of_key.pop(key)
             del self.units[victim]
             gone.append(victim)
         self.units[unit] = None
-        self._order.add(unit)  # type: ignore[arg-type]
+        self._of_key[_key(unit)] = unit
+        self._order.add(_key(unit))
         return gone
 
 

@@ -166,8 +166,8 @@ def serving(parent: peers.Parent, number: int, ports: list[int]) -> None:
                 _serve(engine, f"{number}.{served}", message[1], seen)
                 parent.send(served)
             else:
-                seen.followed = len(engine.scheduler.links)
-                seen.served = len(engine.worker._service._served)
+                seen.followed = sum(replica.link is not None for replica in engine.scheduler.replicas)
+                seen.served = engine.worker._service.num_served
                 seen.dialled = sum(peer.link is not None for peer in engine.worker._peers.values())
                 parent.send([attrs.asdict(seen), *taken()[:2]])
 

@@ -85,7 +85,7 @@ class Worked(FakeEngine):
     def sources(self) -> list[str]:
         """The engines that it follows and is connected to."""
         self.step([])  # it hears who has come and left
-        links = self.scheduler.links
+        links = [replica.link for replica in self.scheduler.replicas if replica.link is not None]
         return sorted({link.agreement.remote.engine_id for link in links} - {self.engine_id})
 
     def contact(self) -> str:

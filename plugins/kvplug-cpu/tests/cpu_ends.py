@@ -28,9 +28,9 @@ def make_endpoint(socket: str = "unix", **given: Any) -> CpuEndpoint:
     )
 
 
-def num_sockets() -> int:
+def sockets() -> set[str]:
     """Sockets that this process has open."""
-    return sum("socket:" in each for each in Resources.of().descriptors)
+    return {each for each in Resources.of().descriptors if "socket:" in each}
 
 
 def guest(contact: str) -> Connection:

@@ -19,7 +19,7 @@ def test_the_probe_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_path: str
 ) -> None:
     monkeypatch.setattr(probe, "_DEV", tmp_path)
-    assert "no GPU" in probe.describe().reason
+    assert "no NVIDIA GPU" in probe.describe().reason
     (tmp_path / "nvidia0").touch()
     monkeypatch.setenv("KVPLUG_NCCL_LIBRARY", str(tmp_path / "libnccl.so.2"))
     assert "KVPLUG_NCCL_LIBRARY" in probe.describe().reason
