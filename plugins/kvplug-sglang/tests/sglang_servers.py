@@ -79,7 +79,12 @@ class Server(ServerProcess):
         }
         options = {**SETTINGS, **own, **more}
         super().__init__(
-            "sglang.launch_server", port, options, ENVIRONMENT, deadline_s=240.0, start_new_session=True
+            ("-m", "sglang.launch_server"),
+            port,
+            options,
+            ENVIRONMENT,
+            deadline_s=240.0,
+            start_new_session=True,
         )
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int = 8, salt: str | None = None) -> Answer:
