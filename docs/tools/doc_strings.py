@@ -262,8 +262,8 @@ def first_sentence(text: str) -> str:
 
 
 def markdown(text: str, link: Link) -> str:
-    """A docstring: paragraphs, lists, examples, and its sections as lists."""
-    lines = inspect.cleandoc(text).splitlines()
+    """A text of :func:`doc_of`: paragraphs, lists, examples, and its sections as lists."""
+    lines = text.splitlines()
     out: list[str] = []
     at = 0
     while at < len(lines):
@@ -327,17 +327,6 @@ def items(lines: Iterable[str]) -> list[tuple[str, str]]:
         known = named and (named[2] or " " not in named[1] or ", " in named[1])
         found.append((named[1], named[2] or "") if named and known else ("", row))
     return found
-
-
-def raised(text: str) -> list[str]:
-    """The names of errors in the section ``Raises`` of a docstring."""
-    lines = inspect.cleandoc(text).splitlines()
-    names: list[str] = []
-    for at, line in enumerate(lines):
-        if line == "Raises:":
-            for given, _ in items(lines[at + 1 : _block_end(lines, at + 1)]):
-                names += [each for each in re.split(r", ", given) if each]
-    return names
 
 
 def _items(lines: list[str], link: Link) -> list[str]:
