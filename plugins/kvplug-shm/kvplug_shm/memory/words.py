@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Final
 
 from kvplug.transport import Segment
@@ -34,6 +35,8 @@ class Words:
         self.steps = library()
         self.address = segment.address + offset
         self.words = segment.view[offset:end].cast("Q")[:: _LINE // _WORD]
+        self.check: Callable[[], int] = self.words.__len__  # each message has five checks
+        """Raises ValueError: the memory was released."""
 
     @staticmethod
     def size(num_words: int) -> int:
@@ -44,10 +47,6 @@ class Words:
     def nap_ns(cls, seconds: float | None) -> int:
         """Nanoseconds of one sleep of so many seconds; ``None``, or more than :attr:`NAP_S`: for so long."""
         return in_ns(cls.NAP_S if seconds is None else min(max(seconds, 0.0), cls.NAP_S))
-
-    def check(self) -> None:
-        """Raises ValueError: the memory was released."""
-        len(self.words)
 
     def load(self, word: int) -> int:
         """The word. What other processes stored before it can be read from here on."""
