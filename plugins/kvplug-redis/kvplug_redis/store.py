@@ -214,8 +214,9 @@ class RedisStore(BlockingStore):
                     self._note_full(room.error)
                     break
                 ready = [index for index in left if made[index]]
-                kept.update(self._write(new, ready))
-                left = [index for index in left if not made[index]]
+                written, evicted = self._write(new, ready)
+                kept.update(written)
+                left = [index for index in left if not made[index] or index in evicted]
                 if not left or not (ready or room.victims):
                     break
                 if self._budget is not None and room.victims:
@@ -243,8 +244,12 @@ class RedisStore(BlockingStore):
             return Reserved([True] * len(new), []), self._client.run(also)
         return self._budget.reserve([(page.member, page.cost) for page in new], also)
 
-    def _write(self, new: Sequence[_NewPage], ready: Sequence[int], *, is_last: bool = False) -> list[int]:
-        """Write the pages with these indices, for which there is room. Returns those that the server has.
+    def _write(
+        self, new: Sequence[_NewPage], ready: Sequence[int], *, is_last: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Write the pages with these indices, for which there is room.
+
+        Returns the pages that the server has, and those that another client evicted before they were whole.
 
         Args:
             is_last: whether a key whose value is not a page keeps that value.
@@ -252,12 +257,13 @@ class RedisStore(BlockingStore):
         kept: list[int] = []
         taken: list[int] = []
         failed: list[int] = []
+        evicted: list[int] = []
         error: Exception | None = None
         for at, replies in self._client.stream([self._values_of(new[index]) for index in ready]):
             errors = [reply for reply in replies if isinstance(reply, Exception)]
             error = errors[0] if errors else error
-            is_failed = bool(errors) or replies[-1] == _INCOMPLETE
-            (failed if is_failed else kept if replies[-1] in _KEPT else taken).append(ready[at])
+            group = kept if replies[-1] in _KEPT else evicted if replies[-1] == _INCOMPLETE else taken
+            (failed if errors else group).append(ready[at])
         wrong: list[int] = []
         for index, head in zip(taken, self._heads([new[index].key for index in taken]), strict=True):
             if head is None:
@@ -266,14 +272,15 @@ class RedisStore(BlockingStore):
             kept.append(index)
             if head != new[index].head:  # else the other writer's pieces have the same names and content
                 failed.append(index)
-        self._release([new[index] for index in failed])
+        self._release([new[index] for index in failed + evicted])
         if error is not None:
             self._note_full(error)
         if wrong:
             manifests = [self._names.manifest(new[index].key) for index in wrong]
             checked(self._client.run([Command.of(b"UNLINK", name) for name in manifests]))
-            kept += self._write(new, wrong, is_last=True)
-        return kept
+            for written, more in zip((kept, evicted), self._write(new, wrong, is_last=True), strict=True):
+                written += more
+        return kept, evicted
 
     def _values_of(self, page: _NewPage) -> list[Command]:
         """Commands that write a page, unless its key is taken. The last one makes it visible."""

@@ -115,6 +115,17 @@ def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(
     assert other.usage().num_pages == 1
 
 
+def test_a_page_that_another_client_evicts_while_it_is_written_is_written_again(
+    server: RedisServer, opened: Any, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (opened(server.address, size=100_000) for _ in range(2))
+    act = before_piece(5, lambda: put(one, "b"))
+    monkeypatch.setattr(ReplyConnection, "send_packed_command", act)
+    assert put(other, "a") == [None]
+    assert got(other, "a", "b") == [None, MissReason.ABSENT]
+    assert len(names_of(raw, "p")) == 11 and len(names_of(raw, "m")) == 1
+
+
 def test_what_a_writer_that_dies_leaves_is_no_page_and_is_counted_and_goes(
     server: RedisServer, opened: Any, raw: Any
 ) -> None:
