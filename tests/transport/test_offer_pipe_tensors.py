@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,11 @@ class InlinePipe(OfferPipe):
 class InlineEndpoint(DuplexEndpoint):
     PURPOSE = "inline"
 
+    def __init__(self, context: PipeEndpoint.Context) -> None:
+        super().__init__(context)
+        self.may_accept = threading.Event()
+        self.may_accept.set()
+
     class CONTACT(DuplexEndpoint.Contact):
         TRANSPORT = "inline"
         UNREACHABLE = "elsewhere"
@@ -87,7 +93,9 @@ class InlineEndpoint(DuplexEndpoint):
         device = OfferPipe.Device(self._context.device)
         settings = OfferPipe.Settings.of(self._context, device=device, max_in_flight_bytes=1 << 20)
         with OfferPipe.Join.over(connection, 10.0, deadline) as join:
-            join.confirm()
+            join.send(True)
+            assert not accepted or self.may_accept.wait(PATIENCE_S)
+            assert join.receive() is True
             return InlinePipe(join, settings)
 
 
@@ -121,6 +129,20 @@ def test_a_message_is_resumed_in_other_memory_and_refused_memory_changes_nothing
     other.pieces_left = 10**9
     assert other.recv_tensor(out) is out
     assert_same(message, out)
+
+
+def test_a_message_that_comes_together_with_the_last_value_of_the_join_is_received(pairs: PipePairs) -> None:
+    late = endpoint()
+    late.may_accept.clear()
+    listener = late.listen()
+    pairs.callback(listener.close)
+    one = late.connect(listener.contact)
+    pairs.callback(one.abort)
+    one.send_tensor(torch.arange(5))
+    late.may_accept.set()
+    other = listener.accept()
+    pairs.callback(other.abort)
+    assert other.recv_tensor(timeout=5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_whole_messages_outlive_a_goodbye_and_parts_of_one_do_not(pairs: PipePairs) -> None:

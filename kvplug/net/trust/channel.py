@@ -30,6 +30,8 @@ from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode
 
 MAX_FRAME_BYTES = 16 << 20
 """Limit for one encoded value."""
+_SMALL_FRAME = 512
+"""One call of the kernel receives as many bytes of small values."""
 _LAST_WORDS_S = 0.2  # within this time, a dead peer's last bytes have reached our buffer
 _MAX_POLL_MS = 2**31 - 1
 
@@ -71,7 +73,8 @@ class Channel:
         self._closing = threading.RLock()
         self._unsent = memoryview(b"")
         self._frame = bytearray()
-        """The frame being received: a header, then its payload. ``_filled`` bytes of it have arrived."""
+        """The frame being received: a header, then its payload. ``_filled`` bytes of it have arrived, and
+        maybe of frames after it."""
         self._filled = 0
         self._has_received = False
         self._sock.setblocking(False)
@@ -106,6 +109,12 @@ class Channel:
     def fileno(self) -> int:
         """Return the socket's descriptor for a watcher; -1 once closed."""
         return self._sock.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes after the last value are here. A watcher of :meth:`fileno` does not see them: call
+        :meth:`recv` again first."""
+        return self._filled > 0
 
     def socket(self) -> socket.socket:
         """Return the socket for ``Watch(sock=…)``. Callers must not read or write it."""
@@ -215,26 +224,27 @@ class Channel:
         try:
             with self._receiving.taken():
                 self._check()
-                value = self._next(deadline)
+                value, nbytes = self._next(deadline)
                 self._has_received = True
-                self._frame = bytearray()
-                self._filled = 0
+                self._frame = self._frame[nbytes : self._filled]
+                self._filled = len(self._frame)
                 return value
         finally:
             self._close_if_unused()
 
-    def _next(self, deadline: Deadline) -> Any:
-        """Return the next value without consuming it."""
+    def _next(self, deadline: Deadline) -> tuple[Any, int]:
+        """Return the next value, and the size of its frame, without consuming it."""
         self._fill(HEADER_SIZE, deadline)
         try:
             header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
             if header.kind not in (FrameKind.VALUE, FrameKind.LACK):
                 raise WireError(f"a {header.kind.name} frame where only values are expected")
-            self._fill(HEADER_SIZE + header.length, deadline)
-            payload = memoryview(self._frame)[HEADER_SIZE:]
+            nbytes = HEADER_SIZE + header.length
+            self._fill(nbytes, deadline)
+            payload = memoryview(self._frame)[HEADER_SIZE:nbytes]
             if header.kind is FrameKind.LACK:
                 raise shortage_in(bytes(payload), self._who)
-            return values.decode(payload)
+            return values.decode(payload), nbytes
         except WireError as e:
             self._broken = WireError(
                 f"{self._who} sent bytes that are not a value, so the channel is broken: {e}"
@@ -266,8 +276,8 @@ class Channel:
         """Receive until ``nbytes`` of the frame have arrived."""
         if len(self._frame) < nbytes:
             with NamedExhaustion("receiving a value"):
-                longer = bytearray(nbytes)
-            longer[: self._filled] = self._frame
+                longer = bytearray(max(nbytes, _SMALL_FRAME))
+            longer[: self._filled] = self._frame[: self._filled]
             self._frame = longer
         view = memoryview(self._frame)
         while self._filled < nbytes:
@@ -276,7 +286,7 @@ class Channel:
                 got = self._sock.recv_into(view[self._filled :])
             except BlockingIOError:
                 if not self._wait(select.POLLIN, deadline):
-                    part = f" ({self._filled} of {len(view)} bytes are here)" if self._filled else ""
+                    part = f" ({self._filled} of {nbytes} bytes are here)" if self._filled else ""
                     raise TimeoutError(f"{self._who} sent nothing in time{part}") from None
                 continue
             except OSError as e:

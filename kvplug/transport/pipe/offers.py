@@ -817,14 +817,18 @@ class OfferPipe(DuplexPipe):
         interval_s = _POLL_S if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
         last_received = next_beat = time.monotonic()
         backoff, is_busy = Backoff(), False
+        may_read = self.channel.has_more  # a value that came together with the last one of the join
         while not self._window.ended:
             if is_busy:
                 backoff.pause()
-            may_read = self._await_event(0 if is_busy else max(0.0, next_beat - time.monotonic()))
+            seconds = 0 if is_busy or may_read else max(0.0, next_beat - time.monotonic())
+            may_read |= self._await_event(seconds)
             looked = time.monotonic()
-            if may_read and self._read():
+            while may_read and not self._window.ended and self._read():
                 last_received = time.monotonic()  # not before: this process may have been stopped
                 backoff.reset()
+                may_read = self.channel.has_more
+            may_read = False
             was_busy, is_busy = is_busy, self._step()
             if not was_busy:
                 backoff.reset()
@@ -849,8 +853,8 @@ class OfferPipe(DuplexPipe):
         return bool(ready)
 
     def _read(self) -> bool:
-        """Handle the next value if it has arrived, and return whether it had. Handle one value at a time,
-        since looking for another one would delay the thread that the first one has woken."""
+        """Handle the next value if it has arrived, and return whether it had. The caller does not look for
+        another one in the socket, since that would delay the thread that the first one has woken."""
         try:
             value = self.channel.recv(0)
         except TimeoutError:

@@ -80,6 +80,15 @@ def test_a_recv_in_vain_loses_nothing(raw: tuple[Channel, socket.socket]) -> Non
             assert channel.recv(0) == ["one", 1]
         peer.sendall(message[i : i + 1])
     assert channel.recv() == "two"
+    assert not channel.has_more
+    peer.sendall(2 * message + message[:3])
+    for value in 2 * [["one", 1], "two"]:
+        assert channel.recv() == value
+        assert channel.has_more
+    with pytest.raises(TimeoutError, match=r"\(3 of \d+ bytes are here\)"):
+        channel.recv(0)
+    peer.sendall(message[3:])
+    assert [channel.recv(), channel.recv()] == [["one", 1], "two"]
 
 
 def test_a_send_that_could_not_begin_sent_nothing(raw: tuple[Channel, socket.socket]) -> None:
