@@ -350,13 +350,14 @@ def test_a_problem_of_the_config_leaves_out_only_the_checks_that_need_the_faulty
     assert_named(found, "problem sinks: did you mean 'log'")
     checked = [(each["topic"], each["what"]) for each in found if each["verdict"] == "ok"]
     assert any("fs: it answers" in what for _, what in checked)
-    assert {"host", "rate"} <= {topic for topic, _ in checked}
+    assert {"host", "rate", "transport", "connector", "queue"} <= {topic for topic, _ in checked}
     found = doctor(
         fork_server,
         config={"stores": ["fs", "host"], "transport": "cpux", "options": {**fs, "host": {"sizes": 5}}},
     )
     assert_named(found, "problem options.host.sizes: did you mean 'size'")
     assert_named(found, "problem transport: no transport named 'cpux'")
+    assert {"connector", "queue"} <= {each["topic"] for each in found if each["verdict"] == "ok"}
     assert any("fs: it answers" in each["what"] for each in found)
     texts = [each["what"] for each in found if each["verdict"] == "note"]
     assert "host: not tried, because of the problem of options.host.sizes" in texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from operator import itemgetter
 from typing import Final
 
@@ -45,6 +45,7 @@ def explain(config: Config, registry: Registry) -> Iterator[Finding]:
     resolved = ResolvedConfig(config, registry)
     names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
     faults = name_faults(registry, names, config.options)
+    faulty = {Fault.of(each).key for each in faults}
     yield from _sources(config)
     yield _plugins(registry)
     yield from map(from_fault, faults)
@@ -54,11 +55,13 @@ def explain(config: Config, registry: Registry) -> Iterator[Finding]:
     yield from _trust(config)
     yield from _stores(resolved)
     yield from _memory(resolved)
-    yield from _integrity(resolved)
-    if not faults:  # these need valid names and options
+    if "integrity" not in faulty:
+        yield from _integrity(resolved)
+    if not faulty & {"stores", "peers"}:
         yield from _announcement(resolved)
+    if "transport" not in faulty:
         yield from _transports(resolved)
-        yield from _parts(resolved)
+    yield from _parts(resolved, faulty)
 
 
 def faults_of_file(error: ConfigError) -> Iterator[Finding]:
@@ -226,8 +229,9 @@ def _transports(resolved: ResolvedConfig) -> Iterator[Finding]:
             yield ok("transport", what, *map(str, rest))
 
 
-def _parts(resolved: ResolvedConfig) -> Iterator[Finding]:
-    """Explain which connector, lookup buffer, queue and communicator an engine uses."""
+def _parts(resolved: ResolvedConfig, faulty: Container[str]) -> Iterator[Finding]:
+    """Explain which connector, lookup buffer, queue and communicator an engine uses. ``faulty``: keys whose
+    faults are listed already."""
     config, connector = resolved.config, resolved.connector
     if connector is not None:
         yield ok("connector", _called(resolved, connector))
@@ -236,6 +240,8 @@ def _parts(resolved: ResolvedConfig) -> Iterator[Finding]:
         parts.insert(0, (Kind.LOOKUP_BUFFER, "cpu"))
     for kind, device in parts:
         key = kind.value
+        if key in faulty:
+            continue
         try:
             yield ok(key, _called(resolved, resolved.chosen(kind, device)))
         except PluginError as e:
