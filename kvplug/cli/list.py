@@ -63,7 +63,8 @@ def list_plugins(
         show_json(rows)
     elif not rows:
         click.echo(
-            "Nothing of this is installed. pip install kvplug-cpu kvplug-lookup brings the first plugins."
+            "Nothing of this is installed. pip install kvplug-cpu kvplug-host kvplug-lookup brings the first"
+            " plugins."
         )
     elif names:
         click.echo("\n\n".join(map(_whole, rows)))

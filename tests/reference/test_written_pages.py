@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import textwrap
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
@@ -32,6 +34,7 @@ PAGES = [*(page for page in sorted(DOCS.rglob("*.md")) if EXAMPLES not in page.p
 
 TEST = re.compile(r"\btest_[a-z0-9_]+\b(?!\.py)")
 DEFINED = re.compile(r"^\s*def (test_[a-z0-9_]+)\(", re.M)
+NOT_YET = "not on the package index yet"
 
 
 def tutorial(name: str) -> str:
@@ -89,3 +92,26 @@ def test_python_on_a_page_parses_and_names_what_is_at_the_doors() -> None:
                 there = {name for name in names if name in door.__all__ or (rooms / name).exists()}
                 missing += [f"{door.__name__}.{name} on {page.name}" for name in names if name not in there]
     assert not missing
+
+
+def test_what_a_page_installs_can_be_had() -> None:
+    """Packages and extras exist. While the index has no kvplug, a guide that installs from it says so."""
+    folders = [ROOT, *ROOT.glob("plugins/kvplug-*"), *EXAMPLES.glob("kvplug-*")]
+    files = [folder / "pyproject.toml" for folder in folders if (folder / "pyproject.toml").exists()]
+    projects = [tomllib.loads(file.read_text())["project"] for file in files]
+    extras = {project["name"]: {*project.get("optional-dependencies", ())} for project in projects}
+    extras["."] = extras["kvplug"] | {"test"}  # the checkout, or a package that `kvplug new` generates
+    is_released = NOT_YET not in (ROOT / "README.md").read_text(encoding="utf-8")
+    wrong = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        is_silent = not is_released and page.parent.name in ("how-to", "tutorials") and NOT_YET not in text
+        for line in re.findall(r"pip (?:install|wheel)\b([^`\n]*)", text.replace("\\\n", " ")):
+            for given in shlex.split(line, comments=True):
+                if found := re.fullmatch(r"(.*/)?(kvplug[a-z0-9-]*|\.)(?:\[(.+)\])?", given):
+                    folder, name, wanted = found.groups()
+                    from_index = folder is None and name != "."
+                    missing = set(wanted.split(",") if wanted else ()) - extras.get(name, set())
+                    if name not in extras or missing or (is_silent and from_index):
+                        wrong.append(f"{page.relative_to(ROOT)}: pip install {given}")
+    assert not wrong
