@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -68,3 +69,20 @@ def test_the_lowest_constraints_are_the_floors_of_the_metadata() -> None:
         return {name.lower(): tuple([*map(int, version.split(".")), 0, 0][:3]) for name, version in pairs}
 
     assert versions(pinned, "==") == versions(wanted, ">=")
+
+
+def test_the_architecture_page_names_every_room_and_none_that_is_gone() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.+) \|$", page, re.M))
+    assert len(rows) > 7
+    for group, text in rows.items():
+        named = set(re.findall(r"`([a-z_]+)`", text))
+        paths = (ROOT / "kvplug" / group).iterdir()
+        there = {path.stem for path in paths if path.suffix in ("", ".py") and path.name[0] != "_"}
+        if " and what commands share" in text or " and the builders" in text:
+            there &= named
+        assert named == there, group
+    sources = [str(path) for folder in ("kvplug", "plugins") for path in (ROOT / folder).rglob("*.*")]
+    drawn = set(re.findall(r"\b([a-z_/]+\.(?:py|c))\b", page))
+    assert len(drawn) > 20
+    assert not {name for name in drawn if not any(path.endswith(f"/{name}") for path in sources)}
