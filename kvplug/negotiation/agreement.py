@@ -147,7 +147,7 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
 
 
 def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: bool) -> Iterator[str]:
-    """Yield the same for the split and layout of the cache. A side that moves no KV may not know the
+    """Yield such reasons for the split and layout of the cache. A side that moves no KV may not know the
     kernel."""
 
     def both(field: str) -> tuple[object, object] | None:

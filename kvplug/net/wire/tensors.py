@@ -74,7 +74,7 @@ _Memory = ctypes.c_ubyte * (sys.maxsize // 2)
 _NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _PREFIX = struct.Struct("<BB")
 META_PREFIX_SIZE: Final = _PREFIX.size
-"""The first bytes of a meta, enough for :func:`meta_size`."""
+"""How many bytes of a meta :func:`meta_size` needs."""
 
 
 def _itemsize_of(dtype: str) -> int:
@@ -120,9 +120,9 @@ class TensorMeta:
         return self.itemsize * math.prod(self.shape)
 
     def mismatch(self, came: TensorMeta | None, given: str) -> TensorMismatchError:
-        """Return the error of a receive into memory with this meta, which does not fit the next message.
+        """Return the error of a receive into memory of this kind, if the next message does not fit.
 
-        The message stays unreceived. ``given`` names the memory: "out= is", "the blocks are". ``came`` is the
+        That message stays. ``given`` names the memory: "out= is", "the blocks are". ``came`` is the
         message's meta.
         """
         what = "None" if came is None else f"{came.dtype} of shape {list(came.shape)}"
@@ -358,7 +358,7 @@ def _check_memory(tensor: Tensor) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes lie in memory as they are sent."""
+    """Whether the tensor's memory holds its bytes in the order in which they are sent."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

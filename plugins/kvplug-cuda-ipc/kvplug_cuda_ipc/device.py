@@ -1,4 +1,4 @@
-"""The GPU of a pipe: torch's part of it, and the CUDA runtime, which a fake implements as well."""
+"""The GPU of a pipe, which torch and the CUDA runtime use. Tests have a fake GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplug_cuda_ipc.cudart.library import Event, Runtime, load
 
 
 class Device(OfferPipe.Device):
-    """The device of the tensors, with its CUDA runtime. Nothing waits for a whole device."""
+    """The device of the tensors, with its CUDA runtime. No call waits for the whole device."""
 
     index: int
     """Its number in the CUDA runtime."""

@@ -50,10 +50,10 @@ _CLOSE_S: Final = 2.0
 _SEND_S: Final = 10.0
 """Timeout for an answer of a few bytes."""
 _EARLY_SEND_S: Final = 0.05
-"""Timeout for one that the engine's thread sends."""
+"""Timeout for an answer that the engine's thread sends."""
 _MAX_SERVED: Final = 1024
 _MAX_CLAIMS: Final = 1 << 16
-"""Limit per hold, and on early claims."""
+"""The most claims on one hold, and the most early claims."""
 
 
 ClaimKey = tuple[str, str]
@@ -70,7 +70,7 @@ class Hold:
     end_s: float
     """When the lease ends unless it is renewed, by ``time.monotonic``."""
     written: DeviceMark
-    """Follows the kernels that compute the KV."""
+    """A mark that the device passes when it has computed the KV."""
     began: float
     claims: set[ClaimKey] = attrs.field(factory=set)
     """Claims that have not been released."""
@@ -94,13 +94,13 @@ class Lender:
         self._key = b""
         self._epoch = ""
         self._holds: dict[str, Hold] = {}
-        """Holds by request, including those that are over and still being sent."""
+        """Holds by request. A hold that is over stays here until its blocks have been sent."""
         self._claims: dict[ClaimKey, tuple[PeerLink, Hold]] = {}
-        """Each claim's hold, and the link that asked last. The claim ends with the link."""
+        """For each claim its hold, and the link that asked last. The claim ends with that link."""
         self._ended: set[str] = set()
         self._latest_lease = 0
         self._num_resets = 0
-        """Twice the number of resets, and one more once something was handed off since the latest."""
+        """Twice the number of resets, plus one if something was handed off since the latest one."""
         self._early: dict[ClaimKey, tuple[PeerLink, Reference]] = {}
         """Claims on blocks handed off in a step that has not reached this worker yet."""
         self._served: set[PeerLink] = set()

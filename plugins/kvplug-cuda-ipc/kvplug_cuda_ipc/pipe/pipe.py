@@ -57,7 +57,7 @@ class CudaIpcPipe(OfferPipe):
     def __init__(
         self, join: OfferPipe.Join, staging: Staging, mapping: Mapping, settings: CudaIpcPipeSettings
     ) -> None:
-        """Take over everything, unless this raises.
+        """Take ownership of all arguments, unless this raises.
 
         Raises:
             TransportError, ResourceExhaustedError: there are no more streams, or threads.
@@ -173,7 +173,8 @@ class CudaIpcPipe(OfferPipe):
         return count > 0
 
     def _ends(self, copied: Event) -> bool:
-        """Whether a copy ends soon. It waits for nothing, so the call's deadline does not count."""
+        """Return whether a copy ends within ``_COPY_S``. The call's deadline does not count: a copy waits for
+        nothing."""
         try:
             return self._poll(copied.is_done, lambda: None, Deadline.after(_COPY_S))
         except CudaError:
@@ -226,7 +227,7 @@ def wait_until_unmapped(channel: Any, pidfd: int | None) -> None:
 
 def wait_for_end(process: PeerIdentity, pidfd: int | None) -> None:
     """Wait until a process has ended: the connection of a process that is killed ends before the process
-    does. Return at once if it is this one, which hands back what it has borrowed."""
+    does. Return at once for this process, which returns the memory itself."""
     if pidfd is not None and not (process.visible and process.pid == os.getpid()):
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)

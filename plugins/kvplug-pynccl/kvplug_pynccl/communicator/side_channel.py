@@ -28,7 +28,7 @@ class SideChannel(Pipe):
     """Carries ``None`` and bytes, each message a flat CPU tensor of uint8. Raises as its channel does."""
 
     def __init__(self, connection: Connection) -> None:
-        """Owns the connection from here on."""
+        """Takes ownership of the connection."""
         self._peer = connection.describe
         self._channel = Channel(connection, timeout_s=None)
 
@@ -44,11 +44,13 @@ class SideChannel(Pipe):
         return self._peer
 
     def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
-        """Raises UnsupportedError too: the tensor is not flat, or not of bytes."""
+        """Also raises UnsupportedError: the tensor has more than one dimension, or is not uint8."""
         import torch
 
         if tensor is not None and (tensor.dtype != torch.uint8 or tensor.dim() != 1):
-            raise UnsupportedError(f"bytes in a flat tensor are needed, not {tensor.dtype}")
+            raise UnsupportedError(
+                f"a side channel sends one dimension of uint8, not {tensor.dim()} of {tensor.dtype}"
+            )
         data = None if tensor is None else tensor.numpy().tobytes()
         self._channel.send(data, timeout)
         transfer = Transfer(0 if data is None else len(data))
@@ -56,7 +58,7 @@ class SideChannel(Pipe):
         return transfer
 
     def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
-        """Raises UnsupportedError too: ``out`` was given."""
+        """Also raises UnsupportedError: ``out`` was given."""
         import torch
 
         if out is not None:
@@ -65,7 +67,7 @@ class SideChannel(Pipe):
         if data is None:
             return None
         if not isinstance(data, bytes) or not data:
-            raise WireError(f"bytes were expected, and {data!r:.60} came")
+            raise WireError(f"bytes were expected, but {data!r:.60} was received")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def _close(self, timeout: Timeout) -> None:

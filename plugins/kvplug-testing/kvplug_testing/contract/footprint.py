@@ -20,7 +20,7 @@ MOST_KEPT_BYTES = 32 << 20
 MOST_KEPT_OBJECTS = 100
 """Python objects that caches may keep, after any number of rounds."""
 _M_MMAP_THRESHOLD = -3
-"""Of ``malloc.h``."""
+"""The constant ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
 
 
 @attrs.frozen
@@ -30,16 +30,16 @@ class Footprint:
     resources: Resources
     resident_bytes: int
     objects: int
-    """Objects that Python's garbage collector tracks. A leaked pipe is dozens of them. 0 under a tracer such
-    as coverage's, which keeps objects for every past thread.
+    """Objects that Python's garbage collector tracks. A leaked pipe leaves dozens of them. 0 under a tracer,
+    such as coverage's, which keeps objects for every past thread.
     """
 
     @classmethod
     def taken(cls) -> Self:
-        """The footprint of this process, after a garbage collection.
+        """Return the footprint of this process, after a garbage collection.
 
-        If possible, freed memory goes back to the operating system first: otherwise later leaks fill it and
-        are not visible.
+        First returns freed memory to the operating system, if that is possible: leaks would fill that memory,
+        and would not show.
         """
         gc.collect()
         _trim()(0)
@@ -48,7 +48,7 @@ class Footprint:
         return cls(Resources.of(), resident_pages * os.sysconf("SC_PAGE_SIZE"), num_objects)
 
     def growth(self, before: Footprint, rounds: int, nbytes: int) -> str:
-        """A description of what has grown since ``before``; empty if nothing has.
+        """Return a description of what has grown since ``before``; empty if nothing has.
 
         In each of the ``rounds``, messages of ``nbytes`` are sent and freed. A process that leaks all of them
         grows by their sum; more than half of that counts as growth, because allocators keep some. One Python
@@ -67,10 +67,10 @@ class Footprint:
 
 @functools.cache
 def _trim() -> Callable[[int], object]:
-    """glibc's ``malloc_trim``, or a function that does nothing.
+    """Return glibc's ``malloc_trim``, or a function that does nothing.
 
-    From now on large blocks are mapped one by one. Otherwise glibc keeps megabytes of freed ones at the end
-    of each of its arenas, which are eight for each processor, and does not trim these.
+    The first call also makes glibc map each large block on its own. Otherwise glibc keeps megabytes of freed
+    blocks at the end of each arena (it has eight for each processor), which ``malloc_trim`` does not return.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):

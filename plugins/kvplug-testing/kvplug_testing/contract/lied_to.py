@@ -1,8 +1,8 @@
-"""Law ALL-10, written once for all kinds: what a peer says that has proved its identity.
+"""Law ALL-10, written once for all kinds: a peer that has proved its identity sends false messages.
 
-Both ends are in one child process, and reach each other through a relay. After a conversation in which
-nothing was changed, many follow in which one thing is: of what an end says, while they join or later, or of
-memory that it has handed over. A conversation is made of what the general laws know of a kind's ends.
+Both ends are in one child process, and reach each other through a relay. The first conversation passes
+unchanged. In each of the others one thing is changed: a message of one end, while the ends join or later, or
+memory that one end has shared. A conversation uses the calls that the general laws have for the kind.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _LIFE_S: Final = 1800.0
 
 
 class LiedTo(Contract):
-    """What a peer may say."""
+    """The test of law ALL-10."""
 
     lies: ClassVar[int] = 40
-    """How many false messages the suite sends (law ALL-10). Fewer where a conversation takes long."""
+    """How many false messages the suite sends (law ALL-10). Give fewer if a conversation takes long."""
     _lied_to_s: ClassVar[float] = 0.1
-    """The timeout of calls of ends that are lied to."""
+    """The timeout of calls in conversations with false messages."""
     _lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """What of their context differs from the suite's defaults."""
+    """The values of the ends' context that differ from the suite's defaults."""
 
     ends: Callable[..., Any]
 
     def _before_lies(self) -> None:
-        """Make what stays while many conversations begin and end."""
+        """Make the objects that all conversations share."""
 
     def _lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
-        """What makes each :class:`.End` of a conversation. They are called at the same time."""
+        """Return functions that make the ends of a conversation. All are called at the same time."""
         here, there = _through(relay)
         context = self.ends(timeout_s=timeout_s, **self._lied_to_context).shared()
         one, other = (self.ends(**context) for _ in range(2))
@@ -67,7 +67,7 @@ class LiedTo(Contract):
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether the process that is lied to gets few addresses: drivers of devices take very many."""
+        """Whether the child process may have little address space only. Drivers of devices need very much."""
         return True
 
     @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="long")
@@ -80,7 +80,7 @@ class LiedTo(Contract):
             except peers.ChildError:
                 raise
             except KvplugError as e:
-                raise AssertionError(f"{said}, and then the process did not live on: {e}") from e
+                raise AssertionError(f"{said}, and then the process ended: {e}") from e
             if answer is None:
                 break
             said, breaches, not_judged = answer
@@ -91,7 +91,7 @@ class LiedTo(Contract):
 
 
 class _Wire:
-    """What one end of a connection sends to the other's process, as :class:`.peers.Peer` does."""
+    """Carries values between the ends of a connection, with the methods of :class:`.peers.Peer`."""
 
     def __init__(self, relay: Relay, inbox: queue.Queue[Any], outbox: queue.Queue[Any]) -> None:
         self._relay = relay
@@ -105,7 +105,7 @@ class _Wire:
         try:
             return self._inbox.get(timeout=waits.patience_s)
         except queue.Empty:
-            raise TimeoutError("the other end has not said how to reach it") from None
+            raise TimeoutError("the other end has not sent its address") from None
 
 
 def _through(relay: Relay) -> tuple[Any, Any]:
@@ -118,7 +118,8 @@ def _through(relay: Relay) -> tuple[Any, Any]:
 
 
 def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: int) -> None:
-    """Hold one that is true and so many that are not. Reports what was changed and what is wrong then."""
+    """Hold one conversation without a change, and ``count`` with one. Report each change, and the breaches
+    that followed it."""
     suite: Any = suite_from_ref(suite_ref)
     with ExitStack() as suite._stack, faults_noted() as faults:
         suite.warm_up()
@@ -137,7 +138,7 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
             waits.patience_s = 5 * suite._lied_to_s
             rng = random.Random(_SEED)
             for edit in itertools.islice(edits_of(true.recording, rng), count):
-                parent.send([f"{edit}", [], ""])  # the last word of a process that dies
+                parent.send([f"{edit}", [], ""])  # the parent reports it if this process dies
                 hold(edit)
             for _ in range(count // 2 if true.hands_over_memory else 0):
                 hold(None, rng)
@@ -145,7 +146,7 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
 
 
 class _Conversation:
-    """Two ends join, exchange, are called and are closed. With ``rng`` memory is changed in the middle."""
+    """Two ends join, exchange, are called and are closed. With ``rng``, shared memory is changed."""
 
     def __init__(self, suite: Any, edit: Edit | None = None, rng: random.Random | None = None) -> None:
         self._suite = suite
@@ -173,7 +174,7 @@ class _Conversation:
                 self._each(phase, ends)
             self.recording = {stream: [*sent] for stream, sent in relay.recording.items()}
             if self._is_true and not any(map(any, self.recording.values())):
-                self.not_judged = f"{self._suite.called} says nothing through a kvplug.transport.Listener"
+                self.not_judged = f"{self._suite.called} sends nothing through a kvplug.transport.Listener"
 
     def _change_memory(self, descriptors: Sequence[int]) -> None:
         with SharedMemory(descriptors) as memory:
@@ -196,11 +197,11 @@ class _Conversation:
         self._run("close", partial(end.close, self._within))
 
     def _each(self, run: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
-        """For each of these things at the same time."""
+        """Call ``run`` for all these things at the same time, and return the results."""
         return [call.result(_LIFE_S) for call in [Call(partial(run, thing)) for thing in things]]
 
     def _run(self, what: str, call: Callable[[], Any]) -> Outcome:
-        """A call, which must end."""
+        """Make a call, which must end, and return its outcome."""
         running = Call(partial(Outcome.of, call))
         try:
             outcome: Outcome = running.result(self._within + SLACK_S)
@@ -211,7 +212,7 @@ class _Conversation:
         return outcome
 
     def _breach(self, what: str, outcome: Outcome) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Return how an outcome breaks the law; empty if it does not."""
         if not outcome.kinds:
             return ""
         said = f"{what} {outcome}"
@@ -219,4 +220,4 @@ class _Conversation:
             return said if self._is_true or (self._edit is not None and self._edit.cuts) else ""
         if KvplugError.__name__ not in outcome.kinds or (self._is_true and what.startswith("exchange")):
             return said
-        return "" if is_printable(outcome.text) else f"{said!r}, with codes of the peer's"
+        return "" if is_printable(outcome.text) else f"{said!r}, with control characters of the peer's"

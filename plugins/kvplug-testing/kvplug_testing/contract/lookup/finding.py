@@ -48,19 +48,19 @@ EQUAL_HASHES = [(-1, -2), (0, _M61), (11 + _M61, 11)]
 """Different integers with the same hash in Python."""
 _PARTS = [("key",), ("value",), ("hidden",), ("key", "value"), ("key", "value", "hidden")]
 _COMMON = [*range(12)]
-"""The first half of many entries' tokens, so that every one nearly matches."""
+"""The first half of the tokens of many entries, so that each of these nearly matches."""
 FEW, MANY, MOST_GROWTH = 100, 10_000, 10.0
 
 
 def _of_each_kind() -> Iterator[Put]:
-    """Entries of the tokens 1, 2, 3 with every dtype, without some parts, with tensors that are not
+    """Yield entries of the tokens 1, 2, 3 with every dtype, without some parts, with tensors that are not
     contiguous or empty, and with tokens in each form that a caller may use.
     """
     import numpy as np
     import torch
 
     for dtype in dtypes():
-        if dtype != "complex32":  # which warns
+        if dtype != "complex32":  # torch warns about it
             yield entry([1, 2, 3], roi=[True, True, False], dtype=dtype, layers=3)
     for missing in _PARTS:
         yield entry([1, 2, 3], without=missing)
@@ -193,7 +193,7 @@ class Finding(LookupSuite):
 
 
 def _cpu_s(find: Callable[[], Any]) -> float:
-    """Processor time of finding 20 times."""
+    """Return the processor time of 20 searches."""
     before = time.process_time()
     for _ in range(20):
         with contextlib.suppress(EntryGoneError, TimeoutError):

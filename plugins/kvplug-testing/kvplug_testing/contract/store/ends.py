@@ -1,4 +1,4 @@
-"""The ends of a store, for the general laws. A reason of a job is the error that it would be elsewhere."""
+"""The ends of a store, for the general laws. The reason of a missed page is raised as an error here."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from kvplug_testing.waits import until
 
 _BUDGET: Final = 16 * MIB
 _NBYTES: Final = 512 * KIB
-"""Of every page: a store of this budget may have memory for one size at a time."""
+"""The size of each page. With this budget a store may have memory for pages of one size only."""
 _PAGES: Final = 2
 LONG_S: Final = 600.0
 _AGAIN_S: Final = 0.002
 _THREADS: Final = 3
-"""Of a program that leaves."""
+"""The number of threads of a program that exits."""
 _GONE: Final = {MissReason.STORE_GONE, MissReason.TIMEOUT, MissReason.ABSENT}
 _ERRORS: Final[Mapping[str, type[KvplugError]]] = {
     MissReason.CLOSED: ClosedError,
@@ -50,10 +50,10 @@ _ERRORS: Final[Mapping[str, type[KvplugError]]] = {
 
 
 def done(job: Job[Any], what: str) -> Sequence[Any]:
-    """The results of a job, for whose end this waits.
+    """Wait for a job to end, and return its results.
 
     Raises:
-        KvplugError: what the reason of a page stands for.
+        KvplugError: a page was missed; the class of the error follows from the reason.
     """
     results = job.wait(None)
     for reason in results:
@@ -72,7 +72,7 @@ class Content:
 
 
 class StoreEnd(End):
-    """An end of a place. It puts pages, and gets those that the other end puts, or its own."""
+    """One end of a store. It puts pages, and gets those that the other end puts, or its own."""
 
     def __init__(self, role: str, suite: StoreSuite, store: Store, place: Place) -> None:
         self.role = role
@@ -120,7 +120,7 @@ class StoreEnd(End):
         def answer(name: str, timeout: float | None) -> None:
             results = self.calls()[name](timeout=timeout).wait(None)
             is_one = len(results) == _PAGES and all(isinstance(each, kinds[name]) for each in results)
-            assert is_one, f"{results!r:.300} is no answer"
+            assert is_one, f"{results!r:.300} is not an answer"
 
         found: dict[str, Any] = {
             name: lambda timeout, call=call: call() for name, call in self.untimed().items()
@@ -152,7 +152,8 @@ class StoreEnd(End):
             done(self.thing.submit_get(request, **timeout), "a get")
 
     def clog(self) -> int:
-        """Put the pages whose get is held up. The context's timeout is for the calls that are judged."""
+        """Put the pages whose get is held up. Waits for ever: the context's timeout is for the calls that are
+        judged."""
         self._keep(self._there)
         return 0
 
@@ -175,7 +176,7 @@ class StoreEnd(End):
         return done(self.thing.submit_get(request, timeout=timeout), "a get")
 
     def busy(self, leaves: bool) -> None:
-        """Threads of the program use the store; they do not know that it leaves, unless it ends the store."""
+        """Use the store in threads of the program until it exits. Only the store's end ends the threads."""
         if not leaves:
             self._use()
         for number in range(_THREADS):
@@ -212,11 +213,11 @@ class StoreEnd(End):
         is_missed(self.thing, self._there, pages_of(self._place))
 
     def lease(self, keys: Sequence[bytes]) -> bool:
-        """Lease pages for long; whether they are there."""
+        """Lease pages for a long time. Return whether the store has them."""
         return {*looked_up(self.thing, keys, lease_s=LONG_S)} == {Presence.HELD}
 
     def put(self, name: str) -> None:
-        """Put the pages of that name; all are kept."""
+        """Put the pages of that name. Fails if one is not kept."""
         self._keep(pages_of(self._place, name))
 
     def _keep(self, pages: Batch) -> None:
@@ -243,10 +244,10 @@ class StoreEnd(End):
 
 
 class StoreEnds(Ends):
-    """The end of a place that was opened first, and another one."""
+    """The end that was opened first, and another one."""
 
     roles: ClassVar[Sequence[str]] = ("first", "other")
-    may_break = ("meet", "exchange", "close")  # then it says that it is lost
+    may_break = ("meet", "exchange", "close")  # then the end reports that it is lost
     gives_results = True
     suite: StoreSuite
 
@@ -286,14 +287,14 @@ class StoreEnds(Ends):
 
 
 def pages_of(place: Place, name: str = "") -> Batch:
-    """Pages of that name, which are the same for all ends of the place; or new ones."""
+    """Return the pages of that name, which are equal at all ends; without a name, new pages."""
     namespace = f"{place.name} {name or uuid.uuid4()}".encode()
     return batch(_PAGES, sized_format(_NBYTES), seal=place.seal, namespace=namespace)
 
 
 @contextmanager
 def _opening() -> Iterator[None]:
-    """What kvplug does where it opens a store: what it recognises is named, and all else is quoted."""
+    """Raise errors as kvplug does when it opens a store: name what ran out, quote any other error."""
     try:
         with NamedExhaustion("opening a store"):
             yield
@@ -315,7 +316,7 @@ class StoreGeneral(StoreSuite, General):
     @property
     def lied_to_processes(self) -> str:
         if not self.by_link:
-            return f"ends of {self.called} say nothing to each other over a link"
+            return f"ends of {self.called} send each other nothing over a link"
         return self.one_end or super().lied_to_processes
 
     def beside(self, place: Place) -> RemoteHandle:
