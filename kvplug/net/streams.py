@@ -25,39 +25,44 @@ _DRIVER: Final = "libcuda.so.1"
 _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _PINS: Final = frozenset({"cuda", "xpu"})
 """Devices for which torch can pin host memory."""
-_PRIORITY: Final = -1  # higher than the usual 0: someone usually waits for the transfer
+_PRIORITIES: Final = {True: -1, False: 0}
+"""Of urgent streams, and of others: 0 is the lowest, and the usual one."""
 
 _lock = threading.Lock()
-_idle: Final[dict[str, list[Any]]] = defaultdict(list)
+_idle: Final[dict[tuple[str, bool], list[Any]]] = defaultdict(list)
 
 
 class StreamPool:
     """The streams of this process, each for the exclusive use of one owner at a time."""
 
     @staticmethod
-    def acquire(device: torch.device) -> Any:
+    def acquire(device: torch.device, *, is_urgent: bool = True) -> Any:
         """Return a stream for the caller's exclusive use until :meth:`release`: an idle released one, or a
         new one.
+
+        Args:
+            is_urgent: whether its work runs before other work of the device, because someone usually waits
+                for the transfer; else it has the lowest priority.
 
         Raises:
             TransportError: the driver cannot create a stream.
             RuntimeError: the device failed.
         """
         with _lock:
-            idle = _idle[str(device)]
+            idle = _idle[str(device), is_urgent]
             for at, stream in enumerate(idle):
                 if stream.query():
                     return idle.pop(at)
-        return _made(device)
+        return _made(device, _PRIORITIES[is_urgent])
 
     @staticmethod
-    def release(stream: Any) -> None:
-        """Give the stream back; work may still run on it.
+    def release(stream: Any, *, is_urgent: bool = True) -> None:
+        """Give the stream back; work may still run on it. ``is_urgent``: as it was acquired.
 
         The stream is never destroyed, because torch queries it when memory that was used on it is freed.
         """
         with _lock:
-            _idle[str(stream.device)].append(stream)
+            _idle[str(stream.device), is_urgent].append(stream)
 
 
 def on_stream(stream: Any) -> Any:
@@ -130,7 +135,7 @@ def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type in _PINS)
 
 
-def _made(device: torch.device) -> Any:
+def _made(device: torch.device, priority: int) -> Any:
     import torch
 
     if device.type != "cuda":
@@ -145,7 +150,7 @@ def _made(device: torch.device) -> Any:
             raise TransportError(f"no stream can be created on {device}: {e}") from e
         make.restype = ctypes.c_int
         make.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]
-        if result := make(ctypes.byref(handle), _NON_BLOCKING, _PRIORITY):
+        if result := make(ctypes.byref(handle), _NON_BLOCKING, priority):
             raise TransportError(
                 f"no stream can be created on {device}: cuStreamCreateWithPriority returned {result}"
             )

@@ -105,6 +105,12 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
         return {}
 
     @cached_property
+    def stacked(self) -> list[Tensor | None]:
+        """The bits of each layer as one view [parts, blocks, ...]; ``None`` if its parts have different
+        shapes or lie in different memory, or are not equally far apart."""
+        return [_stacked([as_bits(view).detach() for view in layer]) for layer in self]
+
+    @cached_property
     def rows(self) -> RowViews:
         """The same views as :class:`RowViews`.
 
@@ -328,6 +334,17 @@ def _parts_of(views: BlockViews) -> tuple[array[int], tuple[int, ...]]:
     if len(sizes) != 1:
         raise LayoutError(f"layers must have the same bytes per token in each part; got {sorted(sizes)}")
     return fields, sizes.pop()
+
+
+def _stacked(views: list[Tensor]) -> Tensor | None:
+    first = views[0]
+    steps = {
+        after.storage_offset() - before.storage_offset() for before, after in itertools.pairwise(views)
+    } or {0}
+    alike = {(view.shape, view.stride(), view.dtype, view.untyped_storage().data_ptr()) for view in views}
+    if len(alike) > 1 or len(steps) > 1 or min(steps) < 0:
+        return None
+    return first.as_strided((len(views), *first.shape), (*steps, *first.stride()))
 
 
 def _is_plain(view: Tensor) -> bool:

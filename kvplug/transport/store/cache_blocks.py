@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -181,6 +182,74 @@ class PageBlocks(PageMemory):
             copy_tokens(view, *found, start, tokens, into_cache=into_cache)
 
         return move
+
+    def _block_range(self, pages: range) -> slice:
+        """The places of the pages' blocks in the tables. A block at either end may be theirs in part."""
+        first, tokens, size = self._first_token, self.format.page_tokens, self._block_size
+        begin, end = first + pages.start * tokens, first + pages.stop * tokens
+        return slice(begin // size - self._first_block, -(-end // size) - self._first_block)
+
+    def _has_whole_blocks(self, pages: range) -> bool:
+        first, tokens, size = self._first_token, self.format.page_tokens, self._block_size
+        return not ((first + pages.start * tokens) % size or (first + pages.stop * tokens) % size)
+
+
+def gatherer(sources: Sequence[tuple[PageBlocks, range]]) -> Callable[[int, Sequence[Tensor]], None]:
+    """Return a function that copies one layer of pages out of a cache, page after page.
+
+    Its arguments are the layer's number, and contiguous memory on the cache's device for each part of all
+    pages. It queues the copies on the current stream: one, if all pages are whole blocks of the same views,
+    the parts of a layer lie equally far apart, and one part of the memory follows the other.
+
+    Args:
+        sources: some pages of several sequences of one format, on one device.
+    """
+    import torch
+
+    form, views = sources[0][0].format, sources[0][0]._views
+    device = views[0][0].device
+    if not all(blocks._views is views and blocks._has_whole_blocks(pages) for blocks, pages in sources):
+        movers = [
+            (blocks.mover(pages.start, len(pages), into_cache=False), len(pages)) for blocks, pages in sources
+        ]
+
+        def move(layer: int, parts: Sequence[Tensor]) -> None:
+            first = 0
+            for move_pages, count in movers:
+                for part, (_, nbytes) in enumerate(form.spans):
+                    memory = parts[part][first * nbytes : (first + count) * nbytes]
+                    move_pages(layer, part, memory)
+                first += count
+
+        return move
+    known: dict[tuple[int, ...], Tensor] = {}
+
+    def gather(layer: int, parts: Sequence[Tensor]) -> None:
+        tables = tuple(id(blocks._tables[layer]) for blocks, _ in sources)
+        if tables not in known:
+            block_ids = array("q")
+            for blocks, pages in sources:
+                block_ids += blocks._tables[layer][blocks._block_range(pages)]
+            known[tables] = ids_on(block_ids, device)
+        stacked, ids = views.stacked[layer], known[tables]
+        if stacked is not None and _is_one_piece(parts):
+            nbytes = sum(map(len, parts))
+            into = parts[0].as_strided((nbytes,), (1,)).view(stacked.dtype)
+            shape = len(parts), len(ids), *stacked.shape[2:]
+            torch.index_select(stacked, 1, ids, out=into.view(shape))
+            return
+        for view, memory in zip(views[layer], parts, strict=True):
+            bits = as_bits(view)
+            torch.index_select(bits, 0, ids, out=memory.view(bits.dtype).view(len(ids), *bits.shape[1:]))
+
+    return gather
+
+
+def _is_one_piece(parts: Sequence[Tensor]) -> bool:
+    """Whether each of these bytes follows the one before it in memory."""
+    return all(
+        before.data_ptr() + len(before) == after.data_ptr() for before, after in itertools.pairwise(parts)
+    )
 
 
 def ids_on(block_ids: array[int], device: torch.device) -> Tensor:

@@ -27,8 +27,8 @@ class Job(Generic[T]):
     A job that has ended is *done*: its results are final. It is *settled* when the store no longer touches
     the caller's memory, for most stores at the same moment. Where a deadline cannot stop a copy that is under
     way (another process, a device or a library performs it), the job is done first and settled later, and the
-    caller must not reuse the memory in between. The memory of a put is *reusable* when the job is settled, or
-    earlier, when anything that the submitting thread does or queues next runs after the store's read.
+    caller must not reuse the memory in between. A put may settle before it is done. A caller that cannot wait
+    for that takes the memory back.
 
     Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers use the other methods.
     """
@@ -38,8 +38,8 @@ class Job(Generic[T]):
         "_changed",
         "_lock",
         "_on_cancel",
+        "_on_take_back",
         "_results",
-        "_reusable",
         "_settled",
         "_settled_callbacks",
         "count",
@@ -54,10 +54,11 @@ class Job(Generic[T]):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None
-        self._settled = self._reusable = False
+        self._settled = False
         self._callbacks: list[Callable[[Job[T]], None]] = []
         self._settled_callbacks: list[Callable[[Job[T]], None]] = []
         self._on_cancel: Callable[[], object] | None = None
+        self._on_take_back: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         state = "under way" if self._results is None else "done" if self._settled else "done, not settled"
@@ -74,11 +75,6 @@ class Job(Generic[T]):
     def settled(self) -> bool:
         """Whether the store has stopped using the caller's memory."""
         return self._settled
-
-    @property
-    def reusable(self) -> bool:
-        """For a put: whether the submitting thread may use the memory again."""
-        return self._reusable or self._settled
 
     def wait(self, timeout: Timeout = None) -> list[T]:
         """Wait until the job is done, and return the results.
@@ -109,6 +105,18 @@ class Job(Generic[T]):
             cancel = None if self._results is not None else self._on_cancel
         if cancel is not None:
             cancel()
+
+    def take_back(self, timeout: Timeout = None) -> bool:
+        """Give up the pages that the store has not begun to copy, so that the calling thread may use the
+        memory again. Returns whether it may. What it queues on a device next runs after the store's copies.
+        """
+        if self._settled:
+            return True
+        if self._on_take_back is None:
+            self.cancel()
+            return self.wait_settled(timeout)
+        self._on_take_back()
+        return True
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
         """Call ``callback(self)`` when the job is done: at once if it is, else in the thread that ends it.
@@ -146,6 +154,11 @@ class Job(Generic[T]):
         """Set the function that :meth:`cancel` calls, in the caller's thread, while the job is under way."""
         self._on_cancel = cancel
 
+    def on_take_back(self, take_back: Callable[[], object]) -> None:
+        """Set what :meth:`take_back` calls, in the caller's thread, instead of cancelling the job and waiting
+        until it is settled. It must not block."""
+        self._on_take_back = take_back
+
     def set(self, results: Sequence[T], *, settled: bool = True) -> bool:
         """End the job with these results. Returns whether this call ended it: the first of several does."""
         if len(results) != self.count:
@@ -164,11 +177,6 @@ class Job(Generic[T]):
         """With the lock: wake the threads that wait for the end."""
         self._changed.notify_all()
 
-    def allow_reuse(self) -> None:
-        """Note that device work which the submitting thread queues from now on runs after the store has read
-        the memory."""
-        self._reusable = True
-
     def settle(self) -> None:
         """Note that the store has stopped using the caller's memory."""
         with self._lock:
@@ -184,7 +192,7 @@ class Job(Generic[T]):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._callbacks, self._settled_callbacks = [], []
-        self._on_cancel = None
+        self._on_cancel = self._on_take_back = None
         if self._results is None:
             self._results = list(results)
         self._settled = True

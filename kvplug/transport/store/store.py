@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeVar
 
 import attrs
@@ -195,6 +196,11 @@ class Store(abc.ABC):
         put = self._put if staging is None else staging.put
         nbytes = pages.series.format.nbytes
         return self._submitted("put", nbytes, lambda: put(pages, timeout), lambda: self._refused_put(pages))
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context. Pages that the calling thread puts in it out of a cache on a device are copied at
+        its end, with one operation for each layer of all requests where the cache allows it."""
+        return contextlib.nullcontext() if self.staging is None else self.staging.together()
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         """Copy the pages into ``pages.memory``.

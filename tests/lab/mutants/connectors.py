@@ -112,11 +112,10 @@ class Mutant(Judged):
 
 
 class LateMutant(Judged):
-    """One fault of a connector whose loads come three steps after they have begun."""
+    """One fault of a connector whose loads in the background come three steps after they have begun."""
 
     @pytest.fixture(autouse=True)
     def _late(self, _faults_of_stores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._how = "hold"
         num_steps, bind = 0, LookupWorker.bind_connector_metadata
 
         def bind_and_come(side: LookupWorker, metadata: Any) -> None:
@@ -124,6 +123,8 @@ class LateMutant(Judged):
             num_steps = num_steps + 1 if self._held else 0
             if num_steps > 3:
                 self._let_come()
+            if self._how in ("", "hold") and (loads := StepPlan.from_plain(metadata).loads):
+                self._how = "hold" if all(load.in_background for load in loads) else ""
             bind(side, metadata)
 
         monkeypatch.setattr(LookupWorker, "bind_connector_metadata", bind_and_come)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvplug.engine import BlockViews, PageBlocks
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.store.engine import JobTask
+from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
-from kvplug.transport.store.results import MissReason
+from kvplug.transport.store.results import MissReason, PutReason
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
 from kvplug.transport.store.staging.staging import Staging
@@ -144,6 +148,136 @@ def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) 
     assert cache.missing(pages) == []
     for job in jobs[1:]:
         assert job.wait(waits.patience_s) == [None]
+
+
+def whole_blocks(form: PageFormat) -> tuple[torch.Tensor, BlockViews]:
+    """A cache whose blocks have the size of a page: [layers, parts, blocks, tokens, heads, size]."""
+    shape = form.num_layers, 2, 60, *form.parts[0].shape
+    cache = torch.rand(shape).to(torch.float16).to("simulated")
+    return cache, BlockViews([[*parts] for parts in cache])
+
+
+def bytes_of(cache: torch.Tensor, table: list[int]) -> bytes:
+    """The bytes of the pages in these blocks."""
+    return cache[:, :, table].cpu().permute(2, 0, 1, 3, 4, 5).contiguous().numpy().tobytes()
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that copy or allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if name in ("index_select", "copy_", "empty"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_puts_of_a_step_take_two_operations_for_each_layer_and_allocate_nothing(staged: Any) -> None:
+    store, form = staged[0], staged[1].form
+    cache, views = whole_blocks(form)
+    store.staging.prepare("simulated")
+    for first, num_requests in ((0, 9), (20, 1), (40, 9)):
+        batches = [batch(2, form, seal=store.seal) for at in range(num_requests)]
+        tables = [[first + 2 * at + 1, first + 2 * at] for at in range(num_requests)]
+        with simulated.stalled(), Operations() as made, store.together():
+            jobs = [
+                store.submit_put(pages.request(PageBlocks(form, views, table, 0, 2)))
+                for pages, table in zip(batches, tables, strict=True)
+            ]
+        allocates = {"empty": made.counts["empty"]} if first == 0 else {}
+        assert made.counts == {"index_select": 3, "copy_": 3, **allocates}
+        for job, pages, table in zip(jobs, batches, tables, strict=True):
+            assert job.wait(waits.patience_s) == [None, None]
+            request = pages.empty()
+            assert store.submit_get(request).wait(waits.patience_s) == [None, None]
+            assert bytes(request.memory.rows().buffer) == bytes_of(cache, table)
+
+
+def test_pages_of_several_caches_are_not_mixed_up(staged: Any) -> None:
+    store, form = staged[0], staged[1].form
+    given = [(batch(2, form, seal=store.seal), *whole_blocks(form)) for _ in range(3)]
+    with store.together():
+        jobs = [
+            store.submit_put(pages.request(PageBlocks(form, views, [3, 1], 0, 2)))
+            for pages, _, views in given
+        ]
+    for job, (pages, cache, _) in zip(jobs, given, strict=True):
+        assert job.wait(waits.patience_s) == [None, None]
+        request = pages.empty()
+        assert store.submit_get(request).wait(waits.patience_s) == [None, None]
+        assert bytes(request.memory.rows().buffer) == bytes_of(cache, [3, 1])
+
+
+@pytest.mark.parametrize("most", [6, 4, 1])
+def test_requests_that_share_memory_keep_their_pages_apart(staged: Any, most: int) -> None:
+    store, form = staged[0], staged[1].form
+    memory = PinnedMemory(StagedPages.nbytes_of(form, most) * 4)
+    store.staging = Staging(store, memory=memory)
+    every = [batch(count, form, seal=store.seal) for count in (1, 4, 3, 5)]
+    caches = [Cache(pages) for pages in every]
+    with store.together():
+        jobs = []
+        for pages, cache in zip(every, caches, strict=True):
+            cache.write(pages)
+            jobs.append(store.submit_put(pages.request(cache.blocks())))
+        jobs[2].cancel()
+    for job, pages in zip(jobs, every, strict=True):
+        is_kept = job is not jobs[2]
+        assert job.wait(waits.patience_s) == [None if is_kept else PutReason.CANCELLED] * len(pages)
+        assert job.wait_settled(waits.patience_s)
+        request = pages.empty()
+        got = store.submit_get(request).wait(waits.patience_s)
+        assert got == [None if is_kept else MissReason.ABSENT] * len(pages)
+        assert not pages.unlike(request, got)
+    waits.until(lambda: is_free(memory), what="that all memory was given back")
+
+
+def test_memory_that_is_taken_back_while_the_device_does_nothing_gives_up_what_waits(staged: Any) -> None:
+    store, form = staged[0], staged[1].form
+    memory = PinnedMemory(StagedPages.nbytes_of(form, 4))
+    store.staging = Staging(store, memory=memory)
+    pages = batch(6, form, seal=store.seal)
+    cache = Cache(pages)
+    with simulated.stalled():
+        cache.write(pages)
+        job = store.submit_put(pages.request(cache.blocks()))
+        assert job.take_back(0)
+        cache.overwrite()
+    assert job.wait(waits.patience_s) == [*[None] * 4, *[PutReason.CANCELLED] * 2]
+    assert job.wait_settled(waits.patience_s)
+    request = pages.empty()
+    got = store.submit_get(request).wait(waits.patience_s)
+    assert got == [*[None] * 4, *[MissReason.ABSENT] * 2]
+    assert not pages.unlike(request, got)
+    assert job.take_back(0), "it has settled"
+    waits.until(lambda: is_free(memory), what="that all memory was given back")
+
+
+def test_copies_that_cannot_be_queued_fail_the_puts_that_share_them(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, pages, _ = staged
+    gather = transfers.queue_gather
+
+    def fail_at_the_end(*arguments: Any) -> None:
+        gather(*arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transfers, "queue_gather", fail_at_the_end)
+    more = batch(2, pages.form, seal=store.seal)
+    with simulated.stalled():
+        with store.together():
+            jobs = [store.submit_put(each.request(Cache(each).blocks())) for each in (pages, more)]
+        for job in jobs:
+            assert job.wait(waits.patience_s) == [PutReason.NO_MEMORY] * job.count
+            assert not job.wait_settled(0.1), "the device has copies of it to do"
+    assert all(job.wait_settled(waits.patience_s) for job in jobs)
+    monkeypatch.undo()
+    assert not any(store.submit_put(more.request(Cache(more).blocks())).wait(waits.patience_s))
 
 
 @pytest.mark.parametrize("submit", [Store.submit_get, Store.submit_put])

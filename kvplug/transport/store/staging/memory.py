@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvplug.net.streams import on_stream, pinned_bytes
-from kvplug.transport.store.cache_blocks import PageBlocks
+from kvplug.transport.store.cache_blocks import PageBlocks, gatherer
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.memory import PageMemory, PagePlaces, begins_of, flat_parts
 
@@ -40,6 +40,8 @@ class PinnedMemory:
         self._whole: Tensor | None = None
         self._free: list[tuple[int, int]] = []
         """The beginning and end of each free block, in order."""
+        self._shares: dict[int, int] = {}
+        """By its beginning, how often a block that several users share must still be given back."""
         self._waiting: deque[JobTask] = deque()
         self._users: weakref.WeakSet[PinnedMemory.User] = weakref.WeakSet()
 
@@ -90,10 +92,19 @@ class PinnedMemory:
                 return self._whole[begin : begin + nbytes]
         return None
 
+    def share(self, part: Tensor, num_users: int) -> None:
+        """Let several users give a block back; it is free after the last one has."""
+        with self._lock:
+            self._shares[part.storage_offset()] = num_users
+
     def give_back(self, part: Tensor) -> None:
         begin = part.storage_offset()
         end = min(self.nbytes, begin + -(-part.numel() // _LENT_ALIGN) * _LENT_ALIGN)
         with self._lock:
+            left = self._shares.pop(begin, 1) - 1
+            if left:
+                self._shares[begin] = left
+                return
             merged: list[tuple[int, int]] = []
             for one in sorted([*self._free, (begin, end)]):
                 if merged and merged[-1][1] == one[0]:
@@ -123,11 +134,17 @@ class StagedPages(PageMemory):
     page is one piece; the store reorders it in its copy into this memory or out of it.
     """
 
-    def __init__(self, form: PageFormat, count: int, memory: Tensor) -> None:
-        """``memory``: :meth:`nbytes_of` bytes, uninitialised."""
+    def __init__(self, form: PageFormat, count: int, memory: Tensor, pages: range | None = None) -> None:
+        """
+        Args:
+            count: how many pages are in the memory.
+            memory: :meth:`nbytes_of` bytes, uninitialised.
+            pages: those of them that this object has; by default all.
+        """
         self.format = form
         self.memory = memory
-        self._count = count
+        self.count = count
+        self._pages = range(count) if pages is None else pages
         *self._starts, self._step = _starts(form, count)
 
     @staticmethod
@@ -144,11 +161,19 @@ class StagedPages(PageMemory):
         return count
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._pages)
+
+    def part_of(self, pages: range) -> StagedPages:
+        """Return some of the pages, in the same memory."""
+        return StagedPages(self.format, self.count, self.memory, pages)
 
     def layer(self, layer: int) -> Tensor:
         """Return the bytes of one layer of all pages."""
         return self.memory[layer * self._step : (layer + 1) * self._step]
+
+    def parts_of(self, layer: Tensor) -> list[Tensor]:
+        """Return the bytes of each part of all pages from a tensor with one layer of them."""
+        return [self.part(layer, part, range(self.count)) for part in range(len(self.format.parts))]
 
     def part(self, layer: Tensor, part: int, pages: range) -> Tensor:
         """Return the bytes of one part of consecutive pages from a tensor with one layer of all pages."""
@@ -162,7 +187,7 @@ class StagedPages(PageMemory):
             for layer in range(form.num_layers)
             for start, (_, nbytes) in zip(self._starts, form.spans, strict=True)
         )
-        return PagePlaces(parts, array("q", range(self._count)), 0, begins_of(form), self._count)
+        return PagePlaces(parts, array("q", self._pages), 0, begins_of(form), len(self._pages))
 
 
 def _starts(form: PageFormat, count: int) -> list[int]:
@@ -195,16 +220,20 @@ def queue_scatter(
                     move(layer, part, staged.part(on_device, part, run))
 
 
-def queue_gather(staged: StagedPages, blocks: PageBlocks, first: int, stream: Any) -> None:
-    """Queue copies from page ``first`` of ``blocks`` on into all staged pages."""
-    import torch
+def queue_gather(
+    staged: StagedPages, sources: Sequence[tuple[PageBlocks, range]], scratch: Tensor, stream: Any
+) -> None:
+    """Queue copies of pages into all staged pages: for each layer, if the caches allow it, one operation that
+    gathers it on the device, and one that copies it to the host.
 
-    pages = range(len(staged))
+    Args:
+        sources: pages of several sequences in one cache, in the order of the staged pages.
+        scratch: memory on the device for one layer of all pages, used by this stream only.
+    """
     with on_stream(stream):
-        move = blocks.mover(first, len(staged), into_cache=False)
+        gather = gatherer(sources)
         for layer in range(staged.format.num_layers):
             here = staged.layer(layer)
-            on_device = torch.empty(len(here), dtype=torch.uint8, device=blocks.device)
-            for part in range(len(staged.format.parts)):
-                move(layer, part, staged.part(on_device, part, pages))
+            on_device = scratch[: len(here)]
+            gather(layer, staged.parts_of(on_device))
             here.copy_(on_device, non_blocking=True)

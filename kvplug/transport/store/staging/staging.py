@@ -7,16 +7,17 @@ other except where they must:
 
 - A get's copies run after earlier uses of the blocks (``PageBlocks.after``, or what the calling thread has
   queued). A layer is ready when the device has finished its copy.
-- A put's copies run after what the calling thread has queued, which computes the pages. What that thread
-  queues next runs after the copies, so that blocks may be reused at once, unless some pages wait for host
-  memory (``Job.reusable``).
+- A put's copies run after what the calling thread has queued, which computes the pages, and beside what it
+  queues next, with the lowest priority. The blocks must be left alone until the job settles, or until the
+  caller takes them back (``Job.take_back``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplug.errors import ClosedError
@@ -28,7 +29,14 @@ from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import MissReason, PutReason
 from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
-from kvplug.transport.store.staging.transfers import Get, Lane, Put, StagedGetJob, Transfer
+from kvplug.transport.store.staging.transfers import (
+    Get,
+    Lane,
+    Put,
+    StagedGetJob,
+    Transfer,
+    stage_together,
+)
 from kvplug.transport.store.store import J, PageRequest, Store, ended
 
 _log = logging.getLogger(__name__)
@@ -64,6 +72,8 @@ class Staging:
         self._timeout_s = timeout_s
         self._memory = PinnedMemory(MAX_BYTES) if memory is None else memory
         self._gets, self._puts = (JobEngine(f"staging-{op}", _THREADS) for op in ("get", "put"))
+        self._held = threading.local()
+        self._staging = threading.Lock()
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, type[Transfer]], Lane] = {}
         self.devices: tuple[str, ...] = ()
@@ -96,7 +106,6 @@ class Staging:
     def _staged(self, kind: type[Transfer], engine: JobEngine, pages: PageRequest, job: J) -> J:
         """Start a transfer."""
         reasons = PutReason if kind is Put else MissReason
-        task = None
         try:
             lane = self._lane(pages.memory.device, kind)
             if not (most := self._most(pages.series.format)):
@@ -108,15 +117,24 @@ class Staging:
         except ClosedError:
             raise
         except Exception as e:  # an error of the device
-            if task is None:
-                _log.warning("cannot copy pages of a cache on %s: %s", pages.memory.device, e)
-                return ended(job, reasons.NO_MEMORY if NamedExhaustion.of(e) else reasons.OTHER)
-            task.end(task.fault(e))
-        else:
-            engine.begin(task)
-        self._add(engine, task)
-        self.note_free_memory()  # some may have been given back meanwhile
+            _log.warning("cannot copy pages of a cache on %s: %s", pages.memory.device, e)
+            return ended(job, reasons.NO_MEMORY if NamedExhaustion.of(e) else reasons.OTHER)
+        engine.begin(task)
+        if kind is Get:
+            self._add(engine, task)
+        elif not getattr(self._held, "puts", False):
+            self.note_free_memory()
         return job
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Queue the copies of all puts that the calling thread submits in this block at its end, together."""
+        self._held.puts = True
+        try:
+            yield
+        finally:
+            self._held.puts = False
+            self.note_free_memory()
 
     def _add(self, engine: JobEngine, task: Transfer) -> None:
         if not engine.add(task):
@@ -146,23 +164,26 @@ class Staging:
                 self._memory.prepare(device, self)
                 if device.type == "cuda" and not self._lanes:
                     _log.warning("staging KV to %s is experimental: do not serve users with it yet", name)
-                lane = Lane(device, StreamPool.acquire(device), self._memory)
+                # someone waits for a get, and no one for a put
+                lane = Lane(device, StreamPool.acquire(device, is_urgent=kind is Get), self._memory)
                 self._lanes[name, kind] = lane
                 self.devices = tuple(sorted({name for name, _ in self._lanes}))
             return lane
 
     def note_free_memory(self) -> None:
         """Let puts that wait for pinned memory go on."""
+        waiting: dict[tuple[Lane, PageFormat], list[Put]] = {}
         for task in self._puts.tasks():
             if isinstance(task, Put):
-                try:
-                    with task.lane.on_device():
-                        has_steps = task.stage()
-                except Exception as e:  # an error of the device; some copies may have been queued
-                    task.end(task.fault(e))
-                    has_steps = True
-                if has_steps:
-                    self._add(self._puts, task)
+                waiting.setdefault((task.lane, task.form), []).append(task)
+        for (lane, _), puts in waiting.items():
+            with self._staging, lane.on_device():
+                failed = stage_together(puts)
+            for put, error in failed.items():
+                put.end(put.fault(error))
+            for put in puts:
+                if put.has_steps():
+                    self._add(self._puts, put)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -182,8 +203,8 @@ class Staging:
         """After :meth:`give_up`: give back the streams, and wait a moment for the device's work."""
         with self._lock:
             lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            StreamPool.release(lane.stream)
+        for (_, kind), lane in lanes.items():
+            StreamPool.release(lane.stream, is_urgent=kind is Get)
         deadline = Deadline.after(_CLOSE_S)
         for engine in (self._gets, self._puts):
             engine.join(deadline)

@@ -39,6 +39,24 @@ class Lane:
     device: torch.device
     stream: Any
     memory: PinnedMemory
+    _scratch: torch.Tensor | None = None
+    """One layer of the pages that are gathered, on the device."""
+    _gathering: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def gather(self, staged: StagedPages, sources: Sequence[tuple[PageBlocks, range]]) -> None:
+        """Queue copies of pages of several sequences into host memory. If this raises, some may be queued.
+
+        Raises:
+            RuntimeError: the device failed, or has no memory.
+        """
+        import torch
+
+        with self._gathering:
+            nbytes = len(staged.layer(0))
+            if self._scratch is None or len(self._scratch) < nbytes:
+                with on_stream(self.stream):
+                    self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            queue_gather(staged, sources, self._scratch, self.stream)
 
     def on_device(self) -> Any:
         """A context that makes this the calling thread's current device, which events query."""
@@ -104,18 +122,20 @@ class Transfer(JobTask):
     def __init__(self, store: Store, job: Job[Any], request: PageRequest, lane: Lane, max_pages: int) -> None:
         """``max_pages``: how many pages are staged together."""
         assert isinstance(request.memory, PageBlocks)
-        self.pieces = [
-            _Piece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
-        ]
+        self.max_pages = max_pages
+        self.pieces = self._cut(range(job.count))
         super().__init__(job, len(self.pieces))
         self.lane = lane
         self._store = store
         self._request = request
         self._blocks = request.memory
 
+    def _cut(self, pages: range) -> list[_Piece]:
+        return [_Piece(pages[at : at + self.max_pages]) for at in range(0, len(pages), self.max_pages)]
+
     @abc.abstractmethod
     def queue(self) -> None:
-        """Queue the first device work. Called in the thread that submits the request.
+        """Order the device work after what the calling thread, which submits the request, has queued.
 
         Raises:
             RuntimeError: the device failed, or has no memory.
@@ -235,14 +255,17 @@ def _found(results: Sequence[MissReason | None]) -> list[range]:
 class Put(Transfer):
     """A transfer of pages out of a cache on a device.
 
-    Pieces are copied at once as far as host memory allows. The other pieces wait for memory that is given
-    back, behind every waiting get, at most until the deadline. Until then their blocks are in use.
+    :func:`stage_together` queues the copies of as many pages as there is host memory for. The others wait for
+    memory that is given back, behind every waiting get, at most until the deadline. The job settles when the
+    device has read all pages. Other work of the device does not wait for that, unless the caller takes the
+    blocks back.
     """
 
     is_put = True
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self.job.on_take_back(self._take_back)
         self._num_staged = self._num_read = 0
         """Pieces whose copies were queued, and whose copies have ended."""
         self._reading = contextlib.ExitStack()
@@ -251,36 +274,55 @@ class Put(Transfer):
         """Held while pages go to the store, so that a removal finds them either here or there."""
 
     def queue(self) -> None:
-        """Queue copies of the pieces that there is memory for. If these are all pieces, the calling thread's
-        next device work runs after the copies, and the blocks are reusable."""
         self.lane.wait_for(self._blocks.after)
         self.lane.wait_for(DeviceMark(self.lane.device))
-        self.stage()
-        if self._num_staged == len(self.pieces):
-            self.lane.make_caller_wait_for(self.lane.mark())
-            self.job.allow_reuse()
 
-    def stage(self) -> bool:
-        """Queue copies of further pieces that there is memory for. Returns whether there were any.
+    @property
+    def form(self) -> PageFormat:
+        """The format of its pages."""
+        return self._request.series.format
 
-        Raises:
-            RuntimeError: the device failed, or has no memory.
-        """
-        before = self._num_staged
+    def unstaged(self) -> range:
+        """With the lock: return the pages that wait for host memory."""
+        if self.is_over or self._num_staged == len(self.pieces):
+            return range(0)
+        return range(self.pieces[self._num_staged].pages.start, self.job.count)
+
+    def begin_reading(self, pages: range, staged: StagedPages) -> tuple[PageBlocks, range]:
+        """With the lock: let the next piece be these pages, whose copies are about to be queued. Returns
+        their source."""
+        if self._num_read == self._num_staged:
+            self._reading.enter_context(self.copying())
+        rest = self._cut(range(pages.stop, self.job.count))
+        self.pieces[self._num_staged :] = [_Piece(pages, staged), *rest]
+        self._num_steps = len(self.pieces)
+        return self._blocks, pages
+
+    def copies_queued(self, mark: DeviceMark) -> None:
+        """With the lock: let the step of the next piece begin, whose copies end with the mark."""
+        self.pieces[self._num_staged].mark = mark
+        self._num_staged += 1
+
+    def _take_back(self) -> None:
+        """Give up the pages that wait for memory, and let what the calling thread queues next run after the
+        copies of the others."""
         with self.lock:
-            while not self.is_over and self._num_staged < len(self.pieces):
-                piece = self.pieces[self._num_staged]
-                piece.staged = self.lane.pages(self._request.series.format, len(piece.pages))
-                if piece.staged is None:
-                    break
-                if self._num_read == self._num_staged:
-                    self._reading.enter_context(self.copying())
-                try:
-                    queue_gather(piece.staged, self._blocks, piece.pages.start, self.lane.stream)
-                finally:  # some copies may be queued even if others could not be
-                    piece.mark = self.lane.mark()
-                    self._num_staged += 1  # its step may begin
-        return self._num_staged > before
+            given_up = self.unstaged()
+            for at in given_up:
+                self.note(at, PutReason.CANCELLED)
+            if given_up:
+                del self.pieces[self._num_staged :]
+                self._num_steps = len(self.pieces)
+            is_read, is_finished = self._num_read == self._num_staged, self.is_finished()
+            copied = None if is_read else self.pieces[self._num_staged - 1].mark
+        if copied is not None:
+            self.lane.make_caller_wait_for(copied)
+        if given_up:
+            self._store.withdraw(self._request.keys[given_up.start : given_up.stop])
+        if is_finished:
+            self.end(None)
+        elif is_read:
+            self.job.settle()
 
     def has_steps(self) -> bool:
         return self._begun < self._num_staged  # also when the job is over, until the device has read
@@ -339,3 +381,44 @@ class Put(Transfer):
                 if piece.job is None:
                     self._store.withdraw(self._request.keys[piece.pages.start : piece.pages.stop])
         super().ended()
+
+
+def stage_together(puts: Sequence[Put]) -> dict[Put, Exception]:
+    """Queue copies of pages that wait for host memory, as far as there is some, for all puts at once.
+
+    Only one thread at a time may call this. Afterwards the steps of each put can begin.
+
+    Args:
+        puts: of pages of one format, with the same lane, in the order in which they are served.
+
+    Returns:
+        The puts that the device failed, whose jobs must end, and the error.
+    """
+    failed: dict[Put, Exception] = {}
+    lane, form, most = puts[0].lane, puts[0].form, puts[0].max_pages
+    with contextlib.ExitStack() as locks:
+        for put in puts:
+            locks.enter_context(put.lock)
+        while True:
+            chosen: list[tuple[Put, range]] = []
+            room = most
+            for put in puts:
+                if put not in failed and (pages := put.unstaged()[:room]):
+                    chosen.append((put, pages))
+                    room -= len(pages)
+            staged = lane.pages(form, most - room) if chosen else None
+            if staged is None:
+                return failed
+            lane.memory.share(staged.memory, len(chosen))
+            sources, first = [], 0
+            for put, pages in chosen:
+                part = staged.part_of(range(first, first + len(pages)))
+                sources.append(put.begin_reading(pages, part))
+                first += len(pages)
+            try:
+                lane.gather(staged, sources)
+            except Exception as e:  # some copies may be queued
+                failed.update(dict.fromkeys((put for put, _ in chosen), e))
+            mark = lane.mark()
+            for put, _ in chosen:
+                put.copies_queued(mark)

@@ -245,12 +245,10 @@ class Saver:
         self._take_back([batch for batch in self._lent if batch.request_id == request_id])
 
     def _take_back(self, batches: Sequence[_Batch]) -> None:
-        """Cancel the saves, and wait until no store reads their blocks: at most the time of one copy."""
-        jobs = [batch.job for batch in batches if batch.job is not None and not batch.job.reusable]
-        for job in jobs:
-            job.cancel()
-        for job in jobs:
-            if not job.wait_settled(self._settle_timeout_s):
+        """Give up pages that no store has begun to read. Wait until the engine may use the blocks again: at
+        most the time of one copy."""
+        for batch in batches:
+            if batch.job is not None and not batch.job.take_back(self._settle_timeout_s):
                 raise StalledError(
                     f"the store {self.first.name!r} still reads blocks {self._settle_timeout_s:g} s after a"
                     " save was given up: restart this engine and the process of that store"
@@ -272,25 +270,29 @@ class Saver:
                 batch.gather(layer)
         batches, self._batches = self._batches, []
         tier = self.first
-        for batch in batches:
-            request = PageRequest(
-                series=tier.series,
-                keys=tier.series.keys_of(batch.chains),
-                identities=batch.identities,
-                memory=batch.source if batch.memory is None else batch.memory,
-            )
-            try:
-                timeout = self._timeout_s * -(-batch.nbytes // _TIMED_BYTES)
-                job = batch.job = tier.store.submit_put(request, timeout=timeout)
-            except KvplugError as e:
-                self._count_bytes(batch, -1)
-                self._give_up(str(e), "closed", batch.request_id, batch.first_page, batch.chains)
-                continue
-            if batch.memory is None:
-                self._lent.append(batch)
-            job.add_done_callback(self._noting(batch))
+        with tier.store.together():
+            for batch in batches:
+                self._put(tier, batch)
         if self._groups.has_windows:  # the engine may reuse blocks outside a window
             self._take_back(self._lent)
+
+    def _put(self, tier: Tier, batch: _Batch) -> None:
+        request = PageRequest(
+            series=tier.series,
+            keys=tier.series.keys_of(batch.chains),
+            identities=batch.identities,
+            memory=batch.source if batch.memory is None else batch.memory,
+        )
+        try:
+            timeout = self._timeout_s * -(-batch.nbytes // _TIMED_BYTES)
+            job = batch.job = tier.store.submit_put(request, timeout=timeout)
+        except KvplugError as e:
+            self._count_bytes(batch, -1)
+            self._give_up(str(e), "closed", batch.request_id, batch.first_page, batch.chains)
+            return
+        if batch.memory is None:
+            self._lent.append(batch)
+        job.add_done_callback(self._noting(batch))
 
     def reset(self, salt: bytes, shard_series: dict[str, Series]) -> None:
         """Drop everything gathered so far, and clear the stores that are not shared."""
@@ -318,7 +320,7 @@ class Saver:
         return min((batch.step for batch in (*self._batches, *self._lent)), default=self._step + 1) - 1
 
     def _end_loans(self) -> None:
-        self._lent = [batch for batch in self._lent if batch.job is not None and not batch.job.reusable]
+        self._lent = [batch for batch in self._lent if batch.job is not None and not batch.job.settled]
 
     # -- from other threads --------------------------------------------------------------------
 

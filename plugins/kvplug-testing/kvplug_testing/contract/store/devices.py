@@ -99,7 +99,8 @@ class Devices(StoreSuite):
             cache.write(pages)
             with simulated.stalled() if seed % 2 else nullcontext():
                 job = staged.submit_put(pages.request(cache.blocks()))
-                if few is None:  # else most pages are read later
+                if few is None:  # else most pages wait for memory
+                    assert job.take_back(0)
                     cache.overwrite()
             if seed % 2:
                 cache.missing(pages)  # what this thread queued runs first, unless it has to wait
