@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 from kvplug_vllm.plugin import register
@@ -67,6 +68,18 @@ def generate(
         [list(one.token_ids), output.num_cached_tokens or 0, one.finish_reason, output.kv_transfer_params]
         for output, one in found
     ]
+
+
+def timed(llm: Any, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[float], int]:
+    """The seconds that all take at once, those until each has its first token, and their cached tokens."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0)
+    began = time.perf_counter()
+    outputs = llm.generate([_asked(prompt, None) for prompt in prompts], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    firsts = [output.metrics.first_token_latency for output in outputs]
+    return seconds, firsts, sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 _numbers = itertools.count()

@@ -267,15 +267,6 @@ class TestTakesNoNoticeOfForks(SamplePipe):
             part._after_fork_in_child = lambda: None
 
 
-@breaks(Mutant, "ALL-6")
-class TestLeavesAForkedChildItsDescriptor(SamplePipe):
-    """In a forked child its calls raise, and the descriptor stays open."""
-
-    def _after_fork_in_child(self) -> None:
-        os.dup(self._sock.fileno())
-        super()._after_fork_in_child()
-
-
 @breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
 class TestLeavesAForkedChildItsMemory(SamplePipe):
     """In a forked child the pipe's shared memory stays mapped."""

@@ -1,0 +1,153 @@
+"""Tokens a second in vLLM with kvplug: what it costs where nothing is loaded, and what it saves where prompts
+share prefixes that vLLM's own cache cannot keep.
+
+    python benchmarks/vllm_throughput.py MODEL [--at-once 1,8,32] [--rounds 6] [--markdown FILE]
+
+Engines in processes of their own, in turns. "Nothing" sends new prompts of 100 tokens, and generates 32: to
+vLLM alone, to a consumer with nothing to load, and to an engine that saves. "Shared" sends prompts whose
+first half is one of a few prefixes, to engines whose cache holds few of them: vLLM alone, vLLM's
+ExampleConnector over files in memory, and kvplug with its store in memory. vLLM's OffloadingConnector is
+not among them, since its workers refuse a CPU. Needs the environment of docs/how-to/run-under-vllm.md, with
+kvplug-testing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fs import machine, quartiles
+
+HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1] / "plugins/kvplug-vllm/tests"))
+
+from vllm_engines import Engine, engine, transfer_config  # noqa: E402
+
+ALONE = "vLLM alone"
+PORT = 29700
+PROMPT, NEW = 100, 32
+NUM_PREFIXES, PREFIX = 24, 512
+BLOCK = 128
+"""vLLM's tokens in a block on a CPU."""
+SMALL_CACHE = {"num_gpu_blocks_override": 8 * (2 * PREFIX // BLOCK + 1)}
+"""Blocks for eight requests: three quarters of those that the prefixes take."""
+
+
+def configs(folder: Path) -> dict[str, dict[str, dict[str, Any] | None]]:
+    """The kv-transfer-configs of each experiment, by name."""
+    options = {"host": {"size": 4 << 30}}
+    # as an operator has it: what costs more than computing is not loaded
+    usual = {"lookup": {"load_policy": "auto"}, **options}
+    return {
+        "nothing": {
+            ALONE: None,
+            "kvplug, a consumer": transfer_config("kv_consumer", PORT, stores=["host"], options=options),
+            "kvplug, saving": transfer_config("kv_both", PORT + 10, options=options),
+        },
+        "shared": {
+            ALONE: None,
+            "ExampleConnector": {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+            },
+            "kvplug": transfer_config("kv_both", PORT + 20, options=usual),
+        },
+    }
+
+
+def prompts(experiment: str, number: int, count: int) -> list[list[int]]:
+    """The same for every engine; new ones in each round. Round -1 has each prefix once."""
+    chance = random.Random(f"{experiment} {number}")
+    if experiment == "nothing":
+        return [[chance.randrange(1000, 40_000) for _ in range(PROMPT)] for _ in range(count)]
+    chosen = [chance.randrange(NUM_PREFIXES) for _ in range(count)] if number >= 0 else range(NUM_PREFIXES)
+    return [prefix(each) + [chance.randrange(1000, 40_000) for _ in range(PREFIX)] for each in chosen]
+
+
+def prefix(number: int) -> list[int]:
+    chance = random.Random(f"prefix {number}")
+    return [chance.randrange(1000, 40_000) for _ in range(PREFIX)]
+
+
+def measured(
+    running: dict[str, Engine], experiment: str, at_once: int, rounds: int
+) -> dict[str, list[tuple[float, list[float], int]]]:
+    """For each engine and round: tokens a second, seconds to each first token, cached tokens."""
+    found: dict[str, list[tuple[float, list[float], int]]] = {name: [] for name in running}
+    for number in range(-1, rounds):
+        names = [*running]
+        at = number % len(names)
+        for name in names[at:] + names[:at]:
+            given = {"prompts": prompts(experiment, number, at_once), "max_tokens": NEW}
+            seconds, firsts, num_cached = running[name].ask("timed", timeout=600.0, **given)
+            if number >= 0:
+                found[name].append((at_once * NEW / seconds, firsts, num_cached))
+    return found
+
+
+def rows(experiment: str, at_once: int, found: dict[str, list[tuple[float, list[float], int]]]) -> list[str]:
+    lines = []
+    for name, taken in found.items():
+        shares = [mine[0] / alone[0] for mine, alone in zip(taken, found[ALONE], strict=True)]
+        firsts = sorted(1e3 * each for _, of_round, _ in taken for each in of_round)
+        cells = (
+            experiment,
+            at_once,
+            name,
+            f"{statistics.median(each for each, _, _ in taken):.1f}",
+            f"{statistics.median(shares):.2f}",
+            "{:.2f} to {:.2f}".format(*quartiles(shares)[::2]),
+            f"{statistics.median(firsts):.0f}",
+            f"{firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))]:.0f}",
+            f"{sum(each for _, _, each in taken) / len(firsts):.0f}",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("model", help="a name or a folder")
+    parser.add_argument("--at-once", default="1,8,32", help="concurrent requests (default 1,8,32)")
+    parser.add_argument("--rounds", type=int, default=6, help="default 6")
+    parser.add_argument("--only", choices=("nothing", "shared"), help="one of the experiments")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    given = parser.parse_args()
+    lines = [
+        "| prompts | at once | | tokens/s | of vLLM alone | quartiles | TTFT, ms: median | 99 % | cached |",
+        "| --- " * 9 + "|",
+    ]
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        for experiment, transfers in configs(Path(folder)).items():
+            if given.only not in (None, experiment):
+                continue
+            with ExitStack() as stack:
+                cache = SMALL_CACHE if experiment == "shared" else {}
+                running = {}
+                for name, transfer in transfers.items():
+                    settings = {"max_model_len": 2048, "max_num_seqs": 32, **cache}
+                    running[name] = stack.enter_context(
+                        engine(given.model, transfer, life_s=3600.0, **settings)
+                    )
+                    print(f"{experiment}, {name}: started", file=sys.stderr)
+                for at_once in map(int, given.at_once.split(",")):
+                    found = measured(running, experiment, at_once, given.rounds)
+                    lines += rows(experiment, at_once, found)
+                    print("\n".join(lines[-len(running) :]), file=sys.stderr)
+    text = "\n".join([*lines, "", machine(HERE.parent, 1)])
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
