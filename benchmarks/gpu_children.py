@@ -221,7 +221,7 @@ def staged(parent: peers.Parent, device: str, layers: int, tokens: int, times: i
         def request(caches: Sequence[torch.Tensor], name: bytes) -> kvplug.transport.PageRequest:
             identities = [name + b" %d" % index for index in range(count)]
             views = layout.page_views(caches)
-            memory = kvplug.transport.PageBlocks(form, views, ids, 0, count)
+            memory = kvplug.engine.PageBlocks(form, views, ids, 0, count)
             keys = [foreign_key(b"benchmark", identity) for identity in identities]
             return kvplug.transport.PageRequest(
                 series=series, keys=keys, identities=identities, memory=memory
