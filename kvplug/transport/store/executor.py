@@ -326,10 +326,11 @@ class PageTask(StoreTask):
 
     def _copy_of(self, index: int, payload: memoryview, headers: Sequence[memoryview] = ()) -> PageCopy:
         """Return the copies between the caller's memory and ``payload``, which holds one page."""
-        if self._copy is None:
-            self._copy = PageCopy(self._pages.memory, self._seal)
-        self._copy.use(index, PageRows.dense(payload, 1, len(payload)), headers)
-        return self._copy
+        copy = self._copy
+        if copy is None:  # two threads may make one each
+            copy = self._copy = PageCopy(self._pages.memory, self._seal)
+        copy.use(index, PageRows.dense(payload, 1, len(payload)), headers)
+        return copy
 
 
 class GetTask(PageTask):

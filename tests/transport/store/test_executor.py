@@ -18,8 +18,9 @@ import attrs
 import pytest
 
 from kvplug.errors import TimeoutError, UnsupportedError
-from kvplug.transport.store import page_calls
+from kvplug.transport.store import executor, page_calls
 from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.copy import PageCopy
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.header import PageSeal
@@ -153,6 +154,31 @@ def test_a_job_that_was_given_up_settles_with_the_last_of_its_copies(store: Exec
         pages[0].go_on.set()
         assert not job.wait_settled(0.2), "a copy is under way"
     assert job.wait_settled(5)
+
+
+def test_threads_that_begin_a_job_at_the_same_time_copy_where_each_of_them_has_said(
+    store: ExecutedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one copies to the address 0."""
+    at_once = threading.Barrier(2)
+
+    class Copy(PageCopy):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.used: set[int] = set()
+            at_once.wait(5)
+
+        def use(self, first: int, *given: Any) -> None:
+            super().use(first, *given)
+            self.used.add(first)
+            at_once.wait(5)
+
+        def save(self, pages: range) -> Any:
+            assert pages.start in self.used
+            return super().save(pages)
+
+    monkeypatch.setattr(executor, "PageCopy", Copy)
+    assert store.submit_put(request("a", "b", fill="x")).wait(10) == [None, None]
 
 
 def test_batches_are_shared_by_the_threads_and_have_so_many_bytes() -> None:
