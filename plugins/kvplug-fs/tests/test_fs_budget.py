@@ -6,15 +6,17 @@ import fcntl
 import os
 import shutil
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from folders import aside_in, key_of, open_store, page_of, page_path, read, scan, used_in, write
-from kvplug.transport.store.folder import sweeper as sweeper_module
-from kvplug.transport.store.folder.files import cost_of
+from kvplug.transport.store.folder import ledger as ledger_module, sweeper as sweeper_module
+from kvplug.transport.store.folder.files import PageFolder, cost_of
 from kvplug.transport.store.folder.ledger import Ledger, Totals
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
@@ -114,7 +116,28 @@ def test_a_process_that_is_stopped_inside_the_lock_holds_up_others_for_a_moment(
         assert read(store, "b") is not None
 
 
+def test_what_others_count_while_a_slow_disk_removes_a_page_stays_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "_PATIENCE_S", 0.0)
+    ledger, other = (Ledger(str(tmp_path / "usage")) for _ in range(2))
+    ledger.correct(Totals(), used_bytes=100, num_pages=2)
+    ledger.release(40, lambda: other.reserve(10, 1000))
+    assert ledger.last.used_bytes == 70
+
+
 # -- eviction --------------------------------------------------------------------------------------
+
+
+def test_a_page_gets_the_room_of_more_pages_than_one_scan_proposes(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeper_module, "_MAX_CANDIDATES", 2)
+    store = opened(size=10 * PAGE)
+    for number in range(10):
+        assert write(store, number)
+    assert write(store, "large", 9 * PAGE)
+    assert used_in(tmp_path) == store.usage().used_bytes == 10 * PAGE
 
 
 def test_a_smaller_size_is_kept_to_when_the_folder_is_opened_again(opened: Any, tmp_path: Path) -> None:
@@ -141,6 +164,27 @@ def test_what_other_programs_write_and_delete_is_found_at_the_next_search(
     path.parent.mkdir(exist_ok=True)
     shutil.copy(page_path(tmp_path, key_of(5)), path)
     until(lambda: store.usage().num_pages == 5, what="that a page which another program copied is counted")
+
+
+def test_a_search_that_takes_long_holds_up_no_writer(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(size=4 * PAGE)
+    for number in range(5):
+        assert write(store, number)
+    searching, go_on = threading.Event(), threading.Event()
+
+    def slowly(_: PageFolder) -> Iterator[Any]:
+        searching.set()
+        go_on.wait(20)
+        yield from ()
+
+    monkeypatch.setattr(PageFolder, "all_pages", slowly)
+    search = Call(lambda: scan(store))
+    assert searching.wait(10)
+    assert Call(lambda: write(store, "a")).result(10)
+    go_on.set()
+    search.result(10)
 
 
 def test_a_page_goes_and_is_counted_out_in_one_turn(tmp_path: Path) -> None:

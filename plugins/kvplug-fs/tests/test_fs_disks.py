@@ -163,6 +163,18 @@ def test_whichever_call_finds_the_disk_full_pages_are_evicted_and_it_is_tried_on
     assert store.usage().used_bytes == used_in(tmp_path) == 3 * PAGE
 
 
+def test_a_limit_on_the_length_of_files_evicts_nothing(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = batch(3, seal=SEAL)
+    kept(whole, pages[:2])
+
+    def too_long(*_: Any) -> int:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "writev", too_long)
+    assert put(whole, pages) == [None, None, PutReason.NO_ROOM]
+    got(whole, pages[:2])
+
+
 def test_pages_whose_blocks_cannot_be_read_are_missed_and_replaced(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

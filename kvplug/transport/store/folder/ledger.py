@@ -66,17 +66,22 @@ class Ledger:
         """The totals that this process read last."""
 
     @contextlib.contextmanager
-    def change(self) -> Iterator[Totals]:
+    def change(self, first: Callable[[], object] = lambda: None) -> Iterator[Totals]:
         """The totals, which may be changed in the block. One process at a time.
 
+        Args:
+            first: called under the lock before the totals are read. If it takes long, other processes count
+                without the lock, and the totals include what they have counted.
+
         Raises:
-            OSError: the file cannot be read or written. Nothing has changed.
+            OSError: the file cannot be read or written, or ``first`` has raised it. Nothing has changed.
         """
         # Opened each time, so that a file that was replaced is noticed and a forked child inherits nothing.
         fd = PageFolder.open_own(self._path)
         try:
             locked = _lock(fd)
             try:
+                first()
                 totals = Totals.decoded(os.pread(fd, _RECORD.size, 0))
                 yield totals
                 os.pwrite(fd, totals.encoded(), 0)
@@ -101,7 +106,8 @@ class Ledger:
             return True
 
     def release(self, nbytes: int, remove: Callable[[], None]) -> None:
-        """Call ``remove``, and count one page less. The next scan corrects an error of the ledger.
+        """Call ``remove``, again after an error, and count one page less. The next scan corrects an error of
+        the ledger.
 
         Both happen under one lock: a scan that ended in between would not find the page, and the page would
         be subtracted twice.
@@ -109,16 +115,12 @@ class Ledger:
         Raises:
             OSError: from ``remove``; the count is unchanged.
         """
-        is_removed = False
         try:
-            with self.change() as totals:
-                remove()
-                is_removed = True
+            with self.change(remove) as totals:
                 totals.used_bytes = max(0, totals.used_bytes - nbytes)
                 totals.num_pages = max(0, totals.num_pages - 1)
-        except OSError:
-            if not is_removed:
-                remove()
+        except OSError:  # of the ledger, or of the first call
+            remove()
 
     def correct(self, before: Totals, used_bytes: int, num_pages: int) -> None:
         """Set the totals to those found by a scan that began at ``before``.

@@ -18,7 +18,7 @@ from kvplug.transport.store.folder.sweeper import Sweeper
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.results import Usage
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _HEADER_BYTES: Final = (4096, 2 << 20)
 """Bytes of a page to read for its series: enough for most headers, then for all."""
 _MAX_BUFFERS: Final = 1024
@@ -97,7 +97,7 @@ class FolderStore(BlockingStore):
         """Write the bytes of the buffers, one after the other, into the empty file.
 
         Raises:
-            OSError: they cannot be written. ``ENOSPC``, ``EDQUOT`` or ``EFBIG`` means that the disk is full.
+            OSError: they cannot be written. ``ENOSPC`` or ``EDQUOT`` means that the disk is full.
         """
         left = [part.cast("B") for part in page if part.nbytes]
         while left:

@@ -86,11 +86,12 @@ class Sweeper:
                 self.scan(without=path)
             while not self._ledger.reserve(nbytes, self._budget):
                 if self._evict_one():
-                    continue
-                if scanned:
+                    scanned = False  # a scan finds more candidates if there are any
+                elif scanned:
                     return False
-                self.scan(without=path)
-                scanned = True
+                else:
+                    self.scan(without=path)
+                    scanned = True
             return True
 
     def make_room_on_disk(self, nbytes: int) -> bool:
@@ -106,8 +107,9 @@ class Sweeper:
 
     def _evict_one(self) -> int:
         """With the lock: evict a page. Returns its bytes; 0 if no candidate is left."""
-        while self._candidates and not self._closed.is_set():
-            oldest = self._candidates.popleft()
+        candidates = self._candidates  # a scan may replace them
+        while candidates and not self._closed.is_set():
+            oldest = candidates.popleft()
             try:
                 if os.lstat(oldest.path).st_mtime_ns != oldest.used_ns:
                     continue  # it was used since
@@ -152,13 +154,13 @@ class Sweeper:
         Raises:
             OSError: the folder cannot be read.
         """
+        self.scan()  # without the lock: in a large folder it takes long, and writers must evict meanwhile
         with self._lock:
-            self.scan()
             while self._ledger.last.used_bytes > self._budget and self._evict_one():
                 pass
 
     def scan(self, without: str = "") -> None:
-        """With the lock: count all pages, find the least recently used ones, and clean up.
+        """Count all pages, find the least recently used ones, and clean up.
 
         Temporary files are counted first, since a file that leaves them has become a page. So the scan finds
         everything that the ledger counts, except for later additions.
