@@ -23,11 +23,15 @@ local use, costs, total_key, doomed = unpack(KEYS)
 local budget, ttl = tonumber(ARGV[1]), tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local total = tonumber(redis.call('GET', total_key) or '0') or math.huge
-if total > budget or total < 0 then -- another program changed it, or clients differ in size
+local total = tonumber(redis.call('GET', total_key) or '') or math.huge
+-- another program or the server's policy has changed or removed a record, or clients differ in size
+if total > budget or total < 0 or redis.call('HLEN', costs) == 0 then
     total = 0
     for _, each in ipairs(redis.call('HVALS', costs)) do total = total + (tonumber(each) or 0) end
     redis.call('SET', total_key, total)
+end
+if not redis.call('ZRANGE', use, 0, 0)[1] then
+    for _, each in ipairs(redis.call('HKEYS', costs)) do redis.call('ZADD', use, 0, each) end
 end
 if ttl > 0 then
     for _, old in ipairs(redis.call('ZRANGEBYSCORE', use, '-inf', now - ttl, 'LIMIT', 0, 256)) do

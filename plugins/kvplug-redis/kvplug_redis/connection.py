@@ -173,8 +173,8 @@ class Client:
         return client.connection_pool
 
     def close(self) -> None:
-        with self._lock:
-            made, self._made = self._made, None
+        # without the lock: a thread that holds it may be connecting to a cluster
+        made, self._made = self._made, None
         if made is not None and self._is_cluster:
             made.disconnect_connection_pools()
         elif made is not None:

@@ -28,7 +28,7 @@ _KEEP: Final = """
 for i = 2, #KEYS do
     if redis.call('STRLEN', KEYS[i]) == 0 then return -1 end
 end
-if not redis.call('SET', KEYS[1], ARGV[1], 'NX') then return 0 end
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX') and redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 for i = 1, #KEYS do
     if ARGV[2] == '0' then redis.call('PERSIST', KEYS[i]) else redis.call('PEXPIRE', KEYS[i], ARGV[2]) end
 end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import socketserver
 import subprocess
 import sys
@@ -102,15 +103,17 @@ def test_all_pages_of_a_call_take_two_round_trips(
         assert len(sent) <= 2, "a get"
 
 
+@pytest.mark.parametrize("fill", [b"theirs", b"mine"])
 def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(
-    server: RedisServer, opened: Any, raw: Any, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, opened: Any, raw: Any, monkeypatch: pytest.MonkeyPatch, fill: bytes
 ) -> None:
     one, other = (opened(server.address, size=10 << 20) for _ in range(2))
     act = before_piece(5, lambda: put(one, "a", fill=b"mine"))
     monkeypatch.setattr(ReplyConnection, "send_packed_command", act)
-    assert put(other, "a", fill=b"theirs") == [None]
+    assert put(other, "a", fill=fill) == [None]
     assert got(other, "a", fill=b"mine") == [None]
     assert len(names_of(raw, "p")) == 11 and len(names_of(raw, "m")) == 1
+    assert all(raw.ttl(name) == -1 for name in names_of(raw)), "the page expires"
     other.submit_lookup([]).wait(5)
     assert other.usage().num_pages == 1
 
@@ -237,6 +240,22 @@ def test_a_count_that_was_damaged_is_made_anew(
     assert int(raw.get(Names("kvplug").budget[2])) == int(counted) // 2 * 3
 
 
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["use", "cost", "total"])
+def test_a_record_that_the_server_has_evicted_costs_no_room_for_good(
+    server: RedisServer, opened: Any, raw: Any, which: int
+) -> None:
+    store = opened(server.address, size=600_000)
+    names = [str(number) for number in range(60)]
+    assert not any(put(store, *names[:20]))
+    whole = len(names_of(raw, "m"))
+    assert 8 < whole < 12
+    raw.delete(Names("kvplug").budget[which])
+    for name in names[20:]:
+        assert put(store, name) == [None]
+    assert got(store, *names[-whole:]) == [None] * whole
+    assert len(names_of(raw, "m")) == whole
+
+
 GREEDY = """
 import resource, sys
 sys.path[:0] = [{folder!r}]
@@ -312,6 +331,14 @@ def test_a_killed_server_is_a_miss_at_once_and_a_new_one_is_used(
     server.start()
     waits.until(lambda: put(store, "b") == [None], 15, "a page in the new server")
     assert got(store, "a", "b") == [MissReason.ABSENT, None]
+
+
+def test_a_store_ends_at_once_while_it_connects_to_a_cluster_that_does_not_answer(opened: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = opened(f"127.0.0.1:{silent.getsockname()[1]}", mode="cluster", timeout_s=60)
+        jobs = [store.submit_lookup([bytes(32)]) for _ in range(8)]
+        waits.Call(store.abort).result(20)
+        assert all(job.done for job in jobs)
 
 
 def said(store: Store, caplog: pytest.LogCaptureFixture) -> str:
