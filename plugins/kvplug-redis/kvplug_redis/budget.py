@@ -5,7 +5,7 @@ so that the values of a client that dies are counted, and evicted like those of 
 evict are first marked as *doomed*, and still count until a client has removed their values. So all existing
 values are counted at any moment, whichever client dies. Each eviction frees a 64th of the budget, so that
 concurrent writers do not repeatedly take each other's room. The pages that a client writes at the same time
-take no more than that, since a page that is evicted before it is written would not be counted afterwards."""
+take no more than that. A page that was evicted before it is written is recorded again, after its values."""
 
 from __future__ import annotations
 
@@ -80,18 +80,39 @@ return {made, redis.call('HLEN', costs), total, victims}
 _RELEASE: Final = """
 local use, costs, total_key, doomed = unpack(KEYS)
 local evicted = 0
-for _, member in ipairs(ARGV) do
-    local cost = redis.call('HGET', costs, member)
-    if cost then
-        -- these first: a full server accepts them, and lets a script finish that has written
-        redis.call('HDEL', costs, member)
-        redis.call('DECRBY', total_key, cost)
-        evicted = evicted + 1
+for i = 2, #ARGV do
+    local member = ARGV[i]
+    -- a page that was evicted may have been written again meanwhile
+    if ARGV[1] == '0' or redis.call('HEXISTS', doomed, member) == 1 then
+        local cost = redis.call('HGET', costs, member)
+        if cost then
+            -- these first: a full server accepts them, and lets a script finish that has written
+            redis.call('HDEL', costs, member)
+            redis.call('DECRBY', total_key, cost)
+            evicted = evicted + 1
+        end
+        redis.call('ZREM', use, member)
+        redis.call('HDEL', doomed, member)
     end
-    redis.call('ZREM', use, member)
-    redis.call('HDEL', doomed, member)
 end
 return {evicted, redis.call('HLEN', costs), tonumber(redis.call('GET', total_key) or '0')}
+"""
+
+_WRITTEN: Final = """
+local use, costs, total_key, doomed = unpack(KEYS)
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for i = 1, #ARGV, 2 do
+    local member, cost = ARGV[i], ARGV[i + 1]
+    local was_doomed = redis.call('HDEL', doomed, member) == 1
+    local is_new = redis.call('HEXISTS', costs, member) == 0
+    if was_doomed or is_new then redis.call('ZADD', use, now, member) end
+    if is_new then
+        redis.call('HSET', costs, member, cost)
+        redis.call('INCRBY', total_key, cost)
+    end
+end
+return 1
 """
 
 _TOUCH: Final = """
@@ -162,10 +183,16 @@ class Budget:
         if not members:
             return
         with self._lock:
-            (reply,) = checked(self._client.run([Command.script(_RELEASE, self._names, *members)]))
+            script = Command.script(_RELEASE, self._names, int(evicted), *members)
+            (reply,) = checked(self._client.run([script]))
             count, self.num_pages, self.used_bytes = reply
             self.num_evicted += count if evicted else 0
             self.version += 1
+
+    def written(self, costs: Sequence[tuple[bytes, int]]) -> Command:
+        """A command that records pages again, after their values, if another client has evicted them since
+        :meth:`reserve`."""
+        return Command.script(_WRITTEN, self._names, *(each for pair in costs for each in pair))
 
     def use_of(self, members: Sequence[bytes]) -> Command:
         """A command that records a use of these pages."""

@@ -259,7 +259,12 @@ class RedisStore(BlockingStore):
         failed: list[int] = []
         evicted: list[int] = []
         error: Exception | None = None
-        for at, replies in self._client.stream([self._values_of(new[index]) for index in ready]):
+        groups = [self._values_of(new[index]) for index in ready]
+        if self._budget is not None and ready:
+            groups.append([self._budget.written([(new[index].member, new[index].cost) for index in ready])])
+        for at, replies in self._client.stream(groups):
+            if at == len(ready):
+                continue  # a full server refuses to record pages, and does not have them
             errors = [reply for reply in replies if isinstance(reply, Exception)]
             error = errors[0] if errors else error
             group = kept if replies[-1] in _KEPT else evicted if replies[-1] == _INCOMPLETE else taken

@@ -118,14 +118,18 @@ def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(
     assert other.usage().num_pages == 1
 
 
+@pytest.mark.parametrize("written", [0, 5])
 def test_a_page_that_another_client_evicts_while_it_is_written_is_written_again(
-    server: RedisServer, opened: Any, raw: Any, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, opened: Any, raw: Any, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
     one, other = (opened(server.address, size=100_000) for _ in range(2))
-    act = before_piece(5, lambda: put(one, "b"))
+    act = before_piece(written, lambda: put(one, "b"))
     monkeypatch.setattr(ReplyConnection, "send_packed_command", act)
     assert put(other, "a") == [None]
-    assert got(other, "a", "b") == [None, MissReason.ABSENT]
+    assert got(other, "a") == [None]
+    assert len(names_of(raw, "m")) == raw.hlen(Names("kvplug").budget[1]), "a page is not counted"
+    assert put(one, "c") == [None]
+    assert got(other, "a", "b", "c") == [MissReason.ABSENT, MissReason.ABSENT, None]
     assert len(names_of(raw, "p")) == 11 and len(names_of(raw, "m")) == 1
 
 
