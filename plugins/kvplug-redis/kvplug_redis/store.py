@@ -17,7 +17,7 @@ from kvplug.transport import BlockingStore, PageSeal, Usage, WireError
 from kvplug_redis.budget import Budget, Reserved, drop_manifest
 from kvplug_redis.connection import Client, Command, NoRoomError, checked, mapped_errors
 from kvplug_redis.options import RedisOptions
-from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, TAG_BYTES, Head, Names, cost_of, cut, tag_of
+from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, Head, Names, cost_of, cut, tag_of
 
 T = TypeVar("T")
 
@@ -440,5 +440,4 @@ def _member(key: bytes, head: Head) -> bytes:
 
 
 def _parsed_member(member: bytes) -> tuple[bytes, bytes, int]:
-    end = len(member) - len(member[40:])
-    return member[: end - TAG_BYTES], member[end - TAG_BYTES : end], int(member[end:])
+    return member[:32], member[32:40], int(member[40:])

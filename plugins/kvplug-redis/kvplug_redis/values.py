@@ -28,7 +28,6 @@ from kvplug.transport import PageSeal, WireError
 
 LAYOUT: Final = 2
 """Version of the names and values. Part of every name, so that a page of another version is a miss."""
-TAG_BYTES: Final = 8
 _MAGIC: Final = b"kvr1"
 _HEAD: Final = struct.Struct("<4sI8sQQ")
 HEAD_BYTES: Final = _HEAD.size

@@ -21,8 +21,6 @@ from kvplug.transport.store.results import Usage
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _HEADER_BYTES: Final = (4096, 2 << 20)
 """Bytes of a page to read for its series: enough for most headers, then for all."""
-_MAX_BUFFERS: Final = 1024
-"""Limit of one system call."""
 
 
 class FolderStore(BlockingStore):
@@ -101,7 +99,7 @@ class FolderStore(BlockingStore):
         """
         left = [part.cast("B") for part in page if part.nbytes]
         while left:
-            _skip(left, os.writev(fd, left[:_MAX_BUFFERS]))
+            _skip(left, os.writev(fd, left))
 
     # -- pages ---------------------------------------------------------------------------------
 
