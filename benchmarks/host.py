@@ -224,7 +224,7 @@ class TimedLock(YieldingLock):
         self._depth -= 1
         if not self._depth:
             self.longest = max(self.longest, time.thread_time_ns() - self._began)
-        super().__exit__()
+        super().__exit__(*_)
 
 
 SLOT_BYTES = 960

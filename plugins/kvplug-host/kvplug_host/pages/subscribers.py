@@ -35,14 +35,14 @@ class Subscribers:
     """The listeners of one store."""
 
     def __init__(self) -> None:
-        self._all: tuple[Subscription, ...] = ()
+        self._all: dict[Subscription, None] = {}
         self._queue: deque[tuple[Sequence[Subscription], Sequence[PageEvent] | Snapshot]] = deque()
         self._handing_out = threading.Lock()
 
     def add(self, listener: Listener) -> Subscription:
         """With the store's lock, before the first copy of the snapshot."""
         subscription = Subscription(listener)
-        self._all = (*self._all, subscription)
+        self._all[subscription] = None
         return subscription
 
     def begin(self, subscription: Subscription, snapshot: Snapshot) -> None:
@@ -53,17 +53,17 @@ class Subscribers:
     def end_one(self, subscription: Subscription) -> None:
         """A listener is not called any more."""
         subscription.is_over = True
-        self._all = tuple(each for each in self._all if each is not subscription)
+        self._all.pop(subscription, None)
 
     def queue(self, events: Sequence[PageEvent]) -> None:
         """With the store's lock: these happened."""
         if events and self._all:
-            self._queue.append((self._all, events))
+            self._queue.append((tuple(self._all), events))
 
     def hand_out(self) -> None:
         """Without the store's lock: call the listeners, unless another thread does so already."""
-        while self._queue and self._handing_out.acquire(blocking=False):
-            try:
+        while self._queue and not self._handing_out.locked():
+            with self._handing_out:
                 while self._queue:
                     subscriptions, events = self._queue.popleft()
                     if isinstance(events, Snapshot):
@@ -73,8 +73,6 @@ class Subscribers:
                     for event in events:
                         for each in subscriptions:
                             self._call(each, event)
-            finally:
-                self._handing_out.release()
 
     @staticmethod
     def _call(subscription: Subscription, event: PageEvent) -> None:
@@ -91,7 +89,5 @@ class Subscribers:
 
     def end(self) -> None:
         """No listener is called any more."""
-        for each in self._all:
-            each.is_over = True
-        self._all = ()
-        self._queue.clear()
+        for each in tuple(self._all):
+            self.end_one(each)
