@@ -69,18 +69,11 @@ class _Line:
     def first(self) -> _Page:
         return self._ends.after
 
-    def append(self, page: _Page) -> None:
-        ends = self._ends
-        last = ends.before
-        page.line, page.before, page.after = self, last, ends
-        last.after = ends.before = page
-        self._count += 1
-
-    def prepend(self, page: _Page) -> None:
-        ends = self._ends
-        first = ends.after
-        page.line, page.before, page.after = self, ends, first
-        first.before = ends.after = page
+    def insert(self, page: _Page, after: _Page | None = None) -> None:
+        """Add a page as the last one, or before another one."""
+        after = after or self._ends
+        page.line, page.before, page.after = self, after.before, after
+        after.before.after = after.before = page
         self._count += 1
 
     def remove(self, page: _Page) -> None:
@@ -138,7 +131,7 @@ class Eviction:
 
     def _move(self, page: _Page, line: _Line) -> None:
         page.line.remove(page)
-        line.append(page)
+        line.insert(page)
 
     def _wait(self, page: _Page, num_readers: int) -> None:
         self.num_waiting += (num_readers > 0) - (page.num_readers > 0)
@@ -162,9 +155,9 @@ class Eviction:
         if num_readers:
             self._wait(page, num_readers)
             page.until = self._clock() + MAX_WAIT_S
-            self._waiting.append(page)
+            self._waiting.insert(page)
         else:
-            page.then.append(page)
+            page.then.insert(page)
 
     def expect(self, key: bytes) -> None:
         """One more engine is going to read a page, which counts as a use."""
@@ -187,10 +180,11 @@ class Eviction:
 
     def use(self, key: bytes) -> None:
         """A page was used."""
-        page = self._held(key)
-        page.then = self._often
-        if page.line is self._once or page.line is self._often:
-            self._move(page, self._often)
+        page = self._pages.parts[key[0]][key]
+        often = page.then = self._often
+        if page.line is self._once or page.line is often:
+            page.line.remove(page)
+            often.insert(page)
 
     def refresh(self, key: bytes) -> None:
         """A page is to go after those that have come meanwhile; that does not count as a use."""
@@ -201,7 +195,7 @@ class Eviction:
     def discard(self, key: bytes) -> None:
         """A page is gone for another reason."""
         page = self._held(key)
-        self._wait(page, 0)
+        self.num_waiting -= page.num_readers > 0
         self._forget(page)
 
     def _forget(self, page: _Page) -> None:
@@ -248,7 +242,7 @@ class Eviction:
 
     def restore(self, key: bytes) -> None:
         """A page that may have been set aside may go again; it goes after all others."""
-        page = self._pages.get(key)
+        page = self._pages.parts[key[0]].get(key)
         if page is not None and page.line is self._aside:
             self._move(page, self._waiting if page.num_readers else page.then)
 
@@ -261,4 +255,4 @@ class Eviction:
                 return
             self._wait(page, 0)
             self._waiting.remove(page)
-            page.then.prepend(page)
+            page.then.insert(page, page.then.first)
