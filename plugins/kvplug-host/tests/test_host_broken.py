@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,11 +18,12 @@ import pytest
 from host_programs import config
 from kvplug import build_store
 from kvplug.assembly.stores import serve_store
-from kvplug.transport import MissReason, Outbox, PutReason, Store
+from kvplug.transport import MissReason, Outbox, Presence, PutReason, Store
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
+from kvplug_host.store import HostStore
 from kvplug_lab.named_pages import NamedPages
 from kvplug_testing import peers, waits
 from kvplug_testing.forkserver import ForkServer
@@ -229,3 +231,28 @@ def test_a_put_goes_on_when_one_that_the_store_did_not_read_ends(monkeypatch: py
         with in_time():
             assert store.submit_put(pages, timeout=30).wait(20) == [PutReason.STORE_GONE] * 20
             assert jobs[0].wait(20) == [None] * 20
+
+
+def test_a_page_that_comes_after_its_put_was_given_up_and_removed_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served(map=False) as (held, store):
+        assert isinstance(held, HostStore)
+        publish = held.pages.publish
+        has_come, is_removed, is_published = (threading.Event() for _ in range(3))
+
+        def published(*args: Any) -> None:
+            has_come.set()
+            assert is_removed.wait(waits.patience_s)
+            publish(*args)
+            is_published.set()
+
+        monkeypatch.setattr(held.pages, "publish", published)
+        request = PAGES.request(store, "page")
+        job = store.submit_put(request)
+        assert has_come.wait(waits.patience_s)
+        job.cancel()
+        assert store.submit_remove(request.keys).wait(waits.patience_s) == [True]
+        is_removed.set()
+        assert is_published.wait(waits.patience_s)
+        assert held.submit_lookup(request.keys).wait(waits.patience_s) == [Presence.ABSENT]

@@ -241,7 +241,7 @@ class Pages:
             with self.changing() as index:
                 if is_over := put.is_over or self.is_closed:
                     break
-                held = []
+                held, refused = [], math.inf
                 for at, nbytes in [*itertools.islice(left, PUT_SLICE)]:
                     key, result = pages.keys[at], None
                     if put.is_forgotten(key):
@@ -252,9 +252,13 @@ class Pages:
                         result = PutReason.NO_ROOM
                     else:
                         own = memory.take(at, nbytes) if isinstance(memory, SlotBuffers) else None
-                        found = own or self._new_slot(index, nbytes)
+                        found = own or (
+                            PutReason.NO_ROOM if nbytes >= refused else self._new_slot(index, nbytes)
+                        )
                         if found is None:
                             break
+                        if found is PutReason.NO_ROOM:  # it may have looked at all pages of other sizes
+                            refused = nbytes
                         if isinstance(found, Slot):
                             slots[at] = found
                             most_bytes -= nbytes
@@ -324,7 +328,7 @@ class Pages:
             stored = []
             for at, slot in part:
                 key = pages.keys[at]
-                if put.is_forgotten(key) or self.is_closed:
+                if put.is_over or put.is_forgotten(key) or self.is_closed:
                     self._slots.free(slot)
                     noted.append((at, PutReason.CANCELLED))
                     continue
@@ -401,9 +405,11 @@ class Pages:
 
     def remove(self, keys: Sequence[bytes] | None) -> None:
         """Remove pages, also those that are declared or being put; ``None``: all that there are now."""
+        for task in self.jobs.tasks():  # before the slices: they publish none of these pages any more
+            if isinstance(task, Put):
+                task.forget(keys)
         if keys is None:
             with self.changing() as index:
-                self._forget_in_puts(None)
                 known = index.clear()
             del known  # without the lock
             left = True
@@ -413,13 +419,7 @@ class Pages:
                 self.lock.give_way()
             return
         for index, part in self._slices(keys):
-            self._forget_in_puts(part)
             index.remove(part)
-
-    def _forget_in_puts(self, keys: Sequence[bytes] | None) -> None:
-        for task in self.jobs.tasks():
-            if isinstance(task, Put):
-                task.forget(keys)
 
     def forget_holders(self, holders: Iterable[Holder]) -> None:
         """End the leases and declarations of ends that are gone."""
