@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -298,3 +299,57 @@ def test_while_all_pages_are_removed_a_put_has_the_room_of_those_that_are_still_
         monkeypatch.setattr(pages.lock, "give_way", lambda: put(pages, new, 504))
         pages.remove(None)
         assert len(old) == 8 and [key for key in KEYS if key in pages.index.pages] == new
+
+
+def test_a_page_that_was_read_while_it_was_leased_goes_when_the_lease_has_expired() -> None:
+    with opened(1, 4096, Alarms()) as pages:
+        old = KEYS[:8]
+        put(pages, old, 504)
+        read = pages.pin(old)
+
+        def is_put() -> bool:
+            put(pages, KEYS[-1:], 504)
+            return KEYS[-1] in pages.index.pages
+
+        assert not is_put(), "a page went that is read"
+        pages.lookup(old, "first", 0.1)
+        pages.unpin(read, "second")
+        waits.until(is_put, what="that a page goes")
+
+
+def test_pages_that_are_leased_and_declared_again_and_again_take_no_more_memory() -> None:
+    with opened(1, 6 * 4096, Alarms()) as pages:
+        held, coming = filled(pages, 48), [secrets.token_bytes(32) for _ in range(50)]
+
+        def grown(rounds: int) -> int:
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(rounds):
+                for key in held:
+                    pages.release([key], "reader")
+                    pages.lookup([key], "reader", 600.0)
+                for key in coming:
+                    pages.withdraw([key], "reader")
+                    pages.declare("reader", SERIES[0], [key], None)
+                pages.unpin(pages.pin(held), "another")
+                put(pages, coming[:1], 504)  # finds no page that may go
+            return tracemalloc.get_traced_memory()[0] - before
+
+        tracemalloc.start()
+        try:
+            grown(1)
+            assert grown(100) < 20_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_put_without_room_looks_once_at_all_pages_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(1, 4096, Alarms()) as pages:
+        put(pages, KEYS[:8], 504)
+        pages.lookup(KEYS[7:8], "reader", 600.0)  # the last page of the only chunk
+        request = SimpleNamespace(keys=KEYS[8:], memory=None)
+        new: Any = SimpleNamespace(pages=request, is_over=False, is_forgotten=lambda key: False)
+        looked_at = mock.Mock(side_effect=Entry.is_leased)
+        monkeypatch.setattr(Entry, "is_leased", lambda entry, now: looked_at(entry, now))
+        slots, results = pages.reserve(new, dict.fromkeys(range(8), 1016))
+        assert not slots and results == [(at, PutReason.NO_ROOM) for at in range(8)]
+        assert looked_at.call_count < 40

@@ -13,9 +13,9 @@ import copy
 import heapq
 import itertools
 import math
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from kvplug.transport import PageEvent, Presence, PutReason, Usage
 from kvplug_host.arena.slots import Chunk, SizeClass, Slot, SlotTable
@@ -30,7 +30,6 @@ FOR_EVER_S: Final = 1e8
 MAX_EXPECTED: Final = 1 << 16
 """Limit on pages that are not held and whose expected readers are remembered. Beyond it the oldest goes."""
 
-T = TypeVar("T")
 Holder = Hashable
 """An end of the store, which leases pages, declares pages, and expects other ends to read pages."""
 
@@ -39,6 +38,7 @@ class Entry(Slot):
     """A slot that holds a page."""
 
     __slots__ = (
+        "aside_until",
         "expected_by",
         "generation",
         "header_bytes",
@@ -63,6 +63,8 @@ class Entry(Slot):
         self.readers = 0
         """Number of copies under way in this process. The slot is not used again before they have ended."""
         self.leases: dict[Holder, float] | None = None
+        self.aside_until = math.inf
+        """When the index looks at it again, since it was leased when an eviction passed over it."""
         self.is_gone = False
         """Whether the page was removed while its slot is still being read."""
         self.expected_by: Holder = None
@@ -86,37 +88,40 @@ class Declared:
         """Until when each end is going to put it."""
 
 
-class Holdings(Generic[T]):
-    """The pages that each end has leased or declared.
+class Holdings:
+    """The keys that each end has leased or declared: in many small sets, since a large one takes long to
+    grow."""
 
-    An item whose lease or declaration has ended stays for a while: each call of :meth:`add` checks twice as
-    many items as it adds. So the queue stays short, and no call takes long, as adding to a large set would.
-    """
-
-    def __init__(self, is_still: Callable[[T, Holder], bool]) -> None:
-        """``is_still``: returns whether the item is still leased or declared by the end."""
-        self._is_still = is_still
-        self._of: dict[Holder, deque[T]] = {}
+    def __init__(self) -> None:
+        self._of: dict[Holder, dict[int, set[bytes]]] = {}
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._of
 
-    def add(self, holder: Holder, new: Sequence[T]) -> None:
-        """Add items that the end did not have."""
-        if not new:
-            return
-        held = self._of.setdefault(holder, deque())
-        for _ in range(min(len(held), 2 * len(new))):
-            each = held.popleft()
-            if self._is_still(each, holder):
-                held.append(each)
-        held.extend(new)
+    def add(self, holder: Holder, keys: Iterable[bytes]) -> None:
+        """Add keys to those of an end."""
+        parts = self._of.setdefault(holder, defaultdict(set))
+        for key in keys:
+            parts[key[0]].add(key)
 
-    def take(self, holder: Holder, most: int) -> list[T]:
-        """Remove up to ``most`` items of an end, and return them."""
-        held = self._of.get(holder, deque())
-        found = [held.popleft() for _ in range(min(most, len(held)))]
-        if not held:
+    def discard(self, holder: Holder, keys: Iterable[bytes]) -> None:
+        """Remove keys from those of an end."""
+        parts = self._of.get(holder, {})
+        for key in keys:
+            if key[0] in parts:
+                parts[key[0]].discard(key)
+
+    def take(self, holder: Holder, most: int) -> list[bytes]:
+        """Remove up to ``most`` keys of an end, and return them."""
+        found: list[bytes] = []
+        parts = self._of.get(holder, {})
+        while parts and len(found) < most:
+            number, keys = parts.popitem()
+            while keys and len(found) < most:
+                found.append(keys.pop())
+            if keys:
+                parts[number] = keys
+        if not parts:
             self._of.pop(holder, None)
         return found
 
@@ -150,12 +155,12 @@ class Index:
         """Keys by series, evicted by the call that is under way."""
         self._cleared: list[dict[bytes, Entry]] = []
         """Pages that were cleared and are still in their slots."""
-        self._leased: Holdings[Entry] = Holdings(lambda entry, holder: holder in (entry.leases or ()))
+        self._leased = Holdings()
         self._aside: list[tuple[float, int, Entry]] = []
         """Leased pages that were passed over by an eviction, by the end of their leases."""
         self._numbers = itertools.count()
         self.declared: KeyTable[Declared] = KeyTable()
-        self._declared_by: Holdings[bytes] = Holdings(self._has_declared)
+        self._declared_by = Holdings()
         self._due: list[tuple[float, int, list[bytes], Holder]] = []
         """Declared pages, by the time until which they are declared."""
 
@@ -168,16 +173,13 @@ class Index:
 
     def lookup(self, keys: Sequence[bytes], holder: Holder = None, lease_s: float = 0.0) -> list[Presence]:
         """Return the presence of each key, and lease the held pages to the holder for ``lease_s`` seconds."""
-        if lease_s > 0:
-            self.lease(filter(None, map(self.pages.get, keys)), holder, lease_s)
         parts = self.pages.parts  # not its methods: a call for each key would take half of the time
+        if lease_s > 0:
+            self.lease(filter(None, [parts[key[0]].get(key) for key in keys]), holder, lease_s)
+        held, absent = Presence.HELD, Presence.ABSENT
         if not self.declared:
-            return [Presence.HELD if key in parts[key[0]] else Presence.ABSENT for key in keys]
-        return [Presence.HELD if key in parts[key[0]] else self._unheld(key) for key in keys]
-
-    def _has_declared(self, key: bytes, holder: Holder) -> bool:
-        declared = self.declared.get(key)
-        return declared is not None and holder in declared.until
+            return [held if key in parts[key[0]] else absent for key in keys]
+        return [held if key in parts[key[0]] else self._unheld(key) for key in keys]
 
     def _unheld(self, key: bytes) -> Presence:
         declared = self.declared.get(key)
@@ -203,9 +205,9 @@ class Index:
 
     def use(self, keys: Iterable[bytes]) -> None:
         """Note that pages were used, in this order. Ignores keys that are not held."""
-        now = next(self._uses)
+        now, parts = next(self._uses), self.pages.parts
         for key in keys:
-            entry = self.pages.get(key)
+            entry = parts[key[0]].get(key)
             if entry is not None:
                 chunk = entry.chunk
                 chunk.last_use = now
@@ -257,7 +259,7 @@ class Index:
             return
         if entry.is_gone:
             self.slots.free(entry)
-        elif not entry.is_leased(self._clock()):
+        else:  # also a leased page: the next eviction that comes to it sets it aside until the lease expires
             entry.chunk.size.eviction.restore(entry.key)
 
     def lease(self, entries: Iterable[Entry], holder: Holder, lease_s: float) -> None:
@@ -266,32 +268,30 @@ class Index:
         new = []
         for entry in entries:
             if entry.leases is None:
-                entry.leases = {}
+                entry.leases = {holder: until}
+                new.append(entry.key)
+                continue
             if holder not in entry.leases:
-                new.append(entry)
+                new.append(entry.key)
             entry.leases[holder] = max(until, entry.leases.get(holder, 0.0))
-        self._leased.add(holder, new)
+        if new:
+            self._leased.add(holder, new)
 
     def release(self, keys: Iterable[bytes], holder: Holder) -> None:
         """End the holder's leases on the pages."""
+        ended, parts = [], self.pages.parts
         for key in keys:
-            entry = self.pages.get(key)
-            if entry is not None:
-                self._end_lease(entry, holder)
-
-    def _end_lease(self, entry: Entry, holder: Holder) -> None:
-        if entry.leases is None or entry.leases.pop(holder, None) is None:
-            return
-        if not entry.leases:
-            entry.leases = None
-        if not entry.readers and not entry.is_leased(self._clock()):
-            entry.chunk.size.eviction.restore(entry.key)
+            entry = parts[key[0]].get(key)
+            if entry is not None and entry.leases is not None and entry.leases.pop(holder, None):
+                entry.leases = entry.leases or None
+                entry.chunk.size.eviction.restore(key)
+                ended.append(key)
+        self._leased.discard(holder, ended)
 
     def forget_holder(self, holder: Holder, most: int) -> bool:
         """End up to ``most`` leases of an end that is gone, and as many declarations. Returns whether it has
         more."""
-        for entry in self._leased.take(holder, most):
-            self._end_lease(entry, holder)
+        self.release(self._leased.take(holder, most), holder)
         self._undeclare(self._declared_by.take(holder, most), holder, PageEvent.Removal.WITHDRAWN)
         return holder in self._leased or holder in self._declared_by
 
@@ -361,7 +361,10 @@ class Index:
 
     def _set_aside(self, entry: Entry) -> None:
         assert entry.leases is not None
-        heapq.heappush(self._aside, (max(entry.leases.values()), next(self._numbers), entry))
+        until = max(entry.leases.values())
+        if until < entry.aside_until:
+            entry.aside_until = until
+            heapq.heappush(self._aside, (until, next(self._numbers), entry))
 
     def _restore_expired(self, now: float) -> bool:
         """Put pages whose leases have expired back into the order of eviction. Returns whether there may
@@ -369,9 +372,10 @@ class Index:
         for _ in range(MOST_LOOKED_AT):
             if not self._aside or self._aside[0][0] > now:
                 return False
-            _, _, entry = heapq.heappop(self._aside)
-            if self.pages.get(entry.key) is not entry or entry.readers:
+            until, _, entry = heapq.heappop(self._aside)
+            if self.pages.get(entry.key) is not entry or until != entry.aside_until:
                 continue
+            entry.aside_until = math.inf
             if entry.is_leased(now):
                 self._set_aside(entry)
             else:
@@ -459,16 +463,19 @@ class Index:
     # -- pages go ------------------------------------------------------------------------------
 
     def _drop(self, entry: Entry, reason: PageEvent.Removal, *, forget: bool = True) -> None:
-        """Remove a page that is held, or was until the store was cleared. ``forget``: also from the order of
-        eviction."""
-        is_held = self.pages.get(entry.key) is entry
-        if is_held:
-            self.pages.pop(entry.key)
-            if forget:
-                entry.chunk.size.eviction.discard(entry.key)
-            if reason is PageEvent.Removal.EVICTED:
-                self.num_evicted += 1
-                self._evicted[entry.series].append(entry.key)
+        """Remove a page that is held. ``forget``: also from the order of eviction."""
+        self.pages.pop(entry.key)
+        if forget:
+            entry.chunk.size.eviction.discard(entry.key)
+        if reason is PageEvent.Removal.EVICTED:
+            self.num_evicted += 1
+            self._evicted[entry.series].append(entry.key)
+        for holder in entry.leases or ():
+            self._leased.discard(holder, [entry.key])
+        self._free_slot(entry)
+
+    def _free_slot(self, entry: Entry) -> None:
+        """Free the slot of a page that is not held any more, now or when its last reader ends."""
         del entry.chunk.pages[entry.offset]
         self._clear_generation(entry.word)
         entry.leases = None
@@ -489,9 +496,8 @@ class Index:
         events, self.events = self.events, []
         return events
 
-    def remove(self, keys: Iterable[bytes], reason: PageEvent.Removal = PageEvent.Removal.REMOVED) -> None:
+    def remove(self, keys: Sequence[bytes], reason: PageEvent.Removal = PageEvent.Removal.REMOVED) -> None:
         """Remove pages, and end their declarations."""
-        keys = [*keys]
         gone: dict[bytes, list[bytes]] = defaultdict(list)
         for key in keys:
             self._expected.pop(key, None)
@@ -500,7 +506,8 @@ class Index:
                 gone[entry.series].append(key)
                 self._drop(entry, reason)
         self._log_removed(gone, reason)
-        self._undeclare(keys, None, reason)
+        if self.declared:
+            self._undeclare(keys, None, reason)
 
     def remove_entry(self, entry: Entry, reason: PageEvent.Removal) -> None:
         """Remove this page, if its key has no other page by now."""
@@ -521,9 +528,9 @@ class Index:
         """
         self._cleared += self.pages.parts
         orders = [(size, size.eviction) for size in self.slots.sizes.values()]
-        known = orders, self.declared, self._declared_by, self._due, self._aside, self._expected
+        known = orders, self._leased, self.declared, self._declared_by, self._due, self._aside, self._expected
         self.pages, self.declared = KeyTable(), KeyTable()
-        self._declared_by, self._expected = Holdings(self._has_declared), OrderedDict()
+        self._leased, self._declared_by, self._expected = Holdings(), Holdings(), OrderedDict()
         self._due, self._aside = [], []
         for size, _ in orders:
             size.new_eviction()
@@ -541,7 +548,7 @@ class Index:
                 continue
             left -= 1
             _, entry = part.popitem()
-            self._drop(entry, PageEvent.Removal.REMOVED)
+            self._free_slot(entry)
         return left < most
 
     # -- declared pages ------------------------------------------------------------------------
@@ -552,7 +559,7 @@ class Index:
         new = [key for key in dict.fromkeys(keys) if key not in self.pages]
         if not new:
             return
-        self._declared_by.add(holder, [key for key in new if not self._has_declared(key, holder)])
+        self._declared_by.add(holder, new)
         for key in new:
             declared = self.declared.get(key)
             if declared is None:
@@ -565,9 +572,8 @@ class Index:
         self._log_evicted()
         self.events.append(self._log.declared(series, new, seconds_left(until - self._clock())))
 
-    def withdraw(self, keys: Iterable[bytes], holder: Holder) -> None:
+    def withdraw(self, keys: Sequence[bytes], holder: Holder) -> None:
         """End the holder's declarations. One reader less is expected for each page."""
-        keys = [*keys]
         for key in keys:
             who, num_readers = self._expected.pop(key, (None, 0))
             if num_readers > 1:
@@ -601,10 +607,9 @@ class Index:
         self._log_removed(gone, reason)
 
     def _end_declaration(self, key: bytes, declared: Declared, holder: Holder) -> None:
-        if holder is None:
-            declared.until.clear()
-        else:
-            declared.until.pop(holder, None)
+        for each in [*declared.until] if holder is None else [holder]:
+            declared.until.pop(each, None)
+            self._declared_by.discard(each, [key])
         declared.latest = max(declared.until.values(), default=0.0)
         if not declared.until:
             self.declared.pop(key)
