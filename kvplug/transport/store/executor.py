@@ -12,6 +12,7 @@ page is a miss of that page.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import threading
@@ -316,13 +317,13 @@ class PageTask(StoreTask):
                 return
             self.do_one(index)
 
+    @abc.abstractmethod
     def do_several(self, indices: Sequence[int]) -> Sequence[int]:
         """Do the work of several pages with one call. Returns the pages that need calls of their own."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def do_one(self, index: int) -> None:
         """Do the work of one page with a call of its own."""
-        raise NotImplementedError
 
     def _copy_of(self, index: int, payload: memoryview, headers: Sequence[memoryview] = ()) -> PageCopy:
         """Return the copies between the caller's memory and ``payload``, which holds one page."""
