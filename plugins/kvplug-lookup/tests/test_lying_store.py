@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvplug import CapacityError, PeerGoneError, TimeoutError, TransportError
+from kvplug import CapacityError, ClosedError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta, encode
 from kvplug.transport import WireError
 from kvplug_lookup.buffer import reach, session
@@ -27,6 +28,7 @@ from kvplug_lookup.buffer.messages import (
     pack,
     unpack,
 )
+from kvplug_testing.pairs import PipeAround
 from kvplug_testing.waits import Call, until
 
 ASKED = (1, 2, 3)
@@ -45,6 +47,14 @@ def found(call: int, ids: tuple[int, ...] = ASKED, *, entry_id: int = 7, **chang
     meta = TensorMeta("float32", (2, len(ids), 2, 4))
     entry = Description(tokens(*ids), b"\1" * len(ids), b"", encode({}), meta, None, None)
     return Found(call, entry_id, attrs.evolve(entry, **changed))
+
+
+class Sink:
+    def begin(self, header: Any) -> None:
+        pass
+
+    def layer(self, index: int, key: Any, value: Any) -> None:
+        pass
 
 
 class LyingStore:
@@ -110,6 +120,23 @@ def test_an_entry_of_other_tokens_is_never_handed_out(
     assert store.end.is_lost  # so that the store has the entry back
 
 
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        ({"entry": found(1, metadata=encode([1])).entry}, "wrong metadata"),
+        ({"tensors": b"fewer than it describes"}, "23 bytes of tensors"),
+        ({"tensors": bytes(META.nbytes)}, "192 bytes of tensors"),  # a sink gets layers
+    ],
+)
+def test_an_announcement_that_was_not_asked_for_like_this_ends_the_connection(
+    store: LyingStore, lie: dict[str, Any], says: str
+) -> None:
+    call, number = store.asked("select", timeout=5, sink=Sink())
+    store.answer(attrs.evolve(found(number), **lie))
+    assert says in str(call.raised(WireError))
+    assert store.end.is_lost
+
+
 # -- sizes --------------------------------------------------------------------------------------
 
 
@@ -125,14 +152,6 @@ def test_memory_is_not_asked_for_before_the_size_is_checked(
     store.answer(found(number, key=TensorMeta("float32", (4, 3, 1 << 40))))
     assert "this process can have at most" in str(call.raised(CapacityError))
     assert max(map(np.prod, taken)) < 1000, "more than the store's messages"
-
-
-class Sink:
-    def begin(self, header: Any) -> None:
-        pass
-
-    def layer(self, index: int, key: Any, value: Any) -> None:
-        pass
 
 
 LARGE = attrs.evolve(META, shape=(3, *META.shape[1:]))
@@ -236,6 +255,41 @@ def test_an_entry_is_the_callers_only_if_the_store_confirms_it(
     assert says in str(call.raised(TimeoutError))
 
 
+class StoppedAfterDone(PipeAround):
+    """The signal pipe of a process that is stopped when it has received an entry, until its time is up."""
+
+    resumed = threading.Event()
+
+    def _send_tensor(self, tensor: Any, timeout: Any) -> Any:
+        is_done = isinstance(unpack(tensor), Done)
+        if is_done:
+            self.resumed.clear()
+        transfer = super()._send_tensor(tensor, timeout)
+        if is_done:
+            time.sleep(0.8)
+            self.resumed.set()
+        return transfer
+
+    def _receive_tensor(self, out: Any, timeout: Any) -> Any:
+        received = super()._receive_tensor(out, timeout)
+        if isinstance(unpack(received), Granted):
+            self.resumed.wait()
+            time.sleep(0.05)
+        return received
+
+
+def test_an_entry_that_was_granted_to_a_stopped_process_is_not_lost(
+    joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "_SETTLE_S", 0.4)
+    store = joined.store()
+    signal, data = joined.served(store)
+    end = reach.ReachingEnd(StoppedAfterDone(signal), data)
+    joined.callback(end.abort)
+    store.insert(*entry([1, 2]))
+    assert end.drop_select([1, 2], timeout=0.3).tokens.tolist() == [1, 2]
+
+
 # -- lies to a store ----------------------------------------------------------------------------
 
 
@@ -298,6 +352,55 @@ def test_an_entry_that_was_not_confirmed_in_time_is_back_and_a_late_confirmation
     assert data.recv_tensor(timeout=5) is None
     signal.send_tensor(pack(Done(1)))
     assert unpack(signal.recv_tensor(timeout=5)) == Granted(1, False)
+
+
+def test_an_entry_is_taken_here_as_a_copy_while_a_transfer_that_was_given_up_reads_it(
+    joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that was stopped in the middle of a tensor would receive what its new owner writes."""
+    monkeypatch.setattr(session, "_GRACE_S", 0.05)
+    store = joined.store()
+    signal, data = joined.served(store)
+    parts = entry([1, 2])
+    store.insert(*parts)
+    signal.send_tensor(pack(Find(1, Query(tokens(1, 2), b"", 1), 1.0)))
+    assert unpack(signal.recv_tensor(timeout=5)).call == 1
+    signal.send_tensor(pack(Send(1)))
+    taken = store.drop_select([1, 2])
+    taken.key.fill_(-1)
+    assert torch.equal(data.recv_tensor(timeout=5), parts[2][0])
+
+
+def test_the_other_end_of_pipes_that_a_closed_store_is_given_knows_that_it_is_gone(joined: Any) -> None:
+    store = joined.store()
+    store.abort()
+    (signal, their_signal), (data, their_data) = joined.pipes(), joined.pipes()
+    end = reach.ReachingEnd(signal, data)
+    joined.callback(end.abort)
+    with pytest.raises(ClosedError):
+        store.attach(their_signal, their_data)
+    with pytest.raises(PeerGoneError):
+        end.drop_select([1], timeout=5)
+
+
+class Interrupted(PipeAround):
+    """Ctrl-C comes just after a tensor was received."""
+
+    def _receive_tensor(self, out: Any, timeout: Any) -> Any:
+        super()._receive_tensor(out, timeout)
+        raise KeyboardInterrupt
+
+
+def test_an_end_that_does_not_know_what_it_has_received_says_so(joined: Any, entry: Any) -> None:
+    store = joined.store()
+    signal, data = joined.served(store)
+    end = reach.ReachingEnd(signal, Interrupted(data), timeout_s=5)
+    joined.callback(end.abort)
+    store.insert(*entry([1, 2]))
+    with pytest.raises(KeyboardInterrupt):
+        end.select([1], sink=Sink())
+    with pytest.raises(TransportError, match="interrupted"):
+        end.select([1], sink=Sink())
 
 
 def test_a_call_that_was_never_asked_can_be_cancelled(joined: Any, entry: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta, decode, encode, meta_of
 from kvplug.net.wire.tensors import as_bits
-from kvplug.transport import Entry, NamedExhaustion
+from kvplug.transport import Entry, NamedExhaustion, WireError
 
 TOKEN_BYTES: Final = 8
 """Token ids are int64, little-endian."""
@@ -117,8 +117,12 @@ class Description:
     @property
     def nbytes(self) -> int:
         """Bytes that count against a store's budget: tokens, roi and tensors."""
-        parts = (part for part in (self.key, self.value, self.hidden) if part is not None)
-        return len(self.tokens) + len(self.roi) + sum(part.nbytes for part in parts)
+        return len(self.tokens) + len(self.roi) + self.tensor_bytes
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of key, value and hidden states."""
+        return sum(part.nbytes for part in (self.key, self.value, self.hidden) if part is not None)
 
     def ids(self) -> bytes:
         """The token ids under the roi, by which the entry is found."""
@@ -135,12 +139,15 @@ class Description:
             WireError: the metadata is not that of an entry.
             ResourceExhaustedError: there is not enough memory.
         """
+        metadata = decode(self.metadata)
+        if not isinstance(metadata, dict):
+            raise WireError(f"the metadata of an entry must be a dict, not {type(metadata).__name__}")
         return Entry.Header(
             entry_id=entry_id,
             tokens=torch.from_numpy(np.frombuffer(self.tokens, "<i8").astype(np.int64)),
             roi=torch.from_numpy(np.frombuffer(self.roi, np.bool_).copy()),
             num_layers=self.num_layers,
-            metadata=decode(self.metadata),
+            metadata=metadata,
         )
 
 

@@ -39,7 +39,7 @@ from kvplug import (
     TransportError,
     UnsupportedError,
 )
-from kvplug.net.wire import TensorMeta
+from kvplug.net.wire import TensorMeta, copy_into
 from kvplug.net.wire.tensors import dtype_of
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
@@ -66,7 +66,8 @@ _CANCEL_TIMEOUT_S = 1.0
 """How long to wait for room on the signal pipe for the few bytes of a ``Cancel``."""
 
 _SETTLE_S = 1.0
-"""How far ``drop_select`` may pass its timeout once the whole entry has arrived."""
+"""How far ``drop_select`` may pass its timeout once the whole entry has arrived: twice if the store is
+silent."""
 
 _LACKING_S = 0.1
 """The pause before another attempt to drop a tensor that could not be received."""
@@ -81,6 +82,10 @@ class _Call:
     """Kinds of answers that have arrived, each once."""
     answers: queue.SimpleQueue[messages.Answer | None] = attrs.field(factory=queue.SimpleQueue)
     """``None``: this end has ended."""
+
+
+def _later(deadline: Deadline) -> Deadline:
+    return Deadline(max(deadline.at, Deadline.after(_SETTLE_S).at))
 
 
 _Kind = TypeVar("_Kind", bound=messages.Answer)
@@ -238,23 +243,37 @@ class ReachingEnd(LookupBuffer):
         """Ask for an entry, and receive it."""
         deadline = Deadline.after(timeout, self._timeout_s)
         takes = not query.min_tokens
+        inline_bytes = messages.MAX_INLINE_BYTES if sink is None and self._device.type == "cpu" else 0
         call, ended = self._open(), False
         try:
-            self._send(messages.Find(call.number, query, deadline.remaining()), deadline)
-            entry = self._fetch(call, query, sink, deadline)
-            # A taken entry is complete, but only the store can grant it to one caller. Leaving now could lose
-            # the entry for everyone, so wait a little longer for the answer, which the store sends at once.
-            last = Deadline(max(deadline.at, Deadline.after(_SETTLE_S).at)) if takes else deadline
-            self._send(messages.Done(call.number), last)
+            find = messages.Find(call.number, query, deadline.remaining(), inline_bytes)
+            self._send(find, deadline)
+            entry = self._fetch(call, find, sink, deadline)
+            self._send(messages.Done(call.number), _later(deadline) if takes else deadline)
             ended = True
-            if takes and not self._answer(call, messages.Granted, last, "the grant of an entry").is_yours:
+            if takes and not self._granted(call, deadline).is_yours:
                 raise TimeoutError("the entry did not arrive in time; it is back in the store")
             return entry
         finally:
             self._leave(call, cancel=not ended)
 
-    def _fetch(self, call: _Call, query: Query, sink: LookupBuffer.Sink | None, deadline: Deadline) -> Entry:
+    def _granted(self, call: _Call, deadline: Deadline) -> messages.Granted:
+        """Wait until the store grants a taken entry, which is complete, to this call, or to no call.
+
+        Leaving earlier could lose the entry for everyone, so wait a little longer for the answer, which the
+        store sends at once. A wait may also end because this process was stopped: then wait once more.
+        """
+        what = "the grant of an entry"
+        try:
+            return self._answer(call, messages.Granted, _later(deadline), what)
+        except TimeoutError:
+            return self._answer(call, messages.Granted, Deadline.after(_SETTLE_S), what)
+
+    def _fetch(
+        self, call: _Call, find: messages.Find, sink: LookupBuffer.Sink | None, deadline: Deadline
+    ) -> Entry:
         """Receive the entry that answers a call."""
+        query = find.query
         found = self._answer(call, messages.Found, deadline, str(query))
         entry = found.entry
         if not query.is_met_by(entry.ids(), entry.extra):
@@ -263,6 +282,10 @@ class ReachingEnd(LookupBuffer):
             header = entry.header(found.entry_id)
         except WireError as e:
             self._break(f"entry {found.entry_id} has wrong metadata: {e}")
+        if found.tensors is not None:
+            if not len(found.tensors) == entry.tensor_bytes <= find.max_inline_bytes:
+                self._break(f"entry {found.entry_id} came with {len(found.tensors)} bytes of tensors")
+            return entry_of(header, *self._filled(entry, found.tensors))
         if sink is not None:
             sink.begin(header)
         self._begin_turn(deadline)
@@ -350,6 +373,15 @@ class ReachingEnd(LookupBuffer):
         layers = entry.num_layers
         return key if key is None else [key] * layers, value if value is None else [value] * layers, hidden
 
+    def _filled(self, entry: Description, data: bytes) -> _Memory:
+        """Memory for the whole entry, with these bytes."""
+        memory, at = self._memory_for(entry, whole=True), 0
+        for part in memory:
+            if isinstance(part, Tensor):
+                copy_into(part, memoryview(data)[at : at + part.nbytes])
+                at += part.nbytes
+        return memory
+
     def _empty(self, meta: TensorMeta) -> Tensor:
         dtype = dtype_of(meta.dtype)
         what = f"no memory for a tensor of an entry ({meta.nbytes} bytes)"
@@ -367,7 +399,7 @@ class ReachingEnd(LookupBuffer):
             coming.clear()  # nothing was sent, or this end is lost
             raise
         except BaseException as e:  # it is unknown whether the store will send
-            self._lose(TransportError(f"a call was interrupted: {type(e).__name__}"))
+            self._lose_interrupted(e)
             raise
 
     def _receive_next(self, coming: deque[Tensor], deadline: Deadline) -> None:
@@ -391,6 +423,9 @@ class ReachingEnd(LookupBuffer):
         except KvplugError as e:
             self._lose(e)
             self._check()
+        except BaseException as e:  # it is unknown whether the tensor was received
+            self._lose_interrupted(e)
+            raise
         coming.popleft()
 
     def _expect_none(self, deadline: Deadline) -> None:
@@ -456,6 +491,9 @@ class ReachingEnd(LookupBuffer):
         """End the connection with ``error``."""
         if self._end(error):
             self._pipes.abort()
+
+    def _lose_interrupted(self, error: BaseException) -> None:
+        self._lose(TransportError(f"a call was interrupted: {type(error).__name__}"))
 
     def _end(self, error: KvplugError, *, closed: bool = False) -> bool:
         """Make every call raise ``error`` from now on. Return whether this is the first end."""

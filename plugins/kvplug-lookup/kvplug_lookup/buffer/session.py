@@ -25,6 +25,7 @@ from kvplug import (
     TimeoutError,
     UnsupportedError,
 )
+from kvplug.net.wire import memory_of
 from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, Pipe, Transfer, WireError
 from kvplug_lookup.buffer import messages
 from kvplug_lookup.buffer.entries import Entries, HeldEntry, Lease
@@ -67,6 +68,8 @@ class Session:
         self._name = f"{number}: {signal.peer}"
         self._calls: dict[int, _Call] = {}  # touched by the requests thread only
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._serving = threading.Lock()
+        """Held while a request is served."""
         self._threads = [
             BackgroundThread(run, name=f"kvplug-lookup-{what}-{number}", stop=self.abort)
             for run, what in ((self._deliver_entries, "deliver"), (self._serve_requests, "requests"))
@@ -83,7 +86,10 @@ class Session:
                 raise
 
     def close(self, deadline: Deadline) -> None:
-        """Send the end signal, and close the pipes."""
+        """Send the end signal after the answer to the current request, and close the pipes."""
+        remaining = deadline.remaining()
+        if self._serving.acquire(timeout=-1 if remaining is None else remaining):
+            self._serving.release()
         self._pipes.close(deadline)
 
     def abort(self) -> None:
@@ -127,7 +133,8 @@ class Session:
     def _take_requests(self) -> None:
         while not isinstance(message := self._next_request(), messages.End):
             if message is not None:
-                self._serve(message)
+                with self._serving:
+                    self._serve(message)
 
     def _next_request(self) -> messages.Message | None:
         """The next message, or ``None`` when a call's time is over."""
@@ -150,14 +157,15 @@ class Session:
                     self._send(messages.Matched(number, self._entries.match(query)))
                 except ClosedError as e:
                     self._send(messages.Failed.of(number, e))
-            case messages.Find(number, query, timeout):
+            case messages.Find(number, query, timeout, max_inline_bytes):
                 if number in self._calls:
                     raise WireError(f"call {number} is already open")
                 if len(self._calls) >= MAX_CALLS:
                     raise WireError(f"more than {MAX_CALLS} calls are open")
                 expires = Deadline.after(None if timeout is None else timeout + _GRACE_S)
                 lease = self._entries.find(
-                    query, lambda lease: self._outbox.put(partial(self._announce, number, lease))
+                    query,
+                    lambda lease: self._outbox.put(partial(self._announce, number, lease, max_inline_bytes)),
                 )
                 self._calls[number] = _Call(expires, lease)
             case messages.Send(number):
@@ -192,14 +200,18 @@ class Session:
         while (job := self._outbox.get()) is not None:
             job()
 
-    def _announce(self, number: int, lease: Lease) -> None:
+    def _announce(self, number: int, lease: Lease, max_inline_bytes: int) -> None:
         """Send that an entry is ready for a call, or why it will not be."""
         entry = lease.entry
         try:
             if lease.error is not None:
                 self._send(messages.Failed.of(number, lease.error))
-            elif entry is not None:  # otherwise the call has been ended
-                self._send(messages.Found(number, entry.entry_id, entry.description))
+            elif entry is not None and self._entries.add_user(lease):  # otherwise the call has been ended
+                try:
+                    tensors = _inlined(entry, max_inline_bytes)
+                finally:
+                    self._entries.remove_user(entry)
+                self._send(messages.Found(number, entry.entry_id, entry.description, tensors))
         except (UnsupportedError, CapacityError, ResourceExhaustedError) as e:
             self._entries.end(lease)
             self._send(messages.Failed.of(number, e))
@@ -234,3 +246,11 @@ class Session:
         self._entries.remove_user(entry)
         if transfer.error() is not None:
             self.abort()
+
+
+def _inlined(entry: HeldEntry, max_bytes: int) -> bytes | None:
+    """The bytes of the entry's tensors; ``None`` if they are on a device, or have more than ``max_bytes``."""
+    parts = [part for part in (entry.key, entry.value, entry.hidden) if part is not None]
+    if not max_bytes or entry.description.tensor_bytes > max_bytes or not all(part.is_cpu for part in parts):
+        return None
+    return b"".join(map(memory_of, parts))

@@ -14,6 +14,7 @@ from kvplug import CapacityError, ClosedError, TimeoutError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
+    DeviceMark,
     Entry,
     LookupBuffer,
     LookupEndpoint,
@@ -30,9 +31,9 @@ from kvplug_lookup.buffer.session import Session
 class SimpleStore(LookupEndpoint.Store):
     """Holds copies of inserted entries, up to ``buffer_size`` bytes of tensors.
 
-    At this end, ``drop_select`` returns the entry itself, and ``select`` a copy. Callers that wait to take an
-    entry are served first come, first served. Inserts that wait for room have no order: the first entry that
-    fits goes in.
+    At this end, ``drop_select`` returns the entry itself, unless a transfer that was given up still reads its
+    memory; ``select`` returns a copy. Callers that wait to take an entry are served first come, first served.
+    Inserts that wait for room have no order: the first entry that fits goes in.
 
     Not promised. Entries do not outlive the process or ``close``. The store has no thread of its own: an
     entry past its ``ttl_s`` is evicted when room is needed, not before.
@@ -95,7 +96,8 @@ class SimpleStore(LookupEndpoint.Store):
             )
         self._entries.reserve(nbytes, deadline)
         try:
-            parts = (copy_of(part, self._device) for part in (key, value, hidden))
+            parts = [copy_of(part, self._device) for part in (key, value, hidden)]
+            DeviceMark(self._device).wait()  # other threads read the copies, on other streams
             return self._entries.add(HeldEntry(description, *parts))
         except BaseException:
             self._entries.return_bytes(nbytes)
@@ -123,8 +125,11 @@ class SimpleStore(LookupEndpoint.Store):
             if entry is None:
                 raise lease.error or TimeoutError(f"no entry for {query} arrived in time")
             header = entry.description.header(entry.entry_id)
+            parts = [entry.key, entry.value, entry.hidden]
+            if entry.users > 1:
+                parts = [copy_of(part, self._device) for part in parts]
             taken = True
-            return entry_of(header, entry.key, entry.value, entry.hidden)
+            return entry_of(header, *parts)
         finally:
             self._entries.end(lease, taken=taken)
 
@@ -163,11 +168,15 @@ class SimpleStore(LookupEndpoint.Store):
 
     def attach(self, signal: Pipe, data: Pipe) -> None:
         session = Session(self._entries, signal, data, on_end=self._forget)
-        with self._sessions_lock:
-            if self._entries.closed:
-                raise ClosedError("this lookup store is closed")
-            session.start()
-            self._sessions.add(session)  # it cannot end earlier: that needs the lock
+        try:
+            with self._sessions_lock:
+                if self._entries.closed:
+                    raise ClosedError("this lookup store is closed")
+                session.start()
+                self._sessions.add(session)  # it cannot end earlier: that needs the lock
+        except BaseException:
+            session.abort()  # or the other end would wait for this one
+            raise
 
     def _forget(self, session: Session) -> None:
         with self._sessions_lock:
