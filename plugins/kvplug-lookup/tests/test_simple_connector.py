@@ -15,6 +15,7 @@ import pytest
 from kvplug import Config, ConfigError, HandshakeError, TimeoutError
 from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism
 from kvplug_lookup.buffer.store import SimpleStore
+from kvplug_lookup.simple.worker import Blocks
 from kvplug_testing import simulated, waits
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
 
@@ -80,6 +81,55 @@ def test_the_oldest_prompts_go_when_there_is_no_room(engine: Make, evict: str) -
         prefill.free_blocks += prefill.prefill(request_of(f"p{number}", tokens))
     assert [promised(decode, tokens) for tokens in prompts(4)] == [0, 0, 96, 96]
     assert loaded(decode, prompts(4)[3]) == 96
+
+
+def test_a_prompt_that_is_read_when_room_is_needed_goes_later(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its stead goes a longer one, which matches its tokens."""
+    prefill, decode = engine("producer", buffer_size=100_000), engine("consumer")
+    prefill.prefill(request_of("read", PROMPT))
+    prefill.prefill(request_of("longer", [*range(96), *range(500, 532)]))
+    others, layer = [range(first, first + 100) for first in (1000, 2000, 3000)], Blocks.layer
+
+    def prefill_and_take(blocks: Blocks, index: int, *parts: Any) -> None:
+        if index == 0:
+            prefill.prefill(request_of("while it is read", others[0]))
+        layer(blocks, index, *parts)
+
+    monkeypatch.setattr(Blocks, "layer", prefill_and_take)
+    assert loaded(decode) == 96
+    for tokens in others[1:]:
+        prefill.prefill(request_of(f"later {tokens[0]}", tokens))
+    assert [promised(decode, tokens) for tokens in (PROMPT, *others)] == [0, 0, 96, 96]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"metadata": {}},
+        {"metadata": {"digests": 3}},
+        {"metadata": {"digests": dict.fromkeys("abc", b"")}},
+        {"key": None},
+        {"value": None},
+    ],
+)
+@pytest.mark.parametrize("integrity", ["off", "auto"])
+def test_an_entry_that_is_no_kv_of_these_layers_is_computed_instead(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any], integrity: str
+) -> None:
+    insert = SimpleStore.insert
+
+    def insert_lie(store: Any, tokens: Any, roi: Any, key: Any, value: Any, hidden: Any, **given: Any) -> int:
+        parts = {"key": key, "value": value, **{k: v for k, v in lie.items() if k in ("key", "value")}}
+        given |= {k: v for k, v in lie.items() if k == "metadata"}
+        return insert(store, tokens, roi, parts["key"], parts["value"], hidden, **given)
+
+    monkeypatch.setattr(SimpleStore, "insert", insert_lie)
+    prefill, decode = engine("producer", integrity=integrity), engine("consumer")
+    prefill.prefill(request_of("stored", PROMPT))
+    blocks, num_loaded, report = decode.load(request_of("a", PROMPT))
+    assert (num_loaded, report.invalid_block_ids) == (96, frozenset(blocks[:6]))
 
 
 def test_a_prompt_that_is_held_is_not_inserted_again_and_one_that_is_too_large_is_counted(

@@ -8,7 +8,6 @@ and gets the number of tokens of each that the buffer holds.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -43,8 +42,8 @@ class Entries:
         self._endpoint = context.open_lookup()
         self._store = self._endpoint.hold()
         """:meth:`forget` replaces it."""
-        self._inserted: deque[tuple[Sequence[int], bytes]] = deque()
-        """Tokens and ``extra`` of the inserted entries, oldest first."""
+        self._inserted: dict[int, tuple[Sequence[int], bytes]] = {}
+        """Tokens and ``extra`` of the inserted entries by id, oldest first."""
         try:
             self.contact = context.peers.serve(self._serve).contact
         except BaseException:
@@ -64,28 +63,28 @@ class Entries:
         values = [value for _, value in layers if value is not None]
         value = torch.stack(values) if values else None
         metadata = {"digests": [digest_of(self._checksum, layer) for layer in layers]}
-        for num_left in reversed(range(len(self._inserted) + 1)):
+        parts = tokens, None, key, value, None
+        for oldest in [*self._inserted.values(), None]:
             try:
-                self._store.insert(tokens, None, key, value, None, extra=extra, metadata=metadata, timeout=0)
+                entry_id = self._store.insert(*parts, extra=extra, metadata=metadata, timeout=0)
                 break
             except TimeoutError:
-                if not num_left:
+                if oldest is None:
                     raise
-                self._drop(*self._inserted.popleft())
-        self._inserted.append((tokens, extra))
-        while not self.holds(*self._inserted[0]):  # the buffer may drop entries by itself
-            self._inserted.popleft()
+                self._drop(*oldest)
+        self._inserted[entry_id] = tokens, extra
+        while not self.holds(*self._inserted[first := next(iter(self._inserted))]):
+            del self._inserted[first]  # the buffer may drop entries by itself
 
     def holds(self, tokens: Sequence[int], extra: bytes) -> bool:
         """Whether the KV of all these tokens is held."""
         return self._store.match(tokens, extra=extra) == len(tokens)
 
     def _drop(self, tokens: Sequence[int], extra: bytes) -> None:
-        """Drop an entry. If a peer is reading it, move it to the end of the queue."""
-        try:
-            self._store.drop_select(tokens, extra=extra, timeout=0)
-        except TimeoutError:
-            self._inserted.append((tokens, extra))
+        """Drop the oldest entry that matches and that no peer is reading, if there is one."""
+        with suppress(TimeoutError):
+            dropped = self._store.drop_select(tokens, extra=extra, timeout=0)
+            self._inserted.pop(dropped.header.entry_id, None)
 
     def reached(self, deadline: Deadline, *, retry: bool = False) -> tuple[LookupBuffer, str | None]:
         """Return the buffer, and the hash algorithm of its entries. Does not wait, unlike a peer's buffer."""

@@ -179,7 +179,8 @@ class Blocks(LookupBuffer.Sink):
     digests: Sequence[bytes] = ()
 
     def begin(self, header: Entry.Header) -> None:
-        self.digests = header.metadata.get("digests", ())
+        digests = header.metadata.get("digests")
+        self.digests = digests if isinstance(digests, list) else ()
         if header.num_layers != len(self.caches) or len(self.digests) != len(self.caches):
             raise IntegrityError(
                 f"entry {header.entry_id} has {header.num_layers} layers and {len(self.digests)} digests, but"
@@ -187,7 +188,8 @@ class Blocks(LookupBuffer.Sink):
             )
 
     def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
-        assert key is not None
+        if key is None:
+            raise IntegrityError(f"layer {index} of an entry has no key and is not used")
         if digest_of(self.checksum, (key, value)) != (self.digests[index] if self.checksum else b""):
             raise IntegrityError(f"layer {index} of an entry does not match its digest and is not used")
         parts = [part if part is None else part[self.start : self.end] for part in (key, value)]
