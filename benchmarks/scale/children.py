@@ -115,7 +115,7 @@ def following(parent: peers.Parent, port: int, serving: int) -> None:
                     source.replicas[0].wait_until_ready(Deadline.after(PATIENCE_S))
             elif message[0] == "load":
                 for _ in range(message[1]):
-                    peer = PeerStore(engine.worker._context, address, engine.worker._shard, "a peer")
+                    peer = PeerStore(engine.worker._context, address, engine.worker.shard, "a peer")
                     stack.callback(peer.close)
                     peer.use(lambda store, series: None, lambda error: None, Deadline.after(PATIENCE_S))
                     peer.connected(Deadline.after(PATIENCE_S), retry=True)

@@ -168,7 +168,7 @@ def serving(parent: peers.Parent, number: int, ports: list[int]) -> None:
             else:
                 seen.followed = sum(replica.link is not None for replica in engine.scheduler.replicas)
                 seen.served = engine.worker._service.num_served
-                seen.dialled = sum(peer.link is not None for peer in engine.worker._peers.values())
+                seen.dialled = sum(peer.link is not None for peer in engine.worker.peers.values())
                 parent.send([attrs.asdict(seen), *taken()[:2]])
 
 

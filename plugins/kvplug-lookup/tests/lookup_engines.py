@@ -115,7 +115,7 @@ def until_promised(engine: FakeEngine, token_ids: Any, expected: int, within: fl
 
 def num_held(engine: FakeEngine) -> int:
     """Pages in the first store once all that was saved is settled."""
-    waits.until(lambda: not engine.worker.bytes_unsaved, what="the end of all saves")
+    waits.until(lambda: not engine.worker.saver.bytes_unsaved, what="the end of all saves")
     held: int = engine.worker.first_tier.store.usage().num_pages
     return held
 

@@ -266,4 +266,4 @@ def test_no_store_reads_blocks_of_a_cache_with_windows_after_a_step(monkeypatch:
     with GroupedEngine(config("both", {"max_unsaved": 1}, host=an_address("windows"))) as engine:
         prompt = request_of("a", PROMPT)
         engine.step([(prompt, engine.admit(prompt), 0, 200)])
-        assert engine.worker.read_until == 1
+        assert engine.worker.saver.read_until == 1

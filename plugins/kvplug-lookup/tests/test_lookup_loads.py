@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from typing import Any
@@ -13,11 +14,12 @@ from kvplug import ClosedError
 from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats
 from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, PageCopy
 from kvplug.transport.store.store import Store
+from kvplug_lookup.connector import peers
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_testing.engine import FakeEngine, request_of
-from kvplug_testing.waits import Call
+from kvplug_testing.waits import Call, until
 from lookup_engines import PROMPT, both, config, failures, pair, promised
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,6 +80,7 @@ def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_
         assert store.is_asked.wait(10)
         load.fail(ClosedError("the test wants it so"))
         assert not load.has_ended
+        assert not Call(lambda: load.wait_settled(0.1)).result()
         store.goes_on.set()
         asking.result()
         assert store.cancelled.wait(10)
@@ -109,6 +112,33 @@ def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
         second.raised(TimeoutError, 5)
         decode.worker.shutdown()
         assert first.outcome(5) is not None
+
+
+def test_a_silent_peer_that_leaves_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not answer, and connecting takes longer than the end of its client."""
+    monkeypatch.setattr(peers, "_CLOSE_S", 0.1)
+    before = set(threading.enumerate())
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind("\0kvplug-test-loads-silent")
+        silent.listen()
+        with FakeEngine(config("consumer"), connect="unix:@kvplug-test-loads-silent") as decode:
+            (peer,) = decode.worker.peers.values()
+            given_up: list[Exception] = []
+            for _ in range(2):
+                peer.use(lambda *_: None, given_up.append, Deadline.after(1))
+            peer.close()
+            until(lambda: len(given_up) == 2)
+            until(
+                lambda: (
+                    not [
+                        each
+                        for each in set(threading.enumerate()) - before
+                        if each.name == "kvplug-lookup-peer"
+                    ]
+                )
+            )
 
 
 # -- copies that land late -------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_a_prompt_of_which_a_part_was_computed_before_is_saved_only_if_it_starts
         prefill.step([(prompt, blocks, start, 30)])
         prefill.step([(prompt, blocks, start + 30, 100 - start - 30)])
         assert num_held(prefill) == 6 * starts_over
-        assert prefill.worker.bytes_unsaved == 0
+        assert prefill.worker.saver.bytes_unsaved == 0
         if starts_over:
             assert_loads(decode, request_of("b", PROMPT), 96)
 
@@ -161,7 +161,7 @@ def test_what_was_read_before_a_reset_is_copied_into_no_store_after_it(
         monkeypatch.setattr(Store, "submit_get", submit_get)
         engine.prefill(request_of("a", PROMPT))
         num_held(engine)
-        until(lambda: held and not engine.worker.num_behind)
+        until(lambda: held and not engine.worker.saver.num_behind)
         assert engine.worker.tiers["fs"].store.usage().num_pages == 0
 
 

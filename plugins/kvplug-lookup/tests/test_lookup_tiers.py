@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.transport import FolderStore, MissReason, Presence
+from kvplug.transport import BackgroundThread, FolderStore, MissReason, Presence
 from kvplug.transport.store.store import Store
 from kvplug_lookup.connector.warnings import CountedWarnings
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
@@ -48,7 +48,7 @@ def on_disk(path: Path) -> dict[str, Any]:
 
 def num_files(engine: FakeEngine) -> int:
     """Pages in the later store, once nothing is copied there any more."""
-    until(lambda: not engine.worker.num_behind, what="the end of what is behind")
+    until(lambda: not engine.worker.saver.num_behind, what="the end of what is behind")
     found: int = engine.worker.tiers["fs"].store.usage().num_pages
     return found
 
@@ -72,6 +72,26 @@ def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_p
         assert engine.matched(request_of("b", PROMPT)) == (96, False)
         assert engine.scheduler.sources_of("b") == ((("host", 6),),), "it was not promoted"
         assert_loads(engine, request_of("c", PROMPT), 96)
+
+
+def test_without_a_thread_pages_stay_in_the_first_store_and_later_ones_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = BackgroundThread.start
+
+    def refuse(thread: BackgroundThread) -> None:
+        if thread.name == "kvplug-lookup-behind":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with both(**tiers(tmp_path)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(BackgroundThread, "start", refuse)
+            engine.prefill(request_of("stored", PROMPT))
+            until(lambda: failures(engine, "copy") == {"no_room": 1})
+        assert (num_held(engine), num_files(engine)) == (6, 0)
+        saved(engine, 1)
+        until(lambda: num_files(engine) == 6, what="the files of the later pages")
 
 
 def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:

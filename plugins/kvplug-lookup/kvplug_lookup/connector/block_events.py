@@ -33,20 +33,20 @@ class _Block:
     """Chains of the pages that hold its tokens."""
 
 
+@attrs.define(eq=False, slots=False, kw_only=True, repr=False)
 class BlockEvents:
     """Knows the blocks of saved pages. Emits events when a block is held whole, and when it no longer is.
 
     Thread-safe: the scheduler plans in one thread, and stores report in others.
     """
 
-    def __init__(
-        self, *, num_workers: int, page_tokens: int, block_size: int, medium: str, owner: str
-    ) -> None:
-        self._num_workers = num_workers
-        self._page_tokens = page_tokens
-        self._block_size = block_size
-        self._medium = medium
-        self._owner = owner
+    _num_workers: int
+    _page_tokens: int
+    _block_size: int
+    _medium: str
+    _owner: str
+
+    def __attrs_post_init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks_of: dict[bytes, list[_Block]] = {}
         """Blocks by the chains of their pages."""

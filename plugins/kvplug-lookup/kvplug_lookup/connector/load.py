@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplug import IntegrityError, TimeoutError
-from kvplug.engine import EntryGoneError, StalledError, TransferStats, reason_of
+from kvplug import KvplugError, TimeoutError
+from kvplug.engine import StalledError, TransferStats, reason_of
 from kvplug.transport import (
     Deadline,
     DeviceMark,
@@ -53,53 +53,40 @@ class Part:
     """The source is being asked: there is no job to cancel yet, and pages may arrive."""
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class Load:
     """Loads pages into one request's blocks, layer by layer.
 
     It ends when every page is loaded or missed. Pages from the first missed one on count as failed: their
     blocks are computed again."""
 
-    def __init__(
-        self,
-        plan: LoadPlan,
-        views: Sequence[Sequence[Tensor]],
-        *,
-        rank: int,
-        groups: Groups,
-        chains: list[bytes],
-        identities: list[bytes],
-        stats: TransferStats,
-        timeout_s: float,
-        stall_timeout_s: float,
-        progressed_at: Callable[[str], float],
-        after: DeviceMark,
-    ) -> None:
-        """
-        Args:
-            progressed_at: when something last arrived from a source for any load, by ``time.monotonic``.
-            after: the work that the caches' device must complete before the blocks are written.
-        """
-        self.plan = plan
-        self._views = views
-        self._groups = groups
-        self._chains = chains
-        self._identities = identities
-        self._stats = stats
-        self._stall_timeout_s = stall_timeout_s
-        self.deadline = Deadline.after(timeout_s)
+    plan: LoadPlan
+    _views: Sequence[Sequence[Tensor]]
+    _rank: int
+    _groups: Groups
+    _chains: list[bytes]
+    _identities: list[bytes]
+    _stats: TransferStats
+    _timeout_s: float
+    _stall_timeout_s: float
+    _progressed_at: Callable[[str], float]
+    """When something last arrived from a source for any load, by ``time.monotonic``."""
+    _after: DeviceMark
+    """The work that the caches' device must complete before the blocks are written."""
+
+    def __attrs_post_init__(self) -> None:
+        self.deadline = Deadline.after(self._timeout_s)
         self._started = time.perf_counter()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._error: BaseException | None = None
-        self._first_missed = len(chains)
+        self._first_missed = len(self._chains)
         self.parts: list[Part] = []
         at = 0
-        for source, count in plan.sources[rank] if plan.sources else ():
+        for source, count in self.plan.sources[self._rank] if self.plan.sources else ():
             self.parts.append(Part(source, at, count))
             at += count
         self._began_at = time.monotonic()
-        self._progressed_at = progressed_at
-        self._after = after
         self._is_over = False
         self.stalled: str | None = None
         """The source that nothing arrived from."""
@@ -250,7 +237,10 @@ class Load:
         """Wait until nothing more is copied. Return whether that took at most ``timeout`` seconds."""
         deadline = Deadline.after(timeout)
         with self._lock:
-            self._changed.wait_for(lambda: not any(part.is_asking for part in self.parts))
+            if not self._changed.wait_for(
+                lambda: not any(part.is_asking for part in self.parts), deadline.remaining()
+            ):
+                return False
         return all(part.job is None or part.job.wait_settled(deadline.remaining()) for part in self.parts)
 
     def end(self) -> None:
@@ -272,7 +262,9 @@ class Load:
         if reason is not None:
             self._stats.fail("load", reason)
             if self._error is None:
-                self._error = _error_of(reason, plan.request_id)
+                self._error = KvplugError(
+                    f"a page of request {plan.request_id} could not be loaded: {reason}"
+                )
         elif self._error is not None and self._first_missed == len(self._chains):
             self._error = None  # everything had arrived before it was given up
         if self._error is None:
@@ -318,10 +310,3 @@ class Load:
         """Blocks that lack the KV of some token in some layer."""
         first = max(self.plan.start, (self.plan.first_page + self._first_missed) * page_tokens)
         return self._groups.written(self.plan.block_ids, first, self.plan.end)
-
-
-def _error_of(reason: str, request_id: str) -> Exception:
-    text = f"a page of request {request_id} could not be loaded: {reason}"
-    if reason in ("corrupt", "forged", "identity", "format"):
-        return IntegrityError(text)
-    return TimeoutError(text) if reason == "timeout" else EntryGoneError(text)

@@ -33,27 +33,22 @@ class Search:
     """Whether missing pages were counted, and sources were sent the promises. The engine may ask again."""
 
 
+@attrs.define(eq=False)
 class Matcher:
-    """Searches in sources, in their order. The engine's own stores are first.
+    """Searches in sources, in their order. The engine's own stores are first."""
 
-    Args:
-        sources: may change; a search uses the sources at its start.
-        num_workers: the number of workers, which all have to load the pages.
-        wait_timeout_s: how long a request waits for pages that are coming, and for answers of sources.
-        stats: counts requests that waited in vain, and pages that sources do not hold.
-    """
-
-    def __init__(
-        self, sources: Sequence[Source], num_workers: int, wait_timeout_s: float, stats: TransferStats
-    ) -> None:
-        self._sources = sources
-        self._num_workers = num_workers
-        self._wait_timeout_s = wait_timeout_s
-        self._stats = stats
-        self.num_stores = 0
-        """The number of leading sources that are the engine's own stores."""
-        self._unreadable: dict[tuple[str, bytes], float] = {}
-        """Pages that workers could not read, by source and chain, and until when they are not promised."""
+    _sources: Sequence[Source]
+    """May change; a search uses the sources at its start."""
+    _num_workers: int
+    """The number of workers, which all have to load the pages."""
+    _wait_timeout_s: float
+    """How long a request waits for pages that are coming, and for answers of sources."""
+    _stats: TransferStats
+    """Counts requests that waited in vain, and pages that sources do not hold."""
+    num_stores: int = 0
+    """The number of leading sources that are the engine's own stores."""
+    _unreadable: dict[tuple[str, bytes], float] = attrs.field(factory=dict, init=False)
+    """Pages that workers could not read, by source and chain, and until when they are not promised."""
 
     def begin(self) -> Search:
         """Begin the search for a new request."""

@@ -44,8 +44,7 @@ class PageIndex:
                 return
             change = self.held.update if event.kind == "stored" else self.held.difference_update
             change(chains)
-            for chain in chains:
-                self._coming.pop(chain, None)
+            self.settle(chains)
 
     def expect(self, chains: Iterable[bytes], for_s: float) -> None:
         """Note that these pages are coming, unless they are held. Requests wait at most ``for_s`` seconds."""
@@ -58,6 +57,13 @@ class PageIndex:
         """Stop waiting for these pages."""
         for chain in chains:
             self._coming.pop(chain, None)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether pages are coming."""
+        now = self._clock()
+        self._coming = {chain: until for chain, until in self._coming.items() if until > now}
+        return bool(self._coming)
 
     def presence(self, chain: bytes) -> Presence:
         """The presence of one page."""

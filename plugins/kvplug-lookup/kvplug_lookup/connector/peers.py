@@ -15,6 +15,7 @@ from kvplug_lookup.connector.keys import Shard, StoreHello
 _log = logging.getLogger(__name__)
 
 _HELLO_S = 10.0
+_CLOSE_S = 5.0
 
 Use = Callable[[Store, Series], None]
 """Called with the store once it is connected."""
@@ -166,7 +167,7 @@ class PeerStore:
             self.close()
 
     def close(self) -> None:
-        """End the connection, and fail the calls that wait for it. Idempotent."""
+        """End the connection. The thread fails the calls that wait for it. Idempotent."""
         self._stop()
         with self._lock:
             client, self._client = self._client, None
@@ -174,11 +175,4 @@ class PeerStore:
         if client is not None:
             client[0].abort()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=5)
-        while True:
-            try:
-                left = self._waiting.get_nowait()
-            except queue.Empty:
-                break
-            if left is not None:
-                left[1](ClosedError("the connector was shut down"))
+            thread.join(_CLOSE_S)

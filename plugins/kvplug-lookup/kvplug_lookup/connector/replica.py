@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 """Timeout of one attempt: a producer under load may shake hands slowly."""
 _RETRY_S = 1.0
+_LOST_S = 0.05
+"""The shortest pause after a lost connection."""
 _REFUSED_S = 60.0
 """The longest pause after refused handshakes; each pause is twice the one before."""
 MAX_PROMISED = 1 << 12
@@ -79,40 +81,30 @@ class Fence:
     blocks_until: Deadline
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class Replica:
     """Follows one worker's store in its own thread. Its answers are thread-safe."""
 
-    def __init__(
-        self,
-        connect: Callable[[float], PeerLink],
-        *,
-        name: str,
-        address_of: Callable[[], str],
-        model: ModelInfo,
-        wait_timeout_s: float,
-        listener: Callable[[PageEvent, Series], None] | None = None,
-        expired: Callable[[], object] = lambda: None,
-    ) -> None:
-        """
-        Args:
-            name: the name of the followed worker, for messages.
-            address_of: returns its address, for the message of :meth:`wait_until_ready`.
-            listener: receives each applied event in the replica's thread. Must not block.
-            expired: called when a request has waited in vain for the store's answer.
-        """
-        self._connect = connect
-        self._name = name
-        self._address_of = address_of
-        self._model = model
-        self._wait_timeout_s = wait_timeout_s
-        self._listener = listener
-        self._expired = expired
+    _connect: Callable[[float], PeerLink]
+    _name: str
+    """The name of the followed worker, for messages."""
+    _address_of: Callable[[], str]
+    """Returns its address, for the message of :meth:`wait_until_ready`."""
+    _model: ModelInfo
+    _wait_timeout_s: float
+    _listener: Callable[[PageEvent, Series], None] | None = None
+    """Receives each applied event in the replica's thread. Must not block."""
+    _expired: Callable[[], object] = lambda: None
+    """Called when a request has waited in vain for the store's answer."""
+
+    def __attrs_post_init__(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._index = PageIndex()
         self._series: Series | None = None
         """Series of the store's pages, once the store has sent it."""
-        self._link: PeerLink | None = None
+        self.link: PeerLink | None = None
+        """The event channel's link while it is connected."""
         self._is_current = False
         self._has_gap = False
         """Events are missing, and the replica reconnects to get a snapshot."""
@@ -158,7 +150,7 @@ class Replica:
         """Whether the store has answered. Waits a moment for the answer, once for each request."""
         self._ping(0)  # the last attempt may have failed
         with self._lock:
-            while self._ponged < fence.number and self._link is not None and self._silent <= self._ponged:
+            while self._ponged < fence.number and self.link is not None and self._silent <= self._ponged:
                 if not self._changed.wait(fence.blocks_until.remaining()):
                     break
             if self._ponged >= fence.number:
@@ -170,7 +162,7 @@ class Replica:
             if self._silent > self._ponged:
                 return True
             # Wait for a store that is coming up, but not for one that was lost or refused us.
-            return self._link is None and self._has_tried
+            return self.link is None and self._has_tried
 
     def doubt(self) -> None:
         """Promise nothing until the store has answered again: a load stalled.
@@ -197,23 +189,23 @@ class Replica:
     def refuse(self) -> None:
         """Promise nothing from this store: our worker and the store's refused each other."""
         with self._lock:
-            if self._link is not None and self._refused_link is not self._link:
+            if self.link is not None and self._refused_link is not self.link:
                 _log.error(
                     "no longer loading from %s: our worker and it refused each other (our worker's log has"
                     " the reason); change one of them and restart it",
                     self._name,
                 )
-            self._refused_link = self._link
+            self._refused_link = self.link
 
     def expect(self, chains: Iterable[bytes], for_s: float) -> None:
         """Wait for these pages: this step declares them to the store."""
         with self._lock:
-            if self._link is not None:
+            if self.link is not None:
                 self._index.expect(chains, for_s)
 
     def promise(self, chains: Sequence[bytes]) -> None:
         """Tell the store that our worker will load these pages, so it evicts them later. Does not wait."""
-        link = self._link
+        link = self.link
         if link is None:
             return
         for at in range(0, len(chains), MAX_PROMISED):
@@ -228,7 +220,7 @@ class Replica:
         with self._lock:
             if self._has_gap and not self._is_late.expired:
                 return None
-            if self._link is None or self._link is self._refused_link or self._doubted > self._ponged:
+            if self.link is None or self.link is self._refused_link or self._doubted > self._ponged:
                 return []
             if not self._is_current:
                 return [] if self._is_late.expired else None
@@ -245,11 +237,6 @@ class Replica:
                     break
                 found.append(known)
             return found
-
-    @property
-    def link(self) -> PeerLink | None:
-        """The event channel's link while it is connected."""
-        return self._link
 
     @property
     def is_cleared(self) -> bool:
@@ -271,7 +258,7 @@ class Replica:
 
     def _what_is_missing(self) -> str:
         where = f"{self._name} at {self._address_of()}"
-        if self._link is None:
+        if self.link is None:
             return f"could not connect to {where} in time; start it, or correct its address"
         return f"{where} is connected, but did not send all of its store's index in time"
 
@@ -283,7 +270,7 @@ class Replica:
         """Stop following, and promise nothing. Does not wait for the thread."""
         self._closed.set()
         with self._lock:
-            link = self._link
+            link = self.link
             self._changed.notify_all()
         if link is not None:
             link.close()
@@ -330,13 +317,13 @@ class Replica:
             else:
                 self._lose(link)
                 gaps = gaps + 1 if time.monotonic() - began < _CATCH_UP_S else 0
-                self._closed.wait(min(_RETRY_S, 0.01 * 2**gaps))
+                self._closed.wait(min(_RETRY_S, 0.01 * 2 ** min(gaps, 7)))
 
     def _follow(self, link: PeerLink) -> None:
         follower = PageEvent.Follower()
         series = self._series_of(link)
         with self._lock:
-            self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
+            self.link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
             self._series = series
             self._shortage = None
             self._asked = 0
@@ -398,7 +385,7 @@ class Replica:
     def _ping(self, timeout: float = _PING_S) -> None:
         """Send a ping, unless one is unanswered or every fence has been answered."""
         with self._lock:
-            link = self._link
+            link = self.link
             if link is None or self._asked or self._pinged <= self._ponged:
                 return
             number = self._asked = self._pinged
@@ -407,14 +394,14 @@ class Replica:
         except KvplugError as e:
             _log.debug("could not send ping %d: %s", number, e)
             with self._lock:
-                if self._link is link:
+                if self.link is link:
                     self._asked = 0
 
     def _lose(self, link: PeerLink) -> None:
         link.close()
         with self._lock:
-            self._link = None
+            self.link = None
             self._is_current = False
             self._asked = 0
             self._changed.notify_all()
-        self._closed.wait(0.05)
+        self._closed.wait(_LOST_S)

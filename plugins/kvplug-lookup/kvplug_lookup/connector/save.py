@@ -93,36 +93,26 @@ class _Batch:
         return len(self.chains) * self.source.format.nbytes
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class Saver:
     """Gathers each layer once it is computed, and puts whole pages into the first store.
 
     A failed save only costs a later recomputation: it is counted with its reason, and never raised.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        *,
-        views: Sequence[Sequence[Tensor]],
-        groups: Groups,
-        timeout_s: float,
-        settle_timeout_s: float,
-        wait_timeout_s: float,
-        max_bytes: int,
-        stats: TransferStats,
-        warnings: CountedWarnings,
-    ) -> None:
-        self._tiers = tuple(tiers)
-        self._views = views
-        self._groups = groups
-        self._gathers = views[0][0].device.type == "cpu"
-        self._timeout_s = timeout_s
-        self._settle_timeout_s = settle_timeout_s
-        self._wait_timeout_s = wait_timeout_s
-        self._max_bytes = max_bytes
-        self._stats = stats
+    _tiers: Sequence[Tier]
+    _views: Sequence[Sequence[Tensor]]
+    _groups: Groups
+    _timeout_s: float
+    _settle_timeout_s: float
+    _wait_timeout_s: float
+    _max_bytes: int
+    _stats: TransferStats
+    _warnings: CountedWarnings
+
+    def __attrs_post_init__(self) -> None:
+        self._gathers = self._views[0][0].device.type == "cpu"
         self._has_warned = False
-        self._warnings = warnings
         self._batches: list[_Batch] = []
         """Batches of this step."""
         self._lent: list[_Batch] = []
@@ -130,14 +120,16 @@ class Saver:
         self._step = -1
         """The latest step with pages to save."""
         self._lock = threading.Lock()
-        self._unsaved = 0
+        self.bytes_unsaved = 0
+        """Bytes of pages that are being gathered, or wait to be saved."""
         self._settled: list[bytes] = []
         self._unsaved_from: dict[str, int] = {}
         """By request, the first page that was not saved."""
         self._num_resets = 0
         self._behind: queue.SimpleQueue[tuple[int, str, list[bytes], list[bytes]] | None]
         self._behind = queue.SimpleQueue()
-        self._num_behind = 0
+        self.num_behind = 0
+        """Number of batches that wait to be copied from one store to another."""
         self._closed = False
         self._thread: BackgroundThread | None = None
 
@@ -336,22 +328,10 @@ class Saver:
             settled, self._settled = self._settled, []
             return settled
 
-    @property
-    def bytes_unsaved(self) -> int:
-        """Bytes of pages that are being gathered, or wait to be saved."""
-        with self._lock:
-            return self._unsaved
-
-    @property
-    def num_behind(self) -> int:
-        """Number of batches that wait to be copied from one store to another."""
-        return self._num_behind
-
     def _noting(self, batch: _Batch) -> Callable[[Job[PutReason | None]], None]:
         num_resets, series = self._num_resets, self.first.series
 
         def note(job: Job[PutReason | None]) -> None:
-            self._count_bytes(batch, -1)
             results = job.results() or []
             kept = [reason is None for reason in results]
             seconds = time.perf_counter() - batch.started
@@ -376,6 +356,7 @@ class Saver:
                     [batch.chains[at] for at in whole],
                     [batch.identities[at] for at in whole],
                 )
+            self._count_bytes(batch, -1)
 
         return note
 
@@ -386,12 +367,12 @@ class Saver:
     def _room(self, count: int, page_bytes: int) -> int:
         """How many of these pages may be gathered: at least one if no page waits to be saved."""
         with self._lock:
-            fit = max(self._max_bytes - self._unsaved, 0 if self._unsaved else page_bytes) // page_bytes
-            return max(0, min(count, fit))
+            free = max(self._max_bytes - self.bytes_unsaved, 0 if self.bytes_unsaved else page_bytes)
+            return max(0, min(count, free // page_bytes))
 
     def _count_bytes(self, batch: _Batch, sign: int) -> None:
         with self._lock:
-            self._unsaved += sign * batch.nbytes
+            self.bytes_unsaved += sign * batch.nbytes
 
     def _miss(self, request_id: str, page: int) -> None:
         with self._lock:
@@ -420,15 +401,23 @@ class Saver:
         with self._lock:
             if self._closed or not chains:
                 return
-            full = self._num_behind >= _MAX_BEHIND
-            if not full:
-                self._num_behind += 1
+            is_possible = self.num_behind < _MAX_BEHIND and self._has_thread()
+            if is_possible:
+                self.num_behind += 1
                 self._behind.put((num_resets, source, chains, identities))
-                if self._thread is None:
-                    self._thread = BackgroundThread(self._run, name="kvplug-lookup-behind", stop=self.close)
-                    self._thread.start()
-        if full:
+        if not is_possible:
             self._stats.fail("copy", "no_room")
+
+    def _has_thread(self) -> bool:
+        """Start the thread if needed. Needs the lock. Return whether it runs."""
+        if self._thread is None:
+            thread = BackgroundThread(self._run, name="kvplug-lookup-behind", stop=self.close)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         while (batch := self._behind.get()) is not None:
@@ -442,7 +431,7 @@ class Saver:
                 _log.exception("copying pages to another store failed")
             finally:
                 with self._lock:
-                    self._num_behind -= 1
+                    self.num_behind -= 1
 
     def _copy(self, num_resets: int, name: str, chains: list[bytes], identities: list[bytes]) -> None:
         """Copy pages from a later store into the first one, or from the first one into each later one."""

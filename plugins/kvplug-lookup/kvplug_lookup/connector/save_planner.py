@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import attrs
+
 from kvplug.engine import SchedulerOutput
 from kvplug.net.wire.token_ids import pack_tokens
 from kvplug_lookup.connector.block_events import BlockEvents
@@ -15,35 +17,22 @@ from kvplug_lookup.connector.sources import Source
 from kvplug_lookup.connector.tracked import Tracked
 
 
+@attrs.frozen
 class SavePlanner:
     """Plans saves of the whole pages that a step completes, and of pages whose save has failed."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        *,
-        page_tokens: int,
-        own: Sequence[Source],
-        wait_timeout_s: float,
-        kept: KeptBlocks,
-        doubts: DoubtedBlocks,
-        events: BlockEvents | None,
-    ) -> None:
-        """
-        Args:
-            own: the sources that the workers put pages into; the first one expects the planned pages.
-            wait_timeout_s: how long a request waits for such a page.
-            kept: knows which pages the workers have read.
-            doubts: knows which blocks may be wrong.
-            events: receives the blocks of the pages.
-        """
-        self._groups = groups
-        self._page_tokens = page_tokens
-        self._own = own
-        self._wait_timeout_s = wait_timeout_s
-        self._kept = kept
-        self._doubts = doubts
-        self._events = events
+    _groups: Groups
+    _page_tokens: int
+    _own: Sequence[Source]
+    """The sources that the workers put pages into; the first one expects the planned pages."""
+    _wait_timeout_s: float
+    """How long a request waits for such a page."""
+    _kept: KeptBlocks
+    """Knows which pages the workers have read."""
+    _doubts: DoubtedBlocks
+    """Knows which blocks may be wrong."""
+    _events: BlockEvents | None
+    """Receives the blocks of the pages."""
 
     def plans(self, output: SchedulerOutput, requests: Mapping[str, Tracked]) -> Iterator[SavePlan]:
         """Yield the saves of a step, for known requests."""

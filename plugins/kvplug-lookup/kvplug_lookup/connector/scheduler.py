@@ -92,7 +92,8 @@ class LookupScheduler(SchedulerConnector):
         """The salt of keys in stores shared with other engines, since the last reset."""
         self._costs = LoadCostModel()
         self._events: BlockEvents | None = None
-        self._publisher: EventPublisher | None = None
+        self.publisher: EventPublisher | None = None
+        """The publisher of events about blocks; ``None`` if the options name no address."""
         self._sources: list[Source] = []
         self._matcher = Matcher(
             self._sources,
@@ -112,7 +113,7 @@ class LookupScheduler(SchedulerConnector):
             self._shards = {rank: attrs.evolve(self._shard, tensor_rank=rank) for rank in range(workers)}
         try:
             if self._saves and options.events is not None:
-                self._events, self._publisher = open_events(context, self._page_tokens, self._block_size)
+                self._events, self.publisher = open_events(context, self._page_tokens, self._block_size)
             self._open_sources()
             self._save_planner = SavePlanner(
                 self._groups,
@@ -165,11 +166,6 @@ class LookupScheduler(SchedulerConnector):
         """The replicas of the stores of this engine's workers and the peers' workers."""
         return [replica for source in self._sources for replica in source.replicas]
 
-    @property
-    def publisher(self) -> EventPublisher | None:
-        """The publisher of events about blocks; ``None`` if the options name no address."""
-        return self._publisher
-
     def sources_of(self, request_id: str) -> tuple[Runs, ...]:
         """For each worker, the sources of the pages that were promised to a request."""
         return self._tracked[request_id].sources
@@ -204,8 +200,8 @@ class LookupScheduler(SchedulerConnector):
         self._engines.close()
         for source in self._sources:
             source.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self.publisher is not None:
+            self.publisher.close()
         self._context.close()
 
     def get_stats(self) -> Mapping[str, Any] | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvplug import Config, KvplugError
 from kvplug.engine import ConnectorContext, PeerLink, Role
 from kvplug.transport import Job, PageEvent, Presence, Series, Store
+from kvplug_lookup.connector.page_index import PageIndex
 from kvplug_lookup.connector.replica import Replica
 
 _ASK_AGAIN_S = 0.02
@@ -196,40 +197,27 @@ class AskedSource(Source):
         self._wait_timeout_s = wait_timeout_s
         self.series: list[Series | None] = [None] * num_workers
         """The series of each worker's pages, once the worker has reported its shard."""
-        self._coming: dict[bytes, list[float]] = {}
-        """Chains of pages that the workers are putting, and for each worker until when to wait for them."""
+        self._coming = [PageIndex() for _ in range(num_workers)]
+        """For each worker, the pages that it is putting."""
         self._doubted_until = 0.0
 
     def inquire(self) -> Inquiry:
         return _Asked(self)
 
     def expect(self, chains: Sequence[bytes], for_s: float) -> None:
-        until = time.monotonic() + for_s
-        for chain in chains:
-            self._coming[chain] = [until] * len(self.series)
+        for index in self._coming:
+            index.expect(chains, for_s)
 
     def settle(self, chains: Iterable[bytes], rank: int) -> None:
-        for chain in chains:
-            waiting = self._coming.get(chain)
-            if waiting is not None:
-                waiting[rank] = 0.0
-                if not any(waiting):
-                    del self._coming[chain]
+        self._coming[rank].settle(chains)
 
     @property
     def is_expecting(self) -> bool:
-        now = time.monotonic()
-        for chain in [chain for chain, waiting in self._coming.items() if max(waiting) < now]:
-            del self._coming[chain]
-        return bool(self._coming)
+        return any(index.is_expecting for index in self._coming)
 
     def is_coming(self, chain: bytes, rank: int) -> bool:
         """Whether the worker is putting that page."""
-        waiting = self._coming.get(chain)
-        if waiting is None or waiting[rank] > time.monotonic():
-            return waiting is not None
-        self.settle([chain], rank)
-        return False
+        return self._coming[rank].presence(chain) is Presence.COMING
 
     def doubt(self) -> None:
         self._doubted_until = time.monotonic() + self._wait_timeout_s

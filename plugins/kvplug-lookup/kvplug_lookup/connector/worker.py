@@ -21,7 +21,7 @@ from kvplug.engine import (
 from kvplug.net.wire import to_plain
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, DeviceMark, PageEvent, Timeout
 from kvplug_lookup.connector.groups import Groups
-from kvplug_lookup.connector.keys import Shard, hello_of, shard_of
+from kvplug_lookup.connector.keys import hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
 from kvplug_lookup.connector.load_cost import MeasuredCosts
 from kvplug_lookup.connector.peers import PeerStore
@@ -51,8 +51,9 @@ class LookupWorker(WorkerConnector):
         self._layer_names = self._groups.layer_names
         self._index_of = {name: index for index, name in enumerate(self._layer_names)}
         self._layout = self._groups.layout
-        self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
-        self._page_tokens = self._shard.format.page_tokens
+        self.shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
+        """The part of the model's KV in its pages."""
+        self._page_tokens = self.shard.format.page_tokens
         self._caches: tuple[Tensor, ...] = ()
         self._views: Sequence[Sequence[Tensor]] = ()
         self._plan = StepPlan()
@@ -86,10 +87,13 @@ class LookupWorker(WorkerConnector):
         self._warnings = CountedWarnings(_log)
         self._saves = config.role in (Role.PRODUCER, Role.BOTH)
         loads = config.role in (Role.CONSUMER, Role.BOTH)
-        self._tiers: dict[str, Tier] = {}
-        self._saver: Saver | None = None
+        self.tiers: dict[str, Tier] = {}
+        """The stores that it saves into or loads from, by name, in the order of the config."""
+        self.saver: Saver | None = None
+        """Saves the pages, once the caches are registered; ``None`` on a consumer."""
         self._service: Service | None = None
-        self._peers: dict[str, PeerStore] = {}
+        self.peers: dict[str, PeerStore] = {}
+        """The peer engines' workers that it loads from, by name."""
         self.last_route = ""
         """The source and transport of the last load, for display."""
         self.contact = ""
@@ -97,11 +101,11 @@ class LookupWorker(WorkerConnector):
         try:
             self._open_stores()
             if loads:
-                for name, address in peers_of(config, self._saves or bool(self._tiers)):
-                    self._peers[name] = PeerStore(context, address, self._shard, name)
+                for name, address in peers_of(config, self._saves or bool(self.tiers)):
+                    self.peers[name] = PeerStore(context, address, self.shard, name)
             if self._saves and not self.first_tier.store.is_shared:
                 hello = hello_of(
-                    self._shard,
+                    self.shard,
                     context.model,
                     self.first_tier.name,
                     self.first_tier.store.seal.id,
@@ -119,7 +123,7 @@ class LookupWorker(WorkerConnector):
         for name in self._context.config.stores:
             store = self._context.open_store(name)
             if self._saves or store.is_shared:
-                self._tiers[name] = Tier(name, store, self._shard.series(store.seal.id))
+                self.tiers[name] = Tier(name, store, self.shard.series(store.seal.id))
                 if store.has_events and not store.is_shared:
                     store.subscribe(self._count_evicted)
             else:
@@ -132,42 +136,12 @@ class LookupWorker(WorkerConnector):
     @property
     def first_tier(self) -> Tier:
         """The store that pages are saved into."""
-        return next(iter(self._tiers.values()))
-
-    @property
-    def tiers(self) -> Mapping[str, Tier]:
-        """The stores that it saves into or loads from, by name, in the order of the config."""
-        return self._tiers
-
-    @property
-    def shard(self) -> Shard:
-        """The part of the model's KV in its pages."""
-        return self._shard
-
-    @property
-    def peers(self) -> Mapping[str, PeerStore]:
-        """The peer engines' workers that it loads from, by name."""
-        return self._peers
-
-    @property
-    def read_until(self) -> int:
-        """The last step whose pages the stores have read from the engine's blocks."""
-        return -1 if self._saver is None else self._saver.read_until
-
-    @property
-    def bytes_unsaved(self) -> int:
-        """Bytes of pages that are being saved."""
-        return 0 if self._saver is None else self._saver.bytes_unsaved
-
-    @property
-    def num_behind(self) -> int:
-        """Number of batches that wait to be copied from one store to another."""
-        return 0 if self._saver is None else self._saver.num_behind
+        return next(iter(self.tiers.values()))
 
     @property
     def link(self) -> PeerLink | None:
         """The link to the first connected peer, if there is one."""
-        return next((peer.link for peer in self._peers.values() if peer.link is not None), None)
+        return next((peer.link for peer in self.peers.values() if peer.link is not None), None)
 
     # -- at start and at the end ---------------------------------------------------------------
 
@@ -185,13 +159,13 @@ class LookupWorker(WorkerConnector):
                 raise LayoutError(f"the cache of {name} has the dtype {dtype}, but the model has {stated}")
         self._caches = tuple(kv_caches[name] for name in self._layer_names)
         self._views = self._layout.page_views(self._caches)
-        blocks = PageBlocks(self._shard.format, self._views, (), 0, 0)
-        for tier in self._tiers.values():
+        blocks = PageBlocks(self.shard.format, self._views, (), 0, 0)
+        for tier in self.tiers.values():
             tier.store.register_memory(blocks)
         options, config = self._context.options, self._context.config
         if self._saves:
-            self._saver = Saver(
-                list(self._tiers.values()),
+            self.saver = Saver(
+                list(self.tiers.values()),
                 views=self._views,
                 groups=self._groups,
                 timeout_s=options.save_timeout_s,
@@ -203,11 +177,11 @@ class LookupWorker(WorkerConnector):
             )
 
     def get_handshake_metadata(self) -> Plain:
-        return {"shard": to_plain(self._shard)}
+        return {"shard": to_plain(self.shard)}
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.connected(deadline, retry=True)
 
     def shutdown(self) -> None:
@@ -218,16 +192,16 @@ class LookupWorker(WorkerConnector):
         for load in list(self._loads.values()):
             load.fail(closing)
         self._context.peers.close()
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.close()
-        if self._saver is not None:
-            self._saver.close()
+        if self.saver is not None:
+            self.saver.close()
         if self._service is not None:
             self._service.close()
-        for tier in self._tiers.values():
+        for tier in self.tiers.values():
             tier.store.close(timeout=1.0)
-        if self._saver is not None:
-            self._saver.join()
+        if self.saver is not None:
+            self.saver.join()
         self._warnings.flush(at_once=True)
         self._context.close()
 
@@ -253,8 +227,8 @@ class LookupWorker(WorkerConnector):
             )
 
     def _forget(self, request_id: str) -> None:
-        if self._saver is not None:
-            self._saver.forget(request_id)
+        if self.saver is not None:
+            self.saver.forget(request_id)
         load = self._loads.get(request_id)
         if load is not None:
             load.fail(ClosedError(f"request {request_id} ended or was preempted"))
@@ -271,28 +245,28 @@ class LookupWorker(WorkerConnector):
         self._step_began = self._timed_mark() if plan.num_tokens and self._caches and not waits else None
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.last_report}
         self._suspect |= dict.fromkeys(plan.doubted, plan.step)
-        if plan.reset and self._saver is not None:
+        if plan.reset and self.saver is not None:
             series = {
-                name: self._shard.series(tier.store.seal.id, plan.reset) for name, tier in self._tiers.items()
+                name: self.shard.series(tier.store.seal.id, plan.reset) for name, tier in self.tiers.items()
             }
-            self._saver.reset(plan.reset, series)
+            self.saver.reset(plan.reset, series)
         for request_id in plan.forget:
             self._forget(request_id)
         for name in plan.left:
             self._leave(name)
         for name, contacts in plan.joined:
-            self._peers[name] = PeerStore(self._context, dict(enumerate(contacts)), self._shard, name)
+            self.peers[name] = PeerStore(self._context, dict(enumerate(contacts)), self.shard, name)
         self._ended.update(plan.ended)
-        if self._saver is not None:
-            self._saver.begin(plan.step, plan.saves)
-        self._works_by_layer = waits or (self._saver is not None and self._saver.gathers_layers)
+        if self.saver is not None:
+            self.saver.begin(plan.step, plan.saves)
+        self._works_by_layer = waits or (self.saver is not None and self.saver.gathers_layers)
 
     def has_connector_metadata(self) -> bool:
         return self._works_by_layer
 
     def _leave(self, name: str) -> None:
         """Drop a peer engine that has left. Its loads fail."""
-        peer = self._peers.pop(name, None)
+        peer = self.peers.pop(name, None)
         if peer is not None:
             peer.close_in_background()
         self._ended_at.pop(name, None)
@@ -340,7 +314,7 @@ class LookupWorker(WorkerConnector):
         return max([self._ended_at.get(source, 0.0), *(part.job.progressed_at for part in parts if part.job)])
 
     def _begin_part(self, load: Load, part: Part) -> None:
-        tier, peer = self._tiers.get(part.source), self._peers.get(part.source)
+        tier, peer = self.tiers.get(part.source), self.peers.get(part.source)
         if tier is not None:
             load.begin(part, tier.store, tier.series)
         elif peer is not None:
@@ -360,16 +334,16 @@ class LookupWorker(WorkerConnector):
         return [load for load in self._loads.values() if not load.plan.in_background]
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
-        if self._saver is not None:
-            self._saver.gather_layer(self._index_of[layer_name])
+        if self.saver is not None:
+            self.saver.gather_layer(self._index_of[layer_name])
 
     def wait_for_save(self) -> None:
         if self._step_began is not None:
             self._costs.note_step(self._plan.num_tokens, self._step_began, self._timed_mark())
             self._step_began = None
         self._settle_loads()
-        if self._saver is not None:
-            self._saver.end()
+        if self.saver is not None:
+            self.saver.end()
 
     def _timed_mark(self) -> DeviceMark:
         return DeviceMark(self._caches[0].device, timed=True)
@@ -382,8 +356,8 @@ class LookupWorker(WorkerConnector):
         # Requests may share blocks, so pages gathered from the blocks of a failed load are wrong. So are
         # pages computed from them, here and, since workers share the model, at every other worker. The
         # scheduler side plans these saves again.
-        if self._saver is not None and self._suspect:
-            self._news.spoilt_saves |= self._saver.spoil(frozenset(self._suspect))
+        if self.saver is not None and self._suspect:
+            self._news.spoilt_saves |= self.saver.spoil(frozenset(self._suspect))
 
     def _end(self, load: Load) -> None:
         """End a load. If it failed, its blocks are not used or saved."""
@@ -404,10 +378,10 @@ class LookupWorker(WorkerConnector):
             if part.job is not None:
                 ended = part.ended_at or time.monotonic()
                 self._costs.note_load(part.source, part.count * self._page_tokens, part.begun_at, ended)
-            if self._saver is not None and self._context.options.promote:
+            if self.saver is not None and self._context.options.promote:
                 chains = load.plan.chains(self._page_tokens)[part.first : part.first + part.count]
                 identities = load.plan.identities(self._page_tokens)
-                self._saver.promote(part.source, chains, identities[part.first : part.first + part.count])
+                self.saver.promote(part.source, chains, identities[part.first : part.first + part.count])
 
     def _note_failure(self, load: Load) -> None:
         request_id = load.request_id
@@ -421,11 +395,11 @@ class LookupWorker(WorkerConnector):
             news.stalled.add(load.stalled)
         if load.slow is not None:
             news.slow.add(load.slow)
-        news.refused |= {name for name, peer in self._peers.items() if peer.is_refused}
-        if self._saver is not None:
-            self._saver.forget(request_id)
+        news.refused |= {name for name, peer in self.peers.items() if peer.is_refused}
+        if self.saver is not None:
+            self.saver.forget(request_id)
         if not isinstance(load.error, ClosedError):
-            tier = self._tiers.get(load.failed_source)
+            tier = self.tiers.get(load.failed_source)
             where = at_location(load.failed_source, "" if tier is None else tier.store.location)
             count = load.plan.end - load.plan.start
             self._warnings.warn(count, f"tokens from {where} could not be loaded: {load.reason}")
@@ -438,7 +412,7 @@ class LookupWorker(WorkerConnector):
             if load.has_ended:
                 received.append(load.request_id)
                 self._end(load)
-        sent = frozenset(name for name in self._ended if not (self._saver and self._saver.lends(name)))
+        sent = frozenset(name for name in self._ended if not (self.saver and self.saver.lends(name)))
         self._ended -= sent
         return sent, frozenset(received)
 
@@ -450,9 +424,9 @@ class LookupWorker(WorkerConnector):
     def build_worker_metadata(self) -> Plain:
         news = self._news
         news.read_until, news.costs, news.reset = self._read_until, self._costs.take(), bool(self._plan.reset)
-        if self._saver is not None:
-            settled, news.unsaved = self._saver.take_settled(), self._saver.take_unsaved()
-            news.read_until = self._saver.read_until
+        if self.saver is not None:
+            settled, news.unsaved = self.saver.take_settled(), self.saver.take_unsaved()
+            news.read_until = self.saver.read_until
             if self.first_tier.store.is_shared:  # a store with events reports its pages itself
                 news.settled = settled
         has_suspects = self._step in self._suspect.values()
@@ -462,13 +436,13 @@ class LookupWorker(WorkerConnector):
             return None
         news.rank, news.step = self._context.parallelism.worker_rank, self._step
         if not self._has_sent_shard:
-            news.shard, self._has_sent_shard = self._shard, True
+            news.shard, self._has_sent_shard = self.shard, True
         self._read_until, self._news = news.read_until, StepReport()
         return news.to_plain()
 
     def get_stats(self) -> Mapping[str, Any] | None:
         self._warnings.flush()
-        for name, tier in self._tiers.items():
+        for name, tier in self.tiers.items():
             evicted = 0 if tier.store.has_events else tier.store.usage().num_evicted
             if new := evicted - self._num_evicted.get(name, 0):
                 self._num_evicted[name] = evicted
