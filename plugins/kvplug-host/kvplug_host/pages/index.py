@@ -282,7 +282,8 @@ class Index:
         ended, parts = [], self.pages.parts
         for key in keys:
             entry = parts[key[0]].get(key)
-            if entry is not None and entry.leases is not None and entry.leases.pop(holder, None):
+            if entry is not None and entry.leases is not None and holder in entry.leases:
+                del entry.leases[holder]
                 entry.leases = entry.leases or None
                 entry.chunk.size.eviction.restore(key)
                 ended.append(key)
