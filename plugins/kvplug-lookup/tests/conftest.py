@@ -21,10 +21,10 @@ class Joined(ExitStack):
         self.callback(store.abort)
         return store
 
-    def pipes(self, limit=1 << 20):
+    def pipes(self, limit=1 << 20, **context):
         """A pair whose transfers end when they are received."""
         options = {"eager": False, "max_in_flight_bytes": limit}
-        return self.enter_context(PipePairs()).local(pipe_endpoint("memory", 10, options))
+        return self.enter_context(PipePairs()).local(pipe_endpoint("memory", 10, options, **context))
 
     def served(self, store, limit=1 << 20):
         """The signal pipe and the data pipe of one more end of the store."""

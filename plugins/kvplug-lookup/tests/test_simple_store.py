@@ -4,6 +4,7 @@ test_simple_contract.py.
 
 from __future__ import annotations
 
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 
 from kvplug import CapacityError, Registry, TimeoutError, UnsupportedError
 from kvplug.config.options import check_options
+from kvplug.net.streams import on_stream
 from kvplug.transport import LookupEndpoint
 from kvplug.transport.spec import Kind
+from kvplug_lookup.buffer.messages import Granted, PipePair
 from kvplug_lookup.buffer.reach import ReachingEnd
-from kvplug_testing import check_plugin
+from kvplug_testing import check_plugin, simulated
 from kvplug_testing.pairs import PipeAround
-from kvplug_testing.waits import until
+from kvplug_testing.waits import Call, until
 
 
 @pytest.mark.full
@@ -83,6 +86,37 @@ def test_where_the_oldest_go_what_is_read_stays_and_nothing_goes_in_vain(made, e
     store.select([1, 2, 3], sink=Mock(begin=lambda header: during()))
     store.insert(*entry([16, 2, 3]), timeout=0)
     assert store.match([1]) == 0, "it is not read any more"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_entry_that_another_stream_copies_is_sent_when_it_is_copied(joined, seed):
+    with simulated.seeded(seed):
+        store = joined.store(device="simulated")
+        (signal, their_signal), (data, their_data) = joined.pipes(), joined.pipes(device="simulated")
+        store.attach(their_signal, their_data)
+        end = ReachingEnd(signal, data, device="simulated", timeout_s=10)
+        joined.callback(end.abort)
+        with on_stream(simulated.Stream()):
+            store.insert([1], None, torch.full((2, 1, 8), 7.0).to("simulated"), None, None)
+        assert (end.select([1]).key.cpu() == 7).all()
+
+
+def test_a_store_that_closes_grants_an_entry_that_was_received(joined, entry, monkeypatch):
+    send = PipePair.send
+
+    def send_late(pipes, message, deadline):
+        if isinstance(message, Granted):
+            time.sleep(0.3)
+        send(pipes, message, deadline)
+
+    monkeypatch.setattr(PipePair, "send", send_late)
+    store = joined.store()
+    end = joined.reach(store)
+    taking = Call(lambda: end.drop_select([1], timeout=10))
+    store.insert(*entry([1]))
+    until(lambda: not store.match([1]))
+    store.close(5)
+    assert taking.result().tokens.tolist() == [1]
 
 
 # -- an end that reaches it ------------------------------------------------------------------------
