@@ -10,10 +10,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from kvplug import CapacityError, Registry, TimeoutError, UnsupportedError
+from kvplug import (
+    CapacityError,
+    PeerGoneError,
+    Registry,
+    ResourceExhaustedError,
+    TimeoutError,
+    UnsupportedError,
+)
 from kvplug.config.options import check_options
 from kvplug.net.streams import on_stream
-from kvplug.transport import LookupEndpoint
+from kvplug.transport import BackgroundThread, LookupEndpoint
 from kvplug.transport.spec import Kind
 from kvplug_lookup.buffer.messages import Granted, PipePair
 from kvplug_lookup.buffer.reach import ReachingEnd
@@ -156,6 +163,15 @@ def test_a_small_entry_comes_with_its_announcement_and_a_larger_one_on_the_data_
         got = getattr(end, verb)(tokens)
         assert all(map(torch.equal, (got.key, got.value, got.hidden), parts))
         assert counted.num_received == count
+
+
+def test_an_end_that_cannot_start_its_thread_closes_its_pipes(joined, monkeypatch):
+    (signal, their_signal), (data, _) = joined.pipes(), joined.pipes()
+    monkeypatch.setattr(BackgroundThread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(ResourceExhaustedError):
+        ReachingEnd(signal, data)
+    with pytest.raises(PeerGoneError):
+        their_signal.recv_tensor(timeout=5)
 
 
 def test_transfers_given_up_at_random_moments_leave_the_pipes_in_order(joined, entry):

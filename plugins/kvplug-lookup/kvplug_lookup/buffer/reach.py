@@ -127,8 +127,12 @@ class ReachingEnd(LookupBuffer):
         close_after_fork(self)
         ExitGuard.register(self)
         self._listener = BackgroundThread(self._listen, name="kvplug-lookup-reach", stop=self.abort)
-        with NamedExhaustion("reaching a lookup store"):
-            self._listener.start()
+        try:
+            with NamedExhaustion("reaching a lookup store"):
+                self._listener.start()
+        except BaseException:
+            self._pipes.abort()  # or the store would serve this end for ever
+            raise
 
     @property
     def is_lost(self) -> bool:

@@ -113,7 +113,12 @@ class Session:
             _log.debug("%s is gone: %s", self._name, e)
         except Exception:
             _log.exception("%s is no longer served", self._name)
-        self.abort()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Close the pipes at once, unless this end closes them: then what was sent still has to arrive."""
+        if not self._pipes.signal.closed:
+            self.abort()
 
     def _send(self, message: messages.Message) -> None:
         self._pipes.send(message, _NEVER)
@@ -124,7 +129,7 @@ class Session:
         try:
             self._run(self._take_requests)
         finally:
-            self.abort()
+            self._hang_up()
             for call in self._calls.values():
                 self._entries.end(call.lease)
             self._outbox.put(None)
