@@ -270,12 +270,12 @@ class ConnectorInfo:
         """Why no pipe that the config allows can move the connector's tensors; ``None`` if one can.
 
         These are tensors of the config's device, or of the CPU for a connector that moves pages of stores.
-        Programs use this to report the lack at start instead of in every handshake.
+        Programs use this to report the lack at start instead of in every handshake. It loads no pipe's code.
 
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.
         """
-        return self._resolved.explain_missing_pipe(self._resolved.device_of_links)
+        return self._resolved.explain_missing_pipe(self._resolved.device_of_links, load=False)
 
     @property
     def _spec(self) -> Any:

@@ -125,22 +125,22 @@ class ResolvedConfig:
                 return attrs.evolve(found, viable=False, reason=reason)
         return found
 
-    def select(self, required: Requirements) -> Selection:
-        """Select the pipe transport to agree on with a peer like this one.
+    def select(self, required: Requirements, *, load: bool = True) -> Selection:
+        """Select the pipe transport to agree on with a peer like this one. ``load``: as of :meth:`offers`.
 
         Raises:
             HandshakeError: no transport fits.
         """
-        offers = self.offers()
+        offers = self.offers(load=load)
         return select(offers, offers, required, (self.requested_transport, AUTO))
 
-    def explain_missing_pipe(self, device: str | None = None) -> str | None:
+    def explain_missing_pipe(self, device: str | None = None, *, load: bool = True) -> str | None:
         """Return why no pipe that the config allows can move tensors of ``device`` (default: the config's).
 
-        Return ``None`` if one can.
+        Return ``None`` if one can. ``load``: as of :meth:`offers`.
         """
         try:
-            self.select(Requirements(device=device or self.config.device.partition(":")[0]))
+            self.select(Requirements(device=device or self.config.device.partition(":")[0]), load=load)
         except HandshakeError as e:
             return "; ".join(e.reasons)
         return None

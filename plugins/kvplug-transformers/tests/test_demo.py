@@ -226,6 +226,16 @@ def test_two_terminals_do_what_one_does(model, contact):
     assert (found["tokens_loaded"], found["identical"]) == (64, True)
 
 
+def test_ctrl_c_ends_the_first_terminal_and_its_socket(model, tmp_path):
+    path = tmp_path / "kv.sock"
+    with started("prefill", "--model", model, "--prompt", words(70), "--listen", f"unix:{path}") as prefill:
+        read_until(prefill.stderr, "Ctrl-C ends this")
+        assert path.exists()
+        prefill.send_signal(signal.SIGINT)
+        assert prefill.wait(timeout=30) == 130
+    assert not path.exists()
+
+
 def test_two_terminals_with_a_connector_that_hands_out_references_are_refused(model):
     done = run(
         "prefill",
@@ -439,6 +449,22 @@ def test_what_is_wrong_is_refused_before_a_process_is_started(monkeypatch, argum
     assert isinstance(result.exception, SystemExit) and result.exit_code != 0
     assert why in result.stderr
     assert result.stdout == ""
+
+
+CONDUCTOR = """
+import sys
+from pathlib import Path
+from kvplug_transformers.demo.display import Display
+from kvplug_transformers.demo.runs import Demo
+from kvplug_transformers.demo.settings import DemoSettings
+Demo(DemoSettings(prompt="a", model=Path("model")), Display(quiet=True))
+print("torch" in sys.modules)
+"""
+
+
+def test_the_program_that_starts_the_workers_does_not_import_torch(output_of):
+    """It would start two seconds later, and after Ctrl-C end half a second later."""
+    assert output_of(CONDUCTOR) == "False\n"
 
 
 def test_a_device_that_is_missing_is_named_and_modules_in_the_current_folder_are_not_imported(

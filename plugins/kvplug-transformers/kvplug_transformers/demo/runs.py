@@ -130,7 +130,11 @@ class Demo:
                 f" use `kvplug demo --connector {name}`"
             )
         self._display.note("the KV cache is ready; Ctrl-C ends this")
-        raise self._processes.wait_for_end(PREFILL)
+        try:
+            raise self._processes.wait_for_end(PREFILL)
+        except KeyboardInterrupt:
+            self._processes.close()  # not killed, so that it removes the file of its Unix socket
+            raise
 
     def run_decode(self, connect: str | None) -> Report:
         """The second terminal: load from the prefill worker at ``connect``, decode, compare."""
