@@ -215,7 +215,7 @@ class SlotGet(Landing):
             discard: as for :class:`Landing`.
             settled: called once, when no slot is read any more.
             again: queues this task once more.
-            prepare: called in the first step. May raise MemoryError, which ends the job.
+            prepare: called in the first step. May end the job and raise JobTask.OverError.
         """
         super().__init__(job, pages, seal, discard)
         self._on_settled = settled

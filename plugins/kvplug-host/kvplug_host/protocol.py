@@ -22,12 +22,12 @@ import attrs
 from msgspec import Meta
 
 from kvplug.net.wire import from_plain, to_plain
-from kvplug.transport import PageEvent, PageFormat, Presence, PutReason, Usage, WireError, peer_text
+from kvplug.transport import PageEvent, PageFormat, Pipe, Presence, PutReason, Usage, WireError, peer_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION: Final = 3
+VERSION: Final = 4
 STORE: Final = "host"
 PIPE: Final = "pages"
 """The label of the pipe."""
@@ -46,6 +46,8 @@ MAX_LISTED: Final = 1 << 17
 """In one part of a list of all keys."""
 MAX_IDENTITIES: Final = 8 << 20
 """Bytes of all identities in one request."""
+HEADERS: Final = 4 << 20
+"""Bytes of the headers in one answer to a fetch, or those of one page."""
 MAX_CHECKSUMS: Final = 1 << 16
 """Parts in all layers of a page."""
 MAX_PIECES: Final = 1 << 16
@@ -82,6 +84,8 @@ class Answer:
     """What a store answers to the request of that number."""
 
     id: Id = 0
+    is_last: bool = True
+    """Whether it is the last answer to that request."""
     usage: Usage | None = None
     """What the store holds now; ``None``: it does not say."""
 
@@ -99,13 +103,6 @@ class Results(Answer):
 
 
 @attrs.frozen(kw_only=True)
-class PutResults(Results):
-    """A result for each page: first :data:`SEND` for those that are wanted, then those of all."""
-
-    is_last: bool
-
-
-@attrs.frozen(kw_only=True)
 class Places(Answer):
     """Where pages are in shared memory."""
 
@@ -114,7 +111,7 @@ class Places(Answer):
 
 @attrs.frozen(kw_only=True)
 class Fetched(Answer):
-    """Which pages are sent, and the headers of those that the store has."""
+    """Which of the next pages are sent, and the header of each page; empty: the store does not have it."""
 
     codes: PerPage
     headers: Annotated[list[bytes], Meta(max_length=MAX_KEYS)]
@@ -122,11 +119,9 @@ class Fetched(Answer):
 
 @attrs.frozen(kw_only=True)
 class Listed(Answer):
-    """A part of the keys of a series."""
+    """The next keys of a series."""
 
     keys: Annotated[bytes, Meta(max_length=MAX_LISTED * KEY_BYTES)]
-    more: bool
-    """Whether more parts come."""
 
     def __attrs_post_init__(self) -> None:
         _check_keys(self.keys)
@@ -216,7 +211,7 @@ class Segment(Request):
 
 @attrs.frozen(kw_only=True)
 class Fetch(OfKeys):
-    """Send pages over the pipe, in :attr:`pieces`."""
+    """Send pages over the pipe, in :attr:`pieces`. Their headers come in several answers."""
 
     answer = Fetched
     payload_bytes: PageBytes
@@ -249,9 +244,10 @@ class Cancel(Request):
 
 @attrs.frozen(kw_only=True)
 class Put(OfKeys):
-    """Slots for pages that come over the pipe."""
+    """Slots for pages that come over the pipe. The first answer has :data:`SEND` for those that are wanted,
+    the last one the results of all."""
 
-    answer = PutResults
+    answer = Results
     identities: Annotated[list[bytes], Meta(max_length=MAX_KEYS)]
     format: PageFormat
     shard: Annotated[bytes, Meta(max_length=4096)]
@@ -426,7 +422,7 @@ def results_in(known: Sequence[T], codes: Iterable[int]) -> list[T]:
         raise WireError(f"a message of a store: a code is not one of {len(known)} results") from None
 
 
-def check_count(codes: bytes, count: int) -> None:
+def check_count(codes: Sequence[object], count: int) -> None:
     """There is a code for each page. Raises WireError."""
     if len(codes) != count:
         raise WireError(f"a message of a store: {len(codes)} results for {count} pages")
@@ -527,13 +523,17 @@ def tag(request: int, number: int, count: int) -> Tensor:
     return torch.tensor([request, number, count], dtype=torch.int64)
 
 
-def read_tag(tensor: Any) -> tuple[int, int, int]:
-    """The inverse. Raises WireError."""
+def receive_tag(pipe: Pipe) -> tuple[int, int, int]:
+    """Wait for the next tag.
+
+    Raises:
+        KvplugError: as :meth:`Pipe.recv_tensor`, for something else than a tag as well.
+    """
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int64 or tuple(tensor.shape) != (3,):
-        raise WireError("over the pipe of a store came something else than a tag")
-    request, number, count = tensor.tolist()
+    numbers = torch.empty(3, dtype=torch.int64)
+    pipe.recv_tensor(numbers, timeout=None)
+    request, number, count = numbers.tolist()
     if min(request, number, count) < 0:
         raise WireError(f"over the pipe of a store came the tag {[request, number, count]}")
     return request, number, count

@@ -18,11 +18,27 @@ import pytest
 from host_programs import config
 from kvplug import build_store
 from kvplug.assembly.stores import serve_store
-from kvplug.transport import MissReason, Outbox, Presence, PutReason, Store
+from kvplug.transport import (
+    MissReason,
+    Outbox,
+    PageBuffers,
+    PageEvent,
+    PageFormat,
+    PageRequest,
+    Presence,
+    PutReason,
+    Series,
+    Store,
+)
+from kvplug.transport.store.format import Part, opaque_format
+from kvplug.transport.store.keys import foreign_key
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
+from kvplug_host.protocol import MAX_KEYS
+from kvplug_host.serving.memory_door import MemoryDoor
+from kvplug_host.serving.server import Server
 from kvplug_host.store import HostStore
 from kvplug_lab.named_pages import NamedPages
 from kvplug_testing import peers, waits
@@ -140,8 +156,9 @@ def test_at_each_step_the_jobs_end_in_time_without_a_wrong_byte(
 def served(**options: Any) -> Iterator[tuple[Store, Store]]:
     """A store that this process serves, and the end of another program that uses it."""
     address = f"unix:@kvplug-broken-{os.getpid()}-{next(_numbers)}"
+    options = {"size": 16 << 20, "segment_bytes": 1 << 20, **options}
     with (
-        serve_store(config(size=16 << 20, segment_bytes=1 << 20, **options), address=address) as server,
+        serve_store(config(**options), address=address) as server,
         build_store(config(contact=address, **options)) as store,
     ):
         until(lambda: works(store, "before"), what="that the store is used")
@@ -256,3 +273,75 @@ def test_a_page_that_comes_after_its_put_was_given_up_and_removed_is_not_kept(
         is_removed.set()
         assert is_published.wait(waits.patience_s)
         assert held.submit_lookup(request.keys).wait(waits.patience_s) == [Presence.ABSENT]
+
+
+def test_many_small_pages_are_put_and_got_whatever_their_headers_take() -> None:
+    """The headers of these pages do not fit into one message, nor do the keys of the others."""
+    many_layers = PageFormat(
+        page_tokens=0, num_layers=1000, parts=(Part(name="a", dtype="uint8", shape=(8,)),)
+    )
+    with served(map=False, size=64 << 20) as (_, store):
+        for form, count in ((many_layers, 2_500), (opaque_format(8), MAX_KEYS + 1)):
+            identities = [b"%d" % number for number in range(count)]
+            memory = PageBuffers.empty(form, count)
+            pages = PageRequest(
+                series=Series(form, b"", store.seal.id),
+                keys=[foreign_key(b"many", identity) for identity in identities],
+                identities=identities,
+                memory=memory,
+            )
+            assert {*store.submit_put(pages).wait(waits.patience_s)} == {None}
+            if count <= MAX_KEYS:
+                assert {*store.submit_get(pages).wait(waits.patience_s)} == {None}
+
+
+def test_a_listener_that_fails_ends_neither_the_link_nor_the_other_listeners() -> None:
+    with served(map=False) as (_, store):
+        seen: list[PageEvent] = []
+        others: list[PageEvent] = []
+
+        def fails(event: PageEvent) -> None:
+            seen.append(event)
+            raise ValueError("a fault of the listener")
+
+        store.subscribe(fails)
+        store.subscribe(others.append)
+        assert works(store, "after")
+        until(lambda: any(event.kind == "stored" and len(event.keys) == 3 for event in others[2:]))
+        assert len(seen) == 1
+
+
+def test_a_get_with_little_time_does_not_end_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store takes its time to hand over a segment."""
+    hand_over, may_go = MemoryDoor.hand_over, threading.Event()
+
+    def late(*args: Any) -> None:
+        assert may_go.wait(waits.patience_s)
+        hand_over(*args)
+
+    with served() as (served_store, store):
+        pages = names("in another segment", 20)
+        assert PAGES.put(served_store, *pages) == [None] * 20
+        monkeypatch.setattr(MemoryDoor, "hand_over", late)
+        assert PAGES.got(store, *pages, timeout=0.2) == [MissReason.TIMEOUT] * 20
+        may_go.set()
+        assert PAGES.got(store, *pages) == [None] * 20
+        assert store.route == "its memory is mapped"
+
+
+def test_a_store_that_hangs_up_again_and_again_is_not_tried_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvplug_host.client.contact._BACKOFF_S", (600.0, 600.0))
+    serve, links = Server.serve, []
+
+    def served_link(server: Server, link: Store.Link) -> None:
+        links.append(link)
+        serve(server, link)
+
+    monkeypatch.setattr(Server, "serve", served_link)
+    with served(map=False) as (_, store):
+        for _ in range(1100):  # more than it permits
+            store.subscribe(lambda event: None)
+        with pytest.raises(waits.DeadlineError):
+            until(lambda: len(links) > 2, within=1.0)

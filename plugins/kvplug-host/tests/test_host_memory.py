@@ -96,7 +96,7 @@ def test_memory_is_handed_out_once_for_a_ticket_and_not_without_one(segments: Se
         ticket = door.ticket()
         with closing(mapped(ticket)) as mapping:
             door.hand_over(ticket, 0)
-            mapping.receive(0, Deadline.after(5))
+            mapping.receive(0)
             segments.view[9] = 33
             assert mapping.view[9] == 33
             for wrong in (ticket, bytes(TICKET_BYTES)):
@@ -104,4 +104,4 @@ def test_memory_is_handed_out_once_for_a_ticket_and_not_without_one(segments: Se
                     mapped(wrong)
             door.hand_over(ticket, 7)  # there is none: said, and no descriptor comes
             with pytest.raises(KvplugError, match="no descriptor left"):
-                mapping.receive(1, Deadline.after(5))
+                mapping.receive(1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,19 +23,22 @@ from kvplug.transport import (
     PageRequest,
     PageSeal,
     Series,
+    Transfer,
+    WireError,
 )
 from kvplug.transport.store.format import Part
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
-from kvplug_host.protocol import SENT
+from kvplug_host.protocol import SENT, Fetch, Fetched
+from kvplug_host.serving.fetch import Fetch as SendPages
 from kvplug_testing import waits
 from kvplug_testing.waits import Call, until
 
 pytestmark = pytest.mark.timeout(120)
 
 SEAL = PageSeal()
+LARGE = Part(name="a", dtype="uint8", shape=(1 << 20,))
 FORM = PageFormat(page_tokens=0, num_layers=2, parts=(Part(name="a", dtype="uint8", shape=(4096,)),))
-SERIES = Series(FORM, b"", SEAL.id)
 COUNT = 3
 
 
@@ -67,23 +71,24 @@ class Pipe:
 class Got:
     """A get of three pages, of which the store has said that it sends them."""
 
-    def __init__(self, jobs: JobEngine, timeout: float) -> None:
-        self.pages = [bytes([number + 1]) * FORM.nbytes for number in range(COUNT)]
-        self.memory = PageBuffers.empty(FORM, COUNT)
-        self.memory.rows().buffer[:] = b"?" * (COUNT * FORM.nbytes)
+    def __init__(self, jobs: JobEngine, timeout: float, form: PageFormat = FORM) -> None:
+        series = Series(form, b"", SEAL.id)
+        self.pages = [bytes([number + 1]) * form.nbytes for number in range(COUNT)]
+        self.memory = PageBuffers.empty(form, COUNT)
+        self.memory.rows().buffer[:] = b"?" * (COUNT * form.nbytes)
         names = [b"%d" % number for number in range(COUNT)]
         request = PageRequest(
-            series=SERIES, keys=[name.ljust(32) for name in names], identities=names, memory=self.memory
+            series=series, keys=[name.ljust(32) for name in names], identities=names, memory=self.memory
         )
-        self.job = GetJob(COUNT, FORM.num_layers, Deadline.after(timeout))
+        self.job = GetJob(COUNT, form.num_layers, Deadline.after(timeout))
         self.wrong: list[bytes] = []
         self.task = PipedGet(
             self.job, request, SEAL, lambda key, reason: self.wrong.append(key.strip()), Requests()
         )
         jobs.begin(self.task)
         views = map(memoryview, self.pages)
-        headers = [SEAL.header(SERIES, name, view) for name, view in zip(names, views, strict=True)]
-        self.task.found(bytes([SENT] * COUNT), headers)
+        headers = [SEAL.header(series, name, view) for name, view in zip(names, views, strict=True)]
+        self.task.found(Fetched(codes=bytes([SENT] * COUNT), headers=headers))
 
     @property
     def rows(self) -> list[bytes]:
@@ -153,3 +158,65 @@ def test_pages_beside_one_that_is_known_to_be_missed_are_copied_when_they_are_ri
     got.task.arrived(Rows(got.pages, lambda: True), 0, COUNT)
     assert got.job.wait(waits.patience_s) == [MissReason.CANCELLED, None, None]
     assert got.rows == [b"?" * FORM.nbytes, *got.pages[1:]]
+
+
+def test_a_piece_that_comes_again_does_not_stand_for_one_that_does_not_come(jobs: JobEngine) -> None:
+    """Each of the two layers comes in two pieces."""
+
+    class Whole(Pipe):
+        def recv_blocks(self, views: Any, block_ids: Sequence[int], *, timeout: float) -> None:
+            for (view,) in views:
+                for page, block in enumerate(block_ids):
+                    view[block] = page + 1
+
+    got = Got(jobs, 600, PageFormat(page_tokens=0, num_layers=2, parts=(LARGE,)))
+    with pytest.raises(WireError):
+        for _ in range(4):
+            got.task.arrived(Whole(got.pages, lambda: True), 0, 2)
+    assert not got.job.done
+
+
+def test_slots_are_given_back_once_a_pipe_that_does_not_take_them_was_aborted() -> None:
+    class Stuck:
+        is_aborted = False
+
+        def send_tensor(self, tensor: Any, *, timeout: float) -> Transfer:
+            return Transfer(0)
+
+        def send_blocks(self, views: Any, block_ids: Any, *, timeout: float) -> Transfer:
+            return Transfer(0)
+
+        def abort(self) -> None:
+            self.is_aborted = True
+
+    pipe: Any = Stuck()
+    settled: list[bool] = []
+    keys = [bytes([number]) * 32 for number in range(COUNT)]
+    request = Fetch(
+        keys=b"".join(keys), payload_bytes=8, row_bytes=8, rows=1, as_blocks=True, pages=1, timeout_s=1.0
+    )
+    fetch = SendPages(
+        request,
+        [SimpleNamespace(offset=8 * number) for number in range(COUNT)],  # type: ignore[misc]
+        pipe=pipe,
+        views=lambda *args: None,  # type: ignore[arg-type,return-value]
+        deadline=Deadline.after(0.01),
+        settled=lambda fetch: settled.append(pipe.is_aborted),
+        failed=lambda reason: None,
+    )
+    while (step := fetch.next_step()) is not None:
+        fetch.run(step)
+    assert settled == [True]
+
+
+def test_no_layer_is_released_when_the_memory_does_not_take_a_piece(
+    jobs: JobEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise ValueError("it is gone")
+
+    got = Got(jobs, 600)
+    monkeypatch.setattr(got.memory, "blocks", fails)
+    got.task.arrived(Pipe(got.pages, lambda: True), 0, COUNT)
+    assert got.job.wait(waits.patience_s) == [MissReason.OTHER] * COUNT
+    assert not got.job.progressed_at

@@ -254,16 +254,14 @@ class HostClient(Store):
         found: list[bytes] = []
         job: Job[bool] = Job(1, self._deadline(DEFAULT_TIMEOUT))
         question, requests = Question(job, False, 1), self._requests
-        number = requests.new_number()
 
         def take(answer: protocol.Listed) -> None:
             found.extend(protocol.split(answer.keys))
-            if not answer.more:
-                requests.forget(number)
+            if answer.is_last:
                 question.answer(0, [True])
 
         self._start(question, requests)
-        requests.ask(protocol.List(id=number, series=series.id), question, take)
+        requests.ask(protocol.List(id=requests.new_number(), series=series.id), question, take)
         if not job.wait()[0]:
             raise PeerGoneError("the store did not list its keys: it is gone, or does not answer")
         return found

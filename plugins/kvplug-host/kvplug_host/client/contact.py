@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Final
 
 from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TimeoutError
@@ -16,7 +17,7 @@ _FIRST_S: Final = 5.0
 """How long a program that does not answer is waited for when the store is opened. One that answers may take
 the usual time for what comes then: to begin with, both ends may have to import torch."""
 _BACKOFF_S: Final = (0.1, 5.0)
-"""After the first failure, and at most; doubled each time."""
+"""After the first failure, and at most; doubled each time. Also after connections that did not last."""
 _CLOSE_S: Final = 5.0
 
 
@@ -35,6 +36,8 @@ class ContactStore(HostClient):
         self._connect = context.connect
         self.address = address
         self._wake = threading.Event()
+        """Set when the connection is lost, or this end ends."""
+        self._ends = threading.Event()
         self._link: Store.Link | None = None
         """A link on which the store is being opened."""
         self._was_gone = False
@@ -95,26 +98,29 @@ class ContactStore(HostClient):
         self._wake.set()
 
     def _keep_open(self) -> None:
-        pause = _BACKOFF_S[0]
+        pause, opened_at = _BACKOFF_S[0], time.monotonic()
         while not self._is_closed:
             if self._is_connected:
                 self._wake.wait()
                 self._wake.clear()
                 continue
+            error: KvplugError | None = None
             if self._connection is not None:
                 self._drop_connection()
-                self._note_gone(None)
-            try:
-                self._open(max(_FIRST_S, self._context.timeout_s))
-                pause = _BACKOFF_S[0]
-                continue
-            except KvplugError as e:
-                self._note_gone(e)
-            except Exception as e:  # a broken plugin, say: the next attempt may do
-                _log.exception("connecting to the store 'host' at %s failed", self.address)
-                self._note_gone(PeerGoneError(str(e)))
-            self._wake.wait(pause)
-            self._wake.clear()
+                if time.monotonic() - opened_at > _BACKOFF_S[1]:  # else it may hang up again and again
+                    pause = _BACKOFF_S[0]
+            else:
+                try:
+                    self._open(max(_FIRST_S, self._context.timeout_s))
+                    opened_at = time.monotonic()
+                    continue
+                except KvplugError as e:
+                    error = e
+                except Exception as e:  # a broken plugin, say: the next attempt may do
+                    _log.exception("connecting to the store 'host' at %s failed", self.address)
+                    error = PeerGoneError(str(e))
+            self._note_gone(error)
+            self._ends.wait(pause)
             pause = min(2 * pause, _BACKOFF_S[1])
 
     # -- the end -------------------------------------------------------------------------------
@@ -125,6 +131,7 @@ class ContactStore(HostClient):
 
     def _give_up(self) -> bool:
         is_first = super()._give_up()
+        self._ends.set()
         self._wake.set()
         link = self._link
         if link is not None:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvplug import KvplugError
+from kvplug import CapacityError, KvplugError, ResourceExhaustedError
 from kvplug.transport import GetJob, JobTask, MissReason, PageCopy, PageRequest, PageSeal
 from kvplug_host import protocol
 from kvplug_host.arena.segments import WORD
@@ -81,7 +81,6 @@ class MappedGet(SlotGet):
             self._tell()
 
     def _answered(self, answer: protocol.Places) -> None:
-        self._requests.forget(self._number)
         mapping = self._mapping
         places = protocol.places_in(
             answer.places, self.job.count, mapping.segment_bytes, mapping.num_segments
@@ -117,7 +116,9 @@ class MappedGet(SlotGet):
                     if mapping.lacks(segment):
                         self._requests.tell(protocol.Segment(number=segment))
                         try:
-                            mapping.receive(segment, self.job.deadline)
+                            mapping.receive(segment)
                         except KvplugError as e:
                             self._connection.unmap(e)
-                            raise MemoryError("the memory of the store cannot be mapped") from e
+                            lacks = isinstance(e, CapacityError | ResourceExhaustedError)
+                            self.end(MissReason.NO_MEMORY if lacks else MissReason.STORE_GONE)
+                            raise JobTask.OverError from e

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import threading
+from typing import Final
 
 from kvplug import CapacityError, KvplugError
 from kvplug.transport import (
@@ -21,6 +22,10 @@ from kvplug_host.arena.addresses import AddressSpace
 from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, WELCOME, Hello
 
 _log = logging.getLogger(__name__)
+
+_HAND_OVER_S: Final = 10.0
+"""How long the other process may take to hand over a segment. It is not a job's time: a job that has little
+must not end the mapping for all others."""
 
 
 class Mapping:
@@ -66,7 +71,7 @@ class Mapping:
         """Whether the segment is not mapped yet."""
         return number not in self._mapped
 
-    def receive(self, number: int, deadline: Deadline) -> None:
+    def receive(self, number: int) -> None:
         """Map a segment, which the other process was asked for just now.
 
         Raises:
@@ -77,7 +82,7 @@ class Mapping:
         connection = self._connection
         if connection is None:
             raise WireError("the connection for memory is closed")
-        answer, fds = connection.receive_fds(ANSWER.size, 1, deadline)
+        answer, fds = connection.receive_fds(ANSWER.size, 1, Deadline.after(_HAND_OVER_S))
         try:
             found, nbytes = ANSWER.unpack(answer)
             if not nbytes or not fds:

@@ -57,14 +57,10 @@ class PagePipe:
             get.end(MissReason.STORE_GONE)
             return
         request = get.request
-
-        def take(answer: protocol.Fetched) -> None:
-            self._requests.forget(request.id)
-            get.found(answer.codes, answer.headers)
-
         self._gets[request.id] = get
-        if get.is_over or not self._requests.ask(request, get, take, keep=True):
+        if get.is_over or not self._requests.listen(request, get.found):
             self._gets.pop(request.id, None)
+            get.end(self._requests.over or MissReason.STORE_GONE)
 
     def _listens(self) -> bool:
         with self._lock:
@@ -81,7 +77,7 @@ class PagePipe:
     def _receive_all(self) -> None:
         try:
             while True:
-                number, piece, count = protocol.read_tag(self.pipe.recv_tensor(timeout=None))
+                number, piece, count = protocol.receive_tag(self.pipe)
                 get = self._gets.get(number)
                 if get is None:
                     if self._requests.over is not None:

@@ -81,23 +81,31 @@ class PipedGet(Landing):
         )
         self._pieces = self.request.pieces
         self._copy: PageCopy | None = None
+        self._codes = b""
+        self._came: list[bytes] = []
         self._answered = threading.Event()
         self._sent: list[bool] = []
         self._coming = 0
+        self._next = 0
+        """The first piece that may come."""
         self._piece: _Piece | None = None
         """The latest."""
 
-    def found(self, codes: bytes, headers: Sequence[bytes]) -> None:
-        """Which pages are sent, and the headers of those that are there.
+    def found(self, answer: protocol.Fetched) -> None:
+        """Which of the next pages are sent, and their headers.
 
         Raises:
-            WireError: these are not as many as there are pages.
+            WireError: in the end these are not as many as there are pages.
         """
+        self._codes += answer.codes
+        self._came += answer.headers
+        codes, headers = self._codes, self._came
+        if not answer.is_last and len(codes) < self.job.count:
+            return
         protocol.check_count(codes, self.job.count)
+        protocol.check_count(headers, self.job.count)
         there = [index for index, code in enumerate(codes) if code != protocol.ABSENT_PAGE]
-        if len(headers) != len(there):
-            raise WireError(f"{len(headers)} headers came for {len(there)} pages")
-        self.check_headers(there, headers)
+        self.check_headers(there, [headers[index] for index in there])
         for index, code in enumerate(codes):
             if code != protocol.SENT:
                 self.miss(index, MissReason.ABSENT if code == protocol.ABSENT_PAGE else MissReason.CORRUPT)
@@ -121,8 +129,9 @@ class PipedGet(Landing):
         """
         if not self._answered.wait(_ANSWER_S) or not self._sent:
             raise PeerGoneError("the store sends pages and does not say which")
-        if piece >= len(self._pieces):
-            raise WireError(f"piece {piece} came of a request with {len(self._pieces)}")
+        if not self._next <= piece < len(self._pieces):  # each comes once
+            raise WireError(f"piece {piece} of {len(self._pieces)} came where piece {self._next} is the next")
+        self._next = piece + 1
         group, number = divmod(piece, len(self.ranges))
         sent = [at for at in self.ranges[number] if self._sent[at]]
         if len(sent) != count:
@@ -131,10 +140,12 @@ class PipedGet(Landing):
         reason = self.attempt(piece)
         if not self._piece.is_here:  # the job is over, or its memory cannot be used
             self._stage(self._piece)
-        self.landed(group)
-        self._coming -= 1
-        if reason is not None or not self._coming:
+        if reason is not None:
             self.end(reason)
+        self.landed(group)  # releases no layers of a job that has ended
+        self._coming -= 1
+        if not self._coming:
+            self.end(None)
 
     def do(self, step: int) -> None:
         piece = self._piece

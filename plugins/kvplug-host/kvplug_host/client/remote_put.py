@@ -72,7 +72,8 @@ class RemotePut(Put):
             (seal.header_length(form, identity) for identity in pages.identities), default=0
         )
         step_bytes = min(_ASK_BYTES, reserved.most_bytes)
-        self._ranges = deque(ranges_of(job.count, self._row_bytes, step_bytes))
+        least_bytes = -(-step_bytes // protocol.MAX_KEYS)
+        self._ranges = deque(ranges_of(job.count, max(self._row_bytes, least_bytes), step_bytes))
         self._reserved = reserved
         self._taken: dict[int, int] = {}
         """Bytes that each request has reserved."""
@@ -124,10 +125,9 @@ class RemotePut(Put):
         """Returns whether it was sent."""
         pages = self.pages
 
-        def take(answer: protocol.PutResults) -> None:
+        def take(answer: protocol.Results) -> None:
             protocol.check_count(answer.codes, len(wanted))
             if answer.is_last:
-                self._requests.forget(request)
                 self._kept(request, answer.codes)
             else:
                 self._answered(request, answer.codes)

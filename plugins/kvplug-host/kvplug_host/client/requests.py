@@ -55,11 +55,8 @@ class Requests:
         self._note_usage = note_usage
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._asked: dict[int, tuple[type[Request], Take]] = {}
-        self._waiting: dict[int, JobTask] = {}
-        """The jobs of those requests: they end when the store is gone."""
-        self._kept: set[int] = set()
-        """Requests that may be answered after the end of their jobs, and are forgotten later."""
+        self._asked: dict[int, tuple[type[Request], Take, JobTask | None]] = {}
+        """With the job that ends when the store is gone, if there is one."""
         self.over: MissReason | None = MissReason.STORE_GONE if outbox is None else None
         """Why nothing is sent any more."""
         close_after_fork(self)
@@ -71,30 +68,21 @@ class Requests:
         """The number of another request."""
         return next(self._numbers)
 
-    def ask(self, request: Request, job: JobTask, take: Take, *, keep: bool = False) -> bool:
-        """Send a request of that job. Returns whether it was sent: else the job has ended.
+    def ask(self, request: Request, job: JobTask, take: Take) -> None:
+        """Send a request of that job, which ends if that is not possible."""
+        if not self.listen(request, take, job):
+            job.end(self.over or MissReason.STORE_GONE)
 
-        ``keep``: it may be answered after the end of the job, until it is forgotten.
-        """
-        if self.listen(request, take, job, keep=keep):
-            return True
-        job.end(self.over or MissReason.STORE_GONE)
-        return False
-
-    def listen(self, request: Request, take: Take, job: JobTask | None = None, *, keep: bool = False) -> bool:
-        """Send a request, which is answered any number of times. Returns whether it was sent."""
-        number = request.id
+    def listen(self, request: Request, take: Take, job: JobTask | None = None) -> bool:
+        """Send a request, and take its answers until the last of them, or until the end of the job. Returns
+        whether it was sent."""
         with self._lock:
-            outbox = self._outbox if self.over is None else None
+            outbox = self._outbox if self.over is None and not (job is not None and job.is_over) else None
             if outbox is not None:
-                self._asked[number] = type(request), take
-                if job is not None:
-                    self._waiting[number] = job
-                if keep:
-                    self._kept.add(number)
+                self._asked[request.id] = type(request), take, job
         if outbox is not None and outbox.send(protocol.message_of(request)):
             return True
-        self.forget(number)
+        self.forget(request.id)
         return False
 
     def tell(self, request: Request) -> None:
@@ -104,35 +92,32 @@ class Requests:
 
     def answered(self, message: Any) -> None:
         """An answer has come. Raises what is wrong with it: WireError."""
-        kind, take = self._asked.get(protocol.number_in(message), (None, None))
+        number = protocol.number_in(message)
+        kind, take, _ = self._asked.get(number, (None, None, None))
         if kind is None or take is None:
             return
         answer = kind.answer_in(message)
-        if isinstance(answer, Answer) and answer.usage is not None:
-            self._note_usage(answer.usage)
+        if isinstance(answer, Answer):
+            if answer.usage is not None:
+                self._note_usage(answer.usage)
+            if answer.is_last:
+                self.forget(number)
         take(answer)
 
     def forget(self, number: int) -> None:
-        """A request has had its last answer."""
+        """Take no more answers to a request."""
         with self._lock:
             self._asked.pop(number, None)
-            self._waiting.pop(number, None)
-            self._kept.discard(number)
 
     def ended(self, job: JobTask) -> None:
         """A job has ended: it waits for no answer."""
         with self._lock:
-            for number in [number for number, each in self._waiting.items() if each is job]:
-                del self._waiting[number]
-                if number not in self._kept:
-                    self._asked.pop(number, None)
+            for number in [number for number, (_, _, each) in self._asked.items() if each is job]:
+                del self._asked[number]
 
     def end(self, reason: MissReason) -> set[JobTask]:
         """Send nothing any more. Returns the jobs that wait for an answer. The first reason counts."""
         with self._lock:
             self.over = self.over or reason
-            waiting = set(self._waiting.values())
-            self._asked.clear()
-            self._waiting.clear()
-            self._kept.clear()
-        return waiting
+            asked, self._asked = self._asked, {}
+        return {job for _, _, job in asked.values() if job is not None}

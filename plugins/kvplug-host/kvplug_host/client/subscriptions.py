@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from kvplug.transport import PageEvent
 from kvplug_host.client.requests import Requests
 from kvplug_host.protocol import Subscribe, Unsubscribe
+
+_log = logging.getLogger(__name__)
 
 Listener = Callable[[PageEvent], None]
 
@@ -31,27 +34,31 @@ class Subscriptions:
             self._listeners[key] = listener
             is_sent = self._subscribe(key)
         if not is_sent:
-            listener(_nothing_there())
+            self._call(key, _nothing_there())
 
-        def end() -> None:
-            with self._lock:
-                number = self._numbers.pop(key, None)
-                if self._listeners.pop(key, None) is not None and number is not None:
-                    self._requests.forget(number)
-                    self._requests.tell(Unsubscribe(id=number))
+        return lambda: self._end(key)
 
-        return end
+    def _end(self, key: object) -> None:
+        with self._lock:
+            number = self._numbers.pop(key, None)
+            if self._listeners.pop(key, None) is not None and number is not None:
+                self._requests.forget(number)
+                self._requests.tell(Unsubscribe(id=number))
 
     def _subscribe(self, key: object) -> bool:
         requests = self._requests
         number = self._numbers[key] = requests.new_number()
+        return requests.listen(Subscribe(id=number), lambda event: self._call(key, event))
 
-        def take(event: PageEvent) -> None:
-            listener = self._listeners.get(key)
-            if listener is not None:
-                listener(event)
-
-        return requests.listen(Subscribe(id=number), take)
+    def _call(self, key: object, event: PageEvent) -> None:
+        listener = self._listeners.get(key)
+        if listener is None:
+            return
+        try:
+            listener(event)
+        except Exception:  # the link is used by others
+            _log.exception("a listener of the store's events failed, and gets no more of them")
+            self._end(key)
 
     def move_to(self, requests: Requests) -> None:
         """Subscribe at a store that is there now."""
@@ -62,8 +69,8 @@ class Subscriptions:
 
     def lose(self) -> None:
         """The store is gone, and its pages with it."""
-        for listener in list(self._listeners.values()):
-            listener(_nothing_there())
+        for key in list(self._listeners):
+            self._call(key, _nothing_there())
 
     def end(self) -> None:
         """No listener is called any more."""

@@ -134,7 +134,12 @@ class Pages:
             self._subscribers.queue(index.take_events())
             snapshot.end(index.log_now())
             self._subscribers.begin(subscription, snapshot)
-        return lambda: self._subscribers.end_one(subscription)
+
+        def end() -> None:
+            with self.lock:
+                self._subscribers.end_one(subscription)
+
+        return end
 
     def _copies(self, table_of: Callable[[Index], KeyTable[T]]) -> Iterator[dict[bytes, T]]:
         """Yield copies of the parts of a table. They are copied at different moments."""
@@ -328,7 +333,7 @@ class Pages:
             stored = []
             for at, slot in part:
                 key = pages.keys[at]
-                if put.is_over or put.is_forgotten(key) or self.is_closed:
+                if put.is_over or put.is_forgotten(key) or self.is_closed:  # no removal reaches it any more
                     self._slots.free(slot)
                     noted.append((at, PutReason.CANCELLED))
                     continue

@@ -51,7 +51,7 @@ class Subscribers:
         self._queue.append(((subscription,), snapshot))
 
     def end_one(self, subscription: Subscription) -> None:
-        """A listener is not called any more."""
+        """With the store's lock: a listener is not called any more."""
         subscription.is_over = True
         self._all.pop(subscription, None)
 

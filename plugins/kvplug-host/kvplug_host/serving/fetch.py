@@ -85,15 +85,13 @@ class Fetch(JobEngine.Steps):
             if not is_last and not self._is_cancelled:
                 self._send(step)
                 self._num_sent += 1
-        except KvplugError as e:
-            self._next = len(self._pieces) + 1
+        except Exception as e:
+            if not isinstance(e, KvplugError):
+                _log.exception("sending pages failed: a fault of kvplug")
             gone = isinstance(e, PeerGoneError | ClosedError)
             self._failed(None if gone else f"it did not take its pages: {e}")
-            is_last = True
-        except Exception as e:
-            _log.exception("sending pages failed")
+            self._pipe.abort()  # it reads no slot any more
             self._next = len(self._pieces) + 1
-            self._failed(f"sending pages failed: {e}")
             is_last = True
         if is_last:
             self._settled(self)

@@ -31,6 +31,7 @@ from kvplug.transport import (
     WireError,
 )
 from kvplug_host import protocol
+from kvplug_host.jobs import ranges_of
 from kvplug_host.pages.index import Entry
 from kvplug_host.pages.pages import Pages
 from kvplug_host.protocol import Place
@@ -182,7 +183,8 @@ class Session:
         keys = self._pages.keys(request.series)
         for at in range(0, max(1, len(keys)), protocol.MAX_LISTED):
             end = at + protocol.MAX_LISTED
-            self._answer(protocol.Listed(id=request.id, keys=b"".join(keys[at:end]), more=end < len(keys)))
+            part = b"".join(keys[at:end])
+            self._answer(protocol.Listed(id=request.id, keys=part, is_last=end >= len(keys)))
 
     def _remove(self, request: protocol.Remove) -> None:
         self._pages.remove(request.each)
@@ -282,18 +284,18 @@ class Session:
             raise WireError("a message to a store: a fetch that is not possible")
         deadline = Deadline.after(min(max(request.timeout_s, _LEAST_S), _MOST_S))
         entries = self._pages.pin(request.each)
-        codes, headers, view = bytearray(), [], self._pages.segments.view
+        codes, headers, view = bytearray(), list[bytes](), self._pages.segments.view
         sent: list[Entry | None] = []
         for entry in entries:
-            if entry is None:
-                codes.append(protocol.ABSENT_PAGE)
-                sent.append(None)
-                continue
-            begin = entry.offset + entry.payload_bytes
-            headers.append(bytes(view[begin : begin + entry.header_bytes]))
-            fits = entry.payload_bytes == request.payload_bytes
-            codes.append(protocol.SENT if fits else protocol.OTHER_SIZE)
-            sent.append(entry if fits else None)
+            code, header = protocol.ABSENT_PAGE, b""
+            if entry is not None:
+                begin = entry.offset + entry.payload_bytes
+                header = bytes(view[begin : begin + entry.header_bytes])
+                fits = entry.payload_bytes == request.payload_bytes
+                code = protocol.SENT if fits else protocol.OTHER_SIZE
+            codes.append(code)
+            headers.append(header)
+            sent.append(entry if code == protocol.SENT else None)
 
         def settled(fetch: Fetch) -> None:
             self._fetches.pop(request.id, None)
@@ -308,7 +310,16 @@ class Session:
             settled=settled,
             failed=self.fail,
         )
-        self._answer(protocol.Fetched(id=request.id, codes=bytes(codes), headers=headers))
+        for part in ranges_of(len(headers), max(map(len, headers)), protocol.HEADERS):
+            begin, end = part.start, part.stop
+            self._answer(
+                protocol.Fetched(
+                    id=request.id,
+                    is_last=end == len(headers),
+                    codes=bytes(codes[begin:end]),
+                    headers=headers[begin:end],
+                )
+            )
         if not self._sender.add(fetch):
             settled(fetch)
             self.fail("there is no thread that sends pages")
@@ -336,7 +347,7 @@ class Session:
         def done(results: list[Any]) -> None:
             self._arrivals.pop(number, None)
             codes = protocol.codes_of(protocol.PUT_RESULTS, results)
-            self._answer(protocol.PutResults(id=number, codes=codes, is_last=True, usage=self._usage()))
+            self._answer(protocol.Results(id=number, codes=codes, usage=self._usage()))
 
         self._listen_to_pipe()
         arrival = Arrival(self._pages, seal, pages, deadline, done)
@@ -348,7 +359,7 @@ class Session:
             return  # its results have been sent
         if self._stall is None:
             self._end_stalled()
-        self._answer(protocol.PutResults(id=number, codes=codes, is_last=False))
+        self._answer(protocol.Results(id=number, codes=codes, is_last=False))
         arrival.resolved(0)
 
     def _end_stalled(self) -> None:
@@ -375,7 +386,7 @@ class Session:
         assert pipe is not None
         try:
             while True:
-                number, first, count = protocol.read_tag(pipe.recv_tensor(timeout=None))
+                number, first, count = protocol.receive_tag(pipe)
                 if not count:
                     raise WireError("it sends no pages")
                 arrival = self._arrivals.get(number)
