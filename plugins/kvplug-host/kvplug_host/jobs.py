@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvplug.transport import (
@@ -50,17 +51,14 @@ class Put(JobTask):
         self,
         job: Job[PutReason | None],
         pages: PageRequest,
+        seal: PageSeal,
         num_steps: int | None = None,
-        settled: Callable[[Put], None] = lambda put: None,
     ) -> None:
-        """
-        Args:
-            num_steps: as of :class:`JobTask`.
-            settled: called once, when nothing is copied out of the pages' memory any more.
-        """
+        """``num_steps``: as of :class:`JobTask`."""
         super().__init__(job, num_steps)
         self.pages = pages
-        self._on_settled = settled
+        self.seal = seal
+        self._copy: PageCopy | None = None
         self._forgotten: set[bytes] = set()
         self._all_forgotten = False
 
@@ -82,6 +80,33 @@ class Put(JobTask):
             for index, result in results:
                 self.note(index, result)
 
+    def gather(self, buffer: memoryview, offsets: Mapping[int, int], in_place: Container[int] = ()) -> None:
+        """Copy pages into a buffer, each with its header behind it.
+
+        Args:
+            offsets: where each page begins, by its number.
+            in_place: pages that are there already.
+
+        Raises:
+            JobTask.OverError, CopyError, MemoryError: as :meth:`copying`.
+        """
+        pages, seal, form = self.pages, self.seal, self.pages.series.format
+        checksums: dict[int, bytes | None] = {}
+        with self.copying():
+            with self.lock:
+                copy = self._copy = self._copy or PageCopy(pages.memory, seal)
+            to_copy = [at for at in offsets if at not in in_place]
+            to_hash = [at for at in offsets if at in in_place]
+            for move, which in ((copy.save, to_copy), (copy.hash, to_hash)):
+                for run in runs_of(which):
+                    copy.use(run.start, PageRows(buffer, [offsets[at] for at in run], form.nbytes))
+                    checksums |= zip(run, move(run), strict=True)
+            beginnings = seal.beginnings(pages.series, [pages.identities[at] for at in offsets])
+            for (at, offset), beginning in zip(offsets.items(), beginnings, strict=True):
+                end = offset + form.nbytes
+                header = seal.complete(beginning, form, buffer[offset:end], checksums[at])
+                buffer[end : end + len(header)] = header
+
     def final(self, reason: MissReason | None) -> list[Any]:
         return [
             PutReason.CANCELLED if result is None and self.is_forgotten(key) else result
@@ -90,9 +115,6 @@ class Put(JobTask):
 
     def result_for(self, reason: MissReason | None) -> PutReason | None:
         return None if reason is None else PutReason.of(reason)
-
-    def settled(self) -> None:
-        self._on_settled(self)
 
 
 class Landing(JobTask):
@@ -104,21 +126,10 @@ class Landing(JobTask):
 
     job: GetJob
 
-    def __init__(
-        self,
-        job: GetJob,
-        pages: PageRequest,
-        seal: PageSeal,
-        discard: Callable[[int, MissReason], None],
-    ) -> None:
-        """
-        Args:
-            discard: called with the number of a page that is wrong, and why.
-        """
+    def __init__(self, job: GetJob, pages: PageRequest, seal: PageSeal) -> None:
         super().__init__(job, None)
         self.pages = pages
         self.seal = seal
-        self._discard = discard
         form = pages.series.format
         self.headers: list[bytes] = [b""] * job.count
         self.layers = ranges_of(form.num_layers, form.layer_nbytes * job.count)
@@ -129,6 +140,10 @@ class Landing(JobTask):
         self._is_missing = False
         self._complete = 0
 
+    @abc.abstractmethod
+    def discard(self, index: int, reason: MissReason) -> None:
+        """Have a page removed, which is wrong for that reason."""
+
     def miss(self, index: int, reason: MissReason) -> None:
         """Note that a page is missed. The first reason counts."""
         with self.lock:
@@ -137,7 +152,7 @@ class Landing(JobTask):
             self.results[index] = reason
             self._is_missing = True
         if reason in WRONG:
-            self._discard(index, reason)
+            self.discard(index, reason)
 
     def check_headers(self, numbers: Sequence[int], headers: Sequence[bytes]) -> None:
         """Check the headers of these pages. Notes those that are wrong as missed."""
@@ -171,14 +186,7 @@ class Landing(JobTask):
         if not self._is_missing:
             yield pages
             return
-        begin = pages.start
-        for index in pages:
-            if self.results[index] is not JobTask.UNKNOWN:
-                if index > begin:
-                    yield range(begin, index)
-                begin = index + 1
-        if pages.stop > begin:
-            yield range(begin, pages.stop)
+        yield from runs_of([index for index in pages if self.results[index] is JobTask.UNKNOWN])
 
     def landed(self, group: int) -> None:
         """Note that one of :attr:`ranges` is verified for a group of layers. Releases layers that are
@@ -200,60 +208,43 @@ class SlotGet(Landing):
     """
 
     def __init__(
-        self,
-        job: GetJob,
-        pages: PageRequest,
-        seal: PageSeal,
-        *,
-        discard: Callable[[int, MissReason], None],
-        settled: Callable[[], None],
-        again: Callable[[SlotGet], object],
-        prepare: Callable[[], None] = lambda: None,
+        self, job: GetJob, pages: PageRequest, seal: PageSeal, again: Callable[[SlotGet], object]
     ) -> None:
-        """
-        Args:
-            discard: as for :class:`Landing`.
-            settled: called once, when no slot is read any more.
-            again: queues this task once more.
-            prepare: called in the first step. May end the job and raise JobTask.OverError.
-        """
-        super().__init__(job, pages, seal, discard)
-        self._on_settled = settled
+        """``again``: queues this task once more."""
+        super().__init__(job, pages, seal)
         self._again = again
-        self._prepare = prepare
         self._num_steps = 1
         self._copy: PageCopy | None = None
         """Once the headers are checked."""
         self._buffer = memoryview(b"")
-        self._offsets: Sequence[int] = ()
-        self._header_bytes: Sequence[int] = ()
-        self._payload_bytes: Sequence[int] = ()
+        self._slots: Sequence[Any] = ()
         self._generations: PageCopy.Generations | None = None
 
     def found(
         self,
         buffer: memoryview,
-        offsets: Sequence[int],
-        header_bytes: Sequence[int],
-        payload_bytes: Sequence[int],
+        slots: Sequence[Any],
         generations: PageCopy.Generations | None = None,
     ) -> None:
         """Set where the pages are.
 
         Args:
             buffer: has all slots.
-            offsets: of each page's slot: its bytes, then the header. Any number for a page that is missed.
+            slots: for each page its slot, with ``offset``, ``payload_bytes`` and ``header_bytes``; ``None``:
+                the page is absent.
             generations: those of all slots, to be compared after each copy; ``None``: the pages are pinned.
         """
-        self._buffer = buffer
-        self._offsets = offsets
-        self._header_bytes = header_bytes
-        self._payload_bytes = payload_bytes
-        self._generations = generations
+        self._buffer, self._slots, self._generations = buffer, slots, generations
+        for index, slot in enumerate(slots):
+            if slot is None:
+                self.miss(index, MissReason.ABSENT)
+
+    def prepare(self) -> None:
+        """Have the slots readable, in the first step. May end the job and raise JobTask.OverError."""
 
     def do(self, step: int) -> None:
         if self._copy is None:
-            self._prepare()
+            self.prepare()
             self._check_headers()
             self._copy = self._new_copy()
             if any(each is JobTask.UNKNOWN for each in self.results):
@@ -270,9 +261,9 @@ class SlotGet(Landing):
         left = [index for index, each in enumerate(self.results) if each is JobTask.UNKNOWN]
         headers = []
         with self.copying():  # the slots are not used again meanwhile
-            for index in left:
-                begin = self._offsets[index] + self._payload_bytes[index]
-                headers.append(bytes(self._buffer[begin : begin + self._header_bytes[index]]))
+            for slot in (self._slots[index] for index in left):
+                begin = slot.offset + slot.payload_bytes
+                headers.append(bytes(self._buffer[begin : begin + slot.header_bytes]))
         if self._generations is not None:
             there = self._generations.are_there(left)
             for index, is_there in zip(left, there, strict=True):
@@ -282,7 +273,7 @@ class SlotGet(Landing):
             left = list(itertools.compress(left, there))
         self.check_headers(left, headers)
         for index in left:
-            if self._payload_bytes[index] != wanted:
+            if self._slots[index].payload_bytes != wanted:
                 self.miss(index, MissReason.CORRUPT)
 
     def _new_copy(self) -> PageCopy:
@@ -290,9 +281,6 @@ class SlotGet(Landing):
         is_left = [each is JobTask.UNKNOWN for each in self.results]
         copy = PageCopy(self.pages.memory, self.seal, generations=self._generations)
         if any(is_left):
-            offsets = [offset if left else 0 for offset, left in zip(self._offsets, is_left, strict=True)]
+            offsets = [slot.offset if left else 0 for slot, left in zip(self._slots, is_left, strict=True)]
             copy.use(0, PageRows(self._buffer, offsets, form.nbytes), self.headers)
         return copy
-
-    def settled(self) -> None:
-        self._on_settled()

@@ -274,8 +274,8 @@ class Declare(OfKeys):
     """These pages are going to be put."""
 
     series: SeriesId
-    for_s: Seconds | None
-    """Within how long; ``None``: at some time."""
+    for_s: Seconds
+    """Within how long."""
 
 
 @attrs.frozen(kw_only=True)

@@ -13,6 +13,7 @@ from kvplug.transport import (
     GetJob,
     Job,
     JobEngine,
+    JobTask,
     MissReason,
     PageBuffers,
     PageEvent,
@@ -89,25 +90,8 @@ class HostStore(Store):
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
         self._jobs.check_open()
-        entries = self.pages.pin(pages.keys)
-        get = SlotGet(
-            job,
-            pages,
-            self.seal,
-            discard=lambda index, reason: self.pages.discard(entries[index], reason),
-            settled=lambda: self.pages.unpin(entries, OWNER, were_used=pages.is_use),
-            again=self._jobs.add,
-        )
-        get.found(
-            self.pages.segments.view,
-            [entry.offset if entry else 0 for entry in entries],
-            [entry.header_bytes if entry else 0 for entry in entries],
-            [entry.payload_bytes if entry else 0 for entry in entries],
-        )
-        for index, entry in enumerate(entries):
-            if entry is None:
-                get.miss(index, MissReason.ABSENT)
-        if any(entries):
+        get = _PinnedGet(job, pages, self.seal, self.pages)
+        if JobTask.UNKNOWN in get.results:
             self._jobs.submit(get)
         else:
             get.end(None)
@@ -220,6 +204,22 @@ class HostStore(Store):
 
     def _after_fork_in_child(self) -> None:
         self._links = set()
+
+
+class _PinnedGet(SlotGet):
+    """A get of this process. It pins the pages when it is made."""
+
+    def __init__(self, job: GetJob, pages: PageRequest, seal: PageSeal, store: Pages) -> None:
+        super().__init__(job, pages, seal, again=store.jobs.add)
+        self._store = store
+        self._entries = store.pin(pages.keys)
+        self.found(store.segments.view, self._entries)
+
+    def discard(self, index: int, reason: MissReason) -> None:
+        self._store.discard(self._entries[index], reason)
+
+    def settled(self) -> None:
+        self._store.unpin(self._entries, OWNER, were_used=self.pages.is_use)
 
 
 def _shape(size: int, segment_bytes: int) -> tuple[int, int]:

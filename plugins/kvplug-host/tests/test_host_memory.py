@@ -17,7 +17,7 @@ from kvplug import KvplugError, build_store
 from kvplug.transport import Credentials, Deadline
 from kvplug_host.arena.segments import Segments
 from kvplug_host.client.mapping import Mapping
-from kvplug_host.protocol import TICKET_BYTES
+from kvplug_host.protocol import TICKET_BYTES, Hello
 from kvplug_host.serving.memory_door import MemoryDoor
 from kvplug_lab.named_pages import NamedPages
 
@@ -84,14 +84,8 @@ def test_memory_is_handed_out_once_for_a_ticket_and_not_without_one(segments: Se
     with closing(MemoryDoor(segments, f"unix:@kvplug-door-{os.getpid()}", credentials)) as door:
 
         def mapped(ticket: bytes) -> Mapping:
-            return Mapping(
-                door.contact,
-                credentials,
-                ticket,
-                segment_bytes=NBYTES,
-                num_segments=2,
-                deadline=Deadline.after(5),
-            )
+            hello = Hello(epoch="", segment_bytes=NBYTES, num_segments=2, memory=door.contact, ticket=ticket)
+            return Mapping(hello, credentials, Deadline.after(5))
 
         ticket = door.ticket()
         with closing(mapped(ticket)) as mapping:

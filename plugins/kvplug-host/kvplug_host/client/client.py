@@ -233,8 +233,7 @@ class HostClient(Store):
             self._requests.tell(kind(keys=batch, **more))
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        for_s = self._deadline(timeout).remaining()
-        for_s = None if for_s is None else protocol.for_wire(for_s)
+        for_s = protocol.for_wire(self._deadline(timeout).remaining())
         self._tell(keys, protocol.Declare, series=series.id, for_s=for_s)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:

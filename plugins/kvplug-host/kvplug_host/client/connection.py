@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TransportError
+from kvplug import HandshakeError, KvplugError, TransportError
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
@@ -23,6 +23,7 @@ from kvplug_host.client.mapping import Mapping, offered_mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.requests import Requests
 from kvplug_host.client.reserved import Reserved
+from kvplug_host.link_end import failing
 from kvplug_host.options import HostOptions
 
 _log = logging.getLogger(__name__)
@@ -99,12 +100,15 @@ class Connection:
 
     def unmap(self, error: KvplugError) -> None:
         """The memory cannot be had: pages come over the pipe from now on."""
+        if self._close_mapping() and self.requests.over is None:
+            _log.warning("the memory of the store is not mapped any more: %s", error)
+
+    def _close_mapping(self) -> bool:
         with self._lock:
             mapping, self.mapping = self.mapping, None
         if mapping is not None:
-            if self.requests.over is None:
-                _log.warning("the memory of the store is not mapped any more: %s", error)
             mapping.close()
+        return mapping is not None
 
     def note_wrong(self, key: bytes, reason: MissReason, generation: int = 0) -> None:
         """A page was found to be wrong. Have the store remove it."""
@@ -115,20 +119,14 @@ class Connection:
 
     def _receive_all(self) -> None:
         channel = self._link.channel
-        try:
+        with failing(self._fail, "receiving its answers failed"):
             while True:
                 self.requests.answered(channel.recv(timeout=None))
-        except (PeerGoneError, ClosedError) as e:
-            _log.debug("the link to the store has ended: %s", e)
-        except KvplugError as e:
-            _log.warning("the store of %s is not used any more: %s", self.peer, e)
-        except Exception:
-            _log.exception("an answer of the store was not understood: a fault of kvplug")
         self.lose()
 
-    def _fail(self, error: BaseException | None) -> None:
-        if error is not None:
-            _log.warning("the store of %s is not used any more: %s", self.peer, error)
+    def _fail(self, reason: str | None) -> None:
+        if reason is not None:
+            _log.warning("the store of %s is not used any more: %s", self.peer, reason)
         self._link.close()
 
     # -- the end -------------------------------------------------------------------------------
@@ -139,13 +137,7 @@ class Connection:
         waiting = self.requests.end(MissReason.STORE_GONE)
         self._link.close()
         self._outbox.end()
-        if self.pages is not None:
-            waiting.update(self.pages.end())
-        with self._lock:
-            mapping, self.mapping = self.mapping, None
-        if mapping is not None:
-            mapping.close()
-        self._lost(waiting)
+        self._lost(waiting.union(self.release()))
 
     def give_up(self, reason: MissReason) -> None:
         """Send nothing any more, and have the threads end. Does not wait."""
@@ -153,12 +145,10 @@ class Connection:
         self.requests.end(reason)
         self._link.close()
 
-    def release(self) -> None:
-        """After :meth:`give_up`: end the pipe, and hand the memory back."""
-        if self.pages is not None:
-            self.pages.end()
-        if self.mapping is not None:
-            self.mapping.close()
+    def release(self) -> list[JobTask]:
+        """End the pipe, and hand the memory back. Returns the gets of which pieces were to come."""
+        self._close_mapping()
+        return self.pages.end() if self.pages is not None else []
 
     def join(self, deadline: Deadline) -> None:
         """Wait for the threads, after :meth:`release`."""
@@ -167,4 +157,3 @@ class Connection:
             self._thread.join(deadline.remaining())
         if self.pages is not None:
             self.pages.join(deadline)
-        self.mapping = None

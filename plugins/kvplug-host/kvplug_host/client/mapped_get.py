@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from kvplug import CapacityError, KvplugError, ResourceExhaustedError
@@ -32,17 +32,7 @@ class MappedGet(SlotGet):
         again: Callable[[JobTask], object],
     ) -> None:
         """``again``: has the steps of this task run."""
-        super().__init__(
-            job,
-            pages,
-            seal,
-            discard=lambda index, reason: connection.note_wrong(
-                pages.keys[index], reason, self._generations_of[index]
-            ),
-            settled=self._read,
-            again=again,
-            prepare=self._map,
-        )
+        super().__init__(job, pages, seal, again)
         self._mapping = mapping
         self._connection = connection
         self._requests = connection.requests
@@ -50,10 +40,11 @@ class MappedGet(SlotGet):
         self._segments: set[int] = set()
         self._is_read = False
         """No slot is read any more."""
-        self._generations_of: Sequence[int] = ()
-        """The generation of each page."""
 
-    def _read(self) -> None:
+    def discard(self, index: int, reason: MissReason) -> None:
+        self._connection.note_wrong(self.pages.keys[index], reason, self._slots[index].generation)
+
+    def settled(self) -> None:
         self._is_read = True
         if self.job.done:
             self._tell()
@@ -85,30 +76,19 @@ class MappedGet(SlotGet):
         places = protocol.places_in(
             answer.places, self.job.count, mapping.segment_bytes, mapping.num_segments
         )
-        for index, place in enumerate(places):
-            if place is None:
-                self.miss(index, MissReason.ABSENT)
-            else:
-                self._segments.add(place.offset // mapping.segment_bytes)
-        generations = array("Q", [place.generation if place else 0 for place in places])
+        self._segments = {place.offset // mapping.segment_bytes for place in places if place}
         words = array(
             "Q", [(place.offset + place.slot_bytes) // WORD - 1 if place else 0 for place in places]
         )
-        self._generations_of = generations
-        self.found(
-            mapping.view,
-            [place.offset if place else 0 for place in places],
-            [place.header_bytes if place else 0 for place in places],
-            [place.payload_bytes if place else 0 for place in places],
-            PageCopy.Generations(mapping.words, words, generations),
-        )
+        generations = array("Q", [place.generation if place else 0 for place in places])
+        self.found(mapping.view, places, PageCopy.Generations(mapping.words, words, generations))
         if self._segments:
             self._again(self)
         else:
             self.end(None)
 
-    def _map(self) -> None:
-        """Have the segments mapped, in a worker."""
+    def prepare(self) -> None:
+        """Have the segments mapped."""
         mapping = self._mapping
         for segment in sorted(self._segments):
             if mapping.lacks(segment):

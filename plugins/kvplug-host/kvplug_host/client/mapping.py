@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
+import socket
 import threading
 from typing import Final
 
@@ -35,30 +37,21 @@ class Mapping:
         KvplugError: the memory is not handed to this process.
     """
 
-    def __init__(
-        self,
-        contact: str,
-        credentials: Credentials,
-        ticket: bytes,
-        *,
-        segment_bytes: int,
-        num_segments: int,
-        deadline: Deadline,
-    ) -> None:
-        self.segment_bytes = segment_bytes
-        self.num_segments = num_segments
+    def __init__(self, hello: Hello, credentials: Credentials, deadline: Deadline) -> None:
+        self.segment_bytes = hello.segment_bytes
+        self.num_segments = hello.num_segments
         self.lock = threading.Lock()
         """Held while a segment is asked for and received."""
         self._mapped: set[int] = set()
         self._connection: Connection | None = Connection.dial(
-            contact, credentials, MEMORY_PURPOSE, deadline.remaining()
+            hello.memory, credentials, MEMORY_PURPOSE, deadline.remaining()
         )
         try:
             if not self._connection.is_same_user:
                 raise WireError("the store's memory belongs to another user")
-            self._connection.send(ticket, deadline)
+            self._connection.send(hello.ticket, deadline)
             self._connection.receive(len(WELCOME), deadline)
-            self._space = AddressSpace(segment_bytes * num_segments)
+            self._space = AddressSpace(hello.segment_bytes * hello.num_segments)
         except BaseException:
             self._connection.close()
             raise
@@ -101,10 +94,12 @@ class Mapping:
         """Hand back the connection. The memory is unmapped with the last copy out of it."""
         connection, self._connection = self._connection, None
         if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
             connection.close()
 
     def _after_fork_in_child(self) -> None:
-        self.close()
+        self._connection = None  # it closes itself
 
 
 def offered_mapping(hello: Hello, credentials: Credentials, deadline: Deadline) -> Mapping | None:
@@ -113,14 +108,7 @@ def offered_mapping(hello: Hello, credentials: Credentials, deadline: Deadline) 
     if not hello.memory or platform.machine() != "x86_64":
         return None
     try:
-        return Mapping(
-            hello.memory,
-            credentials,
-            hello.ticket,
-            segment_bytes=hello.segment_bytes,
-            num_segments=hello.num_segments,
-            deadline=deadline,
-        )
+        return Mapping(hello, credentials, deadline)
     except KvplugError as e:
         _log.info("the memory of the store is not mapped, pages come over a pipe: %s", e)
     return None

@@ -14,6 +14,7 @@ from kvplug.transport import BackgroundThread, Deadline, JobTask, MissReason, Pi
 from kvplug_host import protocol
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
+from kvplug_host.link_end import failing
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class PagePipe:
         requests: Requests,
         *,
         stop: Callable[[], object],
-        failed: Callable[[BaseException | None], None],
+        failed: Callable[[str | None], None],
     ) -> None:
         """
         Args:
@@ -75,7 +76,7 @@ class PagePipe:
         return True
 
     def _receive_all(self) -> None:
-        try:
+        with failing(self._failed, "receiving its pages failed"):
             while True:
                 number, piece, count = protocol.receive_tag(self.pipe)
                 get = self._gets.get(number)
@@ -88,13 +89,6 @@ class PagePipe:
                 else:
                     self._gets.pop(number, None)
                     get.all_sent()
-        except (PeerGoneError, ClosedError):
-            self._failed(None)
-        except KvplugError as e:
-            self._failed(e)
-        except Exception as e:
-            _log.exception("receiving pages failed")
-            self._failed(e)
 
     # -- puts ----------------------------------------------------------------------------------
 
@@ -110,10 +104,8 @@ class PagePipe:
             with self._sending:
                 self.pipe.send_tensor(protocol.tag(request, first, rows), timeout=None)
                 self._stages.append((stage, self.pipe.send_tensor(stage, timeout=None)))
-        except (PeerGoneError, ClosedError):
-            self._failed(None)
         except KvplugError as e:
-            self._failed(e)
+            self._failed(None if isinstance(e, PeerGoneError | ClosedError) else str(e))
 
     def _stage(self, nbytes: int) -> Any:
         """Memory that is not being sent."""

@@ -62,7 +62,8 @@ class PipedGet(Landing):
             fills_blocks: :attr:`Pipe.fills_blocks`. If it is not set, only a piece of one block is received
                 into the caller's memory: a pipe has other ways than blocks for it.
         """
-        super().__init__(job, pages, seal, lambda index, reason: wrong(pages.keys[index], reason))
+        super().__init__(job, pages, seal)
+        self._wrong = wrong
         form, block_bytes = pages.series.format, pages.memory.block_bytes
         if not fills_blocks and len(self.ranges[0]) * len(self.layers[0]) * form.layer_nbytes != block_bytes:
             block_bytes = 0
@@ -90,6 +91,9 @@ class PipedGet(Landing):
         """The first piece that may come."""
         self._piece: _Piece | None = None
         """The latest."""
+
+    def discard(self, index: int, reason: MissReason) -> None:
+        self._wrong(self.pages.keys[index], reason)
 
     def found(self, answer: protocol.Fetched) -> None:
         """Which of the next pages are sent, and their headers.

@@ -7,19 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvplug.transport import (
-    Job,
-    MissReason,
-    PageCopy,
-    PageRequest,
-    PageRows,
-    PageSeal,
-    PutReason,
-)
+from kvplug.transport import Job, MissReason, PageRequest, PageSeal, PutReason
 from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
 from kvplug_host.client.reserved import Reserved
-from kvplug_host.jobs import PUT_STEP_BYTES, Put, ranges_of, runs_of
+from kvplug_host.jobs import PUT_STEP_BYTES, Put, ranges_of
 
 _AHEAD: Final = 3
 """Ranges of pages for which the store holds slots at the same time."""
@@ -63,9 +55,7 @@ class RemotePut(Put):
                 ``first`` counts in the pages of the request.
             again: has the steps of this task run.
         """
-        super().__init__(job, pages)
-        self._seal = seal
-        self._copy: PageCopy | None = None
+        super().__init__(job, pages, seal)
         self._requests, self._send, self._again = requests, send, again
         form = pages.series.format
         self._row_bytes = form.nbytes + max(
@@ -79,10 +69,8 @@ class RemotePut(Put):
         """Bytes that each request has reserved."""
         self._asked: dict[int, Sequence[int]] = {}
         """The numbers of the pages of each request under way."""
-        self._ready: deque[_Piece] = deque()
-        """What is to be sent."""
-        self._steps: dict[int, _Piece] = {}
-        self._numbers = itertools.count()
+        self._pieces: list[_Piece] = []
+        """What is sent, in as many steps."""
 
     # -- the three phases ----------------------------------------------------------------------
 
@@ -138,7 +126,7 @@ class RemotePut(Put):
             identities=[pages.identities[at] for at in wanted],
             format=pages.series.format,
             shard=pages.series.shard,
-            checksums=self._seal.checksums,
+            checksums=self.seal.checksums,
             timeout_s=protocol.for_wire(self.job.deadline.remaining()),
         )
         return self._requests.listen(put, take, self)
@@ -153,16 +141,16 @@ class RemotePut(Put):
             results = protocol.results_in(protocol.PUT_RESULTS, [code for _, code in known])
             for (at, _), result in zip(known, results, strict=True):
                 self.results[at] = result
-            self._ready.extend(self._pieces(request, numbers, codes))
+            self._pieces.extend(self._cut(request, numbers, codes))
         if protocol.SEND in codes:
             self._again(self)
 
-    def _pieces(self, request: int, numbers: Sequence[int], codes: Sequence[int]) -> Iterator[_Piece]:
+    def _cut(self, request: int, numbers: Sequence[int], codes: Sequence[int]) -> Iterator[_Piece]:
         """The pages that are to be sent, in messages whose rows have one length."""
         form, identities = self.pages.series.format, self.pages.identities
 
         def row_bytes(first: int) -> int:
-            return form.nbytes + self._seal.header_length(form, identities[numbers[first]])
+            return form.nbytes + self.seal.header_length(form, identities[numbers[first]])
 
         wanted = [index for index, code in enumerate(codes) if code == protocol.SEND]
         for nbytes, group in itertools.groupby(wanted, key=row_bytes):
@@ -184,38 +172,17 @@ class RemotePut(Put):
 
     # -- a step: gather and send ---------------------------------------------------------------
 
-    def next_step(self) -> int | None:
-        if not self.has_steps():
-            return None
-        step = next(self._numbers)
-        self._steps[step] = self._ready.popleft()
-        return step
-
     def has_steps(self) -> bool:
-        return bool(self._ready) and not self.is_over
+        return not self.is_over and self._begun < len(self._pieces)
 
     def do(self, step: int) -> None:
-        piece = self._steps.pop(step)
-        pages, form, seal = self.pages, self.pages.series.format, self._seal
-        with self.lock:
-            if self._copy is None:
-                self._copy = PageCopy(pages.memory, seal)
-            copy = self._copy
+        piece = self._pieces[step]
+        count, row_bytes = len(piece.pages), piece.row_bytes
 
         def fill(rows: memoryview) -> None:
-            offsets = range(0, len(piece.pages) * piece.row_bytes, piece.row_bytes)
-            checksums: list[bytes | None] = []
-            with self.copying():
-                for run in runs_of(piece.pages):
-                    done = len(checksums)
-                    copy.use(run.start, PageRows(rows, offsets[done : done + len(run)], form.nbytes))
-                    checksums += copy.save(run)
-            beginnings = seal.beginnings(pages.series, [pages.identities[at] for at in piece.pages])
-            for offset, beginning, made in zip(offsets, beginnings, checksums, strict=True):
-                end = offset + form.nbytes
-                rows[end : offset + piece.row_bytes] = seal.complete(beginning, form, rows[offset:end], made)
+            self.gather(rows, dict(zip(piece.pages, range(0, count * row_bytes, row_bytes), strict=True)))
 
-        self._send(piece.request, piece.first, len(piece.pages), piece.row_bytes, fill)
+        self._send(piece.request, piece.first, count, row_bytes, fill)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
@@ -27,7 +26,7 @@ from kvplug_host.jobs import Put
 from kvplug_host.pages.pages import Pages
 
 
-class Elsewhere(PageMemory):
+class PipedPages(PageMemory):
     """The memory of a put whose pages come over the pipe, straight into slots: nothing copies it."""
 
     def __init__(self, count: int) -> None:
@@ -40,7 +39,7 @@ class Elsewhere(PageMemory):
         raise UnsupportedError("these pages come over a pipe")
 
 
-class Arrival:
+class Arrival(Put):
     """One put of a peer: slots for the pages that are to be sent."""
 
     def __init__(
@@ -56,12 +55,9 @@ class Arrival:
             seal: how the peer protects its pages.
             done: called once, with the results.
         """
+        super().__init__(Job(len(pages.keys), deadline), pages, seal)
+        self.job.add_done_callback(lambda ended: done(ended.results() or []))
         self._store = store
-        self._seal = seal
-        job: Job[PutReason | None] = Job(len(pages.keys), deadline)
-        job.add_done_callback(lambda ended: done(ended.results() or []))
-        self.put = Put(job, pages, settled=lambda put: self._settled())
-        self._lock = threading.Lock()
         self._header_bytes = {
             at: seal.header_length(pages.series.format, identity)
             for at, identity in enumerate(pages.identities)
@@ -76,7 +72,7 @@ class Arrival:
     @property
     def bytes_to_come(self) -> int:
         """Of the pages that are to be sent, and have not come."""
-        return 0 if self.put.is_over else self._left * self._page_bytes
+        return 0 if self.is_over else self._left * self._page_bytes
 
     def begin(self, reserved_bytes: int) -> bytes:
         """For each page: send it, or its result.
@@ -87,34 +83,33 @@ class Arrival:
         Raises:
             JobOverError: the store is closed.
         """
-        store, form = self._store, self.put.pages.series.format
-        store.jobs.begin(self.put)
+        store, nbytes = self._store, self.pages.series.format.nbytes
+        store.jobs.begin(self)
         most = protocol.most_reserved(store.segments.nbytes * store.segments.count)
         slots, results = store.reserve(
-            self.put,
-            {at: form.nbytes + nbytes for at, nbytes in self._header_bytes.items()},
+            self,
+            {at: nbytes + header_bytes for at, header_bytes in self._header_bytes.items()},
             most - reserved_bytes if reserved_bytes else max(most, self._page_bytes),
         )
-        self.put.note_all(results)
-        codes = bytearray([protocol.SEND] * len(self.put.pages.keys))
+        self.note_all(results)
+        codes = bytearray([protocol.SEND] * len(self.pages.keys))
         for at, result in results:
             codes[at] = protocol.PUT_RESULTS.index(result)
-        with self._lock:
-            over = self.put.is_over
-            if not over:
-                self._slots = slots
-                self._left = len(slots)
-        if over:
+        with self.lock:
+            is_over = self.is_over
+            if not is_over:
+                self._slots, self._left = slots, len(slots)
+        if is_over:
             store.give_back(slots.values())
         return bytes(codes)
 
     def resolved(self, count: int) -> None:
         """So many pages more have their result. The put ends with the last of them."""
-        with self._lock:
+        with self.lock:
             self._left -= count
-            finished = not self._left
-        if finished:
-            self.put.end(None)
+            is_finished = not self._left
+        if is_finished:
+            self.end(None)
 
     def receive(self, pipe: Pipe, first: int, count: int) -> bool:
         """Receive the next ``count`` pages from page ``first`` on that are to be sent, and publish them.
@@ -125,10 +120,9 @@ class Arrival:
             WireError: what comes was not agreed on.
             KvplugError: the pipe cannot be used any more.
         """
-        pages, store = self.put.pages, self._store
-        nbytes = pages.series.format.nbytes
-        with self._lock:
-            if self.put.is_over:
+        store, nbytes = self._store, self.pages.series.format.nbytes
+        with self.lock:
+            if self.is_over:
                 return False
             numbers = [at for at in self._slots if at >= first][:count]
             header_bytes = {self._header_bytes[at] for at in numbers}
@@ -138,19 +132,19 @@ class Arrival:
         try:
             offsets = [slot.offset for slot in slots.values()]
             rows = PageRows(store.segments.view, offsets, nbytes + header_bytes.pop())
-            pipe.recv_blocks(rows.views([0], rows.nbytes), offsets, timeout=self.put.job.deadline.remaining())
+            pipe.recv_blocks(rows.views([0], rows.nbytes), offsets, timeout=self.job.deadline.remaining())
             wrong = self._wrong(slots)
         except BaseException:
             store.give_back(slots.values())
             raise
         store.give_back([slots.pop(at) for at in wrong])
-        store.publish(self.put, slots, self._header_bytes, [(at, PutReason.OTHER) for at in wrong])
+        store.publish(self, slots, self._header_bytes, [(at, PutReason.OTHER) for at in wrong])
         self.resolved(count)
         return True
 
     def _wrong(self, slots: Mapping[int, Slot]) -> set[int]:
         """The pages that are not what the put has announced."""
-        pages, seal, view = self.put.pages, self._seal, self._store.segments.view
+        pages, seal, view = self.pages, self.seal, self._store.segments.view
         form = pages.series.format
         ends = {at: slot.offset + form.nbytes for at, slot in slots.items()}
         headers = {at: bytes(view[end : end + self._header_bytes[at]]) for at, end in ends.items()}
@@ -164,7 +158,7 @@ class Arrival:
         checks = copy.verify(range(len(left)))
         return {*slots} - {at for at, reason in zip(left, checks, strict=True) if reason is None}
 
-    def _settled(self) -> None:
-        with self._lock:
+    def settled(self) -> None:
+        with self.lock:
             slots, self._slots = self._slots, {}
         self._store.give_back(slots.values())

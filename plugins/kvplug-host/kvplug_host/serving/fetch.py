@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import collections
-import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.engine import BlockViews
 from kvplug.transport import Deadline, JobEngine, Pipe, Transfer
 from kvplug_host import protocol
+from kvplug_host.link_end import failing
 from kvplug_host.pages.index import Entry
-
-_log = logging.getLogger(__name__)
 
 _AHEAD: Final = 2
 """Pieces that may be sent and not taken: they stay in their slots until then."""
@@ -66,7 +63,7 @@ class Fetch(JobEngine.Steps):
         return self._num_sent == len(self._pieces)
 
     def next_step(self) -> int | None:
-        if self._next >= len(self._pieces) + 1:
+        if not self.has_steps():
             return None
         self._next += 1
         return self._next - 1
@@ -77,7 +74,7 @@ class Fetch(JobEngine.Steps):
     def run(self, step: int) -> None:
         """One piece. The last step sends that there are no more, and waits for what is under way."""
         is_last = step == len(self._pieces)
-        try:
+        with failing(self._fail, "it did not take its pages"):
             if is_last:  # over the pipe: the channel may be faster than the last piece
                 self._transfers.append(self._send_tag(step, 0))
             while self._transfers and (is_last or len(self._transfers) >= 2 * _AHEAD):
@@ -85,16 +82,13 @@ class Fetch(JobEngine.Steps):
             if not is_last and not self._is_cancelled:
                 self._send(step)
                 self._num_sent += 1
-        except Exception as e:
-            if not isinstance(e, KvplugError):
-                _log.exception("sending pages failed: a fault of kvplug")
-            gone = isinstance(e, PeerGoneError | ClosedError)
-            self._failed(None if gone else f"it did not take its pages: {e}")
-            self._pipe.abort()  # it reads no slot any more
-            self._next = len(self._pieces) + 1
-            is_last = True
-        if is_last:
+        if not self.has_steps():
             self._settled(self)
+
+    def _fail(self, reason: str | None) -> None:
+        self._failed(reason)
+        self._pipe.abort()  # it reads no slot any more
+        self._next = len(self._pieces) + 1
 
     def _send_tag(self, number: int, count: int) -> Transfer:
         tag = protocol.tag(self._request.id, number, count)

@@ -10,7 +10,6 @@ import secrets
 import threading
 from typing import Final
 
-from kvplug import KvplugError, ResourceExhaustedError, TransportError
 from kvplug.transport import (
     Acceptor,
     Connection,
@@ -30,7 +29,11 @@ class MemoryDoor:
     """Listens for readers. Each ticket admits one connection."""
 
     def __init__(self, segments: Segments, address: str, credentials: Credentials) -> None:
-        """Raises what :meth:`Listener.open` raises, and TransportError without a thread."""
+        """
+        Raises:
+            TransportError: memory cannot be handed out here.
+            KvplugError: the operator named an address that is in use, or not one of this host's.
+        """
         self._segments = segments
         self._lock = threading.Lock()
         self._admitted: dict[bytes, Connection | None] = {}
@@ -102,15 +105,3 @@ class MemoryDoor:
 
     def _after_fork_in_child(self) -> None:
         """The listener, the acceptor and the connections close themselves."""
-
-
-def open_door(segments: Segments, address: str, credentials: Credentials) -> MemoryDoor | KvplugError:
-    """The door, or why there is none: then readers get copies over pipes.
-
-    Raises:
-        KvplugError: the operator named an address that is in use, or not one of this host's.
-    """
-    try:
-        return MemoryDoor(segments, address, credentials)
-    except (TransportError, ResourceExhaustedError) as e:
-        return e

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 
+from kvplug import TransportError
 from kvplug.transport import Address, Store
 from kvplug_host.options import HostOptions
 from kvplug_host.pages.pages import Pages
-from kvplug_host.serving.memory_door import MemoryDoor, open_door
+from kvplug_host.serving.memory_door import MemoryDoor
 from kvplug_host.serving.session import Session
 
 _log = logging.getLogger(__name__)
@@ -40,13 +41,10 @@ class Server:
         with self._lock:
             if not self._is_opened and not self._closed and options.map:
                 address = f"unix:{options.socket}" if options.socket else Address.beside(context.host)
-                door = open_door(segments, address, context.credentials)
-                if isinstance(door, MemoryDoor):
-                    self._door = door
-                else:
-                    _log.warning(
-                        "readers get copies of the pages: their memory cannot be handed out: %s", door
-                    )
+                try:
+                    self._door = MemoryDoor(segments, address, context.credentials)
+                except TransportError as e:
+                    _log.warning("readers get copies of the pages: their memory cannot be handed out: %s", e)
                 self._is_opened = True
             return self._door
 

@@ -32,10 +32,11 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.jobs import ranges_of
+from kvplug_host.link_end import failing
 from kvplug_host.pages.index import Entry
 from kvplug_host.pages.pages import Pages
 from kvplug_host.protocol import Place
-from kvplug_host.serving.arrivals import Arrival, Elsewhere
+from kvplug_host.serving.arrivals import Arrival, PipedPages
 from kvplug_host.serving.fetch import Fetch
 from kvplug_host.serving.memory_door import MemoryDoor
 
@@ -147,7 +148,7 @@ class Session:
         self._sender.give_up()
         self._views.cache_clear()
         for arrival in list(self._arrivals.values()):
-            arrival.put.end(MissReason.CANCELLED)
+            arrival.end(MissReason.CANCELLED)
         if self._stall is not None:
             self._stall.cancel()
         if self._door is not None:
@@ -228,7 +229,7 @@ class Session:
             raise WireError("a message to a store: a read that is not possible")
         entries = self._pages.lease(request.each, (self, number), lease_s)
         if lease_s > 0:
-            end = functools.partial(self._end_read, number, is_read=False)
+            end = functools.partial(self._done, protocol.Done(id=number, read=False))
             there = [entry for entry in entries if entry is not None]
             self._reads[number] = there, self._at(time.monotonic() + lease_s, end)
         places = [
@@ -243,16 +244,12 @@ class Session:
             raise PeerGoneError(f"there is no thread that ends what the peer holds: {e}") from e
 
     def _done(self, request: protocol.Done) -> None:
-        self._end_read(request.id, is_read=request.read)
-
-    def _end_read(self, request: int, *, is_read: bool) -> None:
-        """Nothing is left of a read. ``is_read``: the peer has got its pages."""
-        entries, alarm = self._reads.pop(request, (None, None))
+        entries, alarm = self._reads.pop(request.id, (None, None))
         if entries is None or alarm is None:
             return
         alarm.cancel()
-        self._pages.forget_holders([(self, request)])
-        if is_read:
+        self._pages.forget_holders([(self, request.id)])
+        if request.read:
             self._pages.read([entry.key for entry in entries], self._end_of_peer)
 
     def _segment(self, request: protocol.Segment) -> None:
@@ -329,7 +326,7 @@ class Session:
         if fetch is not None:
             fetch.cancel()
         if arrival is not None:
-            arrival.put.end(MissReason.CANCELLED)
+            arrival.end(MissReason.CANCELLED)
 
     def _put(self, request: protocol.Put) -> None:
         number, keys = request.id, request.each
@@ -340,7 +337,7 @@ class Session:
             series=Series(request.format, request.shard, seal.id),
             keys=keys,
             identities=request.identities,
-            memory=Elsewhere(len(keys)),
+            memory=PipedPages(len(keys)),
         )
         deadline = Deadline.after(min(request.timeout_s, _MOST_S))
 
@@ -367,7 +364,7 @@ class Session:
         self._stall, now = None, time.monotonic()
         for arrival in list(self._arrivals.values()):
             if now - max(arrival.begun_at, self._received_at) >= self._stall_timeout_s:
-                arrival.put.end(MissReason.TIMEOUT)
+                arrival.end(MissReason.TIMEOUT)
         if self._arrivals and not self._over:
             self._stall = self._at(now + self._stall_timeout_s / 4, self._end_stalled)
 
@@ -384,7 +381,7 @@ class Session:
     def _receive_all(self) -> None:
         pipe = self._pipe
         assert pipe is not None
-        try:
+        with failing(self.fail, "its pages did not come"):
             while True:
                 number, first, count = protocol.receive_tag(pipe)
                 if not count:
@@ -394,15 +391,6 @@ class Session:
                 if arrival is None or not arrival.receive(pipe, first, count):
                     pipe.recv_tensor(timeout=_MOST_S)  # pages of a put that has ended
                 self._received_at = time.monotonic()
-        except (PeerGoneError, ClosedError) as e:
-            if not self._over:
-                _log.debug("the pipe to %s has ended: %s", self._peer, e)
-                self._link.close()
-        except KvplugError as e:
-            self.fail(f"its pages did not come: {e}")
-        except Exception as e:
-            _log.exception("receiving pages failed: a fault of kvplug")
-            self.fail(str(e))
 
 
 _HANDLERS: Final[dict[type[protocol.Request], Callable[[Session, Any], None]]] = {
