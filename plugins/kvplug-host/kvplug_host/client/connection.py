@@ -119,10 +119,12 @@ class Connection:
 
     def _receive_all(self) -> None:
         channel = self._link.channel
-        with failing(self._fail, "receiving its answers failed"):
-            while True:
-                self.requests.answered(channel.recv(timeout=None))
-        self.lose()
+        try:
+            with failing(self._fail, "receiving its answers failed"):
+                while True:
+                    self.requests.answered(channel.recv(timeout=None))
+        finally:
+            self.lose()
 
     def _fail(self, reason: str | None) -> None:
         if reason is not None:
