@@ -329,6 +329,27 @@ def test_a_get_with_little_time_does_not_end_the_mapping(monkeypatch: pytest.Mon
         assert store.route == "its memory is mapped"
 
 
+def test_ending_does_not_wait_for_a_segment_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplug_host.client.client._CLOSE_S", 600.0)
+    is_asked, may_go = threading.Event(), threading.Event()
+
+    def never(*args: Any) -> None:
+        is_asked.set()
+        assert may_go.wait(600)
+
+    with served() as (served_store, store):
+        pages = names("in another segment", 20)
+        assert PAGES.put(served_store, *pages) == [None] * 20
+        monkeypatch.setattr(MemoryDoor, "hand_over", never)
+        job = store.submit_get(PAGES.request(store, *pages), timeout=None)
+        assert is_asked.wait(waits.patience_s)
+        try:
+            waits.Call(store.abort).result()
+        finally:
+            may_go.set()
+        assert job.wait(waits.patience_s) == [MissReason.CLOSED] * 20
+
+
 def test_a_store_that_hangs_up_again_and_again_is_not_tried_without_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
