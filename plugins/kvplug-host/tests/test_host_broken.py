@@ -331,6 +331,7 @@ def test_a_get_with_little_time_does_not_end_the_mapping(monkeypatch: pytest.Mon
 
 def test_ending_does_not_wait_for_a_segment_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvplug_host.client.client._CLOSE_S", 600.0)
+    monkeypatch.setattr("kvplug_host.client.mapping._HAND_OVER_S", 600.0)
     is_asked, may_go = threading.Event(), threading.Event()
 
     def never(*args: Any) -> None:
