@@ -162,7 +162,7 @@ def _check(kind: Kind, make: Maker | None, settings: Mapping[str, Any]) -> Score
         pytest_sessionfinish=lambda session: cards.append(reporting.reporter_of(session.config).scorecard)
     )
     arguments = ["-q", "--no-header", "-c", os.devnull, "--rootdir", os.getcwd(), "--kvplug-level", level]
-    arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *(f"--kvplug-law={law}" for law in laws)]
     with _alone(suite):
         code = pytest.main([*arguments, str(_COLLECTED)], plugins=[keep])

@@ -4,6 +4,7 @@ became of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ _PROPERTY = "kvplug"
 _NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
 """Exit codes of a run that does not overwrite an earlier report."""
 _CHOSEN = Path(__file__).with_name("contract") / "collected_suites.py"
+
+
+class _Folder(pytest.File):
+    """A folder above :data:`_CHOSEN`. pytest loads the ``conftest.py`` of its own folders, here that of any
+    project that the environment happens to lie in."""
+
+    def collect(self) -> Iterator[pytest.Collector]:
+        below = next(path for path in (_CHOSEN, *_CHOSEN.parents) if path.parent == self.path)
+        kind = pytest.Module if below == _CHOSEN else _Folder
+        yield kind.from_parent(self, path=below)
 
 
 def reporter_of(config: pytest.Config) -> Reporter:
@@ -40,6 +51,8 @@ class Reporter:
         """
         option = config.option
         self._level: str = option.kvplug_level
+        self._is_alone = False
+        """Whether pytest collects nothing but the suites of the named subjects."""
         self._results: dict[tuple[str, str, str], Result] = {}
         self._is_worker = hasattr(config, "workerinput")
         """Whether this is a worker of pytest-xdist: the controller counts its results."""
@@ -58,8 +71,14 @@ class Reporter:
             suites.chosen[:] = chosen
             by_hand = config.args_source is pytest.Config.ArgsSource.ARGS
             config.args = [*(config.args if by_hand else ()), str(_CHOSEN)]
+            self._is_alone = not by_hand
 
     # -- before ----------------------------------------------------------------------------------
+
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        rootdir = parent.config.rootpath
+        is_above = path in _CHOSEN.parents and path not in (rootdir, *rootdir.parents)
+        return _Folder.from_parent(parent, path=path) if is_above and self._is_alone else None
 
     def select(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Put the tests in order, mark the waived ones, and deselect those of other laws.
