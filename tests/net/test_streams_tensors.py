@@ -14,8 +14,9 @@ GPU = torch.device("cuda", 0)
 
 
 class Stream:
-    def __init__(self) -> None:
+    def __init__(self, priority: int) -> None:
         self.device = GPU
+        self.priority = priority
         self.done = True
 
     def query(self) -> bool:
@@ -27,8 +28,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     """The streams that were made; none was before."""
     found: list[Stream] = []
 
-    def make(_: Any) -> Stream:
-        found.append(Stream())
+    def make(_: Any, priority: int) -> Stream:
+        found.append(Stream(priority))
         return found[-1]
 
     monkeypatch.setattr(streams, "_idle", defaultdict(list))
@@ -53,3 +54,12 @@ def test_one_that_still_works_is_lent_to_nobody(made: list[Stream]) -> None:
     assert streams.StreamPool.acquire(GPU) is made[2]
     busy.done = True
     assert streams.StreamPool.acquire(GPU) is busy
+
+
+def test_urgent_streams_are_apart_from_others_which_have_the_lowest_priority(made: list[Stream]) -> None:
+    urgent, other = streams.StreamPool.acquire(GPU), streams.StreamPool.acquire(GPU, is_urgent=False)
+    assert urgent.priority < other.priority == 0, "a lower number is a higher priority"
+    streams.StreamPool.release(urgent)
+    streams.StreamPool.release(other, is_urgent=False)
+    assert streams.StreamPool.acquire(GPU, is_urgent=False) is other
+    assert streams.StreamPool.acquire(GPU) is urgent
