@@ -1,8 +1,8 @@
-"""kvplug: the socket between LLM engines and KV cache transports.
+"""kvplug connects LLM engines to KV cache transports.
 
-Programs import from this package: a config, what is built from it, and the errors to catch. Authors of
-transports import from :mod:`kvplug.transport`, authors of connectors and of adapters to engines from
-:mod:`kvplug.engine`.
+Programs import the config, the functions that build objects from it, and the errors from this package.
+Authors of transports import from :mod:`kvplug.transport`. Authors of connectors and of engine adapters import
+from :mod:`kvplug.engine`.
 """
 
 from kvplug.door import Door

@@ -1,15 +1,15 @@
-"""Doors: packages whose public names are imported on first use.
+"""Imports the public names of a package on first use.
 
-A door's names are listed only in its stub ``__init__.pyi``. Type checkers read the stub, and so does Python
-on the first use of a name. ``import kvplug`` is cheap, and ``from kvplug import Config`` loads only what
-Config needs.
+The package lists these names only in its stub ``__init__.pyi``. Type checkers read the stub, and
+:class:`Door` reads it when a name is first used. So ``import kvplug`` is cheap, and ``from kvplug import
+Config`` loads only the modules that Config needs.
 """
 
 from __future__ import annotations
 
 
 class Door:
-    """The names of one package. Serves as the package's ``__getattr__`` (PEP 562)."""
+    """Imports the names of one package. Serves as the package's ``__getattr__`` (PEP 562)."""
 
     def __init__(self, package: str, folder: str) -> None:
         self._package = package

@@ -83,7 +83,7 @@ class PeerGoneError(KvplugError, ConnectionError):
     """The process at the other end died or closed, or was silent for so long that it counts as dead."""
 
     closed: bool = False
-    """Whether the other end announced that it closes, and not in the middle of a message."""
+    """Whether the other end announced its close between two messages."""
 
 
 class TimeoutError(KvplugError, builtins.TimeoutError):
@@ -95,7 +95,7 @@ class StalledError(TimeoutError):
 
 
 class CancelledError(KvplugError, RuntimeError):
-    """The caller's ``cancel`` event was set while the call waited. Nothing was taken."""
+    """The caller's ``cancel`` event was set while the call waited. Nothing was transferred."""
 
 
 class BusyError(KvplugError, RuntimeError):
@@ -103,7 +103,7 @@ class BusyError(KvplugError, RuntimeError):
 
 
 class TensorMismatchError(KvplugError, ValueError):
-    """Tensors that must match do not, or a message does not fit the memory offered and is not taken."""
+    """Tensors that must match differ, or a message does not fit the memory offered and remains unreceived."""
 
 
 class UnsupportedError(KvplugError, TypeError):
@@ -135,9 +135,9 @@ class SlowPathError(TransportError):
 
 
 class ResourceExhaustedError(TransportError):
-    """This process or a peer's ran out of descriptors, threads, memory or space; the message names which.
+    """This process or a peer ran out of descriptors, threads, memory or space; the message names which.
 
-    The next call may succeed, since the error only reports the system's present state. ``resource`` is one of
+    The next call may succeed, since the error reports only the system's present state. ``resource`` is one of
     ``descriptors``, ``threads``, ``memory`` and ``space`` (of a file system); ``errno`` is the system's error
     number, if it gave one.
     """
@@ -194,4 +194,4 @@ class HandshakeError(KvplugError):
 
 
 class IntegrityError(KvplugError):
-    """Received memory does not have the hash that its sender gave."""
+    """The hash of the received bytes differs from the hash that the sender gave."""

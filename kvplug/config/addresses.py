@@ -33,12 +33,12 @@ _FORMS = "allowed is host:port, [ipv6]:port, unix:@name or unix:/path"
 
 @attrs.frozen
 class Address:
-    """A TCP address, or that of a Unix socket, which is abstract or in the file system."""
+    """The address of a TCP socket, or of a Unix socket, which is abstract or in the file system."""
 
     host: str = ""
-    """The TCP host: a name, or a number without brackets. Empty for a Unix socket."""
+    """The TCP host: a name, or an IP address without brackets. Empty for a Unix socket."""
     port: int = 0
-    """The TCP port. 0 stands for any free port of a listener."""
+    """The TCP port. With 0, a listener takes any free port."""
     name: str = attrs.field(default="", kw_only=True)
     """The path of a Unix socket, which begins with a slash, or the name of an abstract one without its
     leading NUL. Empty if a name is to be generated."""
@@ -48,7 +48,7 @@ class Address:
         """Parse a listener's address, as an operator writes it. Host names are not resolved.
 
         Args:
-            port: the port if the text has none; ``None``: the text must have one.
+            port: the port to use if the text has no port; ``None``: the text must have a port.
 
         Raises:
             ConfigError: the text is not an address; the message explains why, and shows the valid forms.
@@ -96,7 +96,7 @@ class Address:
 
     @staticmethod
     def beside(host: str) -> str:
-        """Return an address for a second listener of a server, which only processes of its machine reach.
+        """Return an address for a server's second listener, which only processes on the same host can reach.
 
         ``host`` is the ``host`` of the server's config. If it is the path of a socket, the second socket is
         beside it. Otherwise the address is ``unix:``, an abstract socket with a generated name.
@@ -130,7 +130,7 @@ class Address:
         """Resolve a TCP address into families and socket addresses, IPv4 first.
 
         Raises:
-            PeerGoneError: the name is not known, perhaps not yet.
+            PeerGoneError: the host name cannot be resolved now; it may become known later.
         """
         try:
             found = socket.getaddrinfo(
@@ -143,7 +143,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether a TCP address resolves to loopback addresses only, which only this host can reach.
+        """Whether a TCP address resolves only to loopback addresses, which other hosts cannot reach.
 
         ``0.0.0.0``, ``::`` and names that cannot be resolved do not count as loopback.
         """
@@ -198,7 +198,7 @@ def _parsed(text: str, default: int | None) -> Address:
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError, with the reason, if ``host`` is neither the name nor the number of a host."""
+    """Raise ValueError, with the reason, if ``host`` is neither a host name nor an IP address."""
     number, percent, zone = host.partition("%")
     if ":" in host:
         if percent and not _ZONE.fullmatch(zone):

@@ -403,7 +403,7 @@ class Config:
         """Make a Config from kvplug's keys, or those of vLLM's ``--kv-transfer-config``.
 
         Raises:
-            ConfigError: with every fault of form.
+            ConfigError: some keys or values are malformed; it lists every fault.
         """
         return Draft.of([sources.from_mapping(data, source)]).config()
 
@@ -419,14 +419,14 @@ class Config:
 
         Args:
             path: a ``.toml`` or ``.json`` file; ``None`` takes the file that ``KVPLUG_CONFIG`` names, if any.
-            overrides: a dict, or texts ``"key=value"`` (``"options.cpu.connections=2"``).
+            overrides: a dict, or strings ``"key=value"`` (``"options.cpu.connections=2"``).
 
         Raises:
-            ConfigError: with every fault of form, or the file cannot be read.
+            ConfigError: the file cannot be read, or some keys or values are malformed; it lists every fault.
         """
         return Draft.load(path, overrides=overrides, environ=environ).config()
 
-    # -- questions ------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
 
     def require_role(self) -> Role:
         """Return the role.
@@ -479,7 +479,7 @@ class Config:
 
     @property
     def directory(self) -> str | None:
-        """The URL of the directory of engines in ``peers``, or ``None`` without one."""
+        """The URL of the directory of engines in ``peers``, or ``None`` if ``peers`` has only addresses."""
         return next((peer for peer in self.peers if directory_of(peer) is not None), None)
 
     @property

@@ -17,7 +17,7 @@ class Fault(str):
     """
 
     key: str
-    """Empty if the fault does not concern a single key."""
+    """The key at fault; empty if the fault concerns several keys or no key."""
     place: str
     """The place that sets the key: a variable, one of vLLM's keys, ``command line``. Empty for a file."""
     _value: str
@@ -44,7 +44,7 @@ class Fault(str):
 
     @property
     def line(self) -> str:
-        """The line that fixes the fault, for people; empty if it is not known."""
+        """The line that fixes the fault, as shown to people; empty if it is not known."""
         if self._line or not self.key:
             return self._line
         value = repr(self._value) if self._value else "..."
@@ -65,7 +65,7 @@ def shown(value: Any) -> str:
     """Format a value as an operator wrote it, shortened if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python turns into text
+    except ValueError:  # an integer with more digits than Python converts to text
         text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
@@ -103,7 +103,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def unknown_key(key: str, known: Iterable[str], given: Container[str] = ()) -> Fault:
     """Make the fault of an unknown key. It hides the value, which may be a secret under a misspelt name.
 
-    ``given``: the keys that are set. A second line with one of them would be a duplicate.
+    ``given``: the keys that are set. The fault does not suggest setting one of them a second time.
     """
     names = sorted(known)
     near = nearest(key, names)

@@ -87,7 +87,7 @@ class OptionRow:
 
 @attrs.frozen
 class _Check:
-    """The validator of an option: its type and bounds, then the author's own validator."""
+    """Validates an option: checks its type and bounds, then calls the author's own validator."""
 
     validator: Callable[[Any, Any, Any], Any] | None
 
@@ -231,8 +231,8 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
     1048576
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type or out of bounds, an option that must be
-            given; every fault at once.
+        ConfigError: a key is unknown, a value has the wrong type or is out of bounds, or a required option
+            is missing; it lists every fault.
     """
     prefix = f"{where}." if where else ""
     known = _options(cls)

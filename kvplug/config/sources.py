@@ -70,14 +70,14 @@ class Layer:
     """The values and faults of one source."""
 
     source: str
-    """A file, ``environment``, ``command line``, or what a program stated."""
+    """A file, ``environment``, ``command line``, or the ``source`` that a program passed."""
     values: dict[str, tuple[Any, str]] = attrs.field(factory=dict)
     """Each value and its source: the file, a variable, one of vLLM's keys, or the command line. Options are
     flat, with keys ``options.<name>.<option>``."""
     faults: list[Fault] = attrs.field(factory=list)
 
     def add(self, data: Mapping[Any, Any], source: str) -> None:
-        """Add kvplug's own keys."""
+        """Add the values of kvplug's own keys."""
         flat = {str(key): value for key, value in data.items() if key != "options"}
         tables = data.get("options", {})
         if not isinstance(tables, Mapping):
@@ -111,7 +111,7 @@ def _add_vllm(layer: Layer, data: Mapping[Any, Any]) -> None:
     prefix = f"{layer.source}: " if layer.source else ""
     known = (*VLLM_KEYS, VLLM_EXTRA, *VLLM_IGNORED)
     for key, value in data.items():
-        if key in VLLM_KEYS and value is not None:  # vLLM writes None for what was not given
+        if key in VLLM_KEYS and value is not None:  # vLLM sets every key that is not given to None
             layer.values[VLLM_KEYS[key]] = value, f"{prefix}{key}"
         elif key not in known:
             near = nearest(str(key), known)
@@ -126,7 +126,7 @@ def _add_vllm(layer: Layer, data: Mapping[Any, Any]) -> None:
         extra = {}
     theirs, ours = data.get("kv_connector"), extra.get("connector")
     if isinstance(theirs, str) and not _OUR_NAME.fullmatch(theirs):
-        del layer.values["connector"]  # this names vLLM's class; the extra config or the default names ours
+        del layer.values["connector"]  # names vLLM's class; the extra config or the default names kvplug's
         if ours is None and theirs != "KvplugConnector":
             allowed = f"a connector of kvplug, or KvplugConnector with the connector's name in {VLLM_EXTRA}"
             layer.faults.append(bad_value("kv_connector", theirs, allowed, meant="KvplugConnector"))

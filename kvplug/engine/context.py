@@ -1,4 +1,4 @@
-"""The context of a connector, passed to its factories: all that the connector may use from outside.
+"""The context passed to a connector's factories: everything from outside that the connector may use.
 
 Only the composition root (:mod:`kvplug.assembly`) looks names up. A plugin gets its options, its identity,
 its metrics and its access to other processes from the context.
@@ -51,7 +51,7 @@ class PeerServer(abc.ABC):
     @property
     @abc.abstractmethod
     def contact(self) -> str:
-        """Where it listens. Another process passes it to ``Peers.connect`` as ``peer``."""
+        """The address where this listens. Another process passes it to ``Peers.connect`` as ``peer``."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -65,9 +65,10 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def serve(self, serve_link: Callable[[PeerLink, Deadline], None], *, max_served: int = 0) -> PeerServer:
-        """Listen at the config's address for this worker, or at the embedding program's, and call
-        ``serve_link`` in a thread for each peer whose handshake succeeds. A refused peer receives the reason
-        and is counted.
+        """Listen at the config's address for this worker, or at one that the embedding program chose.
+
+        Call ``serve_link`` in a thread for each peer whose handshake succeeds. A refused peer receives the
+        reason and is counted.
 
         The second argument of ``serve_link`` is the deadline of the peer's handshake, by which pipes must be
         open. ``serve_link`` may run until the peer is gone; the link is closed when it returns. Pipes that it
@@ -148,10 +149,11 @@ class ConnectorContext:
     open_store: Callable[[str], Store]
     """Opens a store by its name, with the config's options for it. The caller closes it."""
     store_client: Callable[[str, PeerLink], Store]
-    """Makes this process's end of the named store, which the peer at the other end of the link serves."""
+    """Makes a client of the named store, which the peer at the other end of the link serves."""
     open_lookup: Callable[[], LookupEndpoint]
     """Makes the endpoint of the config's ``lookup_buffer``, with the config's options for it. A connector
-    that calls it sets ``uses_lookup_buffer`` in its spec. The caller closes the ends that it makes."""
+    that calls it sets ``uses_lookup_buffer`` in its spec. The caller closes what it makes with the
+    endpoint."""
     close: Callable[[], None]
     """Closes what was built for this connector outside it (listeners, links, reporters).
 

@@ -16,8 +16,8 @@ Every cache has B, T and D. A cache of keys and values per head also has K and H
 dimension of the tensor, of size 2 * head_size, with the keys first. ``BHTKD`` is a tensor of four dimensions,
 [blocks, heads, tokens, 2 * head_size]. Anywhere else K is a separate dimension.
 
-A layout is derived from what the engine states and from strides, never from a shape: with 16 heads and 16
-tokens in a block, NHD and HND have the same shape.
+A layout is derived from the engine's own statements and from strides, never from a shape: with 16 heads and
+16 tokens in a block, NHD and HND have the same shape.
 
 **The inside of a block.** Some attention kernels keep keys in an order of their own, transposed or in tiles,
 which the shape does not show. An engine that does not know the order inside its blocks names their
@@ -94,7 +94,7 @@ class KVLayout:
     (16, True)
 
     Raises:
-        LayoutError: the axes are not those of a KV cache; a size is missing, not positive, or of no axis.
+        LayoutError: the axes are not those of a KV cache; a size is missing, not positive, or names no axis.
     """
 
     axes: str
@@ -134,7 +134,7 @@ class KVLayout:
             raise LayoutError(f"layout {self.axes!r} needs the sizes of {', '.join(unsaid)} too")
         object.__setattr__(self, "_sizes", _ordered(sizes))
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -287,7 +287,7 @@ class KVLayout:
         """Copy the KV of tokens ``start`` to ``end`` (exclusive) of one sequence out of the cache.
 
         Args:
-            block_ids: the sequence's block table; its i-th block holds tokens i * block_size and on.
+            block_ids: the sequence's block table; block ``i`` of it begins with token i * block_size.
             out_key, out_value: memory to copy into, shape [end - start, heads, head size], of the cache's
                 dtype and device; need not be contiguous. Allocated by default.
 
@@ -295,9 +295,9 @@ class KVLayout:
             ``(key, value)``, each [tokens, heads, head size]; for latent attention one head, and ``None``.
 
         Raises:
-            LayoutError: the cache does not have this layout; a block id is out of range or comes twice; there
-                are too few blocks; an ``out`` does not fit; the range includes part of a block that can only
-                be moved whole (``block_format``). Nothing was copied.
+            LayoutError: the cache does not have this layout; a block id is out of range or repeated; there
+                are too few blocks; ``out_key`` or ``out_value`` does not fit; the range includes part of a
+                block that can only be moved whole (``block_format``). Nothing was copied.
         """
         views = self.views(cache)
         given = [out_key, out_value]

@@ -48,8 +48,8 @@ class Members(abc.ABC):
     def follow(self, listener: Listener) -> None:
         """Call ``listener(engines, is_stale)`` with all other engines after each change, in a background
         thread. ``is_stale`` means that the directory has not answered for longer than a lease, so that
-        ``engines`` are the last known ones. The stale call is repeated until the directory answers; a fresh
-        call follows."""
+        ``engines`` are the last known ones. Such calls repeat until the directory answers; then a call with
+        ``is_stale`` false follows."""
 
     @abc.abstractmethod
     def wait_until_known(self, deadline: Deadline) -> None:

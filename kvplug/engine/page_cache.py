@@ -1,4 +1,4 @@
-"""Makes a store the page cache of an engine that has its own keys and memory."""
+"""Uses a store as the page cache of an engine that has its own keys and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _R = TypeVar("_R", PutReason, MissReason)
 _ORDINARY: Final = frozenset({"absent", "evicted", "expired", "cancelled", "closed"})
 """Reasons that do not concern the store's health."""
 _MANY: Final = 1000
-"""Old leases, or sizes of pages, are cleared away when there are more than this."""
+"""More leases than this: the expired ones are removed. More sizes of pages than this: all are removed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -38,14 +38,14 @@ class FlatPage:
     """One page of another engine's cache."""
 
     key: bytes
-    """The engine's whole key of the page."""
+    """The engine's complete key for the page."""
     view: memoryview
     """The page's bytes, contiguous. The view keeps their memory alive."""
     more: Sequence[memoryview] = ()
-    """Further pieces of the page that lie elsewhere, in order. In the store they are one page."""
+    """Further pieces of the page that lie elsewhere, in order. The store keeps all pieces as one page."""
     layout: bytes = b""
-    """What the key leaves out about the meaning of the bytes (dtype, shape). A page that was put with another
-    layout or length is a miss."""
+    """Properties of the bytes that the key omits (dtype, shape). A page that was put with another layout or
+    length is a miss."""
 
     @property
     def pieces(self) -> tuple[memoryview, ...]:
@@ -61,15 +61,16 @@ class FlatPage:
 class PageCache:
     """A store as the page cache of an engine that has keys of its own, and whose pages are flat bytes.
 
-    Law. Every call returns at once. Every job ends by its deadline; when it is done, the memory of its pages
-    is touched no more. A failure of the store is a miss or a page that is not kept, with its reason, counted
-    and logged once; it is never an exception, also not after :meth:`close`. A page is found only by an engine
-    with the same name, namespace and key, and only with the layout and length that it was put with.
+    Law. Every call returns at once. Every job ends by its deadline; when it is done, nothing accesses the
+    memory of its pages any more. If the store fails, a get misses or a put does not keep the page, with a
+    reason, which is counted, and logged once. No call raises because of it, even after :meth:`close`. A page
+    is found only by an engine with the same name, namespace and key, and only with the layout and length that
+    it was put with.
 
     Callers. Adapters of engines, from any thread.
 
-    Not promised. As for :class:`~kvplug.transport.Store`: a page may not be kept, and may be gone before it
-    is got.
+    Not promised. As for :class:`~kvplug.transport.Store`: a put may not keep a page, and a kept page may be
+    gone before a get.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PageCache:
         self.stats = TransferStats() if stats is None else stats
         """Counts pages that were looked up, put and got, and failures by reason."""
         name = engine.encode()
-        # includes the seal, so that pages with another protection are misses and not of a wrong format
+        # includes the seal, so that a page with another protection is absent, instead of in a wrong format
         self._namespace = b"".join(
             len(part).to_bytes(8, "little") + part for part in (name, namespace, store.seal.id)
         )
@@ -120,12 +121,12 @@ class PageCache:
     ) -> Job[Presence]:
         """Look up whether the store has the pages.
 
-        ``lease_s``: if the store has leases, held pages are not evicted for this long, or until
-        :meth:`release` was called as often as they were found.
+        ``lease_s``: if the store has leases, it does not evict the pages found for this long, or until
+        :meth:`release` was called once for each lookup that found them.
         """
         own, deadline = self._keys(keys), Deadline.after(timeout, self._timeout_s)
         if lease_s:
-            self._leases.hold(own, lease_s)  # before the answer, so that no release can end this lease
+            self._leases.hold(own, lease_s)  # before the answer, so that no earlier lease's release ends it
         try:
             job = self.store.submit_lookup(own, lease_s=lease_s, timeout=timeout)
         except Exception as e:
@@ -149,20 +150,20 @@ class PageCache:
         return len(self._leases)
 
     def put(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
-        """Keep copies of the pages. Result: ``None`` for a page that the store has now, else why not."""
+        """Keep copies of the pages. Result: ``None`` for a page that the store has now, else the reason."""
         return self._submitted(
             "put", pages, self.store.submit_put, (PutReason.CLOSED, PutReason.OTHER), timeout
         )
 
     def get(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[MissReason | None]:
-        """Fill the pages' memory. Result: ``None`` for a page that was copied and verified, else why not. The
-        memory of a missed page never receives bytes of another page."""
+        """Fill the pages' memory. Result: ``None`` for a page that was copied and verified, else the reason.
+        The memory of a missed page never receives bytes of another page."""
         return self._submitted(
             "get", pages, self.store.submit_get, (MissReason.CLOSED, MissReason.OTHER), timeout
         )
 
     def remove(self, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
-        """Forget the pages. Result: whether they are gone."""
+        """Remove the pages from the store. Result: whether each is gone."""
         deadline = Deadline.after(timeout, self._timeout_s)
         try:
             return self.store.submit_remove(self._keys(keys), timeout=timeout)
@@ -171,7 +172,7 @@ class PageCache:
             return ended(Job(len(keys), deadline), False)
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """Release one lease of :meth:`lookup` on each page. The store's lease ends with the page's last."""
+        """Release one lease of :meth:`lookup` on each page. The last one on a page ends the store's lease."""
         self._release(self._keys(keys))
 
     def _release(self, own: Sequence[bytes]) -> None:
@@ -183,13 +184,13 @@ class PageCache:
             self._failed("release", e, 0)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that the pages were used elsewhere, so that they are evicted later."""
+        """Note that the pages were used outside the store, so that it evicts them later."""
         try:
             self.store.touch(self._keys(keys))
         except Exception as e:
             self._failed("touch", e, 0)
 
-    # -- at once -------------------------------------------------------------------------------
+    # -- state and closing ---------------------------------------------------------------------
 
     def usage(self) -> Usage:
         """Return what the store holds; all zeros if it was closed."""
@@ -231,7 +232,7 @@ class PageCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
     def _keys(self, keys: Sequence[bytes]) -> list[bytes]:
         return [foreign_key(self._namespace, key) for key in keys]
@@ -326,7 +327,7 @@ class PageCache:
             self._idle.notify_all()
 
     def _failed(self, op: str, error: Exception, count: int) -> None:
-        """Count and log an error that a call of the store raised, so that its pages have no results."""
+        """Count and log an error that a call to the store raised instead of returning results."""
         if isinstance(error, LayoutError):
             _log.error("memory of %s cannot be used: %s", self._engine, error)
         reason = str(reason_of(error))
@@ -335,7 +336,7 @@ class PageCache:
         self._log_once(op, reason, f"{type(error).__name__}: {error}")
 
     def _log_once(self, op: str, reason: str, what: str) -> None:
-        """Log each kind of failure once, since the counters cover the others."""
+        """Log the first failure of each kind. The counters include all of them."""
         with self._lock:
             if reason in _ORDINARY or (op, reason) in self._logged:
                 return
@@ -359,7 +360,7 @@ class LeaseCounts:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: dict[bytes, tuple[int, float]] = {}
-        """For each key: how many leases, and when they end."""
+        """The number of leases on each key, and when they end."""
         self._purge_at = _MANY
 
     def __len__(self) -> int:

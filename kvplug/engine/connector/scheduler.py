@@ -21,7 +21,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 
 
 class SchedulerConnector(abc.ABC):
-    """Decides for which tokens KV is loaded from outside, and which KV is stored there. It touches no tensor.
+    """Decides which tokens' KV is loaded from outside, and which KV is stored there. Never touches a tensor.
 
     Law. Only tokens whose KV can really be loaded are promised. Wrong KV is never used: the worker side
     reports failed loads in the same step, and the engine recomputes them or fails the request. Blocks that a
@@ -41,15 +41,16 @@ class SchedulerConnector(abc.ABC):
     steps in the order in which they were built, and ``update_connector_output`` follows the same order.
 
     An engine may make a request wait for any load, even one that its step needs. That step does not schedule
-    the request, and when the load is over ``update_state_after_alloc`` is called again, with 0 tokens.
+    the request. After the load has ended, ``update_state_after_alloc`` is called again, with 0 tokens.
 
-    Not promised. The matched KV may be gone when the worker side loads it. That is a load error.
+    Not promised. The matched KV may be gone when the worker side loads it; the load then fails.
     """
 
     supports_hma: ClassVar[bool] = False
     """Whether it serves caches with several KV cache groups, and groups with a window (hybrid memory).
 
-    Such a connector accepts block tables with ``NO_BLOCK``. An engine with such a cache refuses others.
+    If true, the connector accepts block tables with ``NO_BLOCK``. If false, engines with such caches refuse
+    the connector.
     """
 
     @property
@@ -65,7 +66,7 @@ class SchedulerConnector(abc.ABC):
     def get_required_kvcache_layout(cls, config: Config, options: Any) -> str | None:
         """Return the axis string that this connector requires under this config, or ``None`` for any.
 
-        Called before anything is built. A connector composed of others asks them.
+        Called before anything is built. A connector composed of others calls theirs.
         """
         return None
 
@@ -102,7 +103,7 @@ class SchedulerConnector(abc.ABC):
         return None
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Return once every peer that the config names is connected and agreed with.
+        """Return once every peer that the config names is connected and its handshake has succeeded.
 
         Optional: an engine calls it to fail at start instead of recomputing later.
 
@@ -123,16 +124,16 @@ class SchedulerConnector(abc.ABC):
         """Return how many tokens beyond ``num_computed_tokens`` can be loaded now, and whether in the
         background.
 
-        Returns ``(n, is_async)``. ``n`` is ``None`` if the caller must ask again later; ``is_async`` is never
-        true with 0. Counts only the longest prefix that can really be loaded. Has no side effects, and may be
-        called often.
+        Returns ``(n, is_async)``. ``n`` is ``None`` if the caller must ask again later. If ``n`` is 0,
+        ``is_async`` is false. Counts only the longest prefix that can really be loaded. Has no side effects,
+        and may be called often.
         """
 
     @abc.abstractmethod
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Note that blocks were allocated; ``num_external_tokens`` tokens, or none, will be loaded."""
+        """Note the allocated blocks, into which ``num_external_tokens`` tokens (may be 0) will be loaded."""
 
     @abc.abstractmethod
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
@@ -163,7 +164,7 @@ class SchedulerConnector(abc.ABC):
         return {"other": num_external_tokens} if num_external_tokens else {}
 
     def has_pending_push_work(self) -> bool:
-        """Whether work under way needs further steps to be driven or reported, though no request is active.
+        """Whether unfinished work needs more steps to progress or be reported, though no request is active.
 
         The engine runs further steps while this is true.
         """
@@ -190,4 +191,4 @@ class SchedulerConnector(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End everything. Idempotent; bounded in time. An engine that is killed never calls it."""
+        """Stop all work and free everything. Idempotent; bounded in time. A killed engine never calls it."""

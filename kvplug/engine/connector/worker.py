@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 
 class WorkerConnector(abc.ABC):
-    """Moves KV between this worker's paged cache and elsewhere.
+    """Moves KV between this worker's paged cache and places outside the engine.
 
     Law. As for the scheduler side. A block whose load failed, for whatever reason, is named by
     ``get_block_ids_with_load_errors`` no later than in the step in which its request is reported.
 
-    Callers. The engine's worker, from the thread that runs the model. At start ``register_kv_caches`` and
-    ``get_handshake_metadata``. Each step: ``handle_preemptions`` when there are any;
-    ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer that the cache config
-    names ``wait_for_layer_load`` and ``save_kv_layer``, unless ``has_connector_metadata`` is false;
+    Callers. The engine's worker, from the thread that runs the model. At start: ``register_kv_caches`` and
+    ``get_handshake_metadata``. Each step: ``handle_preemptions``, if requests were preempted;
+    ``bind_connector_metadata``; ``start_load_kv``; ``wait_for_layer_load`` and ``save_kv_layer`` inside each
+    attention layer in the cache config, unless ``has_connector_metadata`` returns false;
     ``wait_for_save``; ``get_finished``; ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``;
-    ``build_worker_metadata``; ``clear_connector_metadata``. At the end ``shutdown``.
+    ``build_worker_metadata``; ``clear_connector_metadata``. At the end: ``shutdown``.
 
     Two calls of a step may come later than listed. ``start_load_kv`` must come before the forward pass only
     if a request of this step needs its loads. If all loads are in the background, it may come after the
-    forward pass, or in a step without one. So it begins only loads; everything else that a step needs begins
+    forward pass, or in a step without one. So it only begins loads; everything else that a step needs begins
     in ``bind_connector_metadata``. ``wait_for_save`` comes after ``build_worker_metadata`` in an engine that
     drafts (speculative decoding), since the draft model's layers run then. So the loads that the step needs
     have ended when the first of ``wait_for_save``, ``get_finished`` and ``get_block_ids_with_load_errors``
     returns. ``clear_connector_metadata`` is always the last call.
 
-    None of these calls raises because a transfer failed: that is a load error or a counted save failure. None
-    waits for a load in the background, whatever its peer does. A step that writes into blocks which a failed
-    load or a save may still use waits for it, and raises :class:`~kvplug.engine.StalledError` if that takes
-    too long.
+    A failed transfer makes no call raise: it is reported as a load error, or counted as a failed save. No
+    call waits for a load in the background, whatever its peer does. If a failed load or a save may still use
+    blocks that a step writes into, the step waits for it, and raises :class:`~kvplug.engine.StalledError` if
+    that takes too long.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class WorkerConnector(abc.ABC):
         return None
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Return once every peer that the config names is connected and agreed with.
+        """Return once every peer that the config names is connected and its handshake has succeeded.
 
         Raises:
-            TimeoutError, HandshakeError, AuthenticationError: as at the scheduler side.
+            TimeoutError, HandshakeError, AuthenticationError: as for the scheduler side.
         """
         return None
 
@@ -85,9 +85,9 @@ class WorkerConnector(abc.ABC):
     def has_connector_metadata(self) -> bool:
         """Whether this step needs ``wait_for_layer_load`` and ``save_kv_layer``.
 
-        The engine asks in each layer, and skips both calls if this is false. It is false outside of a step,
-        and in a step whose layers wait for no load and are not saved one by one. The default: whether the
-        step's metadata is bound.
+        The engine calls this in each layer, and skips both calls if the result is false. It is false outside
+        of a step, and in a step whose layers wait for no load and are not saved one by one. The default
+        implementation returns whether the step's metadata is bound.
         """
         return self._metadata is not None
 
@@ -109,7 +109,7 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
-        """Begin to save what must be saved of this layer, now that the step's KV is in the cache."""
+        """Begin to save what this step must save of this layer. The step's KV is in the cache now."""
 
     @abc.abstractmethod
     def wait_for_save(self) -> None:
@@ -122,11 +122,11 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the requests whose asynchronous (sending, receiving) ended since the last call.
+        """Return ``(sent, received)``: requests whose asynchronous transfer ended since the last call.
 
-        Names only requests that ``request_finished`` kept or that were loaded asynchronously, each once. A
-        request that ended while its load was under way is named as received when the load has ended, which
-        frees its blocks. It is then not named as sent too, even if ``request_finished`` kept the blocks.
+        Names only requests whose blocks ``request_finished`` kept, or that were loaded asynchronously, each
+        once. A request that ended while its load was under way is named as received when the load has ended,
+        which frees its blocks. It is not named as sent too, even if ``request_finished`` kept the blocks.
         """
 
     @abc.abstractmethod
@@ -150,4 +150,4 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End everything. Idempotent; bounded in time. An engine that is killed never calls it."""
+        """Stop all work and free everything. Idempotent; bounded in time. A killed engine never calls it."""
