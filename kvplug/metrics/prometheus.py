@@ -39,7 +39,7 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "Pages of prompts that a store or a peer engine was asked for and does not hold.",
     ),
 }
-"""Name to (labels of ours, help). An engine's labels come before ours."""
+"""Maps each counter's name to kvplug's labels and the help. An engine's labels come before kvplug's."""
 
 _LE: Final = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
 _OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in COUNTERS.values()))
@@ -88,7 +88,7 @@ def prometheus_sinks(
     """Return one sink for each engine, by the engine's index.
 
     Args:
-        label_names: the engine's own labels; ours (``op``, ``le``, ``reason``) come after them.
+        label_names: the engine's own labels; kvplug's (``op``, ``le``, ``reason``, …) come after them.
         label_values: maps each engine's index to its label values.
         counter: makes a counter, as ``counter(name, documentation, labelnames)``: the class of an engine that
             wraps Prometheus (under Ray, for example), or ``functools.partial(Counter, registry=...)``.

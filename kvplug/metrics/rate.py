@@ -92,7 +92,7 @@ class SlowRate:
 
 @attrs.define(eq=False)
 class _Moved:
-    """Transfers of one batch, or slow batches in a row."""
+    """Totals of one batch of transfers, or of several slow batches in a row."""
 
     count: int = 0
     nbytes: int = 0
@@ -124,7 +124,7 @@ class Rate:
             factor: how many times slower than its history a path must be to count as slow.
             keeps_best: compare with the best median so far instead of the latest.
             most_gb_per_s: higher rates count as this rate in the history.
-            on_known: called with this object when it has a new usual rate or has given an alarm.
+            on_known: called with this object when it has a new usual rate or an alarm was raised.
         """
         self._claim = claim
         self._on_known = on_known
@@ -294,8 +294,8 @@ class PathWatch:
             self.due = True
 
     def take_alarm(self) -> Exception | None:
-        """Give the alarm that is due. Returns the error with which the pipe is refused, or ``None``."""
-        self.due = False  # first, so that the next call gives an alarm found meanwhile
+        """Report the alarm that is due. Returns the error with which the pipe is refused, or ``None``."""
+        self.due = False  # first, so that the next call reports an alarm found meanwhile
         found, self._found = self._found, None
         if found is not None and (refusal := self._alarm(found)) is not None:
             self._refusal = refusal
@@ -303,7 +303,7 @@ class PathWatch:
         return self._refusal
 
     def close(self) -> None:
-        """Give the alarm that is due when the pipe closes. A signal handler must not call this."""
+        """Report the alarm that is due when the pipe closes. A signal handler must not call this."""
         if self._found is not None:
             self.take_alarm()
 
@@ -363,7 +363,7 @@ class StoreWatch:
             return self._rates.setdefault((op, page_nbytes), made)
 
     def is_refused(self, op: StoreOp) -> bool:
-        """Whether requests of this direction are refused now. Gives the alarm that is due."""
+        """Whether requests in this direction are refused now. Reports an alarm that is due."""
         direction = self._directions[op]
         if direction.found is not None:
             with self._lock:
@@ -377,7 +377,7 @@ class StoreWatch:
         return time.monotonic() < direction.refused_until
 
     def close(self) -> None:
-        """Give the alarms that are due when the store closes."""
+        """Report the alarms that are due when the store closes."""
         self.is_refused("get")
         self.is_refused("put")
 

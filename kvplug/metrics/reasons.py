@@ -34,11 +34,11 @@ class Op(enum.StrEnum):
     EVICT = "evict"
     """One page that an engine's own store dropped to make room for another."""
     HANDSHAKE = "handshake"
-    """One agreement with a peer, measured from the proven connection."""
+    """One handshake with a peer, measured from when the connection is authenticated."""
     MEMBERS = "members"
     """One exchange with a directory of engines: this engine is announced, and the others are listed."""
     HINT = "hint"
-    """One hint from an engine's orchestrator with a request: to fetch KV, or to keep it."""
+    """One hint to fetch or to keep KV, which an engine's orchestrator sends with a request."""
     OTHER = "other"
     """An operation of a newer plugin that this core does not know."""
 
@@ -49,7 +49,7 @@ class Reason(enum.StrEnum):
     EXPIRED = "expired"
     """A lease or a ticket had expired."""
     REFUSED = "refused"
-    """One end refused: the peer was not proven, nothing was agreed on, or the tensor was not acceptable."""
+    """One end refused: the peer was not authenticated, the ends did not agree, or a tensor was unsuitable."""
     CORRUPT = "corrupt"
     """The received bytes differ from the sent ones: a hash differs, or the bytes are not a message."""
     TRANSPORT = "transport"
@@ -96,7 +96,7 @@ class Reason(enum.StrEnum):
     NOT_WORTH_IT = "not_worth_it"
     """Loading the KV would have taken longer than computing it."""
     IGNORED = "ignored"
-    """The request may be ignored, and was."""
+    """The request was optional, and was ignored."""
     OTHER = "other"
     """Any other reason."""
 
@@ -127,8 +127,8 @@ _BY_ERROR: Final[Mapping[type, Reason]] = {
 def reason_of(error: BaseException) -> Reason:
     """Return the reason under which a failure with this error is counted.
 
-    ``expired`` and ``no_room`` do not have errors of their own, so the caller passes them. A timeout of
-    ``insert``, for example, is ``no_room``.
+    Never returns ``expired`` or ``no_room``: they do not have errors of their own, so callers name them. A
+    timeout of ``insert``, for example, is ``no_room``.
     """
     found = (_BY_ERROR[kind] for kind in type(error).__mro__ if kind in _BY_ERROR)
     return next(found, Reason.OTHER)

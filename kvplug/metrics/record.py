@@ -1,4 +1,4 @@
-"""Counts and measures the traffic of pipes and stores, which have no instrumentation of their own."""
+"""Counts and measures the traffic of pipes and stores, which contain no instrumentation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PipeRecorder:
         return received
 
     def _give_alarm(self, pipe: Pipe, watch: PathWatch) -> None:
-        """Give the path's alarm that is due, and abort the pipe if it is refused.
+        """Report the alarm that is due for the path, and abort the pipe if it is refused.
 
         Raises:
             SlowPathError: the pipe is refused, now or since an earlier call.
@@ -131,11 +131,11 @@ class StoreRecorder:
         self._watch = watch
 
     def refuses(self, op: StoreOp) -> bool:
-        """Whether the store is too slow for such requests now. Gives the alarm that is due."""
+        """Whether ``op`` is refused now, because the store is too slow. Reports an alarm that is due."""
         return self._watch is not None and self._watch.is_refused(op)
 
     def record(self, op: Literal["lookup", "get", "put"], page_nbytes: int, submit: Callable[[], _J]) -> _J:
-        """Make the request, and count its results when its job is done."""
+        """Submit the request, and count its results when its job is done."""
         started = time.perf_counter()
         watch = None if op == "lookup" else self._watch
         shared = 0.0 if watch is None else watch.begin(started)
@@ -163,6 +163,6 @@ class StoreRecorder:
         return job
 
     def close(self) -> None:
-        """Give the alarms that are due when the store closes."""
+        """Report the alarms that are due when the store closes."""
         if self._watch is not None:
             self._watch.close()

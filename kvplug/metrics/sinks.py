@@ -119,7 +119,7 @@ class Reporter:
                     self._broken.add(id(sink))
 
     def end(self) -> None:
-        """Let the thread do what :meth:`close` does, and return at once."""
+        """Start in the thread what :meth:`close` does, and return at once."""
         self._closed.set()
 
     def close(self) -> None:

@@ -10,10 +10,10 @@ A *snapshot* is plain, so that any engine can carry it between processes in any 
 
 ``buckets[i]`` counts the operations that took at most ``BOUNDS_S[i]`` and longer than the bound before; the
 last bucket counts those that took longer than every bound. ``routes`` counts the opened pipes by the route of
-their bytes, if their transport states one. ``slow`` counts, under ``send`` and by transport, the peers to
-which it is far slower than it should be, and, under ``get`` and ``put``, the stores that are far slower than
-before. ``not_held`` counts, by source, the prompt pages that the source was asked for and does not hold. A
-snapshot leaves out every part without counts, except ``ops`` and ``failures``.
+their bytes, if their transport states one. ``slow`` counts paths that are far slower than expected: under
+``send``, peers by transport; under ``get`` and ``put``, stores by name. ``not_held`` counts, by source, the
+prompt pages that the source was asked for and does not hold. A snapshot leaves out every part without counts,
+except ``ops`` and ``failures``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0
 """Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
 
 _MAX_NAMES: Final = 64
-"""Further routes and slow transports or stores are counted as "other", because each name is a separate
-series."""
+"""The most names at the last level of a part such as ``routes`` or ``slow``. Others count as "other", because
+each name is a separate series."""
 _NAME_CHARS: Final = 200
 _FIGURES: Final = ("count", "bytes", "tokens", "seconds")
 """The numbers of an operation before those of its buckets."""
@@ -47,8 +47,8 @@ _CLOSED_SETS: Final[Mapping[str, tuple[frozenset[str], ...]]] = {
     "failures": (frozenset(Op), frozenset(Reason)),
     "slow": (frozenset(Op),),
 }
-"""The possible names in each part of a snapshot. The last name may be any text in the other parts, and in
-"slow"."""
+"""The allowed names at each level of a part of a snapshot. A level that is not listed, such as the last one
+of "slow", allows any text."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Counts = dict[tuple[str, ...], list[Any]]
@@ -90,8 +90,8 @@ class TransferStats:
     def record(
         self, op: str, nbytes: int = 0, seconds: float = 0.0, *, tokens: int = 0, count: int = 1
     ) -> None:
-        """Count ``count`` more successes of ``op`` (see :class:`~kvplug.metrics.reasons.Op`), with these
-        figures each.
+        """Count ``count`` more successes of ``op`` (see :class:`~kvplug.metrics.reasons.Op`), each with these
+        figures.
 
         An unknown operation is counted as "other", so a plugin never adds a series.
         """
@@ -116,8 +116,8 @@ class TransferStats:
         self._count(("routes", route), 1)
 
     def slow(self, op: Literal["send", "get", "put"], name: str) -> None:
-        """Count one more peer to which the transport ``name`` is far slower than it claims, or than before,
-        or one more opened store ``name`` whose gets or puts are far slower than before."""
+        """Count one more slow path: a peer to which the transport ``name`` sends far slower than it claims or
+        than before, or an opened store ``name`` whose gets or puts are far slower than before."""
         self._count(("slow", op, name), 1)
 
     def not_held(self, source: str, *, count: int = 1) -> None:
@@ -134,7 +134,7 @@ class TransferStats:
         """Add all counts of other stats or of a snapshot.
 
         Raises:
-            ValueError: it is not a snapshot.
+            ValueError: ``other`` is not a snapshot.
         """
         counts = other._copy() if isinstance(other, TransferStats) else _counts_in(other)
         with self._lock:
@@ -157,7 +157,7 @@ class TransferStats:
                 names[-1] = "other"
         return self._counts.setdefault((part, *map(str, names)), [0])
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counts so far, as new plain values."""

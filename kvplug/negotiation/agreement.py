@@ -11,7 +11,7 @@ must match      wire major; engine (both or neither); role (complementary); the 
                 keys and values or one latent
 must differ     engine id, where KV crosses
 negotiated      wire minor (the lower); checksum; transport; block size and layout (may differ, and are
-                then converted; where a kernel orders blocks in its own way, all three must be equal)
+                then converted; in a kernel's own order, they and the block format must be equal)
 informative     model name, epoch, rank, identity, versions
 ==============  =======================================================================================
 """
@@ -39,7 +39,7 @@ class Agreement:
     """The agreement between two ends, as one of them sees it."""
 
     remote: Hello
-    """The other end's statement."""
+    """The other end's Hello."""
     purpose: str
     """The purpose of the end that dialled."""
     wire_minor: int
@@ -49,7 +49,8 @@ class Agreement:
     cross_host: bool
     """Whether the ends are on different hosts, or may be."""
     transports: Mapping[str, Selection]
-    """By type of device: ``"cpu"``, and the type that holds both ends' KV. Empty if no KV crosses."""
+    """The transport for each type of device: ``"cpu"``, and the type that holds both ends' KV. Empty if no KV
+    crosses."""
     converts: tuple[Reason, ...]
     """Differences that are converted, one sentence each."""
 
@@ -140,15 +141,15 @@ def _differences(local: Hello, remote: Hello, kv_crosses: bool) -> Iterator[str]
         yield Reason("role", f"both sides are {role}s", change)
     for name in (field.name for field in attrs.fields(ModelInfo) if field.name != "name"):
         mine, yours = getattr(local.engine.model, name), getattr(remote.engine.model, name)
-        if mine != yours or (name == "weights" and not mine):  # two unknown values may differ
+        if mine != yours or (name == "weights" and not mine):  # both unknown: the weights may differ
             field = name if name == "dtype" else f"model.{name}"
             yield _differs(field, mine, yours, _CHANGES.get(name, _SAME_MODEL))
     yield from _engine_differences(local.engine, remote.engine, kv_crosses)
 
 
 def _engine_differences(local: EngineFacts, remote: EngineFacts, kv_crosses: bool) -> Iterator[str]:
-    """Yield such reasons for the split and layout of the cache. A side that moves no KV may not know the
-    kernel."""
+    """Yield a reason for each field of the cache's split and layout that prevents an agreement. A side that
+    moves no KV may not know the kernel."""
 
     def both(field: str) -> tuple[object, object] | None:
         """Return both ends' values of the field if both state one and they differ."""
@@ -227,9 +228,9 @@ def _device(side: Hello) -> str:
 def _transports(local: Hello, remote: Hello, cross_host: bool) -> dict[str, Selection]:
     """Select a transport for signals and one for the KV; they are the same if the KV is in CPU memory.
 
-    If the ends' KV is on different kinds of device, they only get the pipe for CPU tensors, and the KV is not
-    staged for it: engines that stage their pages state that their KV is on the CPU. Transports named in the
-    configs apply to the KV.
+    If the ends' KV is on different kinds of device, only a pipe for CPU tensors is selected, and kvplug does
+    not stage the KV for it: an engine that stages its pages states that its KV is on the CPU. Transports
+    named in the configs apply to the KV.
     """
     kv_device = _device(local) if _device(local) == _device(remote) else SIGNALS_DEVICE
     selections: dict[str, Selection] = {}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 _OF_A_KIND: Final = 256
-"""Among tensors whose names differ only in numbers, how many have values hashed. The names, dtypes and shapes
-of all tensors are hashed.
+"""The most tensors whose values are hashed, among those whose names differ only in numbers. The names, dtypes
+and shapes of all tensors are hashed.
 """
 _SAMPLE_BYTES: Final = 8 << 10
 """How many bytes to hash at the beginning of a tensor, and again from its middle on."""

@@ -146,7 +146,7 @@ def _too_large(hello: object) -> str:
 
 
 def _check_announced(announced: str, local: Hello, remote: Hello) -> None:
-    """Raises HandshakeError: another engine answers than the one that a directory announced."""
+    """Raise HandshakeError if the engine that answers is not the one that the directory announced."""
     if not announced or announced == identity_of(remote.engine_id, remote.epoch):
         return
     engine_id = announced.partition("/")[2]

@@ -112,17 +112,17 @@ def hello_from(plain: object) -> Hello:
     """Decode a peer's Hello from plain values, even one of another version.
 
     Raises:
-        HandshakeError: a field is missing, malformed or out of bounds; names the first.
+        HandshakeError: a field is missing, malformed or out of bounds; the message names the first one.
     """
     hello = from_plain(plain, Hello, "hello", HandshakeError)
     _check(to_plain(hello), "hello")
     return attrs.evolve(
         hello, identity=attrs.evolve(hello.identity)
-    )  # runs its converters, which make texts fit messages
+    )  # runs the converters, which make its texts safe to show in messages
 
 
 def _check(value: Any, path: str) -> None:
-    """Raises HandshakeError: a text, list or number within ``value`` is out of bounds."""
+    """Raise HandshakeError if a text, list or number within ``value`` is out of bounds."""
     match value:
         case str() if len(value) > MAX_TEXT or not value.isprintable():
             raise HandshakeError(

@@ -51,8 +51,8 @@ class ModelInfo:
     quantisation: str = ""
     """Quantisation of the KV cache, scales included, as text that must be equal."""
     weights: str = ""
-    """Identity of the weights: a fingerprint that is equal only for equal weights. Empty: unknown. Connectors
-    never get an empty one: see :meth:`unknown_weights`."""
+    """Identity of the weights: a fingerprint that is equal only for equal weights; empty if unknown.
+    Connectors never get an empty identity: see :meth:`unknown_weights`."""
 
     @staticmethod
     def unknown_weights(model: str, start: str, *, warns: bool = True) -> str:
@@ -60,9 +60,9 @@ class ModelInfo:
         ones.
 
         Args:
-            model: its name.
+            model: the model's name.
             start: a text that differs for each start of the engine, but is the same in all of its processes.
-            warns: log a warning about which option to set. One process of an engine is enough.
+            warns: whether to log a warning with the option to set. One process of each engine should.
         """
         if warns:
             _log.warning(
@@ -78,9 +78,9 @@ class ModelInfo:
         """Return all properties of positions that change keys, as one text for :attr:`ModelInfo.rope`.
 
         Args:
-            config: a Hugging Face config of the language model, or an object with its attributes. For a model
-                with several, the inner one (``get_text_config()``). Engines that use this function state the
-                same text for the same model.
+            config: a Hugging Face config of the language model, or an object with its attributes. If the
+                model's config contains several, pass the language model's (``get_text_config()``). Engines
+                that use this function state the same text for the same model.
         """
         found = {name: value for name in _POSITIONS if (value := getattr(config, name, None)) is not None}
         if not found:

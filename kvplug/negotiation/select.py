@@ -1,7 +1,7 @@
 """Chooses the transport between two ends, with a reason for every candidate.
 
-The choice is a pure function, and symmetric: one end computes the same from (ours, theirs) as the other from
-(theirs, ours). This module does not know any transport's name; capabilities, probes and costs decide.
+The choice is a pure and symmetric function: both ends compute the same result, although each passes its own
+offers first. This module does not know any transport's name; capabilities, probes and costs decide.
 """
 
 from __future__ import annotations
