@@ -103,7 +103,7 @@ class BusyError(KvplugError, RuntimeError):
 
 
 class TensorMismatchError(KvplugError, ValueError):
-    """Tensors that must match differ, or a message does not fit the memory offered and remains unreceived."""
+    """Tensors that must match differ, or a message does not fit the memory offered and is not received."""
 
 
 class UnsupportedError(KvplugError, TypeError):

@@ -248,7 +248,7 @@ class Config:
         unit="seconds",
         at_least=0.5,
     )
-    role: Role | None = option(  # noqa: RUF009 - it makes a field
+    role: Role | None = option(  # noqa: RUF009 - option() returns a field
         None, help="Whether this process produces KV, consumes it, or both. Must be set."
     )
     host: str = option(

@@ -111,7 +111,7 @@ def _add_vllm(layer: Layer, data: Mapping[Any, Any]) -> None:
     prefix = f"{layer.source}: " if layer.source else ""
     known = (*VLLM_KEYS, VLLM_EXTRA, *VLLM_IGNORED)
     for key, value in data.items():
-        if key in VLLM_KEYS and value is not None:  # vLLM sets every key that is not given to None
+        if key in VLLM_KEYS and value is not None:  # vLLM passes None for a key that was not given
             layer.values[VLLM_KEYS[key]] = value, f"{prefix}{key}"
         elif key not in known:
             near = nearest(str(key), known)

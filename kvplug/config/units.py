@@ -78,7 +78,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def bytes_in_words(number: int | None) -> str:
-    """Format a number of bytes with three digits and a unit, or ``None`` as "unlimited".
+    """Format a number of bytes with three significant digits and a unit, or ``None`` as "unlimited".
 
     >>> bytes_in_words(25275637760), bytes_in_words(4096), bytes_in_words(None)
     ('23.5 GiB', '4 KiB', 'unlimited')

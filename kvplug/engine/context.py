@@ -155,7 +155,7 @@ class ConnectorContext:
     that calls it sets ``uses_lookup_buffer`` in its spec. The caller closes what it makes with the
     endpoint."""
     close: Callable[[], None]
-    """Closes what was built for this connector outside it (listeners, links, reporters).
+    """Closes what kvplug built for this connector (listeners, links, reporters).
 
     A connector calls it last in ``shutdown``. Idempotent.
     """

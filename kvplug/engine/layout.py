@@ -158,7 +158,7 @@ class KVLayout:
 
     @property
     def head_size(self) -> int:
-        """Numbers in one head of one token."""
+        """Elements in one head of one token."""
         return self.sizes["D"]
 
     @property
@@ -173,7 +173,7 @@ class KVLayout:
 
     @property
     def granule(self) -> int:
-        """The smallest number of tokens that can be moved: 1, or a block with a kernel's own order."""
+        """The smallest number of tokens that can be moved: 1, or a whole block in a kernel's own order."""
         return self.block_size if self.block_format else 1
 
     @property

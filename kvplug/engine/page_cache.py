@@ -97,7 +97,7 @@ class PageCache:
         self.stats = TransferStats() if stats is None else stats
         """Counts pages that were looked up, put and got, and failures by reason."""
         name = engine.encode()
-        # includes the seal, so that a page with another protection is absent, instead of in a wrong format
+        # includes the seal, so that a page with another protection counts as absent, not as a wrong format
         self._namespace = b"".join(
             len(part).to_bytes(8, "little") + part for part in (name, namespace, store.seal.id)
         )
@@ -121,7 +121,7 @@ class PageCache:
     ) -> Job[Presence]:
         """Look up whether the store has the pages.
 
-        ``lease_s``: if the store has leases, it does not evict the pages found for this long, or until
+        ``lease_s``: if the store has leases, held pages are not evicted for this long, or until
         :meth:`release` was called once for each lookup that found them.
         """
         own, deadline = self._keys(keys), Deadline.after(timeout, self._timeout_s)

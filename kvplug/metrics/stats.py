@@ -1,6 +1,6 @@
 """The counters. Recording costs less than a microsecond; snapshots are computed only on request.
 
-A *snapshot* is plain, so that any engine can carry it between processes in any way::
+A *snapshot* has only plain values, so that any engine can carry it between processes in any way::
 
     {"ops": {"send": {"count": 3, "bytes": 4096, "tokens": 0, "seconds": 0.02, "buckets": [0, …]}},
      "failures": {"load": {"timeout": 1}},

@@ -1,7 +1,7 @@
 """Turns two Hellos into one agreement, or into all the reasons against one.
 
-:func:`agree` is pure and symmetric: ``agree(a, b)`` fails if and only if ``agree(b, a)`` does, over the
-same fields, and both choose the same transport, checksum and wire version.
+:func:`agree` is pure and symmetric: ``agree(a, b)`` fails if and only if ``agree(b, a)`` does, because of
+the same fields; both choose the same transport, checksum and wire version.
 
 ==============  =======================================================================================
 sort            fields
@@ -9,7 +9,7 @@ sort            fields
 must match      wire major; engine (both or neither); role (complementary); the model's facts; dtype;
                 layers, and how many are cached; tensor-parallel size and rank; whether the layout has
                 keys and values or one latent
-must differ     engine id, where KV crosses
+must differ     engine id, if KV crosses
 negotiated      wire minor (the lower); checksum; transport; block size and layout (may differ, and are
                 then converted; in a kernel's own order, they and the block format must be equal)
 informative     model name, epoch, rank, identity, versions

@@ -21,7 +21,7 @@ _POSITIONS: Final = (
     "partial_rotary_factor",
     "rotary_pct",
 )
-"""The config attributes for positions in newer and older releases of transformers."""
+"""The config attributes for position encodings in newer and older releases of transformers."""
 
 _LONG: Final = 8
 """Longer lists are hashed, since a handshake's texts are short."""
@@ -40,11 +40,11 @@ class ModelInfo:
     num_kv_heads: int
     """Key/value heads of the whole model, before any tensor-parallel split."""
     head_size: int
-    """Numbers in one head of one token's key, or in the latent for "mla"."""
+    """Elements in one head of one token's key, or in the latent for "mla"."""
     dtype: str
     """Dtype of the KV cache: ``"float32"``, ``"bfloat16"``, …"""
     rope: str = ""
-    """All properties of positions that change keys: kind, base, scaling. Compared as text; see
+    """All properties of the position encoding that change keys: kind, base, scaling. Compared as text; see
     :meth:`positions_of`."""
     window: int | None = None
     """Sliding window in tokens."""
@@ -75,7 +75,7 @@ class ModelInfo:
 
     @staticmethod
     def positions_of(config: Any) -> str:
-        """Return all properties of positions that change keys, as one text for :attr:`ModelInfo.rope`.
+        """Return the properties of the position encoding that change keys, as text for :attr:`rope`.
 
         Args:
             config: a Hugging Face config of the language model, or an object with its attributes. If the

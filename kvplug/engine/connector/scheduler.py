@@ -178,10 +178,10 @@ class SchedulerConnector(abc.ABC):
         """Invalidate the KV that is cached outside, so that no later request loads KV that was computed
         before this call. Returns ``False`` if this side cannot do that.
 
-        An engine calls it when its KV becomes invalid, for example when the model's weights change. It clears
-        its own cache too, since a connector cannot distinguish older blocks from newer ones. Does not wait.
-        If workers must be informed, the next step does that, and :meth:`has_pending_push_work` is true until
-        then. Until that step has run, other engines may load old KV from this one.
+        An engine calls it when its KV becomes invalid, such as when the model's weights change. The engine
+        clears its own cache too, since a connector cannot distinguish older blocks from newer ones. Does not
+        wait. If workers must be informed, the next step informs them; until then
+        :meth:`has_pending_push_work` is true, and other engines may load old KV from this one.
         """
         return False
 
