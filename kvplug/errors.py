@@ -42,7 +42,7 @@ class ConfigError(KvplugError, ValueError):
 
 
 class InsecureAddressError(ConfigError, PermissionError):
-    """The configuration has an address that other hosts can reach, but no secret."""
+    """The configuration has an address that other hosts can reach, but neither a secret nor TLS."""
 
 
 # -- plugins -----------------------------------------------------------------------------------

@@ -403,7 +403,7 @@ class Config:
         """Make a Config from kvplug's keys, or those of vLLM's ``--kv-transfer-config``.
 
         Raises:
-            ConfigError: some keys or values are malformed; it lists every fault.
+            ConfigError: some keys or values are invalid; it lists every fault.
         """
         return Draft.of([sources.from_mapping(data, source)]).config()
 
@@ -422,7 +422,7 @@ class Config:
             overrides: a dict, or strings ``"key=value"`` (``"options.cpu.connections=2"``).
 
         Raises:
-            ConfigError: the file cannot be read, or some keys or values are malformed; it lists every fault.
+            ConfigError: the file cannot be read, or some keys or values are invalid; it lists every fault.
         """
         return Draft.load(path, overrides=overrides, environ=environ).config()
 

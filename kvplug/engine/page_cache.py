@@ -61,11 +61,11 @@ class FlatPage:
 class PageCache:
     """A store as the page cache of an engine that has keys of its own, and whose pages are flat bytes.
 
-    Law. Every call returns at once. Every job ends by its deadline; when it is done, nothing accesses the
-    memory of its pages any more. If the store fails, a get misses or a put does not keep the page, with a
-    reason, which is counted, and logged once. No call raises because of it, even after :meth:`close`. A page
-    is found only by an engine with the same name, namespace and key, and only with the layout and length that
-    it was put with.
+    Law. Every call returns at once. Every job ends by its deadline, or later if the store cannot stop a copy
+    that is under way; when it is done, nothing accesses the memory of its pages. If the store fails, a get
+    misses or a put does not keep the page. The reason is counted, and logged once. No call raises because of
+    it, even after :meth:`close`. A page is found only by an engine with the same name, namespace and key, and
+    only with the layout and length that it was put with.
 
     Callers. Adapters of engines, from any thread.
 
@@ -193,7 +193,7 @@ class PageCache:
     # -- state and closing ---------------------------------------------------------------------
 
     def usage(self) -> Usage:
-        """Return what the store holds; all zeros if it was closed."""
+        """Return what the store holds; no pages, bytes or budget if the store is closed or fails."""
         try:
             return self.store.usage()
         except KvplugError:
@@ -336,7 +336,7 @@ class PageCache:
         self._log_once(op, reason, f"{type(error).__name__}: {error}")
 
     def _log_once(self, op: str, reason: str, what: str) -> None:
-        """Log the first failure of each kind. The counters include all of them."""
+        """Log the first failure of each kind, unless the kind is ordinary. The counters cover the others."""
         with self._lock:
             if reason in _ORDINARY or (op, reason) in self._logged:
                 return

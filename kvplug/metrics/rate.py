@@ -124,7 +124,7 @@ class Rate:
             factor: how many times slower than its history a path must be to count as slow.
             keeps_best: compare with the best median so far instead of the latest.
             most_gb_per_s: higher rates count as this rate in the history.
-            on_known: called with this object when it has a new usual rate or an alarm was raised.
+            on_known: called with this object after each new usual rate and each alarm.
         """
         self._claim = claim
         self._on_known = on_known

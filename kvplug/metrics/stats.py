@@ -116,7 +116,7 @@ class TransferStats:
         self._count(("routes", route), 1)
 
     def slow(self, op: Literal["send", "get", "put"], name: str) -> None:
-        """Count one more slow path: a peer to which the transport ``name`` sends far slower than it claims or
+        """Count one more slow path: a peer to which the transport ``name`` is far slower than it claims or
         than before, or an opened store ``name`` whose gets or puts are far slower than before."""
         self._count(("slow", op, name), 1)
 
