@@ -18,9 +18,9 @@ kvplug does not use the affinity of a parent that is another program, or the lis
 container's cpuset restricts every thread anyway.
 
 Where OpenMP binds threads to CPUs (``GOMP_CPU_AFFINITY``, ``OMP_PROC_BIND``, ...), it binds a thread when
-that thread first runs a parallel loop, as torch does for a large copy. GNU's library binds it to the first of
-its places, the CPU of the engine's main thread, whatever affinity the thread had chosen. So kvplug's threads
-then run no parallel loops; they only copy.
+that thread first runs a parallel loop, as torch does for a large copy. GNU's library binds the thread to its
+own first place, the CPU of the engine's main thread, whatever affinity the thread had set. So kvplug's
+threads run no parallel loops there; they only copy.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def cpus_of(pid: int | str) -> Cpus:
 
 @functools.cache
 def all_cpus() -> Cpus:
-    """Return the CPUs that "all" means; see the module. Cached, since an engine may bind more threads
-    later."""
+    """Return the CPUs that "all" means; see the module's docstring. Cached, since an engine may later bind
+    threads to fewer CPUs."""
     found = _AT_IMPORT | cpus_of("self") | _places()
-    # A process started by multiprocessing has imported this module.
+    # Every process that multiprocessing starts imports multiprocessing.process.
     module: Any = sys.modules.get("multiprocessing.process")
     starter = module and module.parent_process()
     with contextlib.suppress(OSError, ValueError):  # the program has closed descriptors that it does not own
@@ -148,7 +148,7 @@ def set_own_cpus() -> None:
 
 
 def _wanted() -> Cpus:
-    """Return the chosen CPUs; empty: the thread keeps the CPUs that it inherited."""
+    """Return the chosen CPUs; empty if the thread keeps the inherited ones."""
     return all_cpus() if _chosen is None else _chosen
 
 
@@ -183,7 +183,7 @@ def _share_no_loops() -> None:
         return
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):
-        torch.get_num_threads()  # first: a thread's first query makes torch set its own number
+        torch.get_num_threads()  # first: a thread's first query makes torch reset its thread count
     for library in libraries:
         library.omp_set_num_threads(1)
 
@@ -208,13 +208,13 @@ def _places() -> frozenset[int]:
 
 
 def _loaded() -> list[Any]:
-    """Return the loaded OpenMP libraries that bind threads. torch brings one."""
+    """Return the loaded OpenMP libraries that bind threads. torch ships one."""
     return _search(with_torch="torch" in sys.modules)
 
 
 @functools.cache
 def _search(*, with_torch: bool) -> list[Any]:
-    """Cache the result of :func:`_loaded` before and after torch was imported."""
+    """Search once before torch is imported and once after; see :func:`_loaded`."""
     found = []
     with contextlib.suppress(OSError):
         with open("/proc/self/maps") as maps:

@@ -63,7 +63,7 @@ _SENTENCES: Final = (
 _STACK_BYTES: Final = 8 << 20
 """Stack size of a thread that a library starts, unless ``RLIMIT_STACK`` sets another."""
 _ADDRESSES_ALONE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
-"""Flags of a mapping that is never used: includes MAP_NORESERVE."""
+"""Flags that only reserve addresses; 0x4000 is MAP_NORESERVE."""
 _KEPT: Final = (ClosedError, CancelledError, BusyError)
 """Errors that are never converted, whatever their cause."""
 _LONGEST_CHAIN: Final = 16
@@ -199,8 +199,7 @@ def _recognised(error: BaseException) -> tuple[str, int | None, str] | None:
 
 
 def _explained(what: str, number: int | None, error: BaseException) -> tuple[str, int | None, str]:
-    """Add what ran out, in the words of the system or a library, the limits that are set, and what to do
-    next."""
+    """Explain what ran out, with the system's or library's own words, the limits set, and what to do next."""
     lacking, limits, change = _EXPLAINED[what]
     details = [f"{type(error).__name__}: {error}" if number is None else os.strerror(number)]
     for name in limits:

@@ -1,7 +1,7 @@
 """Forked children close what they inherited, and never share a stream with their parent.
 
 A forked child has the parent's descriptors but none of its threads. Two processes that read one stream would
-each get half of it, so every kvplug object that owns descriptors registers here. A lock that another thread
+each get part of it, so every kvplug object that owns descriptors registers here. A lock that another thread
 of the parent held at the fork would stay held in the child, so the locks in the attributes of all registered
 objects are freed before anything is closed.
 
@@ -33,7 +33,7 @@ _LOCKS: Final = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
     ExclusiveUse,
 )
-"""These types have the method with which Python frees its own locks in a forked child."""
+"""Types with ``_at_fork_reinit``, by which Python frees its own locks in a forked child."""
 
 
 _FORK_WAIT_S: Final = 1.0
@@ -41,7 +41,7 @@ _FORK_WAIT_S: Final = 1.0
 
 no_fork: Final = threading.RLock()
 """Held while a descriptor is made and registered, or closed: no other thread forks meanwhile. Code that holds
-it must not wait for anything, so connect, send and receive after it."""
+it must not wait for anything: connect, send and receive after releasing it."""
 
 
 class Inherited(Protocol):
@@ -59,15 +59,15 @@ class Inherited(Protocol):
 _registered: Final[weakref.WeakValueDictionary[int, Inherited | socket.socket]] = (
     weakref.WeakValueDictionary()
 )
-"""By identity."""
+"""By ``id()``."""
 _modules: Final[list[ModuleType]] = []
 _descriptors: Final[dict[int, tuple[object, ...]]] = {}
-"""For each descriptor: what identified its file when it was registered."""
+"""By descriptor: the result of :func:`_file_of` at its registration."""
 
 
 def close_after_fork(*things: Inherited | socket.socket) -> None:
-    """Free the locks in the attributes of each of ``things`` and call its ``_after_fork_in_child()`` in every
-    forked child, as long as it lives. A socket is closed instead."""
+    """In every forked child, free the locks in the attributes of each of ``things`` that is still alive, and
+    call its ``_after_fork_in_child()``. A socket is closed instead."""
     for thing in things:
         _registered[id(thing)] = thing
 
@@ -82,7 +82,7 @@ def close_sockets(*socks: socket.socket) -> None:
 def close_fd_after_fork(fd: int) -> None:
     """Close a descriptor of shared memory or of a process in every forked child.
 
-    The owner may close it without a call of this module: a child closes the number only if it still belongs
+    The owner may close it without notifying this module: a child closes the number only if it still belongs
     to the same file.
     """
     with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ def _before() -> None:
 
 
 def _in_parent() -> None:
-    with contextlib.suppress(RuntimeError):  # it waited in vain
+    with contextlib.suppress(RuntimeError):  # _before timed out
         no_fork.release()
 
 
@@ -138,7 +138,7 @@ def _in_child() -> None:
     _call(_free_locks, (*_modules, *inherited))
     _call(_close, inherited)
     for fd, file in _descriptors.items():
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # already closed
             if _file_of(fd) == file:
                 os.close(fd)
     _descriptors.clear()

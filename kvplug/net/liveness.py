@@ -42,7 +42,7 @@ _READ_BYTES = 4096
 
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP
 _MAX_MS: Final = 2**32 - 1
-"""The largest value that fits the field of a join message."""
+"""The largest ``heartbeat_ms`` that a join message can hold."""
 _MAX_PAUSE_MS: Final = 3_600_000.0
 
 
@@ -62,8 +62,8 @@ class Watch:
         """How many heartbeats an end sends within the silence that counts as its death."""
 
         sees_death: bool
-        """Whether this end has a pidfd of the other. In agreed terms: both have, so no heartbeats are
-        needed."""
+        """Whether this end has a pidfd of the other. In agreed terms: whether both have one, so that no
+        heartbeats are needed."""
         heartbeat_ms: int
         """Milliseconds of silence that this end counts as death, where heartbeats are needed."""
 
@@ -82,7 +82,8 @@ class Watch:
             """Return the seconds of silence that count as death, or ``None`` if both ends have a pidfd and
             send no heartbeats.
 
-            The result is at most ``timeout_s``; the agreed time is in whole milliseconds.
+            The result exceeds ``timeout_s`` only if ``at_least_s`` does. The agreed time is in whole
+            milliseconds.
             """
             if self.sees_death:
                 return None
@@ -109,18 +110,19 @@ class Watch:
 
         Args:
             pidfd: The watch owns it from here on, even if this raises.
-            sock: The caller still owns it, and closes the watch first. Without ``interval_s`` the watch never
-                reads it, but only polls it for the other end hanging up, so that arrived data can still be
-                received.
+            sock: The caller still owns it, and must close the watch first. Without ``interval_s`` the watch
+                never reads it, but only polls it for a hang-up of the other end, so that data that has
+                arrived can still be received.
             interval_s: Seconds between the bytes that each end sends on ``sock``, which carries nothing else
                 and becomes non-blocking. ``None``: no heartbeats.
             timeout_s: With heartbeats, the seconds of silence that count as death: several times the interval
                 of the *other* end.
-            on_gone: Called once with the reason, in the watcher's thread, which ends the watch. Must not
-                block.
+            on_gone: Called once with the reason, in the watcher's thread, after the watch has ended. Must
+                not block.
 
         Raises:
-            ValueError: neither a pidfd nor a socket was given, or the times do not fit.
+            ValueError: neither a pidfd nor a socket was given, or the interval is not between 0 and
+                ``timeout_s``.
             ClosedError: the socket is closed.
             ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
         """
@@ -181,7 +183,7 @@ class Watch:
             if now >= self._next_beat:
                 self._next_beat = now + self._interval_s
                 with contextlib.suppress(BlockingIOError):
-                    self._sock.send(_BEAT)  # a peer that does not read is itself silent
+                    self._sock.send(_BEAT)  # a peer that does not read does not send either
             # Read after a silence too: this process may have been stopped while heartbeats arrived in the
             # buffer.
             if ready or now - self._last_received >= self._timeout_s:
@@ -203,7 +205,7 @@ class Watch:
 
 
 class _Loop:
-    """The watcher's thread, and its state: whatever reads or changes the state holds the lock."""
+    """The watcher's thread and its state. Code that reads or changes the state holds the lock."""
 
     def __init__(self) -> None:
         self.wake_in, self.wake_out = socket.socketpair()
@@ -211,17 +213,17 @@ class _Loop:
             sock.setblocking(False)
         self.watches: set[Watch] = set()
         self.poller: Any = None
-        """Polls the descriptors of all watches; ``None``: a watch was added or has ended since."""
+        """Polls the descriptors of all watches; ``None`` after a watch was added or ended."""
         self.stopped = False
         self.thread = BackgroundThread(self.run, name="kvplug liveness", stop=self.stop)
         close_after_fork(self)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full, so the thread is awake anyway
+        with contextlib.suppress(OSError):  # the buffer is full, so the thread wakes anyway
             self.wake_in.send(b"x")
 
     def stop(self) -> None:
-        """Stop watching, since the program exits. Takes no lock."""
+        """Stop watching when the program exits. Takes no lock."""
         self.stopped = True
         self.wake()
 
@@ -259,7 +261,7 @@ class _Loop:
                             for fd, mask in each._fds.items():
                                 self.poller.register(fd, mask)
                     poller = self.poller
-                    # Again under the lock: a descriptor that was ready before may have been closed, and its
+                    # Poll again under the lock: a descriptor that was ready may be closed by now, and its
                     # number used for another watch.
                     events, now = dict(poller.poll(0)), time.monotonic()
                     reasons = {each: each._judge(events, now) for each in self.watches}
@@ -295,7 +297,7 @@ def _add(new: Watch) -> None:
             loop.watches.add(new)
             loop.poller = None
             if started is None:
-                loop.thread.start()  # it waits for the lock
+                loop.thread.start()  # the thread waits for the lock
         except BaseException:
             loop.watches.discard(new)
             if started is None:

@@ -1,6 +1,6 @@
 """Makes text from peers, plugins and files safe for messages, logs and terminals.
 
-A peer may have proved its identity and still send newlines, escape codes of terminals, or megabytes. Every
+A peer may have proved its identity and still send newlines, terminal escape codes, or megabytes. Every
 text from a peer passes :func:`peer_text` before it becomes part of a message; ``tests/architecture`` checks
 this. Everything that a command prints passes :func:`printable`, because texts from plugins, files and models
 reach terminals too.

@@ -26,7 +26,7 @@ _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: does not wait for the defaul
 _PINS: Final = frozenset({"cuda", "xpu"})
 """Devices for which torch can pin host memory."""
 _PRIORITIES: Final = {True: -1, False: 0}
-"""Of urgent streams, and of others: 0 is the lowest, and the usual one."""
+"""Priorities of streams by urgency; 0 is the lowest and the default."""
 
 _lock = threading.Lock()
 _idle: Final[dict[tuple[str, bool], list[Any]]] = defaultdict(list)
@@ -41,8 +41,8 @@ class StreamPool:
         new one.
 
         Args:
-            is_urgent: whether its work runs before other work of the device, because someone usually waits
-                for the transfer; else it has the lowest priority.
+            is_urgent: whether the stream's work runs before the device's other work, since someone usually
+                waits for the transfer. Otherwise the stream has the lowest priority.
 
         Raises:
             TransportError: the driver cannot create a stream.
@@ -57,7 +57,7 @@ class StreamPool:
 
     @staticmethod
     def release(stream: Any, *, is_urgent: bool = True) -> None:
-        """Give the stream back; work may still run on it. ``is_urgent``: as it was acquired.
+        """Give the stream back; work may still run on it. ``is_urgent``: as in :meth:`acquire`.
 
         The stream is never destroyed, because torch queries it when memory that was used on it is freed.
         """
@@ -142,7 +142,7 @@ def _made(device: torch.device, priority: int) -> Any:
         return torch.get_device_module(device).Stream(device)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).query()  # the device's context is this thread's from here on
+        torch.cuda.current_stream(device).query()  # makes the device's context current in this thread
         try:
             make = ctypes.CDLL(_DRIVER).cuStreamCreateWithPriority
         except (OSError, AttributeError) as e:

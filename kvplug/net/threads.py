@@ -1,18 +1,18 @@
 """Stop kvplug's threads before the interpreter exits.
 
 When the interpreter exits, Python ends each daemon thread where that thread next asks for the interpreter's
-lock. A thread that asks while it returns from a C++ library (every method of a tensor is such a call) ends
-within frames that do not allow this. The whole process then dies of SIGABRT ("terminate called without an
+lock. A thread that asks while it returns from a C++ library (every method of a tensor calls one) is ended
+inside C++ frames that do not allow this. The whole process then dies of SIGABRT ("terminate called without an
 active exception") instead of returning its exit code. Non-daemon threads do not help: Python waits for them
 without a limit, even for one that waits for a peer.
 
 So each of kvplug's threads is a :class:`BackgroundThread` with a function that ends it, and objects that are
 called in the program's threads register with :meth:`ExitGuard.register`. At exit, after Python has waited for
-the program's own threads, kvplug ends all of them and waits for them for :data:`EXIT_S` in total. A thread
-that still runs after that usually waits for a peer. Python may stop it there, since its stack has only C
-frames. A thread of the program whose call fails because of this would return to the program and drop tensors,
-which calls torch again; :meth:`ExitGuard.hold` keeps it back. A forked child waits only for threads that it
-started itself.
+the program's own threads, kvplug ends these threads and objects, and waits for them for :data:`EXIT_S` in
+total. A thread that still runs after that usually waits for a peer. Python may stop it there, since its stack
+has only C frames. A thread of the program whose call fails at exit would return to the program and drop
+tensors, which calls torch again; :meth:`ExitGuard.hold` holds it back. A forked child waits only for threads
+that it started itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXIT_S: Final = 2.0
 """The longest time that an exiting program waits for threads inside kvplug."""
 _LOOK_S: Final = 0.001
 _HELD_S: Final = 10.0
-"""Bounds the exit of a program whose own atexit function waits for its thread without a limit."""
+"""How long a thread is held. Bounds the exit of a program whose atexit function joins that thread."""
 
 Stop = Callable[[], object]
 
@@ -65,7 +65,7 @@ class BackgroundThread(threading.Thread):
             _running[self] = self._ended_by
         try:
             super().start()
-        except Exception:  # not after Ctrl-C: it may have started
+        except Exception:  # not after Ctrl-C: the thread may have started
             self._forget()
             raise
 
@@ -115,8 +115,8 @@ class ExitGuard:
         """Hold back a thread whose call of a registered object failed at exit; the call no longer counts as
         in use.
 
-        Returns at once, except in a thread of the program that Python is about to stop. There it waits, so
-        that Python stops the thread here. Python 3.14 holds such threads in the same way.
+        Returns at once, except in a thread of the program that Python is about to stop. There it waits for
+        Python to stop the thread. Python 3.14 holds such threads in the same way.
         """
         if _is_leaving:
             thread = threading.current_thread()

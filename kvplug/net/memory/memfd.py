@@ -1,4 +1,4 @@
-"""Creates, seals, checks and maps anonymous memory (memfds). Kept light, because probes import it."""
+"""Creates, seals, checks and maps anonymous memory (memfds). Imports little, because probes use it."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Memfd:
 
     @staticmethod
     def seal(fd: int, *, read_only: bool) -> None:
-        """Seal the size: no process can shrink the memory while another uses it, whose access would then
-        raise SIGBUS.
+        """Seal the size, so that no process can shrink memory that another uses: that process would get
+        SIGBUS.
 
-        ``read_only``: only existing mappings can be written, no new ones.
+        ``read_only``: forbid new writable mappings; existing ones stay writable.
 
         Raises:
             OSError: the memory is already sealed, or ``read_only`` was given and the kernel is older than
@@ -100,9 +100,11 @@ class Memfd:
 
     @staticmethod
     def map(fd: int, address: int, nbytes: int, protection: int) -> None:
-        """Map shared memory over the caller's own mapping at ``address``: whole pages, ``mmap.PROT_...``.
+        """Map whole pages of shared memory over the caller's own mapping at ``address``.
 
-        The mapping no longer needs the descriptor.
+        ``protection`` is ``mmap.PROT_...``.
+
+        The mapping does not need the descriptor afterwards.
 
         Raises:
             OSError: the system refuses. The mapping at the address is then undefined.
@@ -135,7 +137,7 @@ def is_accounted_strictly() -> bool:
 
 
 def map_zeroes(address: int, nbytes: int, protection: int) -> None:
-    """As :meth:`Memfd.map`, with zeroed memory private to this process. Raises OSError."""
+    """Map zeroed memory that is private to this process; see :meth:`Memfd.map`. Raises OSError."""
     _place(address, nbytes, protection, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
 
 
@@ -145,7 +147,7 @@ def _place(address: int, nbytes: int, protection: int, flags: int, fd: int) -> N
         raise OSError(number, os.strerror(number))
 
 
-# By item: a function got as an attribute is one object for the whole process, and so are its argtypes.
+# By item: each access makes a new function object, so no other code shares its argtypes.
 _map = ctypes.CDLL(None, use_errno=True)["mmap"]
 _map.restype = ctypes.c_void_p
 _map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)

@@ -20,7 +20,7 @@ from typing import Final
 from kvplug.errors import CapacityError
 
 _ALWAYS_BYTES: Final = 16 << 20
-"""Smaller sizes are not compared with the system's limits."""
+"""Sizes up to this are not compared with the system's limits."""
 _FRESH_S: Final = 10.0
 """How long the limits of the machine and of control groups are cached: reading them takes longer than an
 allocation."""
@@ -78,8 +78,8 @@ def meminfo() -> dict[str, int]:
 class MessageLimit:
     """The size of the largest message to allocate memory for, checked before allocating. Thread-safe.
 
-    A peer announces a message's size before its bytes. A message received into the caller's memory has no
-    bound.
+    A peer announces a message's size before its bytes. A message received into the caller's memory is not
+    bounded.
 
     >>> limit = MessageLimit(1000)
     >>> limit.check(1000, "pid 7")
@@ -91,8 +91,8 @@ class MessageLimit:
     def __init__(self, most: int | None = None, *, device: str = "cpu") -> None:
         """``most`` is the context's ``max_message_bytes``; ``None``: the memory that this process can have.
 
-        ``device``: where the memory is. On other devices than the CPU the allocator refuses larger sizes
-        itself.
+        ``device``: where the memory is. On devices other than the CPU, the allocator itself refuses sizes
+        that are too large.
         """
         self._most = most
         self._on_host = device.partition(":")[0] == "cpu"
@@ -107,11 +107,11 @@ class MessageLimit:
         self._most = min(self.most, nbytes)
 
     def check(self, nbytes: int, peer: str) -> None:
-        """Raises CapacityError: the next message of ``peer`` is larger; it stays unreceived."""
+        """Raises CapacityError: the next message of ``peer`` is too large; it stays unreceived."""
         self.check_size(nbytes, f"the next message of {peer}, which stays,")
 
     def check_size(self, nbytes: int, what: str) -> None:
-        """Raises CapacityError: ``what``, announced by a peer, is larger. The error names the limit."""
+        """Raises CapacityError: ``what``, announced by a peer, exceeds the limit, which the error names."""
         if self._most is not None:
             if nbytes > self._most:
                 raise CapacityError(
@@ -130,8 +130,8 @@ def _of_machine(_: int) -> int:
 
 
 def _groups() -> Iterator[tuple[Path, int]]:
-    """Yield this process's control group and its parents, with their version (for version 1, the memory
-    controller)."""
+    """Yield this process's control group and its parents, each with its version. In version 1, these are the
+    memory controller's groups."""
     try:
         lines = _GROUP.read_text().splitlines()
     except OSError:  # not Linux, or /proc is missing

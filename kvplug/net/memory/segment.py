@@ -24,7 +24,7 @@ _REFUSALS: Final = (OSError, OverflowError)
 
 
 class Segment:
-    """A mapping of shared memory. It is unmapped when the last reference to it and its views goes, since
+    """A mapping of shared memory. It is unmapped when the last reference to it or a view is dropped, since
     another thread may still be copying.
     """
 
@@ -87,7 +87,7 @@ class Segment:
 class _Mapping(mmap.mmap):
     """A mapping of a memfd that keeps no descriptor open.
 
-    A file mapping that Python makes keeps one open before Python 3.13, and descriptors are scarce. So
+    Before Python 3.13, each file mapping of :mod:`mmap` keeps one open, and descriptors are scarce. So
     :meth:`of` makes an anonymous mapping, and maps the memfd over it.
 
     In a forked child, private memory replaces it, so that the child does not keep the parent's memory alive.

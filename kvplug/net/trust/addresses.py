@@ -1,8 +1,8 @@
 """Binds a listener's socket to an address of this host.
 
-The file of a Unix socket outlives a killed process. A new server takes over such a file, but leaves it alone
-while its server is alive. A lock on the folder, which does not leave a file behind, makes servers in one
-folder take turns.
+The file of a Unix socket outlives a killed process. A new server takes over such a file unless the server
+that made it is alive. A lock on the folder, which leaves no file behind, makes servers in one folder take
+turns.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class BoundSocket:
             raise _cannot_bind(address, e) from e
 
     def shut_down(self) -> None:
-        """Remove the socket's file if it still belongs to this socket, and make connections to it fail, which
-        a child forked a moment ago may still hold. Wakes a thread that polls it. Idempotent."""
+        """Remove the socket's file if it still belongs to this socket, and make connections to the socket
+        fail, even if a forked child still holds it. Wakes a thread that polls it. Idempotent."""
         if self.sock.fileno() >= 0:
             self._remove_file()
             with contextlib.suppress(OSError):

@@ -40,9 +40,9 @@ def place_to_free(origins: Sequence[str], origin: str, most: int) -> int | None:
     """Return the index of the connection to drop before one from ``origin`` is added, or ``None`` if there is
     room.
 
-    ``origins`` are those of the unproven connections, oldest first, which have ``most`` places. If ``origin``
-    has three quarters of the places, its oldest connection is dropped. Otherwise, if all places are taken,
-    the oldest of the origin with the most connections is dropped.
+    ``origins`` are those of the unproven connections, oldest first; ``most`` is the number of places. If
+    ``origin`` has three quarters of the places, its oldest connection is dropped. Otherwise, if all places
+    are taken, the oldest connection of the origin with the most connections is dropped.
     """
     count = Counter(origins)
     if count[origin] >= max(1, most * 3 // 4):

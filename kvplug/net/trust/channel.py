@@ -31,7 +31,7 @@ from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode
 MAX_FRAME_BYTES = 16 << 20
 """Limit for one encoded value."""
 _SMALL_FRAME = 512
-"""One call of the kernel receives as many bytes of small values."""
+"""One system call receives up to this many bytes of small values."""
 _LAST_WORDS_S = 0.2  # within this time, a dead peer's last bytes have reached our buffer
 _MAX_POLL_MS = 2**31 - 1
 
@@ -73,8 +73,8 @@ class Channel:
         self._closing = threading.RLock()
         self._unsent = memoryview(b"")
         self._frame = bytearray()
-        """The frame being received: a header, then its payload. ``_filled`` bytes of it have arrived, and
-        maybe of frames after it."""
+        """The frame being received: a header, then its payload. The first ``_filled`` bytes have arrived, and
+        may include later frames."""
         self._filled = 0
         self._has_received = False
         self._sock.setblocking(False)
@@ -112,8 +112,8 @@ class Channel:
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes after the last value are here. A watcher of :meth:`fileno` does not see them: call
-        :meth:`recv` again first."""
+        """Whether bytes after the last value have been read already. A watcher of :meth:`fileno` does not see
+        them: call :meth:`recv` again first."""
         return self._filled > 0
 
     def socket(self) -> socket.socket:
@@ -252,8 +252,8 @@ class Channel:
             raise self._broken from e
 
     def check_not_declined(self, timeout: float = 0) -> None:
-        """Check that the peer has not declined this channel, nor does within ``timeout``. Consumes nothing
-        else.
+        """Check that the peer has not declined this channel, and does not within ``timeout``. Consumes no
+        value.
 
         Raises:
             ResourceExhaustedError: the peer lacks a resource.
@@ -293,7 +293,7 @@ class Channel:
                 NamedExhaustion.check(e, f"receiving from {self._who}")
                 raise self._gone(e) from e
             if not got:
-                # The end of the stream may show before the pidfd does, and TCP would still accept later
+                # The stream may end before the pidfd becomes readable, and TCP would still accept later
                 # sends.
                 self._ended = True
                 raise self._gone(None)
@@ -319,7 +319,7 @@ class Channel:
             return True
         if self._dead:
             raise self._gone(None)
-        self._dead = bool(ready)  # then look at the socket again, since the kernel may still be delivering
+        self._dead = bool(ready)  # check the socket again, since the kernel may still be delivering bytes
         return self._dead or not deadline.expired
 
     def _is_dead(self) -> bool:
@@ -355,7 +355,7 @@ class Channel:
     def _close_if_unused(self) -> None:
         """Close the descriptors once no call uses them, since a number must not be reused during a poll.
 
-        Each call counts as using them before it checks whether the channel is closed.
+        Each call marks them as used before it checks whether the channel is closed.
         """
         if self._closed:
             with self._closing:

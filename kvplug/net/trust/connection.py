@@ -281,11 +281,11 @@ class Connection:
             raise PeerGoneError(f"{self.describe} hung up") from e
 
     def raise_if_declined(self, data: bytes, deadline: Deadline) -> None:
-        """Raise if ``data``, the first bytes of a message, begin a :meth:`decline`, whose rest is read.
+        """Raise if ``data``, the first bytes of a message, begin a :meth:`decline`. Reads the rest of it.
 
         Raises:
-            ResourceExhaustedError: they do: the peer's process lacks that resource.
-            PeerGoneError, TimeoutError, WireError: they do, but the message is not complete.
+            ResourceExhaustedError: the peer has declined, since its process lacks that resource.
+            PeerGoneError, TimeoutError, WireError: the peer has declined, but the message is incomplete.
         """
         if data[: len(MAGIC)] != MAGIC or data[_KIND_AT : _KIND_AT + 1] != bytes([FrameKind.LACK]):
             return
@@ -372,7 +372,7 @@ def _connect_to(family: int, sockaddr: Any, deadline: Deadline) -> socket.socket
                 sock.connect(sockaddr)
                 break
             except BlockingIOError:
-                # The backlog of the Unix socket is full, which is reported at once instead of after a wait.
+                # The backlog of the Unix socket is full. The kernel reports this at once instead of waiting.
                 if deadline.expired:
                     raise builtins.TimeoutError from None
                 time.sleep(0.005)

@@ -39,13 +39,13 @@ class Secret:
     b'0123456789abcdef'
 
     Raises:
-        ConfigError: the secret is shorter. The error names ``source``.
+        ConfigError: the secret is too short. The error names ``source``.
     """
 
     __slots__ = ("_value",)
 
     def __init__(self, value: bytes | str, source: str = "the secret") -> None:
-        # An environment variable may contain any bytes, which Python shows as lone surrogates.
+        # An environment variable may contain any bytes; Python shows invalid UTF-8 as lone surrogates.
         raw = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else bytes(value)
         if len(raw) < MIN_SECRET_BYTES:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 Nothing is decoded before the proof. At most 64 connections of a listener are unproven at once, and one origin
 cannot take all places: see :mod:`kvplug.net.trust.admission`. Each has 5 seconds, and is served by a thread
-of its own, so one that is silent, slow or sends garbage does not delay others.
+of its own, so a client that is silent or slow, or sends garbage, does not delay others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Listener:
         self._label = label
         self._lock = threading.RLock()
         self._taking = threading.RLock()
-        """Held while a thread waits for connections: the number of the closed socket may be reused."""
+        """Held while a thread waits for connections, since the number of a closed socket may be reused."""
         self._closed = False
         self._unproven: list[Stranger] = []
         """Oldest first."""
@@ -163,10 +163,10 @@ class Listener:
     # -- for an acceptor -----------------------------------------------------------------------
 
     def take(self) -> Stranger | None:
-        """Wait for a connection, and give it a place among the unproven. ``None``: the listener is closed.
+        """Wait for a connection, and return it as one of the unproven; ``None`` if the listener is closed.
 
         Raises:
-            ResourceExhaustedError: the next connection cannot be accepted, and waits.
+            ResourceExhaustedError: the next connection cannot be accepted, and stays queued.
         """
         with self._taking:
             poller = select.poll()
@@ -181,7 +181,7 @@ class Listener:
         return None
 
     def _accept(self) -> socket.socket | None:
-        """Accept the waiting connection. ``None``: it has gone, or the listener is closed."""
+        """Accept the next connection; ``None`` if it has gone or the listener is closed."""
         try:
             with no_fork:
                 sock, _ = self._bound.sock.accept()
@@ -238,7 +238,8 @@ class Listener:
                 self._refuse(stranger, refused)
 
     def prove(self, stranger: Stranger) -> Connection | None:
-        """Let a connection that was taken prove itself. Owns it from here on. ``None``: it was refused.
+        """Run the challenge with a connection from :meth:`take`, and own it from here on. Returns ``None`` if
+        it was refused.
 
         Raises:
             ResourceExhaustedError: it was refused, because this process lacks a resource.
@@ -293,7 +294,7 @@ class Listener:
         return run_challenge(sock, admit(self._purpose, self._mode, self._key, identity, binding), deadline)
 
     def refuse(self, stranger: Stranger, error: Exception) -> None:
-        """Refuse and close a connection that was taken, but cannot be served because of ``error``."""
+        """Refuse and close a connection from :meth:`take` that cannot be served because of ``error``."""
         self._refuse(stranger, _refusal_for(error))
         close_sockets(stranger.sock)
 

@@ -11,15 +11,15 @@ from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 
 _SMALL: Final = 256
-"""What a message costs besides its bytes."""
+"""Bytes counted for each dict besides its content."""
 _FLUSH: Final = object()
 
 
 class Outbox:
-    """The messages to one peer, in order, for peers that may not read for a while.
+    """Sends messages in order to one peer, which may not read for a while.
 
-    Callers. Any threads. No call waits for the peer. The owner of the channel closes it after :meth:`end`,
-    which wakes the thread.
+    Callers. Any threads. No call waits for the peer. The owner of the channel closes it after :meth:`end`;
+    this wakes the thread.
 
     Not promised. That the peer has received a message.
     """
@@ -44,12 +44,12 @@ class Outbox:
         """Whether a message was refused because the peer does not read."""
 
     def limit(self, nbytes: int) -> None:
-        """Let so many bytes wait from now on, besides those that wait now."""
+        """Let at most ``nbytes`` more bytes wait, besides those that wait now."""
         with self._lock:
             self._most_bytes = self._waiting_bytes + nbytes
 
     def send(self, message: Any) -> bool:
-        """Send a message now or later. Returns whether the peer may get it: it is there, and reads.
+        """Send a message now or later. Returns ``False`` if it is dropped: the peer is gone or does not read.
 
         Raises:
             UnsupportedError, CapacityError: the message cannot be sent.
@@ -113,7 +113,7 @@ class Outbox:
         self._channel.close()
 
     def end(self) -> None:
-        """Send nothing any more."""
+        """Drop the waiting messages, and send no more."""
         with self._lock:
             self._over = True
             self._waiting.clear()

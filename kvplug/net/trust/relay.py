@@ -20,7 +20,7 @@ from kvplug.net.threads import BackgroundThread
 
 _BUFFER_BYTES = 256 * 1024
 _LINGER_S = 10.0
-"""How long the peer may accept none of the remaining bytes after the user has closed its socket."""
+"""After the user has closed its socket: how long the peer may go without accepting any bytes."""
 _LINGER_POLL_S = 0.01
 _SIOCOUTQ = 0x5411
 _TCP_CLOSE = 7  # of <linux/tcp_states.h>
@@ -55,8 +55,8 @@ def plain_end(tls: ssl.SSLSocket, where: str) -> socket.socket:
 
 
 class _Relay:
-    """The thread that carries the bytes, until both connections have ended. A forked child has none, and its
-    sockets are closed."""
+    """The thread that carries the bytes until both connections have ended. A forked child lacks the thread,
+    and its sockets are closed."""
 
     def __init__(self, far: ssl.SSLSocket, near: socket.socket) -> None:
         self._far = far

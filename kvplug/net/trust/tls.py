@@ -2,7 +2,7 @@
 
 A deployment has its own certificate authority (``tls_ca``), which signs certificates for its processes only.
 The authority must have signed the other end's certificate, and a listener's certificate must also name the
-dialled host. TLS encrypts; a secret is still proved over the TLS session and bound to it.
+dialled host. TLS encrypts; a secret is still proved over the TLS session, and the proof is bound to it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TlsFiles:
     """Whether a listener's certificate must name the dialled host."""
 
     def for_listener(self) -> ssl.SSLContext:
-        """Return a listener's context. Raises ResourceExhaustedError. Raises ConfigError: a file cannot be
-        read or used; names its config key."""
+        """Return a listener's context. Raises ResourceExhaustedError, or ConfigError with the config key of a
+        file that cannot be read or used."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def for_dialler(self) -> ssl.SSLContext:
@@ -77,7 +77,7 @@ class TlsFiles:
 
 @contextlib.contextmanager
 def _reading(what: str, fault: str = "") -> Iterator[None]:
-    """Map errors of reading ``what`` to ConfigError. ``fault``: the fault if the TLS library refuses it."""
+    """Map errors of reading ``what`` to ConfigError. ``fault`` explains why the TLS library refuses it."""
     try:
         with no_fork:
             yield
@@ -106,7 +106,7 @@ class ListenerTls:
                 logger.warning("the changed TLS files cannot be used yet: %s", e)
                 if isinstance(e, ResourceExhaustedError):
                     return self._context  # the next connection reads them again
-                # perhaps only some of the files are new; then they will change again
+                # perhaps only some files are replaced so far; then others will change
             self._seen = stamps
         return self._context
 
@@ -147,8 +147,8 @@ def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str) -> ssl.SSLSock
 
     Raises:
         ConfigError: a file cannot be used.
-        ssl.SSLError: the listener's certificate is not accepted, or it does not speak TLS or hung up. See
-            :func:`refusal_of`.
+        ssl.SSLError: the listener's certificate is not accepted, or the listener does not speak TLS or hung
+            up. See :func:`refusal_of`.
         TimeoutError: the builtin exception, at the socket's timeout.
     """
     context = files.for_dialler()

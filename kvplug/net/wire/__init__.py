@@ -1,6 +1,6 @@
 """Encodes values as bytes and decodes them, within bounds and without running anything that was received.
 
-The modules are :mod:`~kvplug.net.wire.frames` (the 16-byte header before every message),
+The main modules are :mod:`~kvplug.net.wire.frames` (the 16-byte header before every message),
 :mod:`~kvplug.net.wire.values` (a closed list of plain values, with their tensors' bytes in or out of band),
 :mod:`~kvplug.net.wire.validate` (the checks before anything is built), :mod:`~kvplug.net.wire.records`
 (messages as attrs classes), :mod:`~kvplug.net.wire.tensors` (tensors' metadata, and their bytes without a

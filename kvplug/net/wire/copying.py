@@ -10,7 +10,7 @@ CopyBytes: TypeAlias = Callable[[memoryview, memoryview], None]
 """Fills its first argument with the bytes of the second, as :func:`copy_bytes` does."""
 LOCK_FREE_BYTES: Final = 1 << 20
 """Copies of this size or larger release the interpreter's lock. A smaller one takes under 0.1 ms, and a
-thread that releases the lock may wait 5 ms for it."""
+thread that releases the lock may wait 5 ms to get it back."""
 
 
 def copy_bytes(target: memoryview, source: memoryview, lock_free_bytes: int = LOCK_FREE_BYTES) -> None:
@@ -33,7 +33,7 @@ def address_of(view: memoryview) -> int:
         BufferError: the view is not contiguous.
     """
     if not view.readonly and view.nbytes and view.contiguous:
-        return ctypes.addressof(_Byte.from_buffer(view))  # takes a third of the time
+        return ctypes.addressof(_Byte.from_buffer(view))  # three times as fast
     buffer = _Buffer()
     _get_buffer(view, buffer, _SIMPLE)  # raises BufferError
     address: int | None = buffer[0]
@@ -45,8 +45,8 @@ _Buffer: Final = ctypes.c_void_p * 16
 """Space for CPython's ``Py_buffer``, which is part of the stable ABI. Its first word is the address."""
 _SIMPLE: Final = 0
 _Byte: Final = ctypes.c_char
-# ctypes itself gives the address of writable buffers only. By item: a function got as an attribute is one
-# object for the whole process, and so are its argtypes.
+# ctypes itself gives the address of writable buffers only. By item: each access makes a new function object,
+# so no other code shares its argtypes.
 _get_buffer = ctypes.pythonapi["PyObject_GetBuffer"]
 _get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release_buffer = ctypes.pythonapi["PyBuffer_Release"]

@@ -3,7 +3,7 @@
     header (16 bytes) | meta
 
 The header's length counts everything after the header. ``None`` has neither meta nor bytes. GOODBYE is the
-last frame of a politely closed pipe whose connection does not itself show this.
+last frame of a politely closed pipe whose connection does not itself signal the close.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def message_parts(tensor: torch.Tensor | None) -> list[memoryview]:
     """Return the parts of a message in sending order: the prefix, and the bytes of a CPU tensor.
 
     Raises:
-        UnsupportedError: as :func:`~kvplug.net.wire.tensors.memory_of`, which also says when bytes are
-            copied.
+        UnsupportedError: as :func:`~kvplug.net.wire.tensors.memory_of`, which also documents when bytes
+            are copied.
     """
     if tensor is None:
         return [memoryview(NONE)]
@@ -75,7 +75,7 @@ def prefix_size(start: bytes) -> int:
     """Return a prefix's size in bytes, from its first bytes, ``start``.
 
     The result is the whole size if ``start`` has at least ``SHORTEST_TENSOR_PREFIX`` bytes. Otherwise it is
-    the number of bytes to call this again with, which may be all of them.
+    the number of bytes to pass to the next call, which may be the whole prefix.
 
     Raises:
         WireError: these are not the first bytes of a pipe's message.

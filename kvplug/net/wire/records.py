@@ -34,8 +34,8 @@ def from_plain(plain: object, kind: type[T], name: str, error: type[KvplugError]
         name: The message's name, for the error.
 
     Raises:
-        KvplugError: of class ``error``: a field, which the error names, is missing, of another type or out of
-            bounds.
+        KvplugError: of class ``error``: a field is missing, of the wrong type or out of bounds. Names the
+            field.
     """
     try:
         found = msgspec.convert(plain, kind, builtin_types=(bytes,))

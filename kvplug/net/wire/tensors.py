@@ -120,9 +120,9 @@ class TensorMeta:
         return self.itemsize * math.prod(self.shape)
 
     def mismatch(self, came: TensorMeta | None, given: str) -> TensorMismatchError:
-        """Return the error of a receive into memory of this kind, if the next message does not fit.
+        """Return the error that the next message does not fit into memory of this dtype and shape.
 
-        That message stays. ``given`` names the memory: "out= is", "the blocks are". ``came`` is the
+        The message stays unreceived. ``given`` names the memory: "out= is", "the blocks are". ``came`` is the
         message's meta.
         """
         what = "None" if came is None else f"{came.dtype} of shape {list(came.shape)}"
@@ -324,8 +324,8 @@ def copy_tensor(out: Tensor, whole: Tensor) -> None:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with its elements in memory order, on any device; a copy, as integers, if
-    necessary."""
+    """Return a tensor on any device as it is if :func:`is_dense`, else as a contiguous copy, viewed as
+    integers."""
     if is_dense(tensor):
         return tensor
     return as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous()
@@ -368,7 +368,7 @@ def _view(tensor: Tensor) -> memoryview:
         return memoryview(bytearray())
     # By address, since torch does not offer the buffer protocol and numpy lacks half of the dtypes.
     array = _Memory.from_address(tensor.data_ptr())
-    # The view keeps the array alive, and the array keeps the memory: assigning .data may give the tensor
-    # another memory.
+    # The view keeps the array alive, and the array keeps the memory alive, even if assigning .data gives the
+    # tensor other memory.
     array._owner = tensor, tensor.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(array).cast("B")[:nbytes]

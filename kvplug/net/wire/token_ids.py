@@ -13,10 +13,10 @@ TOKEN_BYTES: Final = 4
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Return token ids as little-endian int32. They come in a sequence or a buffer (an array, a numpy array).
+    """Return token ids as little-endian int32. ``token_ids``: an iterable, or a buffer (an array, a numpy
+    array).
 
-    No vocabulary needs more than 32 bits, and the length of headers and hashes depends on that of their token
-    ids.
+    No vocabulary needs more than 32 bits, and longer ids would make headers and the input of hashes longer.
 
     >>> pack_tokens([1, 258]).hex()
     '0100000002010000'

@@ -31,8 +31,8 @@ class Limits:
     def memory_bound(self, nbytes: int) -> int:
         """Return the most bytes that decoding a message of ``nbytes`` may allocate.
 
-        They are a copy of the message, the leaves' own bytes, and :data:`ITEM_COST` for each element. A
-        message has no more elements than bytes.
+        The bound covers a copy of the message, the leaves' own bytes, and :data:`ITEM_COST` for each element.
+        A message has no more elements than bytes.
         """
         nbytes = min(nbytes, self.max_bytes)
         return FIXED_COST + 6 * nbytes + ITEM_COST * min(nbytes, self.max_items)
@@ -45,17 +45,17 @@ FIXED_COST: Final = 1 << 16
 """Bytes that do not grow with the message: exceptions, the decoder's own state."""
 
 DEFAULT_LIMITS: Final = Limits()
-"""The limits of readers if a call gives no others."""
+"""The limits of a call that is given no others."""
 
 
 class Mark(enum.IntEnum):
-    """First element of an array that is not a list. Extension types without payload."""
+    """Extension types without payload: the first element of an array that does not encode a list."""
 
     TUPLE = 1
     SET = 2
     FROZENSET = 3
     DICT = 4
-    """A dict as key, value, key, value, …, if a key is not None, bool, int, float, str or bytes."""
+    """A dict with a key other than None, bool, int, float, str or bytes, as key, value, key, value, …"""
 
 
 class Leaf(enum.IntEnum):
@@ -64,10 +64,10 @@ class Leaf(enum.IntEnum):
     DTYPE = 16
     """One byte, the code of a torch dtype."""
     TENSOR = 17
-    """A tensor's meta and bytes. Without the bytes, they are out of band, see
+    """A tensor's meta, and its bytes unless these are out of band; see
     :mod:`kvplug.net.wire.values`."""
     ARRAY = 18
-    """The same of a numpy array."""
+    """The same for a numpy array."""
 
 
 MARKS: Final = {int(mark): mark for mark in Mark}
@@ -109,8 +109,8 @@ def validate(data: bytes, limits: Limits, out_of_band: list[TensorMeta] | None =
     """Check the structure of one msgpack value without building it. Returns whether it contains marks.
 
     Bytes that pass have no length beyond their end, no foreign extension, no container as the key of a map,
-    and no nesting beyond the limit. The metas of leaves without bytes are appended to
-    ``out_of_band`` if it is given; decoding checks that other values have none.
+    and no nesting beyond the limit. The metas of leaves without bytes are appended to ``out_of_band`` if it
+    is given; otherwise the decoder rejects such leaves.
     """
     end = len(data)
     pos = 0

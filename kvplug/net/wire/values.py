@@ -1,6 +1,6 @@
 """Encodes plain values, and nothing else, as msgpack with their exact types and within bounds.
 
-Carried: None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, list, tuple, set, frozenset, dict,
+Supported: None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, list, tuple, set, frozenset, dict,
 torch.dtype, CPU tensors and numpy arrays; not subclasses of these, since they would be decoded as another
 type. Types that msgpack lacks are tagged by an extension (the table is in ``docs/reference/wire.md``). A
 tuple, for example, is an array whose first element is the mark "tuple", which cannot be a value.
@@ -54,7 +54,7 @@ _CARRIED: Final = (
     " CPU tensor, numpy array"
 )
 _AS_THEY_ARE: Final = frozenset({type(None), bool, int, float, str, bytes})
-"""msgspec writes these types, and no others, unchanged, including as keys of a dict."""
+"""The only types that msgspec is given unchanged, including as keys of a dict."""
 _MARKS: Final[dict[type, Mark | None]] = {
     list: None,
     tuple: Mark.TUPLE,
@@ -71,7 +71,7 @@ _ARRAY_DTYPES: Final = frozenset(
 
 
 class OutOfBand(NamedTuple):
-    """A value in two parts. The memories belong to its tensors, so they must not be written before they are
+    """A value in two parts. The memories belong to its tensors, so do not overwrite them before they are
     sent."""
 
     head: bytes
@@ -210,7 +210,7 @@ class _Leaves:
 
 
 _WITHIN: Final = _Leaves(sys.maxsize)
-"""Encodes all of them in band, so it keeps no memories."""
+"""Encodes all leaves in band, so it keeps no memories."""
 _encoder: Final = msgspec.msgpack.Encoder()
 _LARGE_BYTES: Final = 64 << 10
 _MOST_LOOKED_AT: Final = 16
@@ -220,10 +220,10 @@ def _pack(value: Any) -> bytes:
     """Return msgspec's encoding of a value from :func:`_lowered`.
 
     ``Encoder.encode`` grows its memory as it writes, and crashes the process if there is no more (msgspec
-    0.22). So a value that looks large is written into memory that was allocated before.
+    0.22). So a value that looks large is written into memory that was allocated first.
 
     Raises:
-        MemoryError: there is not that much memory.
+        MemoryError: there is not enough memory.
     """
     nbytes = _large_nbytes(value)
     if not nbytes:
@@ -310,8 +310,8 @@ def decode_out_of_band(
     """Decode a head and its memories, which lie back to back, each of them :func:`aligned`.
 
     Everything out of band is copied. A tensor is copied into the tensor of its dtype and shape that ``make``
-    returns for its meta. New memory is allocated without ``make``, for numpy arrays and for everything in the
-    head. ``copy(target, source)`` copies a tensor's bytes.
+    returns for its meta. Without ``make``, and always for numpy arrays and everything in the head, new memory
+    is allocated. ``copy(target, source)`` copies a tensor's bytes.
 
     Raises:
         WireError: the bytes are not a head, exceed ``limits``, need other memories than these, or hold a
@@ -363,8 +363,8 @@ def _decode(
 
 
 def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMeta, ...], int, int]:
-    """Validate a head. Returns whether it contains marks, the metas of the tensors out of band, and their
-    bytes without and with the gaps between them.
+    """Validate a head. Returns whether it contains marks, the metas of the leaves out of band, and their
+    total bytes without and with the gaps between them.
 
     Raises:
         WireError: it is not a head.
@@ -383,7 +383,7 @@ _checked_short = functools.lru_cache(maxsize=64)(_checked)
 class _Received:
     """Decodes the extensions of a value that passed :func:`validate`, as msgspec's hook.
 
-    msgspec meets the leaves out of band in the order of their memories.
+    msgspec calls it for the leaves out of band in the order of their memories.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class _Received:
         if not payload.nbytes:
             return MARKS[code]
         # msgspec 0.19 gives the view the shape of the whole message, so that slices of it reach past the end
-        # of memory (its issue 835); a cast makes the shape anew from the number of bytes, which is right.
+        # of memory (its issue 835). A cast recomputes the shape from the number of bytes, which is right.
         payload = payload.cast("B")
         if code == Leaf.DTYPE:
             return tensors.dtype_of(tensors.name_of_code(payload[0]))
