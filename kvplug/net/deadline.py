@@ -1,7 +1,7 @@
 """Deadlines: one absolute time, made once from a ``timeout`` and passed down.
 
-Every blocking call of kvplug takes ``timeout``: seconds, ``None`` for ever, or nothing, which means the
-finite default of the called object (the config's ``timeout_s``).
+Every blocking call of kvplug takes ``timeout``: seconds, or ``None`` for ever. Its default is the finite
+default of the called object (the config's ``timeout_s``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_TIMEOUT: Final = Default.TIMEOUT
 """The default of every ``timeout`` argument."""
 
 _FOR_EVER_S = 1e9
-"""About thirty years. Locks and sockets refuse to wait ten times as long."""
+"""About thirty years, treated as for ever. Locks and sockets refuse ten times as long."""
 
 Timeout = float | None | Default
 """Seconds, ``None`` (for ever), or :data:`DEFAULT_TIMEOUT`."""
@@ -80,7 +80,7 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def remaining(self) -> float | None:
-        """Return the seconds left (0.0 once passed), or ``None`` for never. Fits ``wait(timeout=…)``."""
+        """Return the seconds left (0.0 once passed), or ``None`` for never. For ``wait(timeout=…)``."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
 

@@ -25,12 +25,12 @@ class ExclusiveUse:
         self._lock = threading.Lock()
 
     def _at_fork_reinit(self) -> None:
-        """Free the lock in a forked child, where no thread is inside."""
+        """Free the lock in a forked child, where no thread holds it."""
         self._lock = threading.Lock()
 
     @property
     def busy(self) -> bool:
-        """Whether a thread is inside."""
+        """Whether a thread holds the lock."""
         return self._lock.locked()
 
     def taken(self) -> AbstractContextManager[object]:
@@ -39,7 +39,7 @@ class ExclusiveUse:
         Of two threads that enter at the very same moment, one waits for the other.
 
         Raises:
-            BusyError: another thread is inside.
+            BusyError: another thread holds the lock.
         """
         if self._lock.locked():
             raise BusyError(f"another thread is already {self._what}; one thread sends, one receives")

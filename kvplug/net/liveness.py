@@ -47,7 +47,7 @@ _MAX_PAUSE_MS: Final = 3_600_000.0
 
 
 class Watch:
-    """Watches one peer. When the peer is gone, sets :attr:`reason` and calls a function once."""
+    """Watches one peer. When the peer is gone, sets :attr:`reason` and calls ``on_gone`` once."""
 
     @attrs.frozen
     class Terms:
@@ -282,7 +282,7 @@ class _Loop:
                 self.close()
 
 
-_lock = threading.RLock()  # a signal handler may end a watch while its thread ends or adds one
+_lock = threading.RLock()  # re-entrant: a signal handler may end a watch while its thread holds it
 free_locks_after_fork(sys.modules[__name__])
 _loop: _Loop | None = None
 

@@ -1,4 +1,4 @@
-"""Decides which connections may try to prove themselves, so that one origin leaves room for others."""
+"""Decides which connections may try to prove themselves, so that no origin crowds out others."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class Channel:
             self._close_if_unused()
 
     def _check_last_word(self) -> None:
-        """Raise if the gone peer has declined the channel, which is possible if nothing was received yet."""
+        """Raise if the peer declined the channel before it went; checked only if nothing was received yet."""
         if not self._has_received:
             self.check_not_declined()
 

@@ -136,7 +136,7 @@ class Connection:
             ResourceExhaustedError: the listener's last answer was that its process lacks a resource. Raised
                 at once if this process lacks one.
             ClosedError: ``stop`` was set, perhaps in the pause between two tries.
-            The rest as :meth:`dial`, at once.
+            Other errors of :meth:`dial`, at once.
         """
         began, pause, address = time.monotonic(), _RETRY_FIRST_S, Address.parse_contact(contact)
         stop = stop or threading.Event()

@@ -90,7 +90,7 @@ class PeerIdentity:
         """Whether that process runs (or ran) on this host, under this boot of the kernel.
 
         Raises:
-            ResourceExhaustedError: the process has no free descriptor to find out.
+            ResourceExhaustedError: the process has no free descriptor to read the boot id.
         """
         return bool(self.boot_id) and self.boot_id == boot_id()
 
@@ -227,7 +227,7 @@ def same_user(uid: int) -> bool:
     process with that uid cannot distinguish such users, so the result is then False.
 
     Raises:
-        ResourceExhaustedError: the process has no free descriptor to find out.
+        ResourceExhaustedError: the process has no free descriptor to read /proc.
     """
     if uid != os.geteuid():
         return False

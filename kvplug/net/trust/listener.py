@@ -49,7 +49,7 @@ class Stranger:
         self.tls = tls
         self.deadline = Deadline.after(_PROOF_TIMEOUT_S)
         self.can_read = tls is None
-        """Whether the client understands a refusal now."""
+        """Whether the client can read a refusal now."""
 
     def end(self, refused: RefusedError | None = None) -> None:
         """Send the reason without waiting, if the client can read it, and end the connection. The thread that

@@ -49,7 +49,8 @@ class Outbox:
             self._most_bytes = self._waiting_bytes + nbytes
 
     def send(self, message: Any) -> bool:
-        """Send a message now or later. Returns ``False`` if it is dropped: the peer is gone or does not read.
+        """Send a message now or later. Returns ``False`` if it is dropped, since the peer is gone or does not
+        read.
 
         Raises:
             UnsupportedError, CapacityError: the message cannot be sent.

@@ -21,13 +21,13 @@ T = TypeVar("T", bound=attrs.AttrsInstance)
 
 
 def to_plain(record: attrs.AttrsInstance) -> Any:
-    """Return a record as plain values for :func:`encode`: a dict with dicts inside."""
+    """Return a record as plain values for :func:`~kvplug.net.wire.encode`: nested dicts."""
     # msgspec would treat cached properties as fields.
     return msgspec.to_builtins(attrs.asdict(record), builtin_types=(bytes,), enc_hook=_as_dict)
 
 
 def from_plain(plain: object, kind: type[T], name: str, error: type[KvplugError] = WireError) -> T:
-    """Return the record from :func:`to_plain`'s values. Runs its converters and validators, not those of
+    """Rebuild a record from :func:`to_plain`'s values. Runs its converters and validators, but not those of
     inner records.
 
     Args:

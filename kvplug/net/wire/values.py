@@ -292,9 +292,10 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
 
     Raises:
         WireError: the bytes are not an encoding, exceed ``limits``, or hold a tensor, dtype or array while
-            torch or numpy is not installed. At most ``limits.memory_bound(len(buf))`` bytes are allocated
-            (besides importing torch).
+            torch or numpy is not installed.
         ResourceExhaustedError: there is not enough memory. Nothing else is raised, whatever the bytes.
+
+    At most ``limits.memory_bound(len(buf))`` bytes are allocated (besides importing torch).
     """
     return _decode(buf, None, limits, tensors.empty_like_meta, copy_bytes)
 
