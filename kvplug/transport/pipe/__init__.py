@@ -11,9 +11,9 @@ that the endpoint returns. The code that all pipes between two processes share i
 
 Pipes whose receiver moves messages out of the sender's memory share more:
 
-- :mod:`~kvplug.transport.pipe.offers`: their base, from sending to the end
+- :mod:`~kvplug.transport.pipe.offers`: their base class
 - :mod:`~kvplug.transport.pipe.content`: the memory of a message
-- :mod:`~kvplug.transport.pipe.device`: the order with the caller's stream, and new memory
+- :mod:`~kvplug.transport.pipe.device`: ordering with the caller's stream, and allocation of tensors
 - :mod:`~kvplug.transport.pipe.join`: how a proven connection becomes a pipe
 """
 

@@ -83,7 +83,7 @@ class Blocks:
         """Check that the blocks can be written into.
 
         Raises:
-            LayoutError: a block comes twice.
+            LayoutError: a block appears twice.
         """
         check_distinct(self._ids)
 

@@ -34,7 +34,7 @@ class Content:
     """Whether the tensors are a copy. Then the caller may overwrite the original once :attr:`ready` is
     passed."""
     ready: Mark | None = None
-    """Passed when the device has written the bytes; ``None``: they are written."""
+    """Passed when the device has written the bytes; ``None`` if they are already written."""
 
     @classmethod
     def of_tensor(cls, tensor: Tensor | None, device: TensorDevice, copy_bytes: int = 0) -> Content:
@@ -61,8 +61,9 @@ class Content:
 
     @classmethod
     def of_blocks(cls, blocks: Blocks, device: TensorDevice, max_runs: int, copy_bytes: int = 0) -> Content:
-        """Return the content of a message of blocks. Blocks that are not consecutive, or have more than
-        ``max_runs`` layers, are gathered first. Raises as :meth:`of_tensor`.
+        """Return the content of a message of blocks. Gather the blocks first if they have up to
+        ``copy_bytes`` bytes or more than ``max_runs`` layers, or are not contiguous in each layer. Raises as
+        :meth:`of_tensor`.
         """
         import torch
 
@@ -165,9 +166,9 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def cut(spans: Sequence[tuple[int, ...]], start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of the span, address, length) of the ``nbytes`` bytes that follow the first ``start``.
+    """Yield (index of the span, address, length) for each piece of the ``nbytes`` bytes from ``start`` on.
 
-    Spans begin with their address and length.
+    Each span begins with its address and length.
     """
     for index, (address, length, *_) in enumerate(spans):
         if start >= length:

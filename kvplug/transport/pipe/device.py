@@ -51,11 +51,11 @@ class PipeStream(Protocol):
         """Return a context in which torch queues work on this stream, and allocates memory for it."""
 
     def close(self) -> None:
-        """Give the stream back. Queued work still runs. Idempotent."""
+        """Release the stream. Queued work still runs. Idempotent."""
 
 
 class _TorchStream:
-    """A stream of torch. On the CPU it has no stream, and its methods do nothing."""
+    """A torch stream. For the CPU it wraps no stream, and its methods do nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else StreamPool.acquire(device)
@@ -135,11 +135,12 @@ class TensorDevice:
             )
 
     def staged(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that :meth:`holds`, copied on the caller's current stream if necessary."""
+        """Return a tensor for which :meth:`holds` is true: this one, or a copy that is made on the caller's
+        current stream."""
         return tensor
 
     def copy(self, out: Tensor, message: Tensor) -> None:
-        """Queue a copy of the whole message into ``out``, of any strides, on the caller's current stream."""
+        """Queue a copy of the whole message into ``out`` (of any strides) on the caller's current stream."""
         copy_tensor(out, message)
 
     # -- order -------------------------------------------------------------------------------------------
@@ -154,8 +155,7 @@ class TensorDevice:
         return None if on.type == "cpu" else _TorchMark(on)
 
     def queue_after(self, mark: Mark) -> None:
-        """Make what the caller's current stream is given from now on begin after ``mark``. The host does not
-        wait."""
+        """Make later work on the caller's current stream begin after ``mark``. The host does not wait."""
         import torch
 
         assert isinstance(mark, _TorchMark)
@@ -214,7 +214,7 @@ class TensorDevice:
 
 
 def _device_named(name: str) -> torch.device:
-    """Raises ConfigError: torch does not know the device."""
+    """Return the torch device. Raises ConfigError if torch does not know it."""
     import torch
 
     try:

@@ -66,9 +66,9 @@ class PipeEndpoint(abc.ABC):
         options: Any
         """An instance of the spec's options class, or ``None``."""
         credentials: Credentials
-        """Its listeners and connections prove themselves with these."""
+        """The endpoint's listeners and connections prove themselves with these."""
         host: str = DEFAULT_HOST
-        """Where the endpoint may listen: an interface of this host, or a Unix socket, which only processes of
+        """Where the endpoint may listen: an interface of this host, or a Unix socket, which only processes on
         this host can reach."""
         device: str = "cpu"
         """The device of the tensors, such as ``cuda:0``."""
@@ -77,8 +77,8 @@ class PipeEndpoint(abc.ABC):
         heartbeat_timeout_s: float = 10.0
         """Seconds of silence after which a peer on another host counts as dead."""
         max_message_bytes: int | None = None
-        """The largest message for which a pipe allocates memory; ``None``: as much as the process or device
-        can have. The size that a peer announces is compared with it before memory is allocated."""
+        """The largest message for which a pipe allocates memory; ``None``: only the available memory of the
+        process or device limits it. The size that a peer announces is checked before memory is allocated."""
 
     @abc.abstractmethod
     def listen(self) -> PipeListener:

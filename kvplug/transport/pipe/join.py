@@ -58,12 +58,12 @@ class PipeJoin:
         """Seconds of silence that count as the peer's death. ``None``: silence does not count, since each end
         watches the other's process. Set by :meth:`exchange`."""
         self.give_up: Callable[[], object] = self._hang_up
-        """Called after making the pipe has failed, and the reason was sent to the peer."""
-        # The channel has a socket of its own, because the given one is closed in any case.
+        """Called if the pipe cannot be made, after the reason was sent to the peer."""
+        # The channel has its own socket, because ``over`` closes the connection in any case.
         self.channel: Final = Channel(connection.dup(), timeout_s=None)
         try:
             self.pidfd = connection.peer.open_pidfd()
-            """A pidfd of the peer's process, or ``None`` if there is none. The pipe takes it over."""
+            """A pidfd of the peer's process, or ``None`` if it has no pidfd. The pipe takes it over."""
         except BaseException:
             self.channel.close()
             raise

@@ -1,4 +1,4 @@
-"""The base of pipes whose sender offers its messages, and whose receiver moves them from there.
+"""The base of pipes whose sender offers messages, and whose receiver moves them out of the sender's memory.
 
     queued -> offered, once the device has written it -> moved by the receiver -> taken
 
@@ -11,9 +11,9 @@ over a channel:
     heartbeat  this end is alive
     goodbye    this end sends nothing more. True: it was closed, and the peer has taken everything
 
-A transport may add values of its own. One thread per pipe, the worker, receives them, announces offers that
-become ready, and notices the peer's end. Callers queue messages, and move what they receive, in their own
-threads.
+A transport may add values of its own. One thread per pipe, the worker, receives the values, announces offers
+that become ready, and notices the peer's end. Callers queue messages, and move what they receive, in their
+own threads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _SEND_S: Final = 5.0
 """Seconds that the peer may take to read a value. The connection has room for all values that may be
 unread."""
 _JOIN_S: Final = 1.0
-"""Seconds that ``close`` waits for the worker to give everything back."""
+"""Seconds that ``close`` waits for the worker to release everything."""
 _COPY_S: Final = 5.0
 """Seconds that a call waits at its end for a copy on the device. Only a device that hangs takes longer."""
 _SPIN_S: Final = 50e-6
@@ -124,7 +124,7 @@ class Offer:
     message: SentMessage
     nbytes: int
     ready: Mark | None
-    """Passed when the device has written the bytes; ``None``: they are written."""
+    """Passed when the device has written the bytes; ``None`` if they are already written."""
     place: Any = None
     """The place of the bytes, for the peer."""
     is_first: bool = True
@@ -242,7 +242,7 @@ class _ComingOffers:
             return list(self._offers)[count:]
 
     def take(self, count: int) -> None:
-        """Remove the oldest ``count`` offers, or all if there are fewer, as after :meth:`end`."""
+        """Remove the oldest ``count`` offers, or all if :meth:`end` has left fewer."""
         with self._lock:
             for _ in range(min(count, len(self._offers))):
                 self._offers.popleft()
@@ -270,7 +270,7 @@ class OfferPipe(DuplexPipe):
     work that was queued earlier on the caller's current stream. Work that the caller queues on that stream
     afterwards sees the message. No work on a device waits for the peer.
 
-    A subclass sets :attr:`NAME`, calls :meth:`_start` when it is complete, and implements :meth:`_move`. It
+    A subclass sets :attr:`NAME`, calls :meth:`_start` once initialised, and implements :meth:`_move`. It
     may override the other methods below "what a transport writes".
     """
 
@@ -283,7 +283,7 @@ class OfferPipe(DuplexPipe):
     Device: TypeAlias = TensorDevice
     """The device of the tensors. Plugins subclass it."""
     Join: TypeAlias = PipeJoin
-    """A pipe in the making."""
+    """A pipe that is being made."""
     Offer: TypeAlias = Offer
     """Bytes of a message that this end offers."""
     SentMessage: TypeAlias = SentMessage
@@ -319,10 +319,10 @@ class OfferPipe(DuplexPipe):
         """Messages of up to this size are copied when they are sent."""
 
     def __init__(self, join: PipeJoin, settings: Settings) -> None:
-        """Take over the channel and the pidfd of ``join`` when :meth:`_start` returns.
+        """The pipe owns the channel and the pidfd of ``join`` once :meth:`_start` has returned.
 
         Raises:
-            TransportError, ResourceExhaustedError: there are no more streams or descriptors.
+            TransportError, ResourceExhaustedError: no stream or descriptor is free.
         """
         super().__init__(join.peer, settings, device=settings.device.name)
         self._join = join
@@ -336,8 +336,8 @@ class OfferPipe(DuplexPipe):
             limit=settings.max_in_flight_bytes, peer=join.peer, lifecycle=self._lifecycle
         )
         self._lock = self._window.lock
-        """Guards the messages both ways. Re-entrant: a signal handler may abort the pipe while its thread
-        holds the lock."""
+        """Guards the messages in both directions. Re-entrant: a signal handler may abort the pipe while its
+        thread holds the lock."""
         self._queue: deque[SentMessage] = deque()
         """Messages that are not wholly in offers yet."""
         self._pending: deque[Offer] = deque()
@@ -353,7 +353,7 @@ class OfferPipe(DuplexPipe):
         self._moving = threading.Lock()
         """Held while the peer's memory is in use."""
         self._hung: list[object] = []
-        """Memory that a device which hangs may still write to."""
+        """Memory that a hung device may still write to."""
         self._wake_fd: int | None = None
         with contextlib.ExitStack() as undo:
             self._stream = settings.device.new_stream()
@@ -373,7 +373,7 @@ class OfferPipe(DuplexPipe):
         """Start the worker. If it cannot be started, the join still owns the channel and the pidfd.
 
         Raises:
-            ResourceExhaustedError: there are no more threads.
+            ResourceExhaustedError: no thread is free.
         """
         try:
             with NamedExhaustion("a pipe needs a thread"):
@@ -415,10 +415,10 @@ class OfferPipe(DuplexPipe):
         return True
 
     def _taken_back(self, offer: Offer) -> None:
-        """Reuse the memory of an offer, which belongs to this end again. Called with the lock held."""
+        """Reclaim the memory of an offer, which belongs to this end again. Called with the lock held."""
 
     def _forget(self, message: SentMessage) -> None:
-        """Release the transport's data of a message that was taken or will not be queued. The lock may be
+        """Release the transport's data for a message that was taken or will not be queued. The lock may be
         held."""
 
     def _read_place(self, meta: TensorMeta | None, nbytes: int, place: Any) -> Any:
@@ -432,7 +432,8 @@ class OfferPipe(DuplexPipe):
             raise WireError("it names a place, but this transport does not use places")
 
     def _carried(self, message: ComingMessage) -> Tensor | None:
-        """Return a message whose bytes are in its offer, in new memory. ``None``: :meth:`_move` moves it."""
+        """Return the message as a new tensor if its offer carries the bytes, else ``None``: then
+        :meth:`_move` moves it."""
         return None
 
     def _survives(self, offer: ComingOffer) -> bool:
@@ -459,10 +460,10 @@ class OfferPipe(DuplexPipe):
         """
 
     def _on_value(self, kind: str, content: list[Any]) -> None:
-        """Handle a value that only this transport has. Called in the worker.
+        """Handle a value that only this transport sends. Called in the worker.
 
         Raises:
-            WireError: the transport has no such value.
+            WireError: the transport does not send such a value.
         """
         raise WireError(f"it sent a value that the pipe {self.NAME!r} does not know")
 
@@ -528,7 +529,7 @@ class OfferPipe(DuplexPipe):
                 while self._pending and time.monotonic() < spin_until:
                     self._announce()
         except BaseException as e:
-            if is_queued:  # Ctrl-C, or the device failed: how far the message came is not known
+            if is_queued:  # Ctrl-C, or the device failed: how much was sent is not known
                 self._fail(f"a message was not sent: {e!r}")
             else:
                 self._forget(message)
@@ -538,7 +539,7 @@ class OfferPipe(DuplexPipe):
         return message.transfer
 
     def _make_offers(self) -> None:
-        """Make the offers that there is room for. With the lock."""
+        """Make the offers that there is room for. Called with the lock held."""
         while self._queue and len(self._pending) + len(self._announced) < self.MAX_OFFERS:
             message = self._queue[0]
             offer = self._next_offer(message)
@@ -587,7 +588,7 @@ class OfferPipe(DuplexPipe):
     def _finish(self, messages: list[SentMessage]) -> None:
         for message in messages:
             message.transfer.finish()
-            self._unresolved.pop(id(message), None)  # only now: a forked child ends what is in there
+            self._unresolved.pop(id(message), None)  # only now: a forked child fails the messages left here
 
     def _fail_transfers(self) -> None:
         """Fail every transfer that has not ended. Idempotent."""
@@ -601,7 +602,7 @@ class OfferPipe(DuplexPipe):
                 message.transfer.fail(self._lifecycle.error())
             except BaseException as e:  # Ctrl-C, or raised by a callback; the other transfers must fail too
                 interrupted = e
-            self._unresolved.pop(key, None)  # only now: a forked child ends what is in there
+            self._unresolved.pop(key, None)  # only now: a forked child fails the messages left here
         if interrupted is not None:
             raise interrupted
 
@@ -649,7 +650,7 @@ class OfferPipe(DuplexPipe):
         return self._device.empty(meta, self._stream)
 
     def _fill(self, message: ComingMessage, target: Target, deadline: Deadline) -> bool:
-        """Move all that is left of a message. Return whether it went into the caller's memory."""
+        """Move the rest of a message. Return whether it went into the caller's memory."""
         memory = None
         if message.own is None and self._moves_in_place(deadline):
             memory = target.memory()
@@ -703,11 +704,11 @@ class OfferPipe(DuplexPipe):
             raise TransportError("a copy on the device does not end")
 
     def _take(self, count: int = 1) -> None:
-        """Tell the peer that the oldest ``count`` offers were moved."""
+        """Inform the peer that the oldest ``count`` offers were moved."""
         try:
             self._coming.take(count)
             self._tell("taken", count)
-        except BaseException as e:  # Ctrl-C: whether the peer was told is not known
+        except BaseException as e:  # Ctrl-C: whether the value was sent is not known
             self._fail(f"{PartialMessage.INTERRUPTED}: {e!r}")
             raise
 
@@ -727,9 +728,9 @@ class OfferPipe(DuplexPipe):
     def _drain(self, deadline: Deadline) -> None:
         self._coming.stop()
         if threading.current_thread() is self._worker:
-            return  # in a transfer's callback: nothing is sent while it waits
+            return  # in a transfer's callback: the worker sends nothing while the callback waits
         if self._window.drain(deadline):
-            with contextlib.suppress(BusyError):  # of a signal handler whose thread is sending
+            with contextlib.suppress(BusyError):  # in a signal handler whose thread is sending
                 self._tell("goodbye", True)
 
     def _release(self) -> None:
@@ -790,7 +791,7 @@ class OfferPipe(DuplexPipe):
             self._device.adopt()
             self._serve()
         except PeerGoneError as e:
-            with contextlib.suppress(SystemExit):  # of a callback
+            with contextlib.suppress(SystemExit):  # raised by a callback
                 self._peer_gone(str(e))
         except ClosedError:
             pass
@@ -798,7 +799,7 @@ class OfferPipe(DuplexPipe):
             self._fail(f"the peer sent what cannot be: {e}")
         except KvplugError as e:
             self._fail(str(e))
-        except BaseException as e:  # a callback may raise SystemExit, which would end the thread in silence
+        except BaseException as e:  # a callback may raise SystemExit, which would end the thread silently
             if not self._let_go:
                 self._fail(f"its thread failed: {e!r}")
         finally:
@@ -812,7 +813,7 @@ class OfferPipe(DuplexPipe):
                 self._stream.close()
 
     def _serve(self) -> None:
-        """Do the worker's part until the pipe has ended."""
+        """Run the worker's loop until the pipe has ended."""
         silence_s = self._silence_s
         interval_s = _POLL_S if silence_s is None else silence_s / Watch.Terms.BEATS_PER_TIMEOUT
         last_received = next_beat = time.monotonic()
@@ -853,8 +854,8 @@ class OfferPipe(DuplexPipe):
         return bool(ready)
 
     def _read(self) -> bool:
-        """Handle the next value if it has arrived, and return whether it had. The caller does not look for
-        another one in the socket, since that would delay the thread that the first one has woken."""
+        """Handle the next value if it has arrived, and return whether it had. The caller does not poll the
+        socket for another value, since that would delay the thread that this value has woken."""
         try:
             value = self.channel.recv(0)
         except TimeoutError:

@@ -92,8 +92,8 @@ class PartialMessage:
                 bytes, and updates ``got``. Returns False at the deadline.
             fail: Breaks the pipe: the position in the stream is lost.
             peer: Names the peer in errors.
-            limit: Limits the messages that the pipe allocates memory for; ``None``: only the memory that this
-                process can have limits them.
+            limit: Limits the messages that the pipe allocates memory for; ``None``: only this process's
+                available memory limits them.
 
         Raises:
             CapacityError: the message is larger than the pipe may allocate, and stays.

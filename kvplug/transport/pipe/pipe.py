@@ -101,8 +101,8 @@ class Pipe(abc.ABC):
 
     @property
     def fills_blocks(self) -> bool:
-        """Whether :meth:`recv_blocks` writes into the blocks while a message arrives. Else the pipe receives
-        the message in memory of its own, and copies it at the end."""
+        """Whether :meth:`recv_blocks` writes into the blocks while a message arrives. If not, the pipe
+        receives the message into its own memory, and copies it at the end."""
         return type(self)._receive_blocks is not Pipe._receive_blocks
 
     def path_report(self) -> Pipe.PathReport:
@@ -111,7 +111,7 @@ class Pipe(abc.ABC):
         return Pipe.PathReport()
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        """Queue one message. Return at once, or block while ``max_in_flight_bytes`` are unsent.
+        """Queue one message. Return at once, or block while ``max_in_flight_bytes`` are in flight.
 
         A message larger than that limit is sent when nothing else is in flight. The pipe keeps ``tensor``
         alive; the caller may overwrite it once the transfer is done. A tensor on a device is read after the
@@ -123,7 +123,7 @@ class Pipe(abc.ABC):
             PeerGoneError, ClosedError, BusyError: as the law says.
             UnsupportedError: the pipe does not carry the tensor's device or dtype; nothing was queued.
             ResourceExhaustedError: no thread or memory is free for the message. Nothing was queued, or the
-                pipe is broken and says so.
+                pipe is broken, as later calls report.
         """
         return self._send_counted(lambda: self._send_tensor(tensor, timeout), lambda: _nbytes(tensor))
 
@@ -140,7 +140,7 @@ class Pipe(abc.ABC):
             CapacityError: without ``out``, the message is larger than the context's ``max_message_bytes``,
                 than :meth:`limit_messages` allows, or than the free memory; the message stays.
             TimeoutError: nothing (or not all) arrived in time. The next call receives or resumes the
-                message, unless the pipe is broken: then later calls say so. A message is never skipped.
+                message, unless the pipe is broken: later calls report that. A message is never skipped.
             ResourceExhaustedError: no thread or memory is free for the message. The next call can receive
                 it, as after a ``TimeoutError``.
             PeerGoneError, ClosedError, BusyError: as the law says.
@@ -191,7 +191,7 @@ class Pipe(abc.ABC):
                 Exceptions that it raises are logged. A call that resumes a message reports all layers.
 
         Raises:
-            LayoutError: as :class:`Blocks` says, or a block comes twice; the message stays.
+            LayoutError: as :class:`Blocks` says, or a block appears twice; the message stays.
             TensorMismatchError, TimeoutError, PeerGoneError, ClosedError, BusyError: as :meth:`recv_tensor`
                 says, with ``out``.
         """
@@ -366,7 +366,7 @@ class DescriptorGuard:
 class DuplexPipe(Pipe, abc.ABC):
     """The base of pipes: a transport implements how bytes move, and what is released at the end.
 
-    The base checks each call, keeps deadlines, lets one thread send and one receive, and ends once, for one
+    The base checks each call, admits one sending and one receiving thread, and ends the pipe once, for one
     reason; in a forked child the pipe is closed. A transport implements the methods whose names begin with
     ``_``, and gets their deadlines from :meth:`_deadline`. It may call :meth:`_peer_gone` and :meth:`_fail`
     from any thread, without holding locks.

@@ -153,7 +153,7 @@ class SendWindow:
         return self.in_flight
 
     def cost(self, nbytes: int) -> int:
-        """Return what a message of ``nbytes`` bytes counts against the limit."""
+        """Return how much a message of ``nbytes`` bytes counts against the limit."""
         return max(self.SMALLEST_COST, nbytes)
 
     def wait_for_room(self, nbytes: int, deadline: Deadline) -> None:
