@@ -1,8 +1,8 @@
-"""The server of proven connections: it listens, lets each connection prove itself, and serves it in a thread.
+"""The server of proven connections: it listens, authenticates each peer, and serves it in a thread.
 
 Before a connection becomes a pipe or a link, the two ends prove themselves and exchange messages. A peer that
 stops in the middle must not delay others. So each listener has a thread that accepts connections, and each
-connection has its own thread, from the proof on.
+connection has its own thread, which begins with the proof.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_SERVED = 256
-"""The most connections that are being served or whose results the program has not accepted yet. Further
-connections wait."""
+"""The most connections that may be served or await :meth:`Acceptor.accept` at once. Further connections
+wait."""
 _MAX_WAITING = 128
-"""The most further connections that prove themselves or wait at once, each in a thread."""
-_PAUSE_S = 0.1  # when a connection cannot be accepted, since it makes the listening socket readable
+"""The most further connections that may prove themselves or wait at once, each in a thread."""
+_PAUSE_S = 0.1  # after a failed accept, since the connection keeps the listening socket readable
 _CLOSE_S = 2.0
 """How many seconds ``close`` waits for threads that it has just ended."""
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection that another thread uses; that thread then closes the connection."""
+    """Shut down a connection that another thread uses; that thread then closes it."""
     with contextlib.suppress(OSError):  # the peer hung up, or that thread closed the connection
         connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 class Acceptor(Generic[T]):
-    """Takes the proven connections of its listeners, and makes an object of each, in a thread of its own.
+    """Makes an object of each proven connection of its listeners, in one thread per connection.
 
     Any thread or signal handler may call any method. In a forked child the acceptor is closed.
     """
@@ -79,10 +79,10 @@ class Acceptor(Generic[T]):
                 0: :data:`MAX_SERVED`.
             lost: Called before a connection is closed because a resource ran out. It informs the peer, and
                 must not block.
-            end: Ends ``make`` for a connection, from another thread.
+            end: Interrupts ``make`` for a connection, from another thread.
 
         Raises:
-            ResourceExhaustedError: this process can have no more threads.
+            ResourceExhaustedError: this process can start no more threads.
         """
         self._listeners = listeners
         self._make = make
@@ -104,15 +104,15 @@ class Acceptor(Generic[T]):
         self._shortage: ResourceExhaustedError | None = None
         """The resource that ran out for the latest connection; ``None`` if that connection was served."""
         self._lost_since = 0.0
-        """When that connection arrived."""
+        """When the latest connection that met a shortage arrived."""
         self._logged = ""
-        """The latest failure, so that a peer that retries is logged once."""
+        """The latest failure logged. Its repetitions are logged at DEBUG level."""
         self._listening = [
             BackgroundThread(self._listen, args=(each,), name=f"{name}-listen", stop=self._stop)
             for each in listeners
         ]
         self._threads: set[threading.Thread] = set()
-        """Those of the connections."""
+        """The connections' threads."""
         close_after_fork(self)
         try:
             for thread in self._listening:
@@ -141,8 +141,8 @@ class Acceptor(Generic[T]):
         """Return the next object that was made.
 
         Raises:
-            TimeoutError: no object was made in time. Peers that are connecting are not disturbed. Counts the
-                refused connections and chains the last refusal.
+            TimeoutError: no object was made in time. The error counts the refused connections and chains the
+                last refusal. Peers that are connecting are not disturbed.
             ResourceExhaustedError: a resource ran out for a peer that connected during this call, or for the
                 latest peer.
             ClosedError: the acceptor is closed, or was closed during the wait.
@@ -151,7 +151,7 @@ class Acceptor(Generic[T]):
         began = time.monotonic()
         with self._lock:
             while not self._closed and not self._ready:
-                if self._lost_since > began:  # else an earlier call may have reported it already
+                if self._lost_since > began:  # an older shortage is reported only at the deadline
                     self._check_shortage()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     self._check_shortage()
@@ -188,13 +188,13 @@ class Acceptor(Generic[T]):
         for made in unclaimed:
             self._discard(made)
         deadline = Deadline.after(_CLOSE_S)
-        _join(self._listening, deadline)  # from then on there are no new threads
+        _join(self._listening, deadline)  # no thread is started after this
         with self._lock:
             threads = list(self._threads)
         _join(threads, deadline)
 
     def _stop(self) -> None:
-        """End all threads, and do not wait for them."""
+        """Make all threads end, without waiting for them."""
         with self._lock:
             self._closed = True
             serving = list(self._serving)
@@ -232,7 +232,7 @@ class Acceptor(Generic[T]):
                 if stranger is None:
                     return
                 self._start(listener, stranger)
-            except Exception as e:  # such as being out of descriptors or memory: the listener survives it
+            except Exception as e:  # for example no free descriptor or memory: the listener survives it
                 self._failed(f"accepting a connection at {listener.contact}", e)
                 time.sleep(_PAUSE_S)
 
@@ -283,7 +283,7 @@ class Acceptor(Generic[T]):
             self._discard(made)
 
     def _has_place(self, connection: Connection) -> bool:
-        """Wait until the connection may be served. Returns false if the acceptor is closed."""
+        """Wait until the connection may be served. Return False if the acceptor is closed."""
         with self._lock:
             while not self._closed and len(self._serving) + len(self._ready) >= self._max_served:
                 self._changed.wait()
@@ -294,7 +294,7 @@ class Acceptor(Generic[T]):
     def _failed(self, what: str, error: Exception, connection: Connection | None = None) -> None:
         """Report that a connection could not be served, and close it."""
         shortage = NamedExhaustion.of(error, what)
-        is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a bug, not the peer
+        is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a bug here
         text = f"{what} failed: {shortage or error}"
         if is_foreign or not self._closed:
             level = logging.DEBUG if text == self._logged else logging.WARNING

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 _LONG_ROW_BYTES: Final = 16 << 10
-"""A block of this size or larger is copied in less time than by an index, also from Python."""
+"""From this size on, copying blocks one by one is faster than through an index, even from Python."""
 
 
 @attrs.frozen(eq=False)
 class RowMemory:
-    """Where blocks lie in this processor's memory. A block of a layer has ``num_parts`` places."""
+    """Where blocks lie in CPU memory. A block of a layer has ``num_parts`` places."""
 
     bases: array[int]
     """The address of each place of block 0, layer after layer."""
@@ -67,19 +67,19 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
 
     @cached_property
     def parts(self) -> tuple[array[int], tuple[int, ...]]:
-        """Each part of each layer as :func:`struct_part`, and the bytes of a token of each part, which are
-        the same in all layers.
+        """The fields of :func:`struct_part` for each part of each layer, and each part's bytes per token,
+        which are the same in all layers.
 
         Raises:
-            LayoutError: a view is not in this processor's memory, or is lazily conjugated or negated; views
-                differ in their blocks, or layers in the bytes of a token.
+            LayoutError: a view is not in CPU memory, or is lazily conjugated or negated; views differ in
+                their blocks or tokens per block, or layers in their bytes per token.
         """
         return _parts_of(self)
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of a block in each part of each layer, if they are contiguous, in this processor's memory and
-        as many in all parts; else 0."""
+        """Bytes of a block in each part of each layer; 0 unless all these blocks are contiguous, in CPU
+        memory and of the same size."""
         sizes = {
             view[0].nbytes if view.device.type == "cpu" and len(view) and view[0].is_contiguous() else 0
             for layer in self
@@ -88,7 +88,7 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
         return int(sizes.pop()) if len(sizes) == 1 else 0
 
     def as_bytes(self, layers: range) -> BlockViews:
-        """Return these layers as views [blocks, :attr:`block_bytes`] of bytes: a layer for each part."""
+        """Return these layers as byte views [blocks, :attr:`block_bytes`]. Each part becomes a layer."""
         found = self._as_bytes.get(layers)
         if found is None:
             found = self._as_bytes[layers] = BlockViews(
@@ -167,8 +167,8 @@ class RowViews:
 
     @cached_property
     def memory(self) -> RowMemory | None:
-        """Where the blocks lie. ``None`` if the views are not in this processor's memory, have no bytes, or
-        differ in their strides, or if elements of a block overlap.
+        """Where the blocks lie. ``None`` if the views are not in CPU memory, have no bytes, or differ in
+        their strides, or if elements of a block overlap.
 
         The addresses are valid as long as this object is alive.
         """
@@ -200,7 +200,7 @@ class RowViews:
 
     @cached_property
     def reach(self) -> int:
-        """The least difference between the ids of two blocks that do not overlap in a view."""
+        """Blocks whose ids differ by at least this number do not overlap in any view."""
         reach = 1
         for view in (view for layer in self.layers for view in layer):
             if not _is_disjoint(view):
@@ -213,8 +213,8 @@ class RowViews:
 
     @cached_property
     def is_by_row(self) -> bool:
-        """Whether blocks are copied one by one: they are long and contiguous, and overlap in a view. There
-        torch copies element by element if it is given an index."""
+        """Whether blocks are copied one by one, because they are long and contiguous, and overlap in a view.
+        With an index, torch would copy them element by element."""
         views = [view for layer in self.layers for view in layer]
         is_long = self.row_bytes >= _LONG_ROW_BYTES * len(self.layers[0])
         return is_long and self.reach > 1 and all(view[0].is_contiguous() for view in views)
@@ -252,7 +252,7 @@ def check_distinct(table: array[int]) -> None:
     """Check that blocks can be written into.
 
     Raises:
-        LayoutError: a block comes twice.
+        LayoutError: a block appears twice.
     """
     if len(set(table)) != len(table):
         twice = next(each for each in table if table.count(each) > 1)
@@ -277,7 +277,7 @@ def struct_part(
     axes: Sequence[tuple[int, int]] = (),
 ) -> list[int]:
     """Return the fields of ``struct part`` of pages.c: where one part of one layer lies. All but the sizes of
-    axes are bytes.
+    axes are in bytes.
 
     Args:
         base: the address of block 0.
@@ -392,7 +392,7 @@ def _runs_of(axes: list[tuple[int, int]], itemsize: int) -> tuple[int, list[tupl
 def as_elements(view: Tensor, axes: int = 1) -> Tensor | None:
     """Return a view of the same memory in elements of 16 bytes. Return ``None`` if the view's addresses,
     strides or last axis are not multiples of 16 bytes, if its last axis is not contiguous or is among the
-    first ``axes`` axes, which are indexed, or if it is not in this processor's memory.
+    first ``axes`` axes, which are indexed, or if it is not in CPU memory.
 
     torch copies strided tensors and scatters rows element by element. With elements of 16 bytes this is 4 to
     7 times as fast as with 2 bytes.

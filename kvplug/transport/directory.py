@@ -12,15 +12,14 @@ import attrs
 class Directory(abc.ABC):
     """Keeps small entries under names, each for as long as its lease lasts.
 
-    Law. Every process that uses the same directory sees an entry as it was announced, at the latest when its
-    next call of :meth:`entries` begins. The entry disappears when its lease ends (DIR-1 to DIR-3 in the
-    laws). The directory's own clock counts the lease, so the entries of a process that is killed or stopped
-    are not renewed and disappear.
+    Law. Every later call of :meth:`entries`, in any process that uses the same directory, returns an entry as
+    it was announced, until its lease ends (DIR-1 to DIR-3 in the laws). The lease runs on the directory's own
+    clock, so the entries of a killed or stopped process disappear.
 
-    Callers. The factory makes a directory without connecting: it only checks the URL and the options, for
-    ``kvplug config check`` too (DIR-4). Then one thread of kvplug calls the directory. Every call connects if
-    needed, ends within the context's ``timeout_s`` whatever the service does, and may raise any error of its
-    libraries: kvplug logs and counts the error, keeps the entries that it knows, and calls again later.
+    Callers. The factory does not connect: it only checks the URL and the options, and ``kvplug config check``
+    calls it too (DIR-4). Then one thread of kvplug calls the directory. Every call connects if needed, ends
+    within the context's ``timeout_s`` whatever the service does, and may raise any error of its libraries:
+    kvplug logs and counts the error, keeps the entries that it knows, and calls again later.
     """
 
     @attrs.frozen(kw_only=True)
@@ -53,6 +52,6 @@ class Directory(abc.ABC):
         """Return every entry whose lease has not ended, by name."""
 
     def close(self) -> None:
-        """End all connections. Announced entries stay until their leases end. This is the last call.
-        Idempotent."""
+        """End all connections. Announced entries stay until their leases end. Idempotent. No other method is
+        called afterwards."""
         return None

@@ -74,7 +74,7 @@ class LookupBuffer(abc.ABC):
     """
 
     class Sink(Protocol):
-        """Takes an entry layer by layer instead of whole, for callers that scatter it at once."""
+        """Takes an entry layer by layer instead of whole, for callers that scatter each layer on arrival."""
 
         def begin(self, header: Entry.Header) -> None:
             """Prepare for an entry, before its first layer. Raise to refuse it; it stays in the buffer."""
@@ -158,21 +158,21 @@ class LookupBuffer(abc.ABC):
     @property
     @abc.abstractmethod
     def is_lost(self) -> bool:
-        """Whether every further call raises, because this end was closed or its other end is gone.
+        """Whether every further call raises, because this end was closed or its peer is gone.
 
         Never waits. The owner of a lost reaching end must close it and make another.
         """
 
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """End politely: a reaching end informs the store; the store lets transfers finish.
+        """Close gracefully: a reaching end informs the store; the store lets transfers finish.
 
-        Idempotent; calls that wait raise ``ClosedError``. The pipes that were passed in are closed too.
+        Idempotent; waiting calls raise ``ClosedError``. The pipes that were passed in are closed too.
         """
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """End at once. Idempotent, never blocks."""
+        """Close at once. Idempotent, never blocks."""
 
 
 class LookupEndpoint(abc.ABC):
@@ -202,8 +202,8 @@ class LookupEndpoint(abc.ABC):
         timeout_s: float = 30.0
         """The default timeout of a call, in seconds."""
         max_message_bytes: int | None = None
-        """The largest entry for which a reaching end allocates memory; ``None``: as much as the process or
-        device can have."""
+        """The largest entry for which a reaching end allocates memory; ``None``: only the available memory of
+        the process or device limits it."""
 
     @abc.abstractmethod
     def hold(self) -> LookupEndpoint.Store:

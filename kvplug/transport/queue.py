@@ -86,7 +86,7 @@ class MessageQueue(abc.ABC):
         rank: int
         """Its rank among the readers of the handle."""
         process: str
-        """``"pid 12"``, with the host if it is another one; "has not come yet" before the reader attaches."""
+        """``"pid 12"``, with the host if it is another; "has not come yet" before the reader attaches."""
         lag: int
         """How many messages the reader has not received yet."""
         gone: str = ""
@@ -128,7 +128,7 @@ class MessageQueue(abc.ABC):
             self._warn_at = float("inf") if indefinite else self._began + interval_s
 
         def pause(self) -> float | None:
-            """Return how long to sleep at most before checking again; ``None``: until woken.
+            """Return the most seconds to sleep before checking again; ``None``: sleep until woken.
 
             Raises:
                 CancelledError: the caller's event was set.
@@ -188,7 +188,7 @@ class MessageQueue(abc.ABC):
     @property
     @abc.abstractmethod
     def readers(self) -> tuple[MessageQueue.ReaderState, ...]:
-        """All readers of the handle, in its order. Only the writer's end has them.
+        """All readers of the handle, in its order. Available only at the writer's end.
 
         Raises:
             UnsupportedError: this is a reader's end.
@@ -205,7 +205,7 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Wait until the writer and all its readers have called this. Optional, at any time.
+        """Wait until the writer and all its readers have called this. Optional; allowed at any time.
 
         Raises:
             TimeoutError: not all have called this. At the writer's end the error names the missing readers.
@@ -241,7 +241,7 @@ class MessageQueue(abc.ABC):
         Raises:
             TimeoutError: no value arrived in time.
             CancelledError: ``cancel`` was set.
-            UnsupportedError: the next message is a raw chunk, which stays; or this is the writer's end.
+            UnsupportedError: the next message is a raw chunk (which stays), or this is the writer's end.
             PeerGoneError: the writer has ended, and all its messages were received.
             TransportError: messages were lost; the error says how many.
             ClosedError, BusyError: as the law says.
@@ -278,7 +278,7 @@ class MessageQueue(abc.ABC):
         :meth:`close` can crash the process. Copy (``clone``) within the block whatever must survive it.
 
         Raises:
-            UnsupportedError: the next message is a value, which stays; or this is the writer's end.
+            UnsupportedError: the next message is a value (which stays), or this is the writer's end.
             The rest as :meth:`dequeue`.
         """
 
@@ -294,14 +294,14 @@ class MessageQueue(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """End politely: a reader leaves; the readers attached to a writer can still receive everything.
+        """Close gracefully: a reader leaves; the readers attached to a writer can still receive everything.
 
         Idempotent.
         """
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """End at once, as if this process had died. Idempotent, never blocks."""
+        """Close at once, as if this process had died. Idempotent, never blocks."""
 
     def __enter__(self) -> MessageQueue:
         return self
@@ -377,7 +377,7 @@ class QueueEndpoint(abc.ABC):
 
         @classmethod
         def from_plain(cls, plain: Any) -> QueueEndpoint.Handle:
-            """Return the handle that :meth:`as_plain` made ``plain`` of.
+            """Return the handle from which :meth:`as_plain` made ``plain``.
 
             Raises:
                 WireError: a field of the handle is missing or wrong; the error names it.
@@ -407,10 +407,10 @@ class QueueEndpoint(abc.ABC):
         options: Any
         """An instance of the spec's options class, or ``None``."""
         credentials: Credentials
-        """Its listeners and connections prove themselves with these."""
+        """The endpoint's listeners and connections prove themselves with these."""
         host: str = DEFAULT_HOST
-        """The interface on which it may listen for readers that shared memory does not reach. A Unix socket
-        needs no interface."""
+        """The interface on which the endpoint may listen for readers that shared memory does not reach. A
+        Unix socket needs no interface."""
         n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
         """How many readers a queue has if ``create`` does not name them."""
         local_reader_ranks: tuple[int, ...] | None = attrs.field(
@@ -440,7 +440,7 @@ class QueueEndpoint(abc.ABC):
         ``n_reader``. Does not wait for readers.
 
         Raises:
-            ConfigError: a rank comes twice.
+            ConfigError: a rank appears twice.
             TransportError, AddressInUseError, InsecureAddressError: the queue cannot be made.
             ResourceExhaustedError: the process has no free descriptor, thread or memory for the queue.
         """

@@ -105,7 +105,7 @@ def load_target(target: str) -> Any:
         NamedExhaustion.check(e, f"importing {target}")
         absent = isinstance(e, AttributeError) and e.obj is module and e.name == attribute
         hint = ""
-        with contextlib.suppress(Exception):  # a module may answer dir() as it likes
+        with contextlib.suppress(Exception):  # a module's ``__dir__`` may raise anything
             hint = _meant(attribute, module) if absent and module is not None else ""
         raise PluginLoadError(f"cannot load {target}: {type(e).__name__}: {e}{hint}") from e
 
@@ -119,8 +119,8 @@ class Probe:
     reason: str = attrs.field(default="", converter=peer_text)
     """Why the transport cannot work here, in one line; empty if it can."""
     domain: str = ""
-    """An opaque string, for example of the boot id and namespaces. The two ends of a transport that is not
-    ``cross_host`` must have equal domains."""
+    """An opaque string, made for example of the boot id and namespaces. The two ends of a transport that is
+    not ``cross_host`` must have equal domains."""
 
 
 class _Offered:
@@ -146,7 +146,7 @@ class _Offered:
 
     @property
     def called(self) -> str:
-        """For messages: ``"the pipe 'mine' from kvplug-mine"``."""
+        """The spec's name in messages: ``"the pipe 'mine' from kvplug-mine"``."""
         distribution = getattr(self, "_distribution", "")
         whose = f" from {distribution}" if distribution else ""
         return f"the {self.kind.replace('_', ' ')} {self.name!r}{whose}"

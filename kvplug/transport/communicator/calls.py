@@ -56,7 +56,7 @@ class Call:
 
 
 def paired(sends: Sequence[str], recvs: Sequence[str]) -> Call:
-    """Return the call of a rank that sends and receives tensors, in words, to and from one other rank."""
+    """Return the call of a rank that exchanges tensors, described in words, with one other rank."""
     return Call(PAIRED, f"sends {list(sends)}, recvs {list(recvs)}")
 
 
@@ -141,7 +141,7 @@ def check_paired(
 ) -> None:
     """Check that each of two ranks receives what the other sends, in the same order.
 
-    ``calls`` are this rank's, by the other rank; ``wanted`` are the calls that fit them.
+    All are keyed by the other rank: ``calls`` are this rank's, ``wanted`` fit them, ``found`` were received.
 
     Raises:
         TensorMismatchError: what one rank sends is not what the other receives.
@@ -158,7 +158,7 @@ def check_paired(
 
 
 def row_bytes(tensor: Tensor) -> int:
-    """Bytes of one row along the first dimension."""
+    """Return the bytes of one row along the first dimension."""
     elements: int = math.prod(tensor.shape[1:])
     return elements * int(tensor.element_size())
 
@@ -203,7 +203,7 @@ def is_outermost(shape: Sequence[int], dim: int) -> bool:
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate as integers of the same size, since torch cannot concatenate every dtype."""
+    """Concatenate parts as integers of the same size, since torch cannot concatenate every dtype."""
     import torch
 
     return torch.cat([as_bits(part) for part in parts], dim).view(parts[0].dtype)

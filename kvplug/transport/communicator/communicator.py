@@ -1,8 +1,8 @@
 """The device communicator: collectives of one group of ranks on one kind of device.
 
 The names and arguments follow the base communicator that engines have, without its defects: a global config
-read in the constructor, layers found by their classes' names, ``assert`` for arguments, missing v-forms, and
-no deadlines. This package does the work that all transports share: checking arguments, computing sizes,
+read in the constructor, layers found by their class names, arguments checked by ``assert``, missing v-forms,
+and no deadlines. This package does the work that all transports share: checking arguments, computing sizes,
 serving a group of one rank without a transport, and comparing the calls of the ranks. A transport of kind
 "communicator" implements the methods of :class:`DeviceCommunicator` whose names begin with ``_``.
 ``Tensor`` is ``torch.Tensor``; this package does not import torch at module level.
@@ -91,11 +91,11 @@ class DeviceCommunicator:
     Not promised. That ``send`` returns before the other rank receives: if two ranks both send first, they
     wait for each other, unless they send in one batch.
 
-    A transport may have an option by which calls return before the device is done. Then a call raises the
+    A transport may have an option to let calls return before the device is done. Then a call raises the
     errors of earlier calls, and results are valid once ``synchronize`` has returned.
 
-    A transport connects the mesh, or implements ``_exchange``; the collectives are made of it unless the
-    transport has its own. Its methods are called only if there is more than one rank. Their tensors are
+    A transport connects the mesh, or implements ``_exchange``; the collectives use ``_exchange`` unless the
+    transport overrides them. Its methods are called only if there is more than one rank. Their tensors are
     contiguous, of one dtype and on ``self.device``; the tensors of a list to gather into or to scatter are
     adjacent in memory. Each method raises a TimeoutError or PeerGoneError that names the missing ranks, and
     ClosedError after ``_destroy``.
@@ -111,7 +111,7 @@ class DeviceCommunicator:
         options: Any
         """An instance of the spec's options class, or ``None``."""
         credentials: Credentials
-        """Its connections prove themselves with these."""
+        """The communicator's connections prove themselves with these."""
         host: str = DEFAULT_HOST
         """The interface that the data plane may use; loopback for a Unix socket."""
         group: StatelessGroup
@@ -161,7 +161,7 @@ class DeviceCommunicator:
     """dtypes that all other calls take."""
     compares: bool = True
     """Whether ranks compare their calls before each call, so that every rank refuses calls that do not match.
-    If that costs too much, a transport makes it an option."""
+    A transport for which that costs too much makes it an option."""
 
     def __init__(self, context: DeviceCommunicator.Context) -> None:
         self.context = context
@@ -216,7 +216,7 @@ class DeviceCommunicator:
 
     @property
     def destroyed(self) -> bool:
-        """Whether ``destroy`` was called here."""
+        """Whether ``destroy`` was called here, or this is a forked child."""
         return self._destroyed
 
     @property
@@ -265,8 +265,8 @@ class DeviceCommunicator:
     ) -> Any:
         """Like ``all_gather``, with ``sizes[rank]`` elements along ``dim`` from each rank.
 
-        Without ``sizes``, all ranks have the same number. Given a list, gathers each of its tensors, and
-        returns a list.
+        Without ``sizes``, all ranks have the same number. If ``input_`` is a list, gather each of its
+        tensors, and return a list.
         """
         tensors = input_ if isinstance(input_, list) else [input_]
 
@@ -727,7 +727,7 @@ class DeviceCommunicator:
     ) -> Mapping[int, bytes]:
         """Send ``calls[rank]`` to each of these ranks, and return the calls that they send to this rank.
 
-        ``collective``: these are all other ranks, and all get the same.
+        ``collective``: ``calls`` names all other ranks, and all get the same call.
         """
         if self._mesh:
             return self._mesh.compare(calls, deadline, collective=collective)
@@ -846,7 +846,7 @@ class DeviceCommunicator:
 
     @contextmanager
     def _attempt(self, timeout: Timeout) -> Iterator[Deadline]:
-        """Let one thread in at a time. A call that fails after it has begun breaks the communicator."""
+        """Admit one thread at a time. A call that fails after it has begun breaks the communicator."""
         try:
             self._check_usable()
             deadline = Deadline.after(timeout, self.context.timeout_s)

@@ -120,7 +120,7 @@ class StatelessGroup:
 
         Raises:
             TimeoutError: names the ranks that did not join, or the address where no process listened.
-            InsecureAddressError, AddressInUseError, AuthenticationError, ConfigError: as the listener does.
+            InsecureAddressError, AddressInUseError, AuthenticationError, ConfigError: as ``Listener.open``.
             WireError: rank or world size do not fit the group.
         """
         if not 0 <= rank < world_size:
@@ -291,7 +291,7 @@ class StatelessGroup:
             call = f"message from rank {src} to rank {self.rank}, number"
             return self._exchange(call, (), None, [src], self._deadline(timeout))[0]
 
-    # -- beneath -------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
     def _exchange(
         self, call: str, readers: Sequence[int], value: object, senders: Sequence[int], deadline: Deadline
@@ -328,8 +328,8 @@ class StatelessGroup:
         raise ERRORS.get(status, WireError)(peer_text(answer))
 
     def _check_open(self) -> None:
-        # Checked before a call looks for another thread in the same call: in a forked child, a thread of the
-        # parent may seem to be inside.
+        # Checked before ``ExclusiveUse``: in a forked child, a thread of the parent may seem to be inside the
+        # call.
         if self._closed:
             raise ClosedError("the group is closed")
 
@@ -460,7 +460,7 @@ class _TorchRanks:
 
         most = _CONTACT_LIMITS.max_bytes
         data = encode(value, limits=_CONTACT_LIMITS) if self.rank == src else b""
-        # They also fail if a peer is gone or late.
+        # Torch also raises these if a peer is gone or late.
         errors = (RuntimeError, ValueError, MemoryError)
         with NamedExhaustion("a collective of the process group failed", TransportError, errors):
             root = dist.get_global_rank(self._group, src)

@@ -113,7 +113,7 @@ def _dial(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: De
 
 @attrs.define
 class _End:
-    """One pipe."""
+    """The state of one pipe."""
 
     pipe: Pipe
     early: deque[torch.Tensor] = attrs.field(factory=deque)
@@ -194,7 +194,7 @@ class Mesh:
     ) -> dict[int, bytes]:
         """Exchange calls with these ranks, and return theirs. Raises as :meth:`recv`.
 
-        ``collective``: these are all other ranks, and a collective of all follows.
+        ``collective``: ``calls`` names all other ranks, and a collective of all ranks follows.
         """
         if collective:
             self._collectives += 1
@@ -300,7 +300,7 @@ class Mesh:
             return
         lacking = NamedExhaustion.of(error)
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "TransportError"
-        # The class says what the text of an error such as KeyError or KeyboardInterrupt does not.
+        # The text of errors such as KeyError and KeyboardInterrupt means little without the class.
         text = str(lacking or error) if lacking or isinstance(error, KvplugError) else repr(error)
         self._announce(["ended", kind, text[:2000], lacking.resource if lacking else ""])
 
@@ -372,7 +372,7 @@ class Mesh:
                 raise
 
     def _find_fault(self, error: KvplugError, among: Collection[int] | None) -> None:
-        """Raise an error that names the rank at fault, unless ``error`` already tells all that is known."""
+        """Raise an error that names the rank at fault, if more is known than ``error`` reports."""
         late = isinstance(error, TimeoutError)
         silent = self.silent(Deadline.after(_VERDICT_S), reason_wanted=not late)
         if late and not silent:
@@ -392,7 +392,7 @@ class Mesh:
         except (TimeoutError, TransportError):
             return  # another rank's view of the cause, which does not matter here
 
-    # -- beneath ---------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------
 
     def _look(self, rank: int, deadline: Deadline | None = None) -> None:
         """Receive at most one message from a rank, waiting until the deadline (default: not at all)."""

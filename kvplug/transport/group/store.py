@@ -1,5 +1,5 @@
-"""The store of rank 0, which serves the other ranks. It holds keys, and the values that ranks give each other
-in calls that several ranks make.
+"""The store of rank 0, which serves the other ranks. It holds keys, and the values that ranks exchange in
+calls.
 
 Values are opaque bytes here. A value for particular ranks is kept until each of them has confirmed it or is
 gone, and is then deleted, so memory does not grow with the number of calls.
@@ -152,7 +152,7 @@ class Store:
             self._changed.notify_all()
 
     def is_member(self, rank: int, identity: PeerIdentity) -> bool:
-        """Whether this process is that rank and still takes part."""
+        """Whether the process ``identity`` is that rank and still takes part."""
         member = self._members.get(rank)
         if member is None or member.absent:
             return False
