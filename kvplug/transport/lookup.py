@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Entry:
-    """An entry's header and its five parts, in the order in which they travel."""
+    """An entry's header and its five parts, in the order in which they are sent."""
 
     @attrs.frozen(kw_only=True, eq=False)
     class Header:
@@ -100,12 +100,12 @@ class LookupBuffer(abc.ABC):
     ) -> int:
         """Store a copy of an entry and return its id. ``roi=None`` means every token.
 
-        Waits while the budget has no room.
+        Waits while ``buffer_size`` leaves no room.
 
         Raises:
             UnsupportedError: this is a reaching end, but the implementation stores only at the holding end.
             TimeoutError: there was no room in time; nothing was stored.
-            CapacityError: the entry is larger than the whole budget. Raised at once.
+            CapacityError: the entry is larger than ``buffer_size``. Raised at once.
             ValueError: the shapes do not fit together, or the roi selects no token.
         """
 

@@ -69,7 +69,7 @@ class MessageQueue(abc.ABC):
     copied when they are enqueued: the writer may change them afterwards, and each reader gets its own copy.
 
     Each message takes a chunk of ``max_chunk_bytes``; larger values are possible. When the slowest reader has
-    ``max_chunks`` unread messages, the writer waits, and names the readers it waits for. A reader that ends
+    ``max_chunks`` unread messages, the writer waits, and its warnings name those readers. A reader that ends
     is evicted (:attr:`readers` shows it, and a warning is logged if it died); the others continue. When the
     writer ends, attached readers first get everything that it had enqueued, then ``PeerGoneError``.
 

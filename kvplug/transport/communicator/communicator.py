@@ -369,7 +369,7 @@ class DeviceCommunicator:
     # -- from one rank to another -----------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Send to rank ``dst`` of the group; the next rank by default.
+        """Send ``tensor`` to rank ``dst`` of the group; the next rank by default.
 
         Raises:
             TensorMismatchError: the other rank expects another shape or dtype. Raised at both ends.
@@ -446,7 +446,7 @@ class DeviceCommunicator:
         """Send tokens to their experts. Return the three tensors, and ``extra_tensors`` if given, with the
         rows of all ranks.
 
-        A tensor has a row for each token. Ranks may have different numbers of tokens, or no tokens. The ranks
+        Tensors have a row for each token. Ranks may have different numbers of tokens, or no tokens. The ranks
         of one data-parallel rank have the same tokens, which are sent once; with ``is_sequence_parallel``
         each rank has its own tokens. If :attr:`use_all2all` is false, the arguments are returned unchanged.
 

@@ -120,7 +120,8 @@ class StatelessGroup:
 
         Raises:
             TimeoutError: names the ranks that did not join, or the address where no process listened.
-            InsecureAddressError, AddressInUseError, AuthenticationError, ConfigError: as ``Listener.open``.
+            InsecureAddressError, AddressInUseError, AuthenticationError, ConfigError: listening or dialling
+                failed.
             WireError: rank or world size do not fit the group.
         """
         if not 0 <= rank < world_size:

@@ -50,7 +50,7 @@ _VERDICT_S = 0.5
 _OWN_S = 0.1
 """How long a rank checks whether another rank is gone before it reports an error of its own."""
 _DRAIN_S = 0.5
-"""How long a rank that leaves an exchange waits until others have received their messages."""
+"""How long a rank whose exchange has failed waits for its transfers to end."""
 _KINDS: dict[str, type[KvplugError]] = {
     kind.__name__: kind for kind in (TimeoutError, PeerGoneError, TransportError)
 }

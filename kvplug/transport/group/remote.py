@@ -24,8 +24,8 @@ _GRACE_S = 1.0  # rank 0 answers at the deadline, and its answer may take this l
 
 
 class RemoteStore:
-    """Each request takes an idle connection or opens a new one, so that no thread waits for the
-    request of another thread."""
+    """Sends requests to rank 0. Each one takes an idle connection or opens a new one, so that no thread waits
+    for the request of another thread."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class Blocks:
         self.dtype = of.dtype
         """A ``torch.dtype``."""
         self.device = of.device
-        """Where the cache is."""
+        """The device of the cache."""
         self.row_shape = of.row_shape
         """The shape of a block of one layer, with all its parts."""
         self.row_bytes = of.row_bytes

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 _process = object()
-"""Stands for this process: each forked child gets a new one."""
+"""Identifies this process. Each forked child replaces it."""
 
 
 class Transfer:
