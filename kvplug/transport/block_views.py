@@ -115,7 +115,7 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
         """The same views as :class:`RowViews`.
 
         Raises:
-            LayoutError: as :class:`RowViews` says.
+            LayoutError: as :class:`RowViews` raises it.
         """
         return RowViews(self)
 

@@ -63,7 +63,7 @@ class PipeJoin:
         self.channel: Final = Channel(connection.dup(), timeout_s=None)
         try:
             self.pidfd = connection.peer.open_pidfd()
-            """A pidfd of the peer's process, or ``None`` if it has no pidfd. The pipe takes it over."""
+            """A pidfd of the peer's process, or ``None`` if none can be opened. The pipe takes it over."""
         except BaseException:
             self.channel.close()
             raise

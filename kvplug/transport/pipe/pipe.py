@@ -162,7 +162,7 @@ class Pipe(abc.ABC):
         gathered first, unless the transport can gather them into its own memory.
 
         Raises:
-            LayoutError: as :class:`Blocks` says; nothing was queued.
+            LayoutError: as :class:`Blocks` raises it; nothing was queued.
             TimeoutError, PeerGoneError, ClosedError, BusyError, UnsupportedError: as :meth:`send_tensor`
                 says.
         """
@@ -191,7 +191,7 @@ class Pipe(abc.ABC):
                 Exceptions that it raises are logged. A call that resumes a message reports all layers.
 
         Raises:
-            LayoutError: as :class:`Blocks` says, or a block appears twice; the message stays.
+            LayoutError: as :class:`Blocks` raises it, or a block appears twice; the message stays.
             TensorMismatchError, TimeoutError, PeerGoneError, ClosedError, BusyError: as :meth:`recv_tensor`
                 says, with ``out``.
         """
