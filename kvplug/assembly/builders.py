@@ -46,7 +46,7 @@ def build_queue(
     warning_interval_s: float = WARNING_INTERVAL_S,
     registry: Registry | None = None,
 ) -> QueueEndpoint:
-    """Build the endpoint of the message queue that the config's ``queue`` names. The endpoint makes the ends.
+    """Build the endpoint of the message queue that the config's ``queue`` names. It makes the queue's ends.
 
     The arguments are those of :class:`~kvplug.transport.QueueEndpoint.Context`.
 
@@ -54,7 +54,7 @@ def build_queue(
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named queue cannot work here, or none is installed for "auto".
-        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
+        InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
         ResourceExhaustedError: the process has no free descriptor or memory.
     """
     endpoint: QueueEndpoint = ResolvedConfig.to_build(config, registry, "queue").build(
@@ -108,7 +108,7 @@ def build_communicator(
         ConfigError: the options are wrong; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named communicator cannot work here, or none is installed for "auto".
-        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
+        InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
         TimeoutError, PeerGoneError: a rank did not join, or is gone; the error names the rank.
         ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
@@ -160,7 +160,7 @@ def build_page_cache(
             options; every fault at once.
         UnknownTransportError, AmbiguousNameError: no plugin offers the store, or two do.
         PluginError: the store cannot work here, or its factory failed.
-        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
+        InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
         ResourceExhaustedError: a descriptor, thread, memory or space ran out.
     """
     faults = [

@@ -136,7 +136,7 @@ def build_connector(
         registry: resolves names; ``None`` loads the installed plugins.
         sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
             sinks; the caller closes them.
-        wrap_pipe: wraps every pipe, inside the metrics (fault injection).
+        wrap_pipe: wraps every pipe, below the metrics, for fault injection.
         listen: address to listen on instead of the config's host and port.
         connect: contact of the peer engine's worker, or of each worker by rank, instead of the config's.
 
@@ -249,7 +249,7 @@ class ConnectorInfo:
 
     @property
     def needs_layer_hooks(self) -> bool:
-        """Whether the connector needs its calls in each layer of each step.
+        """Whether the connector must be called in each layer of each step.
 
         Raises:
             ConfigError, UnknownConnectorError, AmbiguousNameError, PluginLoadError: as ``build_connector``.
@@ -269,8 +269,8 @@ class ConnectorInfo:
     def missing_pipe(self) -> str | None:
         """Why no pipe that the config allows can move the connector's tensors; ``None`` if one can.
 
-        These are tensors of the config's device, or of the CPU for a connector that moves pages of stores.
-        Programs use this to report the lack at start instead of in every handshake. It loads no pipe's code.
+        The tensors are on the config's device, or on the CPU if the connector moves pages of stores. Programs
+        use this to report a missing pipe at start instead of in every handshake. It loads no pipe's code.
 
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.

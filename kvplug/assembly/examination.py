@@ -64,7 +64,7 @@ _CLOSE_S: Final = 1.0
 
 _places = threading.BoundedSemaphore(_MOST_AT_ONCE)
 _turn = threading.BoundedSemaphore(1)
-"""One measurement at a time."""
+"""Allows one measurement at a time."""
 
 os.register_at_fork(after_in_child=partial(_places.__init__, _MOST_AT_ONCE))  # type: ignore[misc]
 os.register_at_fork(after_in_child=partial(_turn.__init__, 1))  # type: ignore[misc]
@@ -75,12 +75,12 @@ class Report:
     """A listener's report to a doctor."""
 
     doctor: str
-    """The config's ``doctor``, or ``"busy"``."""
+    """The config's ``doctor``; or ``"busy"``; empty without an answer."""
     host: HostFacts | None = None
     """``None`` if the listener does not report; the other fields are then empty."""
     buffer_size: int = 0
     missing: tuple[str, ...] = ()
-    """The plugins that failed to load. Their errors are not sent: they may contain anything, such as
+    """The plugins that are broken or blocked. Their errors are not sent: they may contain anything, such as
     environment variables."""
     facts: Mapping[str, str | int] = attrs.field(factory=dict)
     """Facts of an engine that is not running, given to ``kvplug doctor --serve``."""
@@ -248,7 +248,7 @@ class Measured:
 
 
 def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: Deadline) -> Measured | str:
-    """Measure the agreed pipe for tensors on this device, or return why one of the ends cannot.
+    """Measure the agreed pipe for tensors on this device, or return why one end cannot do this.
 
     The doctor requests one message at a time over the channel, and measures the time from the request until
     the whole message has arrived.

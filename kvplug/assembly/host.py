@@ -22,7 +22,7 @@ from kvplug.config.config import Config
 from kvplug.net.memory.room import memory_limit
 from kvplug.net.trust.identity import boot_id, namespace
 
-SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - it is looked at
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - only inspected
 _NAMESPACES: Final = ("pid", "net", "ipc", "mnt", "user")
 _LIBRARIES: Final = ("torch", "vllm", "sglang", "lmcache", "nixl", "nixl-cu12", "numpy", "pyzmq")
 """Libraries whose installed versions are reported, in addition to those of kvplug's plugins."""
@@ -97,7 +97,7 @@ def interfaces() -> dict[str, list[str]]:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             found[name] = []
-            with contextlib.suppress(OSError):  # it has no IPv4 address
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(sock, _GET_ADDRESS, _REQUEST.pack(name.encode()))
                 found[name].append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):

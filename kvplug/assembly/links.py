@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.5
 """How long to wait for a peer that hung up to report that it lacked a resource."""
 _ACCEPT_S = 5.0
-"""How long accepting a pipe may take once the other end has joined it. Unless it fails, it takes a moment."""
+"""How long accepting a pipe may take after the other end joined. It takes a moment, unless it fails."""
 
 
 def unreported() -> Callable[[bool], object]:
@@ -66,7 +66,7 @@ class LinkSettings:
     credentials: Credentials = attrs.field(
         default=attrs.Factory(lambda self: self.resolved.credentials, takes_self=True)
     )
-    """Read when the settings are made, so that an address without its required secret is refused at start."""
+    """Loaded when the settings are made, so that an address that lacks a secret is refused at start."""
     stats: TransferStats = attrs.field(factory=TransferStats)
     engine: EngineFacts | None = None
     """Facts of the engine whose connector owns the links; ``None`` without an engine."""
@@ -152,7 +152,7 @@ class LinkSettings:
 
 
 def is_examined_by(error: KvplugError) -> bool:
-    """Whether the failed handshake was a doctor's. It gets the reasons, and the failure is not counted."""
+    """Whether the failed handshake was a doctor's. A doctor gets the reasons; the failure is not counted."""
     remote = error.remote if isinstance(error, HandshakeError) else None
     return isinstance(remote, Hello) and remote.purpose == DOCTOR
 
@@ -267,7 +267,7 @@ class _PipeMessage:
     """A message about a pipe that is being opened: its contact, then whether the other end has joined."""
 
     pipe: str
-    """Its label."""
+    """The pipe's label."""
     contact: str | None = None
     joined: bool = False
     error: str = ""
@@ -303,7 +303,7 @@ class _Outcome:
         self._thread.start()
 
     def wait(self) -> KvplugError | None:
-        """Return why the pipe failed, or ``None`` if it opened. Called once this end no longer accepts."""
+        """Return why the pipe failed, or ``None`` if it opened. Call this only after ``accept`` has ended."""
         self._has_accepted.set()
         left = self._deadline.remaining()
         self._thread.join(None if left is None else left + 1.0)

@@ -29,7 +29,7 @@ MADE: Final[Mapping[Kind, tuple[type, ...]]] = {
     Kind.CONNECTOR: (ConnectorContext, SchedulerConnector),
     Kind.SINK: (object, Sink),
 }
-"""For each kind: the context that a factory takes, and the classes of which it returns one."""
+"""For each kind: the context class that a factory takes, and the classes that it may return."""
 
 
 def made(
@@ -38,7 +38,7 @@ def made(
     """Call the spec's factory, or ``factory``, with a context, and return what it made.
 
     Raises:
-        PluginError: the factory raised a foreign exception, or did not return an instance of ``wanted``.
+        PluginError: the factory raised an exception that is not kvplug's, or returned a wrong class.
         ResourceExhaustedError: a resource ran out.
         KvplugError: as the factory raised it.
     """

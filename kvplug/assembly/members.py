@@ -1,9 +1,9 @@
 """Announces a worker in a directory, under a lease, and follows the engines that others announce there.
 
 An announcement is JSON that names the worker and its address. In a deployment with a secret, an HMAC-SHA256
-under a separate derived key precedes the JSON, and an announcement without a valid one counts as forged. The
-directory is not trusted beyond that: an engine found in it proves its identity in the handshake, like an
-engine at a configured address.
+under a separate derived key precedes the JSON. An announcement without a valid HMAC counts as forged. The
+directory itself is not trusted: an engine found in it proves its identity in the handshake, like an engine at
+a configured address.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def _proof(key: bytes | None, text: bytes) -> bytes:
 
 
 def unreachable_contact(url: str, contact: str) -> str | None:
-    """Return why engines on other hosts that reach the directory at ``url`` cannot dial ``contact``.
+    """Return why other hosts that can reach the directory at ``url`` cannot dial ``contact``.
 
-    Return ``None`` if they can, and always for a Unix socket in the file system: containers of one host may
-    share its folder.
+    Return ``None`` if they can, if they cannot reach the directory, and for a Unix socket in the file system:
+    containers of one host may share its folder.
     """
     address = Address.parse_contact(contact)
     is_local = Address(address.host).is_loopback if not address.is_unix else not address.is_path
@@ -165,7 +165,7 @@ class DirectoryMembers(Members):
         self._engines: tuple[Engine, ...] | None = None
         self._answered_at = time.monotonic()
         self._is_stale = False
-        """The last ``is_stale`` that the listener got."""
+        """The last ``is_stale`` passed to the listener."""
         self._failure = ""
         """The logged reason why the directory does not answer; empty while it answers."""
         self._rejected: dict[str, tuple[Reason, str]] = {}
@@ -295,7 +295,7 @@ class DirectoryMembers(Members):
                 if each.contact in ours:
                     why = f"its address is this engine's own; set host at {each.engine_id!r} to an address"
                     rejected[name] = Reason.REFUSED, f"{why} of its own that all other engines can reach"
-        if self._listener is None:  # only followers judge what others announce
+        if self._listener is None:  # only a follower judges others' announcements
             rejected = {}
         if self._kept is not None and known.get(self._kept.name, self._kept) != self._kept:
             rejected[self._kept.name] = Reason.REFUSED, _WHY[Reason.REFUSED]
@@ -348,7 +348,7 @@ def members_of(
     model: ModelInfo,
     stats: TransferStats,
 ) -> Members | None:
-    """Open this process's access to the directory in the config's ``peers``, or return ``None`` without one.
+    """Open the directory in the config's ``peers`` for this process. Return ``None`` if there is none.
 
     Raises:
         UnknownNameError, AmbiguousNameError: no plugin offers that directory, or two do.

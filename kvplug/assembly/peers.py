@@ -22,7 +22,7 @@ from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import Acceptor
 
 CONTROL = "control"
-"""The purpose bound into the proof of every control channel."""
+"""The purpose that the authentication of every control channel is bound to."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ class LinkServer(Acceptor[T], PeerServer):
     """Shakes hands with each peer that connects, and turns each link into a result, concurrently.
 
     Each peer has its own thread and deadline, so a peer that stops or dies does not delay the others.
-    Failures are logged and counted. ``complete`` makes the result of a link by the handshake's deadline, or
-    serves the link to its end and returns ``None``, and the link is closed. ``discard`` ends a result that
-    was not accepted. At most ``max_served`` links are served at once.
+    Failures are logged and counted. ``complete`` returns a link's result by the handshake's deadline, or
+    serves the link to its end and returns ``None``; the link is then closed. ``discard`` ends a result that
+    was not accepted. At most ``max_served`` links are served at once (0: the acceptor's default).
     """
 
     def __init__(

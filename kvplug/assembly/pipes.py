@@ -58,7 +58,7 @@ class _Reporting:
         self._users = 0
 
     def use(self) -> Callable[[bool], None]:
-        """Register a user. Return the function that ends its use; the argument permits waiting for sinks."""
+        """Register a user. Return the function that ends its use; its argument permits waiting for sinks."""
         with self._lock:
             self._users += 1
         return self._end
@@ -87,7 +87,7 @@ def _settings(
 class PipeServer(LinkServer[Pipe]):
     """Accepts pipes from other programs; made by :func:`listen_pipe`.
 
-    ``contact`` is what the other process passes to :func:`connect_pipe`. ``accept`` returns the next
+    The other process passes ``contact`` to :func:`connect_pipe`. ``accept`` returns the next
     program's pipe, over the transport that both ends agreed on. Pipes to several programs are opened
     concurrently, in threads. A program that is slow, stopped or gone does not delay the others. Pipes that
     one program connects in sequence may be accepted in another order. A pipe that fails to open, or is not
@@ -156,7 +156,7 @@ def build_pipe_endpoint(
         ConfigError: the transport is "auto", or its options are wrong; the error lists every fault.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the transport cannot work here, or its factory did not return an endpoint.
-        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
+        InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
         ResourceExhaustedError: the process has no free descriptor or memory.
     """
     resolved = _resolve(config, registry, counts=False)

@@ -1,6 +1,6 @@
 """Resolves the names in a config against a registry: finds each name's spec and fills its options.
 
-The other modules of this room use this to build connectors, pipes, message queues, lookup buffers and
+The other modules of this package use this to build connectors, pipes, message queues, lookup buffers and
 communicators.
 """
 
@@ -68,7 +68,7 @@ class ResolvedConfig:
     def to_build(cls, config: Config, registry: Registry | None, *keys: str) -> ResolvedConfig:
         """Resolve a config in order to build something from it now.
 
-        ``keys``: the keys that are used for it. They are checked.
+        ``keys``: the config keys to check.
 
         Raises:
             ConfigError: this process may not use any of the CPUs that the config lists; or as :meth:`check`.
@@ -81,8 +81,8 @@ class ResolvedConfig:
 
     @functools.cached_property
     def pipes(self) -> dict[str, TransportSpec]:
-        """Every pipe transport that moves bytes, by bare name. If two plugins offer a name, this has the one
-        that the config names with its distribution."""
+        """Every pipe transport, by bare name. A name that two plugins offer is included only if the config
+        names it with its distribution."""
         specs = {spec.name: spec for spec in self.registry.specs(Kind.PIPE)}
         if self.config.transport != AUTO:
             named = self.registry.get(Kind.PIPE, self.config.transport)
@@ -96,7 +96,7 @@ class ResolvedConfig:
 
     def offers(self, *, load: bool = True) -> tuple[Offer, ...]:
         """Return this host's offers to a peer: every pipe transport. A transport that can work here is probed
-        once. Any other is probed each time, because it may become able to work.
+        once. Any other is probed each time, because it may work later.
 
         ``load``: also load the code of transports that "auto" may choose, so that a broken installation is
         not offered. A transport that the config names is loaded only when it is used.
@@ -126,7 +126,7 @@ class ResolvedConfig:
         return found
 
     def select(self, required: Requirements, *, load: bool = True) -> Selection:
-        """Select the pipe transport to agree on with a peer like this one. ``load``: as of :meth:`offers`.
+        """Select the pipe transport that this end and a peer like it agree on. ``load``: see :meth:`offers`.
 
         Raises:
             HandshakeError: no transport fits.
@@ -137,7 +137,7 @@ class ResolvedConfig:
     def explain_missing_pipe(self, device: str | None = None, *, load: bool = True) -> str | None:
         """Return why no pipe that the config allows can move tensors of ``device`` (default: the config's).
 
-        Return ``None`` if one can. ``load``: as of :meth:`offers`.
+        Return ``None`` if one can. ``load``: see :meth:`offers`.
         """
         try:
             self.select(Requirements(device=device or self.config.device.partition(":")[0]), load=load)
@@ -149,7 +149,7 @@ class ResolvedConfig:
         """Return an instance of the spec's options class, filled from the config.
 
         Raises:
-            ConfigError: with every fault of these options.
+            ConfigError: the options are wrong; the error lists every fault.
         """
         return options_of(self.registry, spec, self.config.options)
 
@@ -189,14 +189,14 @@ class ResolvedConfig:
         return spec
 
     def chosen(self, kind: TransportKind, device: str = "cpu") -> TransportSpec:
-        """Choose the configured transport of a kind.
+        """Choose the transport of this kind that the config names.
 
         "auto" chooses the transport with the lowest latency that works here, authenticates its peers if it
         must, and, except for lookup buffers, moves tensors of that device.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-            PluginError: the named transport, or every transport, is unable; the error lists every reason.
+            PluginError: the named transport, or every transport, is unusable; the error lists every reason.
         """
         name = str(getattr(self.config, _KEY_OF[kind]))
         every = [spec for spec in self.registry.specs(kind) if spec.auto]
@@ -269,7 +269,7 @@ class ResolvedConfig:
         Raises:
             UnknownConnectorError, UnknownTransportError, AmbiguousNameError: the only fault is a name that is
                 unknown or ambiguous; the error lists the known names.
-            ConfigError: with every fault, otherwise.
+            ConfigError: there are other or several faults; the error lists every fault.
         """
         config = self.config
         keys = frozenset(keys)
@@ -330,7 +330,7 @@ def _ensure_config(config: object) -> None:
 
 
 def labels_of(config: Config, *, connector: str, side: str, rank: int) -> dict[str, str]:
-    """Return the labels that tell a sink the source of metrics. A plain pipe's ``connector`` is empty."""
+    """Return the labels that name the source of metrics to a sink. A plain pipe's ``connector`` is empty."""
     return {
         "connector": connector,
         "side": side,
@@ -376,7 +376,8 @@ def is_exposed(config: Config) -> bool:
 
 
 def must_authenticate(config: Config) -> bool:
-    """Whether data planes must authenticate: other hosts can reach them, and the config has no exemption."""
+    """Whether data planes must authenticate: other hosts can reach them, and the config does not exempt
+    them."""
     return is_exposed(config) and not config.allow_unauthenticated_data_plane
 
 

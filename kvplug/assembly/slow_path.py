@@ -52,7 +52,7 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
 _rates: Final[WeakValueDictionary[tuple[str, str, str, Capabilities.Cost | None], Rate]] = (
     WeakValueDictionary()
 )
-"""The rates of open pipes, and those remembered, by peer, transport, device and claim."""
+"""The rates of open pipes and of remembered paths, by peer, transport, device and claim."""
 
 
 @functools.lru_cache(_MOST_PATHS)
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_remember.cache_clear)
 
 @attrs.frozen(kw_only=True)
 class SlowPathAlarm:
-    """Compares one pipe's rate with the expected one, and warns of and counts slow paths."""
+    """Compares one pipe's rate with the expected one, and logs and counts slow paths."""
 
     config: Config
     stats: TransferStats
@@ -77,7 +77,7 @@ class SlowPathAlarm:
     device: str
 
     def watch(self, pipe: Pipe) -> PathWatch | None:
-        """Begin to compare the pipe's rate. Return ``None`` if the config turns the comparison off.
+        """Start comparing the pipe's rate. Return ``None`` if the config turns the comparison off.
 
         Raises:
             SlowPathError: the transport measured a rate that is too low, and the config refuses slow paths.
@@ -100,7 +100,7 @@ class SlowPathAlarm:
         return PathWatch(rate, lambda found: self._alarm(found, pipe, rate))
 
     def _claim(self) -> Capabilities.Cost | None:
-        """Return the claim of the end with the higher cost, as the selection does."""
+        """Return the costlier of the two ends' claims, as the selection does."""
         ends = (self.abilities(), self._theirs())
         claims = [able[self.transport].cost for able in ends if self.transport in able]
         return max(claims, key=lambda cost: cost.seconds(REFERENCE_NBYTES), default=None)
@@ -125,7 +125,7 @@ class SlowPathAlarm:
         return None
 
     def _causes(self, found: SlowRate, pipe: Pipe) -> list[str]:
-        """Return the causes visible from here, the surest first, each with its remedy; some are empty."""
+        """Return the causes visible from here, most certain first, with remedies. Some texts are empty."""
         host = self.config.host
         is_tcp = not host.startswith("unix:") and (self.agreement.cross_host or Address(host).is_loopback)
         return [
@@ -158,9 +158,9 @@ class SlowPathAlarm:
 
 
 def watch_store(store: Store, name: str, config: Config, stats: TransferStats) -> StoreWatch | None:
-    """Begin to compare an opened store's rates with its earlier ones, and to warn of and count slow ones.
+    """Start comparing an open store's rates with its earlier ones. Slow rates are logged and counted.
 
-    Returns ``None`` if the config turns the comparison off.
+    Return ``None`` if the config turns the comparison off.
     """
     refuses = config.slow_path == "refuse"
 
@@ -187,7 +187,7 @@ def watch_store(store: Store, name: str, config: Config, stats: TransferStats) -
 
 
 def _warning(fact: str, causes: list[str], otherwise: str = "") -> str:
-    """``otherwise``: what may be the cause if no cause is visible."""
+    """Format a warning. ``otherwise``: a possible cause to name if none is visible."""
     likely = "; ".join(filter(None, causes))
     if not likely:
         likely = "no cause is visible from here" + (f"; {otherwise}" if otherwise else "")
@@ -195,7 +195,7 @@ def _warning(fact: str, causes: list[str], otherwise: str = "") -> str:
 
 
 def _report_of(pipe: Pipe) -> Pipe.PathReport:
-    """Return the transport's report. An error in it is logged and does not end the pipe."""
+    """Return the transport's report. If it raises, log the error and return an empty report."""
     try:
         return pipe.path_report()
     except Exception:
@@ -221,7 +221,7 @@ def _slow_network(host: str, expected_gb_per_s: float) -> str:
     interface = next((name for name, addresses in interfaces().items() if host in addresses), "")
     try:
         gb_per_s = int((_NET / interface / "speed").read_text()) / 8000 if interface else 0  # from Mbit/s
-    except (OSError, ValueError):  # the kernel does not know it
+    except (OSError, ValueError):  # the kernel does not know the speed
         gb_per_s = 0
     if 0 < gb_per_s < expected_gb_per_s:
         return (
@@ -235,7 +235,7 @@ def _slow_network(host: str, expected_gb_per_s: float) -> str:
 
 
 def _busy_processors(thread_cpus: str) -> list[str]:
-    """Return the faults of this host's processors and threads, each with its remedy."""
+    """Return why this host's processors or threads may be slow, each reason with its remedy."""
     found = []
     try:
         quota, period = map(int, _CPU_MAX.read_text().split())

@@ -63,7 +63,7 @@ class StoreOpener:
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: as :meth:`open`.
             PluginError: that store cannot be served to peers, or its client factory failed.
-            ResourceExhaustedError: a descriptor, thread, memory or space ran out, here or there.
+            ResourceExhaustedError: a descriptor, thread, memory or space ran out, at either end.
         """
         spec = self._resolved.usable(Kind.STORE, name)
         if spec.client is None:
@@ -99,7 +99,7 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         ConfigError: the store's options are wrong; every fault at once.
         PluginError: the store cannot work here, or its factory did not return a store.
-        InsecureAddressError: other hosts can reach the config's host, but no secret is set.
+        InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
     """
     resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "integrity")
     return StoreOpener(LinkSettings(resolved=resolved)).open(name or config.stores[0])
@@ -176,7 +176,7 @@ class StoreServer(LinkServer[None]):
 
 
 def _host_of(address: str) -> str:
-    """Return the ``host`` of a config whose programs listen at this address."""
+    """Return the config's ``host`` for a program that listens at this address."""
     parsed = Address.parse(address)
     return parsed.host if not parsed.is_unix else str(parsed) if parsed.name else DEFAULT_HOST
 

@@ -1,4 +1,4 @@
-"""Runs the program as ``python -m kvplug.cli``, for when it is not on the path."""
+"""Runs the program as ``python -m kvplug.cli`` if ``kvplug`` is not on the PATH."""
 
 from kvplug.cli.main import main
 

@@ -1,5 +1,5 @@
-"""Shell completion of the names of plugins and offers, of keys, and of files. Only the plugins' entry points
-are loaded for it."""
+"""Shell completion of the names of plugins and offers, of keys, and of files. Of each plugin, only the entry
+point is loaded."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def show(load: Callable[[], Config], as_json: bool) -> None:
 
 
 def _settings(effective: Config, registry: Registry) -> list[tuple[str, Any, str]]:
-    """Return the key, value and unit of every setting: of the options too, with the defaults where the
-    configuration names what takes them. A transport left to "auto" is not known before the handshake."""
+    """Return the key, value and unit of every setting and option. Defaults of options are included if the
+    configuration names their plugin's offer; a transport left to "auto" is not known before the handshake."""
     found = _values("", effective, KEYS)
     for key, kind in CHOSEN.items():
         name = getattr(effective, key)

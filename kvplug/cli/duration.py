@@ -25,10 +25,10 @@ class Duration:
         self._may_be_zero = may_be_zero
 
     def __call__(self, given: str | float) -> float:
-        """Return the seconds.
+        """Return the duration in seconds.
 
         Raises:
-            click.BadParameter: the value is not such a duration.
+            click.BadParameter: the value is not an accepted duration.
         """
         try:
             seconds = parse_seconds(str(given))

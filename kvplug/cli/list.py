@@ -20,7 +20,7 @@ from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, Spec, StoreSpec, TransportSpec
 
 Row = dict[str, Any]
-"""One offer, or a plugin that is broken or blocked, whose offers are unknown; ``--json`` prints it so."""
+"""One offer, or a broken or blocked plugin, whose offers are unknown; ``--json`` prints rows unchanged."""
 
 
 @click.command("list")
@@ -78,10 +78,10 @@ def list_plugins(
 def _rows(registry: Registry, names: Collection[str], *, everything: bool) -> list[Row]:
     """Return the probed offers, then the plugins that are broken or blocked.
 
-    ``names``: only these offers, or those of these plugins or distributions, whose code is loaded too.
+    ``names``: return only the offers of these names, plugins or distributions, and load their code.
 
     Raises:
-        UnknownNameError: there is nothing of one of the names.
+        UnknownNameError: nothing installed has one of the names.
     """
     every: list[tuple[PluginInfo, Spec | None]] = [*registry, *((plugin, None) for plugin in registry.failed)]
     called = [{plugin.name, plugin.distribution, spec.name if spec else ""} for plugin, spec in every]
@@ -167,7 +167,7 @@ def _show_by_kind(rows: Sequence[Row]) -> None:
 
 
 def _whole(row: Row) -> str:
-    """Format everything about an offer, as ``--json`` has it."""
+    """Format all values that ``--json`` prints for an offer, without empty ones."""
     able = row["capabilities"] or {}
     shown = {**row, **able, **able.get("cost", {})}
     if row["kind"] not in ("command", "plugin"):

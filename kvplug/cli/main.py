@@ -41,13 +41,13 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 class Program(click.Group):
-    """Commands known by name and summary; a command's code is imported when it is used."""
+    """A group that lists commands by name and summary, and imports a command's code when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self._specs(ctx))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command. Unless the shell asks, raise an error for an unknown one that lists all."""
+        """Import a command. For an unknown one, list all in an error, or return ``None`` to the shell."""
         spec = OWN.get(cmd_name) or (specs := self._specs(ctx)).get(cmd_name)
         if spec is None and ctx.resilient_parsing:
             return None
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with 0 (success), 1 (failure; one message explains it) or 2 (wrong usage)."""
     try:
         _start_log(os.environ.get("KVPLUG_LOG", "").strip().lower())
-        color = False if os.environ.get("NO_COLOR") else None  # None: only on a terminal
+        color = False if os.environ.get("NO_COLOR") else None  # None: colour only on a terminal
         program.main(args=None if arguments is None else list(arguments), prog_name="kvplug", color=color)
     except (KvplugError, OSError) as e:  # OSError: stdout cannot be written
         if os.environ.get("KVPLUG_DEBUG", "").strip().lower() in _TRUE:

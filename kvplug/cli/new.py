@@ -29,7 +29,7 @@ COMMANDS: Final[Mapping[str, tuple[Kind, str]]] = {
     "sink": (Kind.SINK, "a sink: where metrics go"),
     "command": (Kind.COMMAND, "a command of the program kvplug"),
 }
-"""The kind that each KIND of the command line generates, and what that is."""
+"""For each KIND on the command line: the kind of offer that is generated, and its description."""
 
 _HELP = f"""Generate kvplug-NAME, the package of a plugin that passes its own tests, to be changed into yours.
 

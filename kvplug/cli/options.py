@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 
 def reads_config(command: Command) -> Command:
-    """Add ``[FILE] [KEY=VALUE]...`` and ``--config FILE`` to a command, which gets a function ``load`` that
-    returns the Config."""
+    """Add ``[FILE] [KEY=VALUE]...`` and ``--config FILE`` to a command. The command receives ``load``, a
+    function that returns the Config."""
 
     @_config
     @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=_complete)
@@ -59,8 +59,8 @@ def reads_config(command: Command) -> Command:
 
 
 def sets_config(command: Command) -> Command:
-    """Add ``--config FILE`` and ``--set KEY=VALUE`` to a command with arguments of its own, which gets the
-    ``config``."""
+    """Add ``--config FILE`` and ``--set KEY=VALUE`` to a command that has its own arguments. The command
+    receives the ``config``."""
 
     @_config
     @click.option(

@@ -1,4 +1,4 @@
-"""Prints what commands found, no wider than the terminal, or 80 columns into a pipe."""
+"""Prints the results of commands, no wider than the terminal, or than 80 columns without one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show_note(text: str) -> None:
 
 
 def show_json(value: Any) -> None:
-    """Print JSON. Sets become sorted lists, and values without a form in JSON text."""
+    """Print JSON. Frozen sets become sorted lists, and values that JSON lacks become text."""
     click.echo(json.dumps(value, indent=2, default=_plain))
 
 
@@ -57,7 +57,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def paragraph(head: str, text: str, most: int | None = None) -> str:
-    """Wrap each line of a text beside the head to ``most`` columns (default: the terminal's)."""
+    """Put ``head`` before a text, and wrap each line to ``most`` columns (default: the terminal's)."""
     columns = shutil.get_terminal_size().columns
     indent = " " * len(head)
     width = min(columns, most or columns)

@@ -1,1 +1,1 @@
-"""``kvplug doctor``: what an engine with this config would meet here and at a peer, really tried."""
+"""``kvplug doctor``: tries what an engine with this config would do on this host and with a peer."""

@@ -1,4 +1,4 @@
-"""What the checks of one examination share, and everything that they found."""
+"""The state that the checks of one examination share, and their findings."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class Diagnosis:
 
 @attrs.frozen(kw_only=True)
 class Examination:
-    """What the checks of one examination share. A check is a function of it that yields findings."""
+    """The state that the checks of one examination share. Each check takes it and yields findings."""
 
     resolved: ResolvedConfig
     host: HostFacts = attrs.field(factory=HostFacts)
     facts: Facts = attrs.field(factory=dict)
     """Facts about this side's engine; missing ones are assumed to equal the peer's."""
     deadline: Deadline
-    """Limits all waiting for others."""
+    """Limits the total wait for stores, directories and peers."""
     write: bool = False
-    """Whether stores are tried with a page."""
+    """Whether to put a test page into each store."""
     found: Diagnosis = attrs.field(factory=Diagnosis)
-    """Gets the hosts and the measured rates."""
+    """The findings so far. Checks set its ``peer_host`` and add measured rates to it."""
 
     @property
     def config(self) -> Config:

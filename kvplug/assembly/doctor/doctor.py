@@ -1,4 +1,4 @@
-"""The whole examination of a config: its host, its stores, its peers, and one peer in detail."""
+"""Examines a config: its host, its stores, its peers, and one peer in detail."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
 
 TIMEOUT_S: Final = 30.0
-"""The longest time of an examination, for when nothing answers."""
+"""The default limit on an examination's total wait for others."""
 _PEER_S: Final = 5.0
-"""The longest time for one of the config's peers."""
+"""The time limit for each of the config's peers."""
 _LISTENER_S: Final = 2.0
 
 
@@ -58,7 +58,7 @@ def diagnose(
         facts: facts about this side's engine, as :func:`~kvplug.assembly.doctor.facts.read_facts` makes them;
             missing facts are assumed to equal the peer's.
         write: put a test page into each store, and remove it.
-        timeout_s: limits all waiting for others. Plugin code that does not return is abandoned.
+        timeout_s: limits the total wait for others. Plugin code that does not return is abandoned.
     """
     facts = facts or {}
     host = facts_of(config)
@@ -101,7 +101,7 @@ def _of_host(examination: Examination) -> Iterator[Finding]:
 
 
 def _of_peers(examination: Examination) -> Iterator[Finding]:
-    """Check that each engine from which the config would load answers and agrees."""
+    """Check that each engine that the config would load from completes a handshake."""
     config = examination.config
     peers = () if config.role is Role.PRODUCER else config.peer_addresses
     if not config.peers and config.role is Role.CONSUMER:
@@ -124,7 +124,7 @@ def _of_address(examination: Examination) -> Iterator[Finding]:
     """Check that worker 0 can listen at the configured address, by listening there for a moment."""
     resolved = examination.resolved
     if examination.config.role is Role.CONSUMER:
-        return  # it dials
+        return  # a consumer only dials
     address = examination.config.control_address()
     if topics := examination.faulty_for_credentials():
         yield not_checked("host", f"{address}: not tried", topics)
@@ -164,8 +164,8 @@ def _suggested(addresses: Iterable[str]) -> str:
 
 
 def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
-    """Measure the pipe that a peer like this one would use, to a listener in this process. A pipe for a GPU
-    may need two processes."""
+    """Measure a pipe from this process to itself, of the kind that a peer like this one would use. Skip GPU
+    pipes, which may need two processes."""
     host, findings = examination.config.host, examination.found.findings
     is_here = host.startswith("unix:") or examination.config.role is not Role.CONSUMER
     is_wrong = any(each.topic == "host" and each.verdict == "problem" for each in findings)
@@ -189,8 +189,8 @@ def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
 
 
 def serve_doctors(config: Config, registry: Registry, facts: Facts | None = None) -> LinkServer[ControlLink]:
-    """Answer doctors at the config's address, where no engine is running, until the server is closed. The
-    other doctor takes the server's ``contact`` as ``--peer``.
+    """Answer doctors at the config's address, in place of an engine, until the server is closed. Pass the
+    server's ``contact`` to the other doctor as ``--peer``.
 
     Raises:
         ConfigError: the config has faults.

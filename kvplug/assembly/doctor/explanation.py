@@ -40,8 +40,8 @@ _EXPIRES_SOON_S: Final = 30 * _DAY_S
 
 
 def explain(config: Config, registry: Registry) -> Iterator[Finding]:
-    """Yield every fault and decision, in the order in which an engine meets them. The values themselves are
-    what ``kvplug config show`` prints."""
+    """Yield every fault and decision, in the order in which an engine meets them. ``kvplug config show``
+    prints the values themselves."""
     resolved = ResolvedConfig(config, registry)
     names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
     faults = name_faults(registry, names, config.options)
@@ -96,7 +96,7 @@ def _plugins(registry: Registry) -> Finding:
 
 
 def _trust(config: Config) -> Iterator[Finding]:
-    """Check who can reach the address of worker 0, and how both ends of a connection prove themselves."""
+    """Check who can reach the address of worker 0, and how the two ends authenticate each other."""
     verb = "dials" if config.role is Role.CONSUMER and not config.peers else "listens at"
     reach = "other hosts can reach it" if is_exposed(config) else "only processes of this host can reach it"
     yield ok("host", f"worker 0 {verb} {config.control_address()}: {reach}")
@@ -140,7 +140,7 @@ def of_certificates(files: TlsFiles) -> Iterator[Finding]:
     for key, path in (("tls_cert", files.cert), ("tls_ca", files.ca)):
         if not (periods := validity_of(path)):
             continue
-        # An authority file may hold an old certificate beside the new one; tls_cert begins with its own.
+        # tls_ca may contain an old certificate beside the new one. In tls_cert, the first one counts.
         begins, ends = max(periods, key=itemgetter(1)) if key == "tls_ca" else periods[0]
         is_valid = begins <= now < ends
         when = f"it expires in {int((ends - now) // _DAY_S)} days" if is_valid else f"today is {_date(now)}"
@@ -162,7 +162,7 @@ def _stores(resolved: ResolvedConfig) -> Iterator[Finding]:
     for name in resolved.config.stores if resolved.uses_stores else ():
         spec: StoreSpec | None = resolved.registry.find(Kind.STORE, name)
         if spec is None:
-            continue  # a fault of its name
+            continue  # reported as a fault of its name
         probe, lives = spec.run_probe(), "outlives the engine" if spec.persistent else "ends with its process"
         yield judged(
             "stores",
@@ -180,7 +180,7 @@ def _called(resolved: ResolvedConfig, spec: ConnectorSpec | StoreSpec | Transpor
 
 
 def _memory(resolved: ResolvedConfig) -> Iterator[Finding]:
-    """Compare the budgets of memory with what this process can have, and with what is free."""
+    """Compare the memory budgets with this process's limit and with the free memory."""
     budgets = budgets_of(resolved.config, resolved.registry, frozenset((*CHOSEN, *NAMED)))
     if (shortage := shortage_of(budgets)) is not None:
         change = f'{shortage.key} = "SIZE"    (or a higher limit of memory)'
@@ -215,7 +215,7 @@ def _integrity(resolved: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _transports(resolved: ResolvedConfig) -> Iterator[Finding]:
-    """Explain which pipe tensors take to a peer like this one, and why not another one."""
+    """Explain which pipe carries tensors to a peer like this one, and why others were not chosen."""
     config, device = resolved.config, resolved.device_of_links
     for cross_host in (False, True) if is_exposed(config) else (False,):
         where = "another host" if cross_host else "this host"

@@ -43,7 +43,7 @@ def read_facts(given: Iterable[str]) -> dict[str, str | int]:
     {'num_layers': 32, 'dtype': 'bfloat16'}
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: a fact is wrong; the error lists every fault.
     """
     found: dict[str, str | int] = {}
     faults = []
@@ -65,7 +65,7 @@ def read_facts(given: Iterable[str]) -> dict[str, str | int]:
 
 
 def token_bytes(facts: Facts) -> int | None:
-    """Return the bytes of one token's KV at one worker, or ``None`` if the facts do not determine it.
+    """Return the size in bytes of one token's KV in one worker, or ``None`` if the facts do not give it.
 
     >>> token_bytes({"num_layers": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"})
     131072
@@ -79,7 +79,7 @@ def token_bytes(facts: Facts) -> int | None:
 
 
 def engine_with(facts: Facts, role: Role, like: EngineFacts | None = None) -> EngineFacts:
-    """Return an engine with these facts, and all others from ``like`` (default: a stand-in)."""
+    """Return an engine with these facts; the others are those of ``like`` (default: a stand-in)."""
     base = like or _STAND_IN
     model, own = ({key: facts[key] for key in of if key in facts} for of in (MODEL_FACTS, _ENGINE_FACTS))
     return attrs.evolve(base, role=role, model=attrs.evolve(base.model, **model), **own)

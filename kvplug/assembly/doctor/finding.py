@@ -29,7 +29,7 @@ class Finding:
     """``"problem"``: until it is fixed, an engine does not start, or loads KV too slowly or not at all."""
     what: str
     why: tuple[str, ...] = ()
-    """The consequences, and what else was considered."""
+    """The consequences, and the alternatives that were considered."""
     change: str = ""
     """A config line, an engine option or a command; empty if nothing must be changed."""
     at: Literal["here", "peer"] = "here"
@@ -50,7 +50,7 @@ def problem(topic: str, what: str, *why: str, change: str = "") -> Finding:
 def judged(
     topic: str, what: str, why: str, *, change: str, wrong: bool = False, doubtful: bool = False
 ) -> Finding:
-    """Make a problem if something is wrong, a note if it is doubtful, and else a finding that it is ok."""
+    """Return a problem if ``wrong`` is set, a note if only ``doubtful`` is set, and otherwise an ok."""
     if not wrong and not doubtful:
         return ok(topic, what)
     return (problem if wrong else note)(topic, what, why, change=change)
@@ -69,7 +69,7 @@ def from_error(topic: str, error: Exception, change: str, what: str = "") -> Fin
 
 
 def not_checked(topic: str, what: str, topics: Iterable[str]) -> Finding:
-    """Make the note of a check that is left out because of the problems of these topics."""
+    """Return a note that a check was skipped because of problems with these topics."""
     return note(topic, f"{what}, because of the problem of {' and '.join(topics) or 'the config'}")
 
 

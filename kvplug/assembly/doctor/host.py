@@ -1,4 +1,4 @@
-"""Checks of one process's host, and of what separates two."""
+"""Checks the host of a process, and what separates two processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLOCK_S: Final = 5.0
 
 
 def of_limits(facts: HostFacts, buffer_size: int) -> Iterator[Finding]:
-    """Check the limits of a process. ``buffer_size``: that of its config."""
+    """Check the limits of a process. ``buffer_size``: the value in its config."""
     limit, used = facts.descriptors, facts.descriptors_used or 0
     yield judged(
         "descriptors",
@@ -56,7 +56,7 @@ def of_limits(facts: HostFacts, buffer_size: int) -> Iterator[Finding]:
 
 
 def of_device(device: str) -> Iterator[Finding]:
-    """Check that PyTorch finds the config's device. Makes no tensor, which would take GPU memory."""
+    """Check that PyTorch finds the config's device. Do not make a tensor, which would take GPU memory."""
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return
@@ -93,7 +93,7 @@ _APART: Final = {
         "docker run --ipc=host    (or one volume at /dev/shm of both)",
     ),
 }
-"""For each thing that two processes of one host may share or not: the consequence, and what to change."""
+"""For each resource that two processes on one host may not share: the consequence, and what to change."""
 
 
 def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:

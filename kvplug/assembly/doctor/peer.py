@@ -54,12 +54,12 @@ _PAGE_TOKENS: Final = "page_tokens"
 """The option for the size of a connector's pages. It must be equal at both ends."""
 _DEFAULT: Final = "its default"
 _SLOW: Final = 10.0
-"""Ratio of claimed to measured rate. Claims are for the usual case on common hardware, so 2 is fine."""
+"""The ratio of claimed to measured rate that gets a note. Claims hold for common hardware: 2 is normal."""
 _FAR_TOO_SLOW: Final = 50.0
 
 
 def of_peer(examination: Examination, contact: str, *, measures: bool = True) -> Iterator[Finding]:
-    """Examine the peer at this contact: dial, shake hands, ask, measure, and hang up.
+    """Examine the peer at this contact: dial, shake hands, request its report, measure, and hang up.
 
     ``measures``: whether the pipe is opened and measured.
     """
@@ -128,8 +128,8 @@ def _examined(examination: Examination, channel: Channel, measures: bool) -> Ite
 
 
 def _differing(hellos: tuple[Hello, Hello], facts: tuple[Facts, Facts]) -> tuple[str, ...]:
-    """Return why two engines with these facts, neither running, would refuse each other. Facts that only one
-    end states are not compared."""
+    """Return why engines with these facts, which are not running, would refuse each other. Facts that only
+    one end states are not compared."""
     both = facts[0].keys() & facts[1].keys()
     engines = (engine_with({key: each[key] for key in both}, Role.BOTH) for each in facts)
     local, remote = (
@@ -143,7 +143,7 @@ def _differing(hellos: tuple[Hello, Hello], facts: tuple[Facts, Facts]) -> tuple
 
 
 def _refusals(resolved: ResolvedConfig, reasons: tuple[str, ...], who: str) -> Iterator[Finding]:
-    """Yield the problems. If no transport fits, a plugin that is not loaded may have one."""
+    """Yield the reasons as problems. If no transport fits, also suggest plugins that are not loaded."""
     for each in from_reasons(reasons, who):
         if each.topic == "transport" and resolved.registry.failed:
             more = (
@@ -192,7 +192,7 @@ def _agreed(agreement: Agreement, theirs: EngineFacts | None) -> Iterator[Findin
 
 
 def of_pages(config: Config, block_size: int, block_format: str) -> Iterator[Finding]:
-    """Check that the config's pages are whole blocks, if the engine's blocks cannot be divided."""
+    """Check that each page has a whole number of blocks, if the engine's blocks cannot be divided."""
     tokens = connector_options(config).get(_PAGE_TOKENS, "")
     key = f"options.{config.connector}.{_PAGE_TOKENS}"
     if block_format and tokens.isdecimal() and int(tokens) % block_size:
@@ -205,7 +205,7 @@ def of_pages(config: Config, block_size: int, block_format: str) -> Iterator[Fin
 
 
 def _connectors(config: Config, report: Report, theirs: EngineFacts | None) -> Iterator[Finding]:
-    """Compare the two engines' connectors and their given options."""
+    """Compare the two engines' connectors and their configured options."""
     name = report.connector
     if name != config.connector:
         yield problem(
@@ -223,7 +223,7 @@ def _connectors(config: Config, report: Report, theirs: EngineFacts | None) -> I
             values = [side.get(option, str(math.ceil(PAGE_TOKENS / block) * block)) for side in sides]
         mine, yours = values
         if mine != yours:
-            # Engines with different known pages refuse each other. Only the engine knows its defaults.
+            # Engines that both set a page size refuse each other if it differs. Defaults are unknown here.
             make = problem if option == _PAGE_TOKENS and _DEFAULT not in values else note
             value = yours if mine == _DEFAULT else mine
             yield make(
@@ -269,10 +269,10 @@ def rate_finding(measured: Measured, cross_host: bool, load: float | None = None
     """Compare a pipe's rate with the claim.
 
     Args:
-        load: runnable processes per CPU; default: those of this host.
+        load: runnable processes per CPU; default: this host's.
     """
     load = host_load() if load is None else load
-    # Each hand-over between the two ends waits for a turn on a CPU, and each message has several.
+    # Each hand-over between the two ends waits for a CPU, and each message needs several hand-overs.
     allowed = (1 + load) ** 2 if load > 1 else 1.0
     factor = measured.claimed_gb_per_s / measured.gb_per_s
     what = (
@@ -320,11 +320,11 @@ _EXPLAINED: Final[Mapping[str, tuple[str, str]]] = {
     "WireError": ("peer", "--peer ADDRESS:PORT, unix:@NAME or unix:/PATH"),
     "KvplugError": ("peer", ""),
 }
-"""For each code of an error, or its class: the topic, and what to change."""
+"""For each error code or error class: the topic, and what to change."""
 
 
 def _unreachable(error: KvplugError, contact: str, config: Config) -> Finding:
-    """Explain an error of dialling, or of the conversation that followed, to an operator."""
+    """Explain to an operator an error from dialling, or from the conversation that followed."""
     if isinstance(error, HandshakeError):
         return from_reasons(error.reasons, "the peer")[0]
     names = (error.code, *(cls.__name__ for cls in type(error).__mro__))

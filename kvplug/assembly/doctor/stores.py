@@ -130,7 +130,7 @@ def of_stores(examination: Examination) -> Iterator[Finding]:
     for name in config.stores:
         spec = resolved.registry.find(Kind.STORE, name)
         if spec is None or not spec.run_probe().viable:
-            continue  # a finding of the config
+            continue  # explain() reports this
         topics = [*examination.faulty_for_credentials(), *([] if shortage is None else [shortage.key])]
         options: Any = None
         try:
@@ -154,7 +154,7 @@ def _in_its_folder(examination: Examination, spec: StoreSpec, folder: Path) -> I
     temporary folder there, so that the user's pages are not touched."""
     option = f"options.{spec.name}.path"
     at = next(each for each in (folder, *folder.parents) if each.exists())
-    pages = [str(each) for each in folder.glob("*/pages")]  # as the stores "fs" and "nixl" have them
+    pages = [str(each) for each in folder.glob("*/pages")]  # where the stores "fs" and "nixl" keep them
     try:
         for own in (*map(os.path.dirname, pages), *pages):
             check_private(own, option)
@@ -199,7 +199,7 @@ def _of_room(name: str, budget: object, at: Path) -> Finding:
 
 
 def _tried(examination: Examination, spec: StoreSpec) -> Iterator[Finding]:
-    """Open a store and use it."""
+    """Open a store and try it."""
     name, resolved = spec.name, examination.resolved
     seconds = examination.deadline.within(_MOST_S).remaining() or 0.0
     if seconds < _LEAST_S:

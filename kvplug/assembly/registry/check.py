@@ -134,7 +134,7 @@ def options_of(registry: Registry, spec: Any, options: Tables) -> Any:
     A pipe and a connector may have the same name. They then share one table, and each has its own options.
 
     Raises:
-        ConfigError: with every fault of these options.
+        ConfigError: the options are wrong; the error lists every fault.
         PluginError: the options class does not load.
     """
     cls = spec.load_options()

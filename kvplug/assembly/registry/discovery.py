@@ -80,7 +80,7 @@ class PluginInfo:
 
 
 def discover() -> tuple[PluginInfo, ...]:
-    """Return every installed plugin once, sorted by name. None is loaded.
+    """Return every installed plugin once, sorted by name, without loading any.
 
     If a distribution is on the path twice (say, an editable install beside its build), the first one counts,
     as it does for imports. A distribution with unreadable metadata is skipped and logged.
@@ -181,7 +181,7 @@ def stated_api(module: str) -> tuple[int, int]:
 def _source(module: str) -> str:
     """Find a module's source through the search paths of its packages, without importing them."""
     name, *parts = module.split(".")
-    spec = importlib.util.find_spec(name)  # the finders of editable installations know whole packages
+    spec = importlib.util.find_spec(name)  # finders of editable installs know top-level packages only
     for part in parts:
         path = None if spec is None else spec.submodule_search_locations
         if path is None:

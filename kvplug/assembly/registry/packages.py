@@ -1,4 +1,4 @@
-"""The first-party packages that offer each name. This table serves messages and does not affect choices."""
+"""The first-party packages that offer each name. Messages use this table; choices do not depend on it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Registry:
 
         Raises:
             PluginLoadError: a plugin does not load, and ``KVPLUG_STRICT_PLUGINS`` is set.
-            ConfigError: ``KVPLUG_STRICT_PLUGINS`` has another value than 0 or 1.
+            ConfigError: ``KVPLUG_STRICT_PLUGINS`` is not a flag such as 0 or 1.
             ResourceExhaustedError: the process has no free descriptor to find and load plugins.
         """
         environ = os.environ if environ is None else environ
@@ -107,7 +107,7 @@ class Registry:
 
     @property
     def failed(self) -> tuple[PluginInfo, ...]:
-        """The plugins that are broken or blocked. One of them may offer an unknown name."""
+        """The plugins that are broken or blocked. One of them may offer a name that is unknown here."""
         return tuple(plugin for plugin in self._plugins if plugin.status is not PluginStatus.OK)
 
     def failures(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ class Registry:
     # -- plugins --------------------------------------------------------------------------------
 
     def register(self, plugin: object, *, name: str, distribution: str = "", version: str = "") -> PluginInfo:
-        """Add a plugin object: a module, or anything with marked functions. Intended for tests.
+        """Add a plugin object: a module, or any object with ``hookimpl`` functions. Intended for tests.
 
         Raises:
             PluginLoadError: the plugin breaks a rule; none of its offers is registered.
@@ -254,8 +254,8 @@ def _collected(plugin: object) -> tuple[Spec, ...]:
     """Call each hook of a plugin and return its offers.
 
     Raises:
-        PluginLoadError: a hook is unknown, unmarked, or returns something else, the plugin has no hooks, or
-            it offers a name twice.
+        PluginLoadError: a hook is unknown, is unmarked or returns a wrong type; or the plugin has no hooks or
+            offers a name twice.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
