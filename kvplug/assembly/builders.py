@@ -51,7 +51,7 @@ def build_queue(
     The arguments are those of :class:`~kvplug.transport.QueueEndpoint.Context`.
 
     Raises:
-        ConfigError: the options are wrong; every fault at once.
+        ConfigError: the options are wrong; the error lists every fault.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named queue cannot work here, or none is installed for "auto".
         InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
@@ -76,7 +76,7 @@ def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupE
     process's store over two pipes.
 
     Raises:
-        ConfigError: the options are wrong; every fault at once.
+        ConfigError: the options are wrong; the error lists every fault.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: none is installed for "auto", or the factory did not return an endpoint.
         ResourceExhaustedError: the process has no free descriptor or memory.
@@ -105,7 +105,7 @@ def build_communicator(
     :class:`~kvplug.transport.DeviceCommunicator.Context`.
 
     Raises:
-        ConfigError: the options are wrong; every fault at once.
+        ConfigError: the options are wrong; the error lists every fault.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named communicator cannot work here, or none is installed for "auto".
         InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
@@ -132,7 +132,7 @@ def worker_transports(config: Config, registry: Registry | None = None) -> dict[
     minutes on loading a model.
 
     Raises:
-        ConfigError: the options are wrong; every fault at once.
+        ConfigError: the options are wrong; the error lists every fault.
         UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
         PluginError: one cannot work here; the error lists every reason.
     """
@@ -156,8 +156,8 @@ def build_page_cache(
             cache can find its pages, and a warning is logged.
 
     Raises:
-        ConfigError: the config has keys that only connectors read, or not exactly one store, or wrong
-            options; every fault at once.
+        ConfigError: the config has keys that only connectors read, does not name exactly one store, or has
+            wrong options; the error lists every fault.
         UnknownTransportError, AmbiguousNameError: no plugin offers the store, or two do.
         PluginError: the store cannot work here, or its factory failed.
         InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.

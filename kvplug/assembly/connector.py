@@ -141,8 +141,8 @@ def build_connector(
         connect: contact of the peer engine's worker, or of each worker by rank, instead of the config's.
 
     Raises:
-        ConfigError: the role is missing or options are wrong (every fault at once), or the model's facts do
-            not match the cache.
+        ConfigError: the role is missing or options are wrong (the error lists every fault), or the model's
+            facts do not match the cache.
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
         PluginLoadError: the plugin's code cannot be imported.
         InsecureAddressError, AddressInUseError: the connector cannot listen at its address.
@@ -209,7 +209,7 @@ def build_connector(
 
 
 def check_config(config: Config, registry: Registry | None = None) -> None:
-    """Check whatever one end alone can check: names, options, and the secret that the address needs.
+    """Check everything that one end alone can check: names, options, and the secret that the address needs.
 
     Programs call this to fail before they spend minutes on loading a model.
 

@@ -6,7 +6,7 @@ The doctor asks, the listener answers::
     {"doctor": "measure", "device": "cpu"}  {"measuring": true}, then a pipe is opened
                                             {"measuring": false, "why": ...}
     {"doctor": "bye"}
-    {"doctor": anything else}               {"unknown": true}: a newer doctor can continue
+    {"doctor": any other text}              {"unknown": true}: a newer doctor can continue
 
 The listener states facts, and the doctor judges them. The connector and the store behind the listener are not
 involved. The load that doctors put on an engine is bounded: 8 concurrent examinations, each with at most 30
@@ -75,7 +75,7 @@ class Report:
     """A listener's report to a doctor."""
 
     doctor: str
-    """The config's ``doctor``; or ``"busy"``; empty without an answer."""
+    """The config's ``doctor``, or ``"busy"``; empty without an answer."""
     host: HostFacts | None = None
     """``None`` if the listener does not report; the other fields are then empty."""
     buffer_size: int = 0

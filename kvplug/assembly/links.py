@@ -66,7 +66,7 @@ class LinkSettings:
     credentials: Credentials = attrs.field(
         default=attrs.Factory(lambda self: self.resolved.credentials, takes_self=True)
     )
-    """Loaded when the settings are made, so that an address that lacks a secret is refused at start."""
+    """Loaded with the settings, so that an address without its required secret is refused at start."""
     stats: TransferStats = attrs.field(factory=TransferStats)
     engine: EngineFacts | None = None
     """Facts of the engine whose connector owns the links; ``None`` without an engine."""

@@ -38,7 +38,7 @@ def made(
     """Call the spec's factory, or ``factory``, with a context, and return what it made.
 
     Raises:
-        PluginError: the factory raised an exception that is not kvplug's, or returned a wrong class.
+        PluginError: the factory raised an error that is not kvplug's, or returned an object of another class.
         ResourceExhaustedError: a resource ran out.
         KvplugError: as the factory raised it.
     """

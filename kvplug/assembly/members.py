@@ -116,8 +116,8 @@ def _proof(key: bytes | None, text: bytes) -> bytes:
 def unreachable_contact(url: str, contact: str) -> str | None:
     """Return why other hosts that can reach the directory at ``url`` cannot dial ``contact``.
 
-    Return ``None`` if they can, if they cannot reach the directory, and for a Unix socket in the file system:
-    containers of one host may share its folder.
+    Return ``None`` if they can dial it or cannot reach the directory, and for a Unix socket in the file
+    system: containers of one host may share its folder.
     """
     address = Address.parse_contact(contact)
     is_local = Address(address.host).is_loopback if not address.is_unix else not address.is_path

@@ -27,7 +27,7 @@ _LABEL = "pipe"
 
 
 def _resolve(config: Config, registry: Registry | None, *, counts: bool = True) -> ResolvedConfig:
-    """Resolve a config for plain pipes. ``counts``: whether pipes are counted, as sinks require.
+    """Resolve a config for plain pipes. ``counts``: whether transfers are counted, as sinks require.
 
     Raises:
         ConfigError: the config has faults, or asks for something that a plain pipe does not do.
@@ -87,12 +87,12 @@ def _settings(
 class PipeServer(LinkServer[Pipe]):
     """Accepts pipes from other programs; made by :func:`listen_pipe`.
 
-    The other process passes ``contact`` to :func:`connect_pipe`. ``accept`` returns the next
-    program's pipe, over the transport that both ends agreed on. Pipes to several programs are opened
-    concurrently, in threads. A program that is slow, stopped or gone does not delay the others. Pipes that
-    one program connects in sequence may be accepted in another order. A pipe that fails to open, or is not
-    open within the config's ``timeout_s``, is logged. Pipes that are still being opened when ``accept`` times
-    out are kept for the next call. ``close`` ends the pipes that were not accepted; the others stay open.
+    The other process passes ``contact`` to :func:`connect_pipe`. ``accept`` returns the next program's pipe,
+    over the transport that both ends agreed on. Pipes to several programs are opened concurrently, in
+    threads. A program that is slow, stopped or gone does not delay the others. Pipes that one program
+    connects in sequence may be accepted in another order. A pipe that fails to open, or is not open within
+    the config's ``timeout_s``, is logged. Pipes that are still being opened when ``accept`` times out are
+    kept for the next call. ``close`` ends the pipes that were not accepted; the others stay open.
     """
 
     def __init__(self, settings: LinkSettings, address: str | None) -> None:

@@ -44,7 +44,7 @@ EPOCH = uuid.uuid4().hex
 
 
 _short: set[str] = set()
-"""Keys of budgets whose shortage was logged."""
+"""Keys of budgets whose shortage was already logged."""
 TransportKind = Literal[Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR]
 _KEY_OF: Final = {kind: key for key, kind in CHOSEN.items()}
 
@@ -191,8 +191,8 @@ class ResolvedConfig:
     def chosen(self, kind: TransportKind, device: str = "cpu") -> TransportSpec:
         """Choose the transport of this kind that the config names.
 
-        "auto" chooses the transport with the lowest latency that works here, authenticates its peers if it
-        must, and, except for lookup buffers, moves tensors of that device.
+        "auto" chooses the transport with the lowest latency among those that work here, authenticate their
+        peers if they must, and, except for lookup buffers, move tensors of that device.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.

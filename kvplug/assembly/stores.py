@@ -97,7 +97,7 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
 
     Raises:
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
-        ConfigError: the store's options are wrong; every fault at once.
+        ConfigError: the store's options are wrong; the error lists every fault.
         PluginError: the store cannot work here, or its factory did not return a store.
         InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
     """

@@ -155,7 +155,7 @@ def _in_use(what: str, address: str, resolved: ResolvedConfig) -> Finding:
 
 
 def _suggested(addresses: Iterable[str]) -> str:
-    """Return the first address that others may reach; loopback if there is none."""
+    """Return the first address that other hosts may reach, or the loopback address if there is none."""
     for each in addresses:
         number = ipaddress.ip_address(each.partition("%")[0])
         if not (number.is_loopback or number.is_link_local):

@@ -192,7 +192,7 @@ def _memory(resolved: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _announcement(resolved: ResolvedConfig) -> Iterator[Finding]:
-    """Check that others can reach the address that this engine announces in a directory."""
+    """Check that other engines can reach the address that this engine announces in a directory."""
     config, first = resolved.config, None
     if config.stores and config.directory is not None and config.role is not Role.CONSUMER:
         first = resolved.registry.find(Kind.STORE, config.stores[0])

@@ -50,7 +50,7 @@ def problem(topic: str, what: str, *why: str, change: str = "") -> Finding:
 def judged(
     topic: str, what: str, why: str, *, change: str, wrong: bool = False, doubtful: bool = False
 ) -> Finding:
-    """Return a problem if ``wrong`` is set, a note if only ``doubtful`` is set, and otherwise an ok."""
+    """Return a problem if ``wrong``, a note if only ``doubtful``, and otherwise a finding that is ok."""
     if not wrong and not doubtful:
         return ok(topic, what)
     return (problem if wrong else note)(topic, what, why, change=change)

@@ -223,7 +223,7 @@ def _connectors(config: Config, report: Report, theirs: EngineFacts | None) -> I
             values = [side.get(option, str(math.ceil(PAGE_TOKENS / block) * block)) for side in sides]
         mine, yours = values
         if mine != yours:
-            # Engines that both set a page size refuse each other if it differs. Defaults are unknown here.
+            # Engines whose page sizes differ refuse each other. Only an engine knows its default size.
             make = problem if option == _PAGE_TOKENS and _DEFAULT not in values else note
             value = yours if mine == _DEFAULT else mine
             yield make(
