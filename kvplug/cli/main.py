@@ -47,7 +47,7 @@ class Program(click.Group):
         return sorted(self._specs(ctx))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command. If it is unknown, raise an error that lists all (shell: return ``None``)."""
+        """Import a command. If it is unknown, raise an error that lists all; completion gets ``None``."""
         spec = OWN.get(cmd_name) or (specs := self._specs(ctx)).get(cmd_name)
         if spec is None and ctx.resilient_parsing:
             return None
