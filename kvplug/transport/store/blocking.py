@@ -1,4 +1,4 @@
-"""Stores whose calls block. Authors write three methods, and an executor makes a whole store of them."""
+"""Stores whose calls block. An author writes three methods, and an executor builds a store from them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from kvplug.transport.store.store import Store
 
 
 class BlockingStore(abc.ABC):
-    """Keeps bytes under keys, by calls that return when they are done.
+    """Keeps bytes under keys. Each call returns when its work is done.
 
-    Law. :meth:`read` returns bytes of one :meth:`write`, never a mixture, also after a crash in the middle of
-    a write. A page that is there is not replaced: the first whole write of a key wins.
+    Law. :meth:`read` returns bytes of one :meth:`write`, never a mixture, even after a crash in the middle of
+    a write. A stored page is not replaced: the first whole write of a key wins.
 
-    Callers. An executor of kvplug, from several threads at once. It makes and verifies the headers, enforces
-    deadlines, counts, and retries after errors. So a method may be slow, and may raise whatever its libraries
-    raise:
+    Callers. kvplug's executor, from several threads at once. It makes and verifies the headers, enforces
+    deadlines, counts requests, and retries after errors. So a method may be slow, and may raise whatever its
+    libraries raise:
 
     - :class:`BlockingStore.PageError`: this page is a miss, or is not kept, for the error's reason.
     - ``ConnectionError``, or an error of a read or write that took more than five seconds: the store is gone.
-      Requests are misses, and the executor does not call the store for a while.
-    - Any other error: the executor calls :meth:`has` with a key that no page has. If that call fails too, the
-      store is gone. Otherwise the executor repeats the failed call once, except after a ``TimeoutError``; if
-      it fails again, its page is a miss (``UNREADABLE`` or ``TIMEOUT``). A full disk (``ENOSPC``) counts as
-      no room.
+      Requests end as misses, and the executor does not call the store for a while.
+    - Any other error: the executor calls :meth:`has` with an unused key. If that call fails too, the store is
+      gone. Otherwise the executor repeats the failed call once, except after a ``TimeoutError``; if it fails
+      again, its page is a miss (``UNREADABLE`` or ``TIMEOUT``). A full disk (``ENOSPC``) counts as no room.
 
     A page that could not be read counts as absent until it is put again. That put calls :meth:`remove`,
     :meth:`write` and :meth:`read`, in this order.
@@ -40,8 +39,8 @@ class BlockingStore(abc.ABC):
         """One page could not be read or written. The store still counts as reachable.
 
         Lookups report a page that cannot be read as absent until a put has replaced it. The reasons
-        ``TIMEOUT``, ``CANCELLED``, ``CLOSED`` and ``NO_MEMORY`` do not concern the page, so it is still
-        reported."""
+        ``TIMEOUT``, ``CANCELLED``, ``CLOSED`` and ``NO_MEMORY`` do not concern the page, so lookups still
+        report it."""
 
         def __init__(self, reason: MissReason, message: str = "") -> None:
             super().__init__(message or reason.value)
@@ -55,14 +54,14 @@ class BlockingStore(abc.ABC):
     """How many calls the executor makes at the same time."""
 
     batch_bytes: int = 0
-    """Up to how many bytes of pages the executor reads or writes with one call of :meth:`read_pages` or
+    """The most bytes of pages that the executor reads or writes with one call of :meth:`read_pages` or
     :meth:`write_pages`. 0: it calls :meth:`read` or :meth:`write` for each page."""
 
     is_shared: bool = True
     """Whether every process that opens the store with the same options reaches the same pages."""
 
     location: str = ""
-    """Where the store keeps its pages, such as a folder or a server's address. For people; no secrets."""
+    """Where the store keeps its pages, such as a folder or a server's address. Shown to users; no secrets."""
 
     medium: str = "other"
     """The medium of its pages: ``"host"`` (memory of this host), ``"disk"`` or ``"other"``."""
@@ -71,11 +70,11 @@ class BlockingStore(abc.ABC):
     def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Whether each key (32 bytes) has a whole page. Called once for a whole prompt.
 
-        If it raises although the store can be reached, it is called again for parts of the keys."""
+        If it raises although the store can be reached, it is called again for subsets of the keys."""
 
     @abc.abstractmethod
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """Fill the buffers, one after the other, with the page from its first byte on.
+        """Fill the buffers, one after the other, with the page's bytes, starting at the first.
 
         Returns the length of the whole page in bytes, which may be more or less than the buffers hold, or
         ``None`` if the store does not have the page.
@@ -83,7 +82,7 @@ class BlockingStore(abc.ABC):
 
     @abc.abstractmethod
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        """Keep a page, which consists of the bytes of the buffers, one after the other.
+        """Keep a page: the bytes of the buffers, one after the other.
 
         Returns whether the store has the page now. False means that there is no room for it.
         """
@@ -109,7 +108,7 @@ class BlockingStore(abc.ABC):
         return [self.write(key, page) for key, page in zip(keys, pages, strict=True)]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget those of these pages that the store has. Also called for pages whose bytes are wrong.
+        """Remove these pages; ignore absent ones. Also called for pages whose bytes are wrong.
 
         Raises:
             UnsupportedError: the store cannot remove pages. The default always raises it.
@@ -120,7 +119,7 @@ class BlockingStore(abc.ABC):
         """Forget all pages.
 
         Raises:
-            UnsupportedError: other programs keep pages here, too.
+            UnsupportedError: other programs also keep pages in the store. The default always raises it.
         """
         raise UnsupportedError(f"{type(self).__name__} cannot forget all its pages at once")
 

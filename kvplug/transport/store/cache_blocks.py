@@ -59,12 +59,12 @@ class PageBlocks(PageMemory):
             writable: tokens of the sequence that a load may write; it leaves the pages' other tokens as they
                 are. Blocks that end before these tokens need not exist, whatever their ids. Default: all
                 tokens of the pages.
-            after: device work that must have run before the blocks are read or written. Default: what the
-                thread that calls the store has queued when it calls.
+            after: device work that must have run before the blocks are read or written. Default: the work
+                that the calling thread has queued when it calls the store.
 
         Raises:
             LayoutError: the views do not fit the format; a layer is in no block table, or in two; a block id
-                is out of range or comes twice; a table is too short.
+                is out of range or occurs twice; a table is too short.
         """
         if len(views) != form.num_layers or any(len(layer) != len(form.parts) for layer in views):
             raise LayoutError(
@@ -105,7 +105,7 @@ class PageBlocks(PageMemory):
         self._is_whole = self._end == end and max(self._begins) == first_token
 
     def _checked(self, block_ids: Sequence[int], begin: int, num_blocks: int) -> tuple[array[int], int]:
-        """Return the blocks of the pages' tokens from a block table, and the first token that is written."""
+        """Check a block table. Return its blocks of the pages' tokens, and the first written token."""
         size, first, end, given = self._block_size, self._first_block, self._end, self._writable
         begin = max(self._first_token, given.start, min(begin, given.stop))
         if len(block_ids) * size < end:
@@ -184,7 +184,7 @@ class PageBlocks(PageMemory):
         return move
 
     def _block_range(self, pages: range) -> slice:
-        """The places of the pages' blocks in the tables. A block at either end may be theirs in part."""
+        """Return where the tables list the pages' blocks. The first and last may belong to them in part."""
         first, tokens, size = self._first_token, self.format.page_tokens, self._block_size
         begin, end = first + pages.start * tokens, first + pages.stop * tokens
         return slice(begin // size - self._first_block, -(-end // size) - self._first_block)
@@ -198,8 +198,8 @@ def gatherer(sources: Sequence[tuple[PageBlocks, range]]) -> Callable[[int, Sequ
     """Return a function that copies one layer of pages out of a cache, page after page.
 
     Its arguments are the layer's number, and contiguous memory on the cache's device for each part of all
-    pages. It queues the copies on the current stream: one, if all pages are whole blocks of the same views,
-    the parts of a layer lie equally far apart, and one part of the memory follows the other.
+    pages. It queues the copies on the current stream: a single one if all pages are whole blocks of the same
+    views, the parts of a layer are equally spaced, and the parts of the memory are contiguous.
 
     Args:
         sources: some pages of several sequences of one format, on one device.
@@ -246,14 +246,15 @@ def gatherer(sources: Sequence[tuple[PageBlocks, range]]) -> Callable[[int, Sequ
 
 
 def _is_one_piece(parts: Sequence[Tensor]) -> bool:
-    """Whether each of these bytes follows the one before it in memory."""
+    """Whether these tensors of bytes follow one another in memory without gaps."""
     return all(
         before.data_ptr() + len(before) == after.data_ptr() for before, after in itertools.pairwise(parts)
     )
 
 
 def ids_on(block_ids: array[int], device: torch.device) -> Tensor:
-    """Return block ids as an index tensor: on a CPU over the same memory, on a GPU an asynchronous copy."""
+    """Return block ids as an index tensor: on a CPU it shares their memory, on a GPU it is copied without
+    waiting."""
     import torch
 
     ids = torch.frombuffer(block_ids, dtype=torch.int64)
@@ -265,8 +266,8 @@ def ids_on(block_ids: array[int], device: torch.device) -> Tensor:
 def copy_tokens(
     view: Tensor, block_ids: array[int], ids: Tensor, start: int, tokens: Tensor, *, into_cache: bool
 ) -> None:
-    """Copy bits of any dtype between a cache and ``tokens``, in at most three operations: the part of the
-    first block, all whole blocks at once, and the part of the last block.
+    """Copy bits of any dtype between a cache and ``tokens``, in at most three operations: a part of the first
+    block, all whole blocks at once, and a part of the last block.
 
     Args:
         view: the cache, [blocks, tokens in a block, *rest], any strides.
@@ -274,7 +275,7 @@ def copy_tokens(
         ids: the same ids, as :func:`ids_on` makes them for the cache's device.
         start: the first token's number in its sequence, which gives its place in the first block.
         tokens: [tokens, *rest], of the cache's dtype and device; need not be contiguous.
-        into_cache: whether to copy from ``tokens`` into the cache, or the other way round.
+        into_cache: whether to copy from ``tokens`` into the cache; if not, copy from the cache to ``tokens``.
     """
     import torch
 
@@ -295,7 +296,7 @@ def copy_tokens(
         first = 1
     if whole:
         index = ids[first : first + whole]
-        # splitting a dimension gives a view with any strides
+        # splitting a dimension gives a view, whatever the strides
         outside = tokens[head : num_tokens - tail].view(whole, *view.shape[1:])
         if into_cache:
             view.index_copy_(0, index, outside)

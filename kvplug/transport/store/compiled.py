@@ -1,6 +1,6 @@
 """The compiled part of the core: the functions of pages.c, for :mod:`kvplug.transport.store.copy`.
 
-Light, since the probe of every store loads it.
+This module imports little, since the probe of every store loads it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _loaded() -> _Library:
     source.restype = ctypes.c_uint32
     if source() != zlib.crc32(_SOURCE.read_bytes()):
         raise ImportError("it was built from another pages.c")
-    # xxhash's module contains the functions of the C library. Samples show that the one found is the same.
+    # xxhash's module exports functions of the C library. Samples show that this one equals the Python one.
     hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     hash_of = hashes.XXH3_64bits
     hash_of.restype, hash_of.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)

@@ -1,8 +1,8 @@
 """Copies between pages of a caller's memory and rows of bytes, with the checksums.
 
-pages.c copies and hashes at once. What all steps of a request share is prepared once. pages.c checks nothing:
-caches have the addresses and strides of tensors, block ids were checked with their table, and rows have the
-length of their layers."""
+pages.c copies and hashes in one pass. :class:`PageCopy` prepares once what all steps of a request share.
+pages.c checks nothing: addresses and strides come from tensors, block ids were checked with their table, and
+:meth:`PageCopy.use` checks the length of the rows."""
 
 from __future__ import annotations
 
@@ -48,17 +48,18 @@ class PageCopy:
 
     @attrs.frozen(eq=False)
     class Generations:
-        """What the slots of a request's pages must hold after a copy, where the store may reuse slots."""
+        """The generations that the slots of a request's pages must have after a copy; for stores that may
+        reuse slots."""
 
         words: memoryview
         """The memory of all slots, as words."""
         at: array[int]
-        """The word of each page's slot, counted in words."""
+        """The index in ``words`` of each page's generation."""
         expected: array[int]
         """The value that each of these words must have after the copy."""
 
         def are_there(self, pages: Sequence[int]) -> list[bool]:
-            """Whether the slots of these pages still hold the pages."""
+            """Whether each of these pages is still in its slot."""
             words, at, expected = self.words, self.at, self.expected
             return [words[at[page]] == expected[page] for page in pages]
 
@@ -86,7 +87,7 @@ class PageCopy:
         self._library = library()
         self._places = places = memory.places()
         self._each = form.num_layers * len(form.parts) if seal.checksums else 0
-        """Checksums of a page."""
+        """Number of checksums of a page."""
         self._addresses = array("q", bytes(8 * count))
         self._checksums = array("Q", bytes(8 * count * self._each))
         self._locked_layers = -(-_LOCK_FREE_BYTES // form.layer_nbytes)
@@ -126,8 +127,8 @@ class PageCopy:
         headers: Sequence[bytes | memoryview] = (),
         layers: range | None = None,
     ) -> None:
-        """Set the rows of pages ``first`` and on, one row for each page. The rows' memory must stay alive
-        while pages are copied.
+        """Set the rows of the pages from ``first`` on, one row for each page. The rows' memory must stay
+        alive while pages are copied.
 
         Args:
             headers: one for each page, for :meth:`load` and :meth:`verify`; each has passed
@@ -154,11 +155,11 @@ class PageCopy:
             self.expect(first, headers)
 
     def load(self, pages: range, layers: range | None = None) -> list[MissReason | None] | None:
-        """Verify these layers of consecutive pages from one call of :meth:`use`, and copy them into the
+        """Verify these layers of consecutive pages in rows set by one :meth:`use`, and copy them into the
         memory.
 
-        Returns: for each page why it must not be used, or ``None`` if all are right, as far as the seal can
-            tell. A page that must not be used has zeros in these layers.
+        Returns: for each page why it must not be used (or ``None``); ``None`` if all are right, as far as the
+            seal can tell. A page that must not be used has zeros in these layers.
 
         Raises:
             LayoutError: the memory is read-only.
@@ -180,10 +181,10 @@ class PageCopy:
         return found
 
     def clear(self, page: int, layers: range) -> None:
-        """Write zeros over bytes that are wrong, or that are only a part of a page.
+        """Write zeros over these layers of a page whose bytes are wrong or incomplete.
 
-        They may be NaN. An engine that recomputes a missed block in chunks reads the whole block after the
-        first chunk, and an attention kernel that multiplies masked places by 0 carries NaN into its output.
+        Such bytes may be NaN. An engine that recomputes a missed block in chunks reads the whole block after
+        the first chunk, and an attention kernel that multiplies masked places by 0 outputs NaN.
         """
         nbytes = len(layers) * self._memory.format.layer_nbytes
         zeros, copy = memoryview(bytearray(nbytes)), PageCopy(self._memory)
@@ -199,22 +200,23 @@ class PageCopy:
         return [MissReason.CORRUPT if each else None for each in faults]
 
     def expect(self, first: int, headers: Sequence[bytes | memoryview]) -> None:
-        """Set the headers of pages ``first`` and on, for :meth:`check`. They are as those of :meth:`use`.
+        """Set the headers of the pages from ``first`` on, for :meth:`check`; they are like those of
+        :meth:`use`.
 
         Raises:
-            LayoutError: a header has another number of checksums than a page of this memory.
+            LayoutError: a header does not have as many checksums as a page of this memory.
         """
         form, count = self._memory.format, len(headers)
         self._check(range(first, first + count), self._all_layers)
         at, none = self._seal.checksums_at(form, self._all_layers), bytes(8 * self._each)
         given = b"".join([header[at] or none for header in headers])
-        if len(given) != count * len(none):  # an array of another length would move, and pages.c uses it
+        if len(given) != count * len(none):  # with another length the array would move, and pages.c uses it
             raise LayoutError(f"the {len(headers)} headers given do not fit {count} pages")
         self._checksums[first * self._each : (first + count) * self._each] = array("Q", given)
 
     def check(self, pages: range, layers: range) -> list[MissReason | None] | None:
-        """Verify these layers of consecutive pages that the memory has received, without a row. Its
-        :attr:`PageMemory.block_bytes` must not be 0.
+        """Verify these layers of consecutive pages that were received straight into the memory, not in rows.
+        The memory's :attr:`PageMemory.block_bytes` must not be 0.
 
         Returns: as :meth:`load`. A page that must not be used has zeros in these layers.
         """
@@ -227,10 +229,10 @@ class PageCopy:
         return [MissReason.CORRUPT if fault else None for fault in faults]
 
     def save(self, pages: range, layers: range | None = None) -> list[bytes | None]:
-        """Copy these layers of consecutive pages from one call of :meth:`use` out of the memory.
+        """Copy these layers of consecutive pages out of the memory, into rows set by one :meth:`use`.
 
         Returns: for each page the checksums of all its layers, as :meth:`PageSeal.header` takes them, or
-            ``None`` if the seal has none.
+            ``None`` if the seal has no checksums.
 
         Raises:
             LayoutError: some tokens of the pages have no blocks.
@@ -242,7 +244,7 @@ class PageCopy:
         return self._made(pages)
 
     def hash(self, pages: range) -> list[bytes | None]:
-        """Return the checksums, as :meth:`save` does, of pages that their rows already have."""
+        """Return the checksums, as :meth:`save` does, of pages that are already in their rows."""
         self._move(_HASH, pages, self._all_layers)
         return self._made(pages)
 

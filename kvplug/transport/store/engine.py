@@ -119,7 +119,7 @@ class JobEngine:
         close_after_fork(self)
 
     def check_open(self) -> None:
-        """Raises ClosedError: the engine takes no more jobs."""
+        """Raise ClosedError if the engine refuses new jobs."""
         if self.is_closing:
             ExitGuard.hold()
             raise ClosedError(f"the store {self._name!r} is closed")
@@ -127,7 +127,7 @@ class JobEngine:
     # -- tasks ---------------------------------------------------------------------------------
 
     def submit(self, task: JobTask) -> None:
-        """:meth:`begin` a job, and queue its steps."""
+        """Begin a job with :meth:`begin`, and queue its steps."""
         if not self.begin(task):
             return
         if task.is_finished():
@@ -136,7 +136,7 @@ class JobEngine:
             task.end(MissReason.STORE_GONE)
 
     def begin(self, task: JobTask) -> bool:
-        """Make the job end by its deadline, by ``cancel``, or with the engine.
+        """Ensure that the job ends by its deadline, by ``cancel``, or with the engine.
 
         Returns whether the job is under way. If no thread could start, it has ended as ``STORE_GONE``; if the
         engine is closed, as ``CLOSED``.
@@ -254,7 +254,7 @@ class JobEngine:
     def at(self, when: float, call: Callable[[], object]) -> JobEngine.Alarm:
         """Schedule a call, which must not block, for a time of the monotonic clock (``math.inf``: never).
 
-        After :meth:`give_up` calls are made only as long as a task is under way.
+        After :meth:`give_up`, calls are made only while a task is under way.
 
         Raises:
             RuntimeError: this process cannot start another thread.
@@ -351,10 +351,10 @@ class JobTask(JobEngine.Steps):
     """The result of a page that has no result yet."""
 
     is_put: bool = False
-    """Whether its store waits for it in ``close``."""
+    """Whether the engine's ``close`` waits for it."""
 
     def __init__(self, job: Job[Any], num_steps: int | None) -> None:
-        """``num_steps``: how many steps end the job; ``None`` if the job does not end with a step."""
+        """``num_steps``: after how many steps the job ends; ``None`` if no step ends it."""
         self.job = job
         """The job that the task works for."""
         self.results: list[Any] = [JobTask.UNKNOWN] * job.count
@@ -388,7 +388,7 @@ class JobTask(JobEngine.Steps):
         self.step_ended(reason)
 
     def step_ended(self, reason: MissReason | None) -> None:
-        """Note that a step has ended, with the reason why the job fails with it, if it does."""
+        """Note that a step has ended. ``reason``: why the step makes the job fail, if it does."""
         with self.lock:
             self._ended += 1
             is_finished = self.is_finished()
@@ -396,7 +396,7 @@ class JobTask(JobEngine.Steps):
             self.end(reason)
 
     def attempt(self, step: int) -> MissReason | None:
-        """Run the step. Returns why the job fails with it, or ``None`` if it does not."""
+        """Run the step. Returns why it makes the job fail, or ``None`` if it does not."""
         try:
             self.do(step)
         except JobTask.OverError:
@@ -409,7 +409,7 @@ class JobTask(JobEngine.Steps):
         return None
 
     def do(self, step: int) -> None:
-        """Do the work of the step. The default is for jobs that do not end with a step.
+        """Do the work of the step. The default does nothing, for jobs that no step ends.
 
         Raises:
             JobTask.OverError: the job has ended.
@@ -417,7 +417,7 @@ class JobTask(JobEngine.Steps):
         """
 
     def is_finished(self) -> bool:
-        """With the lock: whether all steps have ended, and the job with them."""
+        """With the lock: whether all steps have ended, so that the job ends."""
         return self._ended == self._num_steps
 
     def note(self, index: int, result: Any) -> None:
@@ -451,7 +451,7 @@ class JobTask(JobEngine.Steps):
                 self.job.settle()
 
     def _copied(self) -> bool:
-        """Note that a copy has ended. Returns whether the job settles with it."""
+        """Note that a copy has ended. Returns whether the job settles now."""
         with self.lock:
             self._copies -= 1
             return self.is_over and not self._copies
@@ -481,7 +481,7 @@ class JobTask(JobEngine.Steps):
         return [left if each is JobTask.UNKNOWN else each for each in self.results]
 
     def result_for(self, reason: MissReason | None) -> Any:
-        """Return the result of a page that has none when the job ends for this reason."""
+        """Return the result to give a page without one when the job ends for this reason."""
         return reason
 
     def settled(self) -> None:

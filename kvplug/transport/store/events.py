@@ -25,7 +25,7 @@ from kvplug.transport.store.keys import KEY_BYTES
 
 SERIES_BYTES: Final = 16
 _SNAPSHOT_PAGES: Final = 4096
-"""Keys in one event of a snapshot."""
+"""The most keys in one event of a snapshot."""
 
 
 def _shown(keys: Sequence[bytes]) -> str:
@@ -137,7 +137,7 @@ class PageEvent:
             ]
 
     class Follower:
-        """Checks that each event is the next one, and whether the index is complete.
+        """Checks that each event is the next one, and knows whether the index is complete.
 
         >>> log, follower = PageEvent.Log(), PageEvent.Follower()
         >>> all(map(follower.accept, log.snapshot({}))), follower.ready
@@ -151,7 +151,7 @@ class PageEvent:
             self._epoch: str | None = None
             self._seq = 0
             self._left = 0
-            """Events of the snapshot that have not come yet."""
+            """Number of events of the snapshot that have not arrived yet."""
 
         @property
         def ready(self) -> bool:

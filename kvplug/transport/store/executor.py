@@ -1,13 +1,13 @@
-"""Makes a :class:`Store` of a :class:`BlockingStore`: verifies pages, and interprets failed calls.
+"""Makes a :class:`Store` from a :class:`BlockingStore`: verifies pages, and interprets failed calls.
 
-Calls of the blocking store are the steps of tasks in the job engine. A page is read into
-memory of the thread, and verified while it is copied to the caller's memory; a wrong page is a miss. So a
-call that returns after its job's deadline does not touch the caller's memory.
+Steps of tasks in the job engine call the blocking store. They read a page into memory of the thread, so a
+call that returns after its job's deadline does not touch the caller's memory. The page is verified while it
+is copied to the caller's memory; a wrong page is a miss.
 
 A call that does not return blocks its thread. Other threads, up to a limit, run the jobs meanwhile; beyond
 it, jobs end by their deadlines. A call whose error means that the store is gone (see ``page_calls``) ends its
-job. Requests then end at once as misses until the back-off is over and one is tried again. An error about one
-page is a miss of that page.
+job. Requests then end at once as misses until the back-off is over and one is tried again. An error of one
+page makes that page a miss.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _BACKOFF_S: Final = (0.1, 5.0)
 """The back-off after the second failure in a row, and its maximum; it doubles each time. After the first
 failure the next request is tried at once, since only a connection may have been lost."""
 _ALIGNMENT: Final = 64
-"""Where the payload of each page of a batch begins, so that its elements are aligned."""
+"""The payload of each page of a batch begins at a multiple of this, so that its elements are aligned."""
 _CLOSE_S: Final = 5.0
 """How long ``close`` waits for calls under way after the jobs have ended."""
 
 
 class ExecutedStore(Store):
-    """The store that an executor makes of a blocking one."""
+    """The store that an executor makes from a blocking one."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ExecutedStore(Store):
         return Deadline.after(timeout, self._timeout_s)
 
     def pages_per_call(self, count: int, nbytes: int) -> int:
-        """Return how many pages one call moves. All threads share ``count`` pages of ``nbytes`` bytes."""
+        """Return how many pages one call moves if all threads share ``count`` pages of ``nbytes`` bytes."""
         return max(1, min(self._store.batch_bytes // nbytes, -(-count // self._num_threads)))
 
     def _submit(self, task: StoreTask) -> None:
@@ -156,7 +156,7 @@ class ExecutedStore(Store):
             self._jobs.submit(task)
 
     def note_call(self, reason: MissReason | None, error: BaseException | None, began: float) -> None:
-        """Note from the outcome of a call whether the store can be reached.
+        """Record whether the store can be reached, judging by the outcome of a call.
 
         Args:
             reason: why the job fails, if it does.
@@ -263,7 +263,7 @@ class KeysTask(StoreTask):
 
 
 class RemoveTask(KeysTask):
-    """A removal. It is done once writes of the same pages that were under way before it are undone."""
+    """A removal. Writes of the same pages that were under way before it must be undone before it is done."""
 
     def __init__(self, store: ExecutedStore, job: Job[Any], keys: Sequence[bytes] | None) -> None:
         """``keys``: the pages to remove; ``None``: all."""
@@ -277,15 +277,15 @@ class RemoveTask(KeysTask):
         return self._keys is None or key in self._keys
 
     def has_steps(self) -> bool:
-        return not self.is_over and not self._begun  # the others are undone writes
+        return not self.is_over and not self._begun  # other steps undo writes, in a put's thread
 
     def await_write(self) -> None:
-        """Note that a write of one of the pages is under way, which :meth:`undo` follows."""
+        """Note that a write of one of the pages is under way. :meth:`undo` must be called when it ends."""
         with self.lock:
             self._num_steps = (self._num_steps or 0) + 1
 
     def undo(self, key: bytes) -> None:
-        """Remove a page whose write was under way. Such a step belongs to the put's thread."""
+        """Remove a page whose write was under way. This step runs in the put's thread."""
         try:
             is_removed = self.store.calls.remove((key,))[0]
         except Exception as e:
@@ -298,7 +298,7 @@ class RemoveTask(KeysTask):
 
 
 class PageTask(StoreTask):
-    """A task with a copy for each page, and a call for each page or for several."""
+    """A task that copies each page, and calls the store for one page or for several at once."""
 
     def __init__(self, store: ExecutedStore, job: Job[Any], pages: PageRequest) -> None:
         self._per_call = store.pages_per_call(job.count, pages.series.format.nbytes)
@@ -326,7 +326,7 @@ class PageTask(StoreTask):
         """Do the work of one page with a call of its own."""
 
     def _copy_of(self, index: int, payload: memoryview, headers: Sequence[memoryview] = ()) -> PageCopy:
-        """Return the copies between the caller's memory and ``payload``, which holds one page."""
+        """Return a copier between the caller's memory and ``payload``, which holds one page."""
         copy = self._copy
         if copy is None:  # two threads may make one each
             copy = self._copy = PageCopy(self._pages.memory, self._seal)
@@ -335,7 +335,7 @@ class PageTask(StoreTask):
 
 
 class GetTask(PageTask):
-    """Reads each page into memory of the thread, verifies it, and copies it to the caller's memory."""
+    """Reads each page into memory of the thread, verifies it, and copies it into the caller's memory."""
 
     job: GetJob
 
@@ -368,7 +368,7 @@ class GetTask(PageTask):
         self._got(index, buffers, length)
 
     def _buffers(self, index: int) -> tuple[memoryview, memoryview]:
-        """This thread's memory for the header and the payload of one page; every page has the same memory."""
+        """Return this thread's memory for the header and the payload of a page; all pages use the same."""
         nbytes = self._pages.series.format.nbytes
         header_length = self._seal.header_length(self._pages.series.format, self._pages.identities[index])
         # the payload comes first, where the memory is aligned for its elements
@@ -402,7 +402,7 @@ class GetTask(PageTask):
         self.job.advance()
 
     def _discard(self, key: bytes, reason: MissReason, nbytes: int) -> None:
-        """Remove a wrong page, since the store would not keep a right one while its key is taken.
+        """Remove a wrong page, since the store would not keep the correct one while its key is taken.
 
         A key is a hash over the format and all tokens, so another format or identity under it is also an
         accident, such as a flipped bit in the header.
@@ -424,7 +424,7 @@ class PutTask(PageTask):
         self._forgotten: set[int] = set()
         """Pages that were removed before they were written."""
         self._writing: dict[int, list[RemoveTask]] = {}
-        """For each page that is being written, its removals since the write began."""
+        """For each page that is being written, the removals of it that have come since the write began."""
 
     def do_several(self, indices: Sequence[int]) -> Sequence[int]:
         nbytes = self._pages.series.format.nbytes
@@ -454,7 +454,7 @@ class PutTask(PageTask):
             self._write_ended(index, result)
 
     def _copied_out(self, index: int, payload: memoryview) -> tuple[memoryview, memoryview]:
-        """Copy a page of the caller to ``payload``. Returns its header and ``payload``."""
+        """Copy one of the caller's pages to ``payload``. Returns its header and ``payload``."""
         with self.copying():
             (checksums,) = self._copy_of(index, payload).save(range(index, index + 1))
         pages = self._pages
@@ -490,7 +490,7 @@ class PutTask(PageTask):
             return PutReason.of(e.reason)
 
     def forget(self, removal: RemoveTask) -> None:
-        """Skip the pages of a removal that are not written yet, and have those being written undone."""
+        """Skip removed pages that are not written yet. The removal undoes the writes that are under way."""
         with self.lock:
             for step, key in enumerate(self._pages.keys):
                 if not removal.concerns(key):

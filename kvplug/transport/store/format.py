@@ -1,6 +1,6 @@
 """The format of a page: its bytes and their order.
 
-A page holds the KV of consecutive tokens of one worker's shard, with the layers of all KV cache groups. The
+A page holds the KV of consecutive tokens in one worker's shard, for the layers of all KV cache groups. The
 layers follow one another. Each layer consists of parts (keys, values, or what the model has instead), and
 each part is one dense tensor."""
 
@@ -44,9 +44,9 @@ class Part:
     shape: tuple[int, ...] = attrs.field(converter=_shape)
     """The shape in one layer of one page, such as ``(page_tokens, num_kv_heads, head_size)``."""
     token_axis: int | None = 0
-    """The axis of the tokens, or ``None`` if an attention kernel defines the order inside."""
+    """The axis of the tokens, or ``None`` if an attention kernel defines the order inside the part."""
     head_axis: int | None = None
-    """The axis of the heads, or ``None`` if the part has no heads or a kernel defines the order inside."""
+    """The axis of the heads, or ``None`` if the part has no heads or a kernel defines its order."""
 
     def __attrs_post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -77,7 +77,7 @@ class PageFormat:
     (32768, 131072)
 
     Raises:
-        LayoutError: there are no parts or too many, a name comes twice, or a size is not positive.
+        LayoutError: there are no parts or too many, a name occurs twice, or a size is not positive.
     """
 
     page_tokens: int

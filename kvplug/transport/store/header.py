@@ -82,8 +82,8 @@ class PageSeal:
 
     @staticmethod
     def has_digests(header: Buffer) -> bool:
-        """Whether ``header`` is a header with checksums or a proof of the page's bytes. Pages with equal ones
-        have equal bytes."""
+        """Whether ``header`` is a header with checksums or a proof of the page's bytes. Pages with equal such
+        headers have equal bytes."""
         if PageSeal.split(header) is None:
             return False
         _, _, has_checksums, has_proof, *_ = _FIXED.unpack_from(header)
@@ -160,7 +160,7 @@ class PageSeal:
         ]
 
     def checksums_at(self, form: PageFormat, layers: range) -> slice:
-        """Return where a header that has passed :meth:`check_header` has the checksums of these layers; an
+        """Return where the checksums of these layers are in a header that has passed :meth:`check_header`; an
         empty slice if there are no checksums or layers."""
         if not self.checksums or not layers:
             return slice(0, 0)
@@ -202,7 +202,7 @@ def _hash_of() -> Callable[[Buffer], bytes]:
 
 
 def _difference(known: bytes, rest: int, header: bytes) -> MissReason:
-    """Return what is wrong with a header that does not begin with ``known`` or lacks ``rest`` more bytes."""
+    """Return what is wrong with a header that is not ``known`` followed by ``rest`` more bytes."""
     if len(header) != len(known) + rest or header[: _FIXED.size] != known[: _FIXED.size]:
         return MissReason.FORMAT
     return MissReason.IDENTITY

@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 class Job(Generic[T]):
     """A request to a store: one result for each key, in the order of the keys.
 
-    Law. It always ends, by its deadline, also when the store's process is stopped or killed. A failure of the
+    Law. It always ends, by its deadline, even if the store's process is stopped or killed. A failure of the
     store is a result (a miss with its reason), never an exception.
 
     A job that has ended is *done*: its results are final. It is *settled* when the store no longer touches
     the caller's memory, for most stores at the same moment. Where a deadline cannot stop a copy that is under
     way (another process, a device or a library performs it), the job is done first and settled later, and the
-    caller must not reuse the memory in between. A put may settle before it is done. A caller that cannot wait
-    for that takes the memory back.
+    caller must not reuse the memory in between. A caller that cannot wait until then calls :meth:`take_back`.
+    A put may settle before it is done.
 
     Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers use the other methods.
     """
@@ -50,7 +50,7 @@ class Job(Generic[T]):
         self.count = count
         """Number of keys."""
         self.deadline = deadline
-        """When the store gives up the pages that have not come."""
+        """When the store gives up the pages that have not arrived."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None
@@ -87,7 +87,7 @@ class Job(Generic[T]):
             results = self._results
         if results is None:
             raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
-        ExitGuard.hold()  # at exit the store has ended, which the program does not expect
+        ExitGuard.hold()  # at exit the store ends its jobs, which the program does not expect
         return results
 
     def wait_settled(self, timeout: Timeout = None) -> bool:
@@ -100,7 +100,7 @@ class Job(Generic[T]):
         return self._results
 
     def cancel(self) -> None:
-        """Make the job end soon, with the results that it has. Idempotent; never blocks for long."""
+        """Make the job end soon, with the results so far. Idempotent; never blocks for long."""
         with self._lock:
             cancel = None if self._results is not None else self._on_cancel
         if cancel is not None:
@@ -108,7 +108,7 @@ class Job(Generic[T]):
 
     def take_back(self, timeout: Timeout = None) -> bool:
         """Give up the pages that the store has not begun to copy, so that the calling thread may use the
-        memory again. Returns whether it may. What it queues on a device next runs after the store's copies.
+        memory again. Returns whether it may. Device work that it queues next runs after the store's copies.
         """
         if self._settled:
             return True
@@ -126,7 +126,7 @@ class Job(Generic[T]):
         self._add(callback, self._callbacks)
 
     def add_settled_callback(self, callback: Callable[[Job[T]], None]) -> None:
-        """The same, when the job is done and settled."""
+        """Like :meth:`add_done_callback`, but when the job is done and settled."""
         self._add(callback, self._settled_callbacks)
 
     def _add(self, callback: Callable[[Job[T]], None], callbacks: list[Callable[[Job[T]], None]]) -> None:
@@ -135,7 +135,7 @@ class Job(Generic[T]):
         self._call_back()
 
     def _call_back(self) -> None:
-        """Make the calls that are due."""
+        """Call the callbacks that are due."""
         due: list[Callable[[Job[T]], None]] = []
         with self._lock:
             if self._results is not None:
@@ -155,12 +155,12 @@ class Job(Generic[T]):
         self._on_cancel = cancel
 
     def on_take_back(self, take_back: Callable[[], object]) -> None:
-        """Set what :meth:`take_back` calls, in the caller's thread, instead of cancelling the job and waiting
-        until it is settled. It must not block."""
+        """Set the function that :meth:`take_back` calls, in the caller's thread, instead of cancelling the
+        job and waiting until it is settled. It must not block."""
         self._on_take_back = take_back
 
     def set(self, results: Sequence[T], *, settled: bool = True) -> bool:
-        """End the job with these results. Returns whether this call ended it: the first of several does."""
+        """End the job with these results. Returns whether this call ended it; only the first call does."""
         if len(results) != self.count:
             raise ValueError(f"{len(results)} results for {self.count} keys")
         with self._lock:
@@ -217,14 +217,14 @@ class GetJob(Job[MissReason | None]):
 
     @property
     def num_layers_ready(self) -> int:
-        """Layers that may be used; all of them once the job is done."""
+        """Number of layers that may be used; all of them once the job is done."""
         return self._num_layers if self.done else self._ready
 
     def wait_for_layer(self, layer: int, timeout: Timeout = None) -> None:
-        """Return when the layer may be used, or the job is done.
+        """Wait until the layer may be used, or the job is done.
 
         Raises:
-            TimeoutError: neither came in time.
+            TimeoutError: neither happened in time.
         """
         with self._lock:
             left = Deadline.after(timeout).remaining()
@@ -234,12 +234,11 @@ class GetJob(Job[MissReason | None]):
 
     @property
     def progressed_at(self) -> float:
-        """When something last arrived, by ``time.monotonic``; 0 if nothing has."""
+        """When data last arrived, by ``time.monotonic``; 0 if none has."""
         return self._progressed_at
 
     def advance(self, num_layers: int = 0) -> None:
-        """For stores: note that something has arrived, and that the first ``num_layers`` layers may be
-        used."""
+        """For stores: note that data has arrived, and that the first ``num_layers`` layers may be used."""
         with self._lock:
             self._ready = max(self._ready, num_layers)
             self._progressed_at = time.monotonic()

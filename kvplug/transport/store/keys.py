@@ -1,8 +1,8 @@
 """Keys of pages. A key has 32 bytes, and identifies everything that a page's KV is computed from.
 
-The *chain* of a page is a hash over the model, the extra, and every token up to the page's end: it hashes the
-previous page's chain and the page's own tokens. So equal prefixes have equal chains, and the chains of a
-prompt are computed once for any number of workers.
+The *chain* of a page is a hash over the model, the request's extra bytes, and every token up to the page's
+end: it hashes the previous page's chain and the page's own tokens. So equal prefixes have equal chains, and
+the chains of a prompt are computed once for any number of workers.
 
 The *series* of a worker's pages is (page format, shard). A page's key is its chain XOR the mask of the
 series. The mask is a hash, so keys of different series differ. A process that knows the series can recover
@@ -28,7 +28,7 @@ from kvplug.transport.store.format import PageFormat
 KEY_BYTES: Final = 32
 """Bytes of a chain and of a key."""
 _RUN: Final = 16
-"""Pages in one entry of the memo, since each entry costs a dozen cold cache lines."""
+"""Pages in one entry of the memo; several, since each entry costs a dozen cold cache lines."""
 
 # blake2b has a field for the purpose of a hash, so that hashes for different purposes never collide.
 _hash = functools.partial(hashlib.blake2b, digest_size=KEY_BYTES)
@@ -39,8 +39,8 @@ _FOREIGN: Final = b"kvplug foreign"
 
 
 def _hash_in(namespace: bytes, name: bytes, purpose: bytes) -> bytes:
-    """Return the hash of a name in a namespace. The namespace's length is hashed too, so that bytes that move
-    from one of them to the other give another hash."""
+    """Return the hash of a name in a namespace. The namespace's length is hashed too, so that moving bytes
+    from one of them to the other changes the hash."""
     hashed = _hash(len(namespace).to_bytes(8, "little"), person=purpose)
     hashed.update(namespace)
     hashed.update(name)
@@ -48,7 +48,7 @@ def _hash_in(namespace: bytes, name: bytes, purpose: bytes) -> bytes:
 
 
 class ChainMemo:
-    """Computes chains, and remembers recent ones, so that pages which are seen again are not hashed again.
+    """Computes chains, and remembers recent ones, so that repeated pages are not hashed again.
 
     It remembers runs of up to 16 pages. The previous chain and all tokens of a run identify it, so that runs
     cannot be confused. Not thread-safe.
@@ -65,7 +65,7 @@ class ChainMemo:
         self._num_young = 0
 
     def __len__(self) -> int:
-        """How many pages it remembers."""
+        """Return how many pages the memo remembers."""
         return sum(map(len, self._young.values())) + sum(map(len, self._old.values()))
 
     @staticmethod
@@ -159,7 +159,7 @@ class Series:
     """:attr:`PageSeal.id` of the store, so that pages with other protection are misses."""
     _mask: int = attrs.field(init=False, eq=False, repr=False)
     id: bytes = attrs.field(init=False, eq=False)
-    """16 bytes that name the series."""
+    """16 bytes that identify the series."""
 
     def __attrs_post_init__(self) -> None:
         hashed = _hash(self.format.digest, person=_MASK)

@@ -56,7 +56,7 @@ class PageRows:
 
     @classmethod
     def dense(cls, buffer: memoryview, count: int, nbytes: int) -> PageRows:
-        """Return consecutive rows from the buffer's beginning on."""
+        """Return consecutive rows, the first of them at the buffer's beginning."""
         return cls(buffer, range(0, count * nbytes, nbytes) if nbytes else (0,) * count, nbytes)
 
     def views(self, begins: Sequence[int], nbytes: int) -> BlockViews:
@@ -84,8 +84,8 @@ class PageRows:
 
 @attrs.frozen(eq=False)
 class PagePlaces:
-    """Where consecutive pages lie in this process's memory, for compiled code that copies them. The default
-    is for pages that count as one block of one token each."""
+    """Where consecutive pages lie in this process's memory, for compiled code that copies them. The defaults
+    are for pages that each count as one block of one token."""
 
     parts: array[int]
     """:func:`struct_part` of each part of each layer, layer after layer."""
@@ -103,7 +103,7 @@ class PagePlaces:
     page_tokens: int = 1
     """Tokens in a page."""
     first_token: int = 0
-    """The token of the first of these blocks at which the first page begins."""
+    """The token at which the first page begins, counted from the first token of the first block."""
     is_whole: bool = True
     """Whether all tokens have blocks, so that the pages can be read."""
     is_writable: bool = True
@@ -119,8 +119,8 @@ class PageMemory(abc.ABC):
     format: PageFormat
     """The format of all these pages."""
     device: str = "cpu"
-    """Where the memory is, such as "cpu" or "cuda:1". A store itself never receives other memory than
-    "cpu"."""
+    """Where the memory is, such as "cpu" or "cuda:1". A store itself receives only memory on "cpu"; staging
+    serves the rest."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -131,12 +131,12 @@ class PageMemory(abc.ABC):
         """Return where the pages lie.
 
         Raises:
-            LayoutError: they are not in this processor's memory, or do not lie as compiled code needs it.
+            LayoutError: they are not in this processor's memory, or compiled code cannot copy their layout.
         """
 
     def hold(self, pages: range) -> AbstractContextManager[object]:
-        """Return a context in which these pages are copied. The memory must not go away in it. A subclass may
-        wait in it for its memory, or raise an error if the memory is gone."""
+        """Return a context in which these pages are copied. The memory must stay valid in it. On entry, a
+        subclass may wait for its memory, or raise an error if the memory is gone."""
         return _NOTHING
 
     def rows(self) -> PageRows | None:
@@ -145,8 +145,8 @@ class PageMemory(abc.ABC):
 
     @property
     def block_bytes(self) -> int:
-        """If a pipe can receive pages straight into this memory, the bytes of each of the blocks that
-        :meth:`blocks` returns, and a divisor of a layer's bytes. Else 0."""
+        """The bytes of each block that :meth:`blocks` returns, a divisor of a layer's bytes; 0 if a pipe
+        cannot receive pages straight into this memory."""
         return 0
 
     def blocks(self, pages: Sequence[int], layers: range) -> tuple[BlockViews, Sequence[int]]:
@@ -154,7 +154,7 @@ class PageMemory(abc.ABC):
         has the next :attr:`block_bytes` of the layers, and a block for each page.
 
         Raises:
-            LayoutError: the pages cannot be received so: :attr:`block_bytes` is 0.
+            LayoutError: the pages cannot be received as blocks: :attr:`block_bytes` is 0.
         """
         raise LayoutError(f"pages in {type(self).__name__} are not received as blocks")
 
@@ -218,8 +218,8 @@ class PagePieces(PageMemory):
         """``pages``: the pieces of each page, as contiguous bytes. The views keep their memory alive.
 
         Raises:
-            LayoutError: there are no pages, the pieces do not make a format or are not contiguous bytes, or
-                pages have pieces of different lengths.
+            LayoutError: there are no pages, ``pieces_format`` refuses the pieces, they are not contiguous
+                bytes, or pages have pieces of different lengths.
         """
         if not pages:
             raise LayoutError("at least one page is needed")
@@ -260,8 +260,8 @@ def begins_of(form: PageFormat) -> array[int]:
 
 
 def flat_parts(bases: Iterable[tuple[int, int, int]]) -> array[int]:
-    """Return :attr:`PagePlaces.parts` of parts that are contiguous in each page: for each part the address of
-    page 0, the distance from one page to the next, and the bytes of the part."""
+    """Return :attr:`PagePlaces.parts` of parts that are contiguous in each page. ``bases``: for each part the
+    address in page 0, the distance from one page to the next, and the bytes of the part."""
     return array(
         "q", [field for base, step, nbytes in bases for field in struct_part(base, step, nbytes, nbytes)]
     )
