@@ -1,8 +1,8 @@
 """The calls of a blocking store. Distinguishes errors of one page from errors of the whole store.
 
 A store may raise whatever its libraries raise. A ``ConnectionError`` means that the store is gone. After any
-other error the store is asked once for a key that no page has. If that raises as well, the store is gone;
-otherwise the call is repeated once, and a second error concerns its page only.
+other error the store is asked once for an unused key. If that raises as well, the store is gone; otherwise
+the call is repeated once, and a second error concerns its page only.
 
 A page that could not be read is remembered: lookups report it as absent until a put has replaced it. It is
 read again now and then, since another process may have replaced it."""
@@ -32,9 +32,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _MAX_UNREADABLE: Final = 1 << 14
-"""The most unreadable pages that are remembered. A forgotten page is tried again, and fails once more."""
+"""How many unreadable pages are remembered. A forgotten page is tried again, and fails once more."""
 _SLOW_S: Final = 5.0
-"""A call that took longer before it failed is not repeated: it may have waited for a lock."""
+"""A call that failed after more seconds than this is not repeated: it may have waited for a lock."""
 _RETRY_S: Final = 30.0
 """Seconds before an unreadable page is read again."""
 _PASSING: Final = frozenset(
@@ -65,7 +65,7 @@ class PageCalls:
         """Whether each key has a readable page, as far as is known.
 
         Raises:
-            BlockingStore.PageError: the store gave up the call.
+            BlockingStore.PageError: raised by the store.
         """
         held = self._held(keys, is_first=True)
         if self._unreadable:
@@ -97,7 +97,7 @@ class PageCalls:
         return self._held(keys[:half]) + self._held(keys[half:])
 
     def _can_be_read_now(self, key: bytes, unreadable: _Unreadable) -> bool:
-        """Try again to read an unreadable page, unless that was tried a moment ago."""
+        """Whether an unreadable page can be read again. Tries that at most every ``_RETRY_S`` seconds."""
         if time.monotonic() < unreadable.retry_at:
             return False
         unreadable.retry_at = time.monotonic() + _RETRY_S
@@ -126,7 +126,7 @@ class PageCalls:
     def _read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         length = self._store.read(key, into)
         if length is None and self._store.has((key,))[0]:
-            length = self._store.read(key, into)  # the page may have come in between
+            length = self._store.read(key, into)  # the page may have been written in between
             if length is None:
                 raise BlockingStore.PageError(
                     MissReason.UNREADABLE, "the store has the page but returns nothing"
@@ -148,10 +148,10 @@ class PageCalls:
                 self._raise_if_gone(e, began)
 
     def are_absent(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each page that :meth:`read_pages` did not find is absent. :meth:`read` finds the others.
+        """Whether each page that :meth:`read_pages` did not find is absent. The others need :meth:`read`.
 
         Raises:
-            BlockingStore.PageError: the store gave up the call.
+            BlockingStore.PageError: raised by the store.
         """
         return [not held for held in self._held(keys, is_first=True)] if keys else []
 
@@ -164,13 +164,13 @@ class PageCalls:
         expected: tuple[type[Exception], ...] = (),
         is_last: bool = False,
     ) -> T:
-        """Make the call of one page, and repeat it after an error, which may only have been a lost
-        connection.
+        """Make a call for one page, and repeat it once after an error, since only a connection may have been
+        lost.
 
         Args:
             what: what the store does if the call fails, for the log.
             reason: why the page is lost if the call fails twice.
-            expected: errors that are raised as they are.
+            expected: errors to raise unchanged.
 
         Raises:
             BlockingStore.PageError: the page is lost.
@@ -267,7 +267,7 @@ class PageCalls:
         return True
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget these pages. Returns which of them are gone."""
+        """Remove these pages. Returns which of them are gone."""
         if self._done("cannot remove some pages", lambda: self._store.remove(keys)):
             for key in keys:
                 self.forget(key)
@@ -275,7 +275,7 @@ class PageCalls:
         return [False] if len(keys) == 1 else [self.remove((key,))[0] for key in keys]
 
     def clear(self) -> bool:
-        """Forget all pages. Returns whether it is done."""
+        """Remove all pages. Returns whether that succeeded."""
         if not self._done("cannot forget its pages", self._store.clear):
             return False
         with self._lock:
@@ -287,7 +287,7 @@ class PageCalls:
         self._done("cannot note the use of some pages", lambda: self._store.touch(keys))
 
     def _done(self, what: str, call: Callable[[], None]) -> bool:
-        """Make the call. Returns whether it succeeded; reports other errors than unsupported calls."""
+        """Make the call. Returns whether it succeeded; logs errors, except ``UnsupportedError``."""
         try:
             call()
         except UnsupportedError:
@@ -302,7 +302,7 @@ class PageCalls:
     # -- errors --------------------------------------------------------------------------------
 
     def _raise_if_gone(self, error: Exception, began: float | None = None) -> None:
-        """Raise the error of a call again if it means that the store is gone, or that a resource ran out.
+        """Re-raise the error of a call if it means that the store is gone, or that a resource ran out.
 
         Args:
             began: when the call began.
@@ -317,7 +317,7 @@ class PageCalls:
             raise error from None
 
     def _report(self, what: str, error: BaseException) -> None:
-        """Log an error; a warning only for the first one with its cause."""
+        """Log an error: the first one with its cause as a warning, later ones for debugging."""
         root = error.__cause__ or error if isinstance(error, BlockingStore.PageError) else error
         cause = what, getattr(error, "reason", None), type(root), getattr(root, "errno", None)
         with self._lock:

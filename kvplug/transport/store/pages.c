@@ -1,12 +1,12 @@
 /* Copies between rows of pages and the blocks of a paged cache, with the checksum of each part.
  *
- * A row has the bytes of one page: layer after layer, part after part, token after token. In the cache, a token
+ * A row holds the bytes of one page: layer after layer, part after part, token after token. In the cache, a token
  * of a part lies at
  *
  *     base[layer, part] + id[token / block_tokens] * block_stride + (token % block_tokens) * token_stride
  *
- * and its bytes there have axes of their own, whose strides are given for both sides. copy.py has the Python side,
- * and says who checks what. Nothing is checked here.
+ * and its bytes may have further axes, whose strides are given for the cache and for the row. copy.py is the Python
+ * side, and says who checks the arguments. This file checks nothing.
  */
 
 #include <stdatomic.h>
@@ -18,9 +18,9 @@
 
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
-/* The same hash of data that comes in pieces. */
+/* The same hash, for data that comes in pieces. */
 struct hash_stream {
-    void *(*create)(void); /* a state, or NULL */
+    void *(*create)(void); /* returns a state, or NULL */
     int (*release)(void *state);
     int (*reset)(void *state);
     int (*update)(void *state, const void *data, size_t nbytes);
@@ -30,38 +30,38 @@ struct hash_stream {
 /* Larger parts are copied and hashed in pieces of this size, so that each piece is read from memory once. */
 #define PIECE (128 * 1024)
 
-/* Where one part of one layer lies. All but `counts` and `num_axes` are bytes. */
+/* Where one part of one layer lies. All fields but `num_axes` and `counts` are in bytes. */
 struct part {
     int64_t base; /* the address of block 0 */
     int64_t block_stride;
     int64_t token_stride;
-    int64_t token_bytes; /* in a row */
-    int64_t run;         /* bytes that are contiguous on both sides */
+    int64_t token_bytes; /* of a token in a row */
+    int64_t run;         /* bytes that are contiguous both in the cache and in a row */
     int64_t num_axes;    /* of a token, outside its runs; the one with the largest stride in the cache first */
     int64_t counts[MAX_AXES];
     int64_t in_cache[MAX_AXES];
     int64_t in_row[MAX_AXES];
 };
 
-/* All rows of one request. Threads share it: each call names some rows and some layers. */
+/* All rows of one request. Threads may share it: each call works on some rows and some layers. */
 struct task {
-    const int64_t *rows; /* addresses of the first layer */
+    const int64_t *rows; /* the address of each row's first layer */
     int64_t num_layers;
     int64_t num_parts;
     int64_t layer_nbytes;
     const struct part *parts; /* layer after layer */
-    const int64_t *ids;   /* of the blocks */
-    int64_t ids_step;     /* from the ids of one part of a layer to those of the next; 0: they share them */
+    const int64_t *ids;   /* block ids */
+    int64_t ids_step;     /* from the ids of one part of a layer to those of the next; 0: all parts share them */
     int64_t block_tokens;
     int64_t page_tokens;
     int64_t first_token;  /* of the first row, counted from the first block's first token */
-    const int64_t *begins; /* of each layer: tokens before this one are left as they are */
-    int64_t end;
+    const int64_t *begins; /* for each layer: tokens before this one are left as they are */
+    int64_t end;           /* tokens from this one on are left as they are */
     hash_function hash;  /* NULL: no checksums */
     const struct hash_stream *stream;
-    uint64_t *checksums; /* of row after row, layer after layer, part after part; as in memory, big-endian */
-    const int64_t *words;        /* addresses of the rows' generations; NULL: the rows stay what they are */
-    const uint64_t *generations; /* what they must be after the copy */
+    uint64_t *checksums; /* row after row, layer after layer, part after part; big-endian */
+    const int64_t *words;        /* addresses of the rows' generations; NULL: rows are not reused */
+    const uint64_t *generations; /* the values that the words must have after the copy */
 };
 
 /* HASH and VERIFY leave the cache alone. CHECK reads the cache, where each part of a page must be contiguous, and
@@ -69,13 +69,13 @@ struct task {
 enum what { SAVE, LOAD, HASH, VERIFY, CHECK };
 enum fault { IS_WRONG = 1, IS_GONE = 2 };
 
-/* Of this file, when it was compiled: see hatch_build.py. */
+/* The CRC-32 of this file when it was compiled. hatch_build.py sets it. */
 #ifndef SOURCE_CRC32
 #define SOURCE_CRC32 0
 #endif
 uint32_t kvplug_pages_source(void) { return SOURCE_CRC32; }
 
-/* One run. The sizes of usual heads are moved without a call. */
+/* Copies one run. Runs of usual head sizes are copied without a call. */
 static inline void move(char *restrict to, const char *restrict from, int64_t nbytes) {
     switch (nbytes) {
     case 64: memcpy(to, from, 64); break;
@@ -93,7 +93,7 @@ static inline void move_run(char *cache, char *row, int64_t nbytes, int into_cac
         move(row, cache, nbytes);
 }
 
-/* Tokens of one block: `count` of them, `axis` axes are left. */
+/* Copies `count` tokens of one block, over the axes from `axis` on. */
 static void move_axes(const struct part *part, char *cache, char *row, int64_t count, int64_t axis,
                       int into_cache) {
     if (axis < part->num_axes) {
@@ -102,7 +102,7 @@ static void move_axes(const struct part *part, char *cache, char *row, int64_t c
                       into_cache);
         return;
     }
-    /* Tokens come last: in caches with an axis of heads outside of the tokens' they lie side by side. */
+    /* The innermost loop is over tokens: if a cache's head axis is outside its token axis, they are adjacent. */
     for (int64_t token = 0; token < count; token++)
         move_run(cache + token * part->token_stride, row + token * part->token_bytes, part->run, into_cache);
 }
@@ -126,7 +126,7 @@ static void move_tokens(const struct task *task, const struct part *part, int64_
     }
 }
 
-/* Where a token lies. */
+/* Returns the address of a token in the cache. */
 static char *in_cache(const struct task *task, const struct part *part, int64_t at_part, int64_t token) {
     const int64_t *ids = task->ids + at_part * task->ids_step;
     return (char *)(intptr_t)part->base + ids[token / task->block_tokens] * part->block_stride +
@@ -141,8 +141,8 @@ static inline uint64_t big_endian(uint64_t number) {
 #endif
 }
 
-/* A large part that is contiguous in the cache, too: copies and hashes piece by piece. Returns whether it did: else
- * nothing was done. */
+/* Copies and hashes, piece by piece, a large part that is contiguous in the cache, too. Returns 0, and does nothing,
+ * if there is no memory for the hash's state. */
 static int move_in_pieces(const struct task *task, int what, char *cache, char *row, int64_t nbytes, uint64_t *hash) {
     const struct hash_stream *stream = task->stream;
     void *state = stream->create();
@@ -159,7 +159,7 @@ static int move_in_pieces(const struct task *task, int what, char *cache, char *
     return 1;
 }
 
-/* One row. Returns whether a checksum is another than the one that was given; SAVE and HASH make checksums. */
+/* Processes one row. Returns whether a checksum differs from the given one; SAVE and HASH store checksums instead. */
 static int move_row(const struct task *task, int what, int64_t number, int64_t first_layer, int64_t num_layers) {
     int64_t first = task->first_token + number * task->page_tokens;
     int64_t end = first + task->page_tokens < task->end ? first + task->page_tokens : task->end;
@@ -194,13 +194,13 @@ static int move_row(const struct task *task, int what, int64_t number, int64_t f
     return is_wrong;
 }
 
-/* Some layers of some rows. `faults` has a byte for each of these rows. Returns whether one is not 0. */
+/* Processes some layers of some rows. Sets a byte of `faults` for each of these rows. Returns 0 if all are 0. */
 int kvplug_pages_move(const struct task *task, int what, int64_t first_row, int64_t num_rows, int64_t first_layer,
                       int64_t num_layers, unsigned char *faults) {
     int any = 0;
     for (int64_t at = 0; at < num_rows; at++)
         faults[at] = move_row(task, what, first_row + at, first_layer, num_layers) ? IS_WRONG : 0;
-    /* Words are read after the bytes. */
+    /* The generations are read after the rows. */
     atomic_thread_fence(memory_order_acquire);
     for (int64_t at = 0; at < num_rows; at++) {
         if (task->words != NULL) {

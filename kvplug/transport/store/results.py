@@ -101,6 +101,6 @@ class Usage:
     budget_bytes: int | None
     """The most bytes that it may hold, or ``None`` if the store has no limit of its own."""
     num_evicted: int = 0
-    """Pages that this end has evicted since it was opened; 0 for stores with events, which report them."""
+    """Pages that this end has evicted since it was opened; 0 for stores whose events report evictions."""
     num_waiting: int = 0
-    """Pages that another end is expected to read but has not read (:meth:`Store.expect_reader`)."""
+    """Pages that another end is expected to read but has not read yet (:meth:`Store.expect_reader`)."""

@@ -48,8 +48,8 @@ class PageRequest:
     memory: PageMemory
     """The memory that the pages are copied from or into."""
     is_use: bool = True
-    """For a get: whether a store that evicts by use counts it as a use. False for the one copy of each page
-    into another store."""
+    """For a get: whether a store that evicts by use counts the get as a use. False for the one copy of each
+    page into another store."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.keys) == len(self.identities) == len(self.memory):
@@ -78,8 +78,8 @@ class Store(abc.ABC):
     Law. A get returns what was put, bit for bit, verified before the caller may use it, or a miss with a
     reason. A page is visible whole or not at all; the first complete put of a key wins. The methods
     ``submit_*`` never wait; every job ends by its deadline. After a job has settled, its memory is not
-    touched. Memory and disk stay within the budget. Requests to a store that is gone miss, and it is tried
-    again.
+    touched. Memory and disk stay within the budget. Requests to a store that is gone are misses, and the
+    store is tried again.
 
     Callers. Connectors and engine adapters. Any thread may call any method, and several may at once.
 
@@ -118,7 +118,7 @@ class Store(abc.ABC):
         connect."""
 
     class Link(Protocol):
-        """An agreed connection to another process, over which a store is served."""
+        """A connection to another process, after the handshake, over which a store is served."""
 
         @property
         def channel(self) -> Channel:
@@ -175,7 +175,7 @@ class Store(abc.ABC):
         """Look up whether the store has the pages. Pages without an answer by the deadline are ``ABSENT``.
 
         Args:
-            lease_s: if the store has leases, held pages are not evicted for this long, or until
+            lease_s: if the store has leases, held pages are not evicted for this many seconds, or until
                 :meth:`release`.
         """
         return self._submitted(
@@ -198,8 +198,8 @@ class Store(abc.ABC):
         return self._submitted("put", nbytes, lambda: put(pages, timeout), lambda: self._refused_put(pages))
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context. Pages that the calling thread puts in it out of a cache on a device are copied at
-        its end, with one operation for each layer of all requests where the cache allows it."""
+        """Return a context for puts by the calling thread. Pages in a cache on a device are copied at its
+        end, with one operation for each layer of all requests where the cache allows it."""
         return contextlib.nullcontext() if self.staging is None else self.staging.together()
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
@@ -284,8 +284,8 @@ class Store(abc.ABC):
     # -- at once -------------------------------------------------------------------------------
 
     def allocate(self, series: Series, count: int) -> PageBuffers | None:
-        """Return memory in which to gather pages for a put, or ``None`` if there is no room now. Its put may
-        need no copy.
+        """Return memory in which to gather pages for a put, or ``None`` if there is no room now. The put may
+        then need no copy.
 
         The memory belongs to the caller until it is put or given back to :meth:`free`.
         """
@@ -350,9 +350,9 @@ class Store(abc.ABC):
         raise UnsupportedError(f"{type(self).__name__} has no events")
 
     def serve(self, link: Store.Link) -> None:
-        """Serve this store to one peer over the link. Returns when the peer is gone, or this store is closed.
+        """Serve this store to one peer over the link. Returns when the peer is gone or this store is closed.
 
-        The peer makes its end with the ``client`` of the store's spec.
+        The peer creates its end with the ``client`` of the store's spec.
 
         Raises:
             UnsupportedError: this store cannot be served.

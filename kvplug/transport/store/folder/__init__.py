@@ -1,1 +1,1 @@
-"""Stores that keep each page in a file of its own: the files, their count, room for more, and the store."""
+"""Stores that keep each page in a file of its own: the files, their totals, eviction, and the store."""

@@ -24,22 +24,22 @@ _ABSENT: Final = (FileNotFoundError, NotADirectoryError)
 _FOREIGN: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
 """The errors for a link, a file or folder of another user, or a socket."""
 _BLOCK: Final = 4096
-"""Block size of common file systems. A network file system's block size is not what a file uses."""
+"""Block size of common file systems. The one that a network file system reports is not what a file uses."""
 NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 )
 
 
 def cost_of(nbytes: int) -> int:
-    """Bytes that a file of ``nbytes`` uses on the disk."""
+    """Return the bytes that a file of ``nbytes`` uses on the disk."""
     return max(1, -(-nbytes // _BLOCK)) * _BLOCK
 
 
 class PageFolder:
     """Two levels of folders with the files of pages, and one folder for files that are still being written.
 
-    Only regular files count as pages. Links, folders, pipes and sockets are neither followed nor opened, and
-    do not hide a page.
+    Only regular files count as pages. Links, folders, pipes and sockets are neither followed nor opened. If
+    one has the name of a page, a write of the page removes it, unless it is a folder with files.
 
     Raises (every method): OSError: the folder cannot be read, or its disk is no longer mounted.
     """
@@ -48,7 +48,7 @@ class PageFolder:
         """
         Args:
             path: the operator's path.
-            layout: name of the folder inside, different for each arrangement of the files.
+            layout: name of the folder inside ``path``, different for each arrangement of the files.
             option: the key of ``path`` in the config, for messages.
             sync: whether to wait for the disk when a page gets its name.
 
@@ -102,7 +102,7 @@ class PageFolder:
                 os.chmod(folder, 0o700)  # headers contain prompts
 
     def check_mounted(self) -> None:
-        """Raises OSError: the disk is no longer mounted."""
+        """Raise OSError if the disk is no longer mounted."""
         if not os.path.ismount(self._mount):
             raise OSError(errno.ENODEV, "the disk is no longer mounted", self._mount)
 
@@ -142,12 +142,12 @@ class PageFolder:
         return found
 
     def is_page(self, key: bytes) -> bool:
-        """Whether one key has such a page, in a folder that is not a link."""
+        """Whether the key has a page that this user may read, in a folder that is not a link."""
         path = self.path_of(key)
         return _is_readable_file(path, os.geteuid()) and not _is_link(os.path.dirname(path))
 
     def open(self, key: bytes) -> int | None:
-        """Open the page for reading, or return ``None`` if it is absent. Does not wait for a pipe.
+        """Open the page for reading, or return ``None`` if it is absent. Does not block on a pipe.
 
         Raises:
             BlockingStore.PageError: something under the page's name cannot be read.
@@ -276,7 +276,7 @@ class PageFolder:
 
 
 class PageFile:
-    """A temporary file. Its temporary name is removed at the end of the block."""
+    """A temporary file. Its temporary name is removed at the end of the ``with`` block."""
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
@@ -304,12 +304,12 @@ def check_private(folder: str, option: str, *, is_given: bool = False) -> None:
     """Check that no other user can put pages into a folder.
 
     Args:
-        option: the key of the config that names it, for messages.
-        is_given: whether the operator named the folder, and kvplug did not make it. A given folder may belong
-            to root, or be like ``/tmp``, where users cannot rename each other's folders.
+        option: the key of the folder in the config, for messages.
+        is_given: whether the operator named the folder, not kvplug. A given folder may belong to root, or be
+            like ``/tmp``, where users cannot rename each other's folders.
 
     Raises:
-        ConfigError: another user can put pages into it.
+        ConfigError: another user can put pages into the folder.
         OSError: the folder's status cannot be read.
     """
     status = os.stat(folder, follow_symlinks=is_given)
@@ -403,7 +403,7 @@ def is_abandoned(path: str) -> bool:
 
 
 def _rename_first(aside: str, path: str) -> bool:
-    """Without hard links: rename the file unless the page exists, one process at a time."""
+    """For disks without hard links: rename the file unless the page exists, one process at a time."""
     fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks as well: the last writer wins

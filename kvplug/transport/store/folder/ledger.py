@@ -21,7 +21,7 @@ _MAX: Final = 1 << 60
 """A larger number means that the file is damaged."""
 _MAGIC: Final = b"kvplugfs"
 _PATIENCE_S: Final = 0.5
-"""How long a process waits for one that is stopped while it holds the lock. Then it goes ahead without it."""
+"""How long a process waits for the lock, whose holder may be stopped. Then it continues without the lock."""
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -38,13 +38,13 @@ class Totals:
     """When the folder was last searched, in seconds since 1970; 0: never."""
 
     def encoded(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         values = self.used_bytes, self.num_pages, self.added_bytes, self.scanned_at
         return _RECORD.pack(_MAGIC, *values, zlib.crc32(repr(values).encode()))
 
     @classmethod
     def decoded(cls, record: bytes) -> Totals:
-        """The inverse. A damaged or new file decodes to zeros."""
+        """Return the totals in the content of the file; zeros if the file is damaged or new."""
         if len(record) == _RECORD.size:
             magic, *values, checksum = _RECORD.unpack(record)
             is_whole = magic == _MAGIC and checksum == zlib.crc32(repr(tuple(values)).encode())
@@ -67,14 +67,14 @@ class Ledger:
 
     @contextlib.contextmanager
     def change(self, first: Callable[[], object] = lambda: None) -> Iterator[Totals]:
-        """The totals, which may be changed in the block. One process at a time.
+        """Yield the totals, which the ``with`` block may change, to one process at a time.
 
         Args:
             first: called under the lock before the totals are read. If it takes long, other processes count
                 without the lock, and the totals include what they have counted.
 
         Raises:
-            OSError: the file cannot be read or written, or ``first`` has raised it. Nothing has changed.
+            OSError: the file cannot be read or written, or ``first`` has raised it. The totals are unchanged.
         """
         # Opened each time, so that a file that was replaced is noticed and a forked child inherits nothing.
         fd = PageFolder.open_own(self._path)
@@ -95,7 +95,7 @@ class Ledger:
     def reserve(self, nbytes: int, budget: int) -> bool:
         """Count one more page of ``nbytes``, if there is room for it in the budget.
 
-        Returns false for a new ledger: the folder must be searched first.
+        Returns whether the page was counted; false for a new ledger: the folder must be searched first.
         """
         with self.change() as totals:
             if not totals.scanned_at or totals.used_bytes + nbytes > budget:
@@ -106,11 +106,11 @@ class Ledger:
             return True
 
     def release(self, nbytes: int, remove: Callable[[], None]) -> None:
-        """Call ``remove``, again after an error, and count one page less. The next scan corrects an error of
-        the ledger.
+        """Call ``remove``, once more after an error, and count one page less. If only the ledger fails, the
+        next scan corrects it.
 
-        Both happen under one lock: a scan that ended in between would not find the page, and the page would
-        be subtracted twice.
+        Both happen under one lock. Otherwise a scan that ended in between would not find the page, and the
+        page would be subtracted twice.
 
         Raises:
             OSError: from ``remove``; the count is unchanged.
@@ -123,10 +123,10 @@ class Ledger:
             remove()
 
     def correct(self, before: Totals, used_bytes: int, num_pages: int) -> None:
-        """Set the totals to those found by a scan that began at ``before``.
+        """Set the totals to the results of a scan. ``before``: the totals when the scan began.
 
-        The scan may have found a page that was added meanwhile, or not. Such a page is counted again, so that
-        the true number of bytes never exceeds the counted one.
+        The scan may or may not have found a page that was added meanwhile. The bytes of such a page are added
+        again, so that the true number of bytes never exceeds the counted one.
         """
         with self.change() as totals:
             added = totals.added_bytes - before.added_bytes

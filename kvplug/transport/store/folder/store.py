@@ -20,16 +20,16 @@ from kvplug.transport.store.results import Usage
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _HEADER_BYTES: Final = (4096, 2 << 20)
-"""Bytes of a page to read for its series: enough for most headers, then for all."""
+"""How many bytes of a page to read to find its series: enough for most headers, then for all."""
 
 
 class FolderStore(BlockingStore):
-    """Pages under keys, one file each, shared by every process that names the folder.
+    """Pages under keys, one file each, shared by every process that uses the folder.
 
-    A page is written into a temporary file and then linked to its name, so it is whole when it is visible,
-    and the first one of a key stays. All processes keep one budget: they evict the pages whose last use is
-    longest ago, and remove what writers that died have left. A subclass may move the bytes in its own way: it
-    overrides :meth:`read_file` and :meth:`write_file`.
+    A page is written into a temporary file and then linked to its name. So a visible page is whole, and the
+    first page of a key stays. All processes share one budget: they evict the least recently used pages, and
+    remove the temporary files of dead writers. A subclass that moves the bytes in its own way overrides
+    :meth:`read_file` and :meth:`write_file`.
     """
 
     is_shared = True
@@ -51,12 +51,12 @@ class FolderStore(BlockingStore):
         Args:
             path: the operator's path.
             size: bytes that the pages may use on the disk, in whole blocks; equal in all processes.
-            layout: name of the folder inside, different for each arrangement of the files.
+            layout: name of the folder inside ``path``, different for each arrangement of the files.
             option: the key of ``path`` in the config, for messages.
             num_threads: how many pages are read and written at the same time.
             sync: whether to wait for the disk after each page.
-            touch_s: a read is recorded as a use if the last recorded use is older than this.
-            rescan_s: how often the folder is searched for changes by other programs.
+            touch_s: a read is recorded as a use if the last recorded use is at least this many seconds ago.
+            rescan_s: seconds between searches of the folder for changes by other programs.
 
         Raises:
             ConfigError: ``path`` is not a folder, or other users can write to it.
@@ -69,7 +69,7 @@ class FolderStore(BlockingStore):
         self.location = self._folder.path
         self._ledger = Ledger(os.path.join(self._folder.root, "usage"))
         self.sweeper = Sweeper(self._folder, self._ledger, size, rescan_s)
-        """Counts what the folder uses, and removes the pages that were not used for the longest time."""
+        """Counts what the folder uses, and evicts the least recently used pages."""
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class FolderStore(BlockingStore):
         self._folder.note_use(keys)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        """Write a page, as :meth:`BlockingStore.write` says.
+        """Write a page. See :meth:`BlockingStore.write`.
 
         Raises:
             CapacityError: the page is larger than the budget of the folder.
@@ -143,10 +143,10 @@ class FolderStore(BlockingStore):
             return self.sweeper.make_room_on_disk(2 * cost) and bool(self._write(key, page, cost))
 
     def _write(self, key: bytes, page: Sequence[memoryview], cost: int) -> bool | None:
-        """Whether the page exists now; false: the budget has no room; ``None``: the disk is full."""
+        """Return whether the page exists now; false: the budget has no room; ``None``: the disk is full."""
         try:
             with self._folder.new_file(sum(part.nbytes for part in page)) as file:
-                # counted only now: a scan that began before has found the file, or the page
+                # counted after the file was created, so that a scan finds all that the ledger counts
                 if not self.sweeper.reserve(file.path, cost):
                     return False
                 made = False
@@ -192,7 +192,7 @@ class FolderStore(BlockingStore):
 
 
 def _skip(buffers: list[memoryview], count: int) -> None:
-    """Remove the first ``count`` bytes."""
+    """Remove the first ``count`` bytes from the buffers."""
     while buffers and count >= len(buffers[0]):
         count -= len(buffers.pop(0))
     if count:
@@ -200,7 +200,7 @@ def _skip(buffers: list[memoryview], count: int) -> None:
 
 
 def _series_of(path: str) -> bytes | None:
-    """The series in a page's header; ``None`` if there is none, or the page is gone."""
+    """Return the series in a page's header, or ``None`` if the page has no header or is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

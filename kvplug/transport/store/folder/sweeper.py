@@ -38,7 +38,7 @@ class _Candidate:
 
 
 class Sweeper:
-    """Makes room for pages, for one of the processes that use the folder."""
+    """Makes room for pages, in one of the processes that use the folder."""
 
     def __init__(self, folder: PageFolder, ledger: Ledger, budget: int, rescan_s: float) -> None:
         self._folder = folder
@@ -57,9 +57,9 @@ class Sweeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End the scan. Idempotent."""
+        """Stop the thread that scans. Idempotent."""
         self._stop()
-        self._thread.join(_CLOSE_S)  # a disk that does not answer holds it
+        self._thread.join(_CLOSE_S)  # a disk that does not answer blocks the thread
 
     def _stop(self) -> None:
         self._closed.set()
@@ -68,11 +68,11 @@ class Sweeper:
     # -- room ----------------------------------------------------------------------------------
 
     def wait_until_counted(self) -> None:
-        """Return when the ledger counts the existing pages: at once, unless there was no ledger."""
+        """Wait until the ledger counts the existing pages. Returns at once unless the ledger is new."""
         self._counted.wait()
 
     def reserve(self, path: str, nbytes: int) -> bool:
-        """Count ``nbytes`` for a page to be written to the temporary file. Returns whether there is room.
+        """Count ``nbytes`` for a page, whose temporary file is ``path``. Returns whether there is room.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -82,7 +82,7 @@ class Sweeper:
         with self._lock:
             last = self._ledger.last
             scanned = not last.scanned_at or last.used_bytes > self._budget
-            if scanned:  # the ledger was removed, or does not count all pages
+            if scanned:  # the ledger is new, or counts more than the budget
                 self.scan(without=path)
             while not self._ledger.reserve(nbytes, self._budget):
                 if self._evict_one():
@@ -95,7 +95,7 @@ class Sweeper:
             return True
 
     def make_room_on_disk(self, nbytes: int) -> bool:
-        """Evict ``nbytes``, since the disk is full before the budget. Returns whether a page was evicted."""
+        """Evict ``nbytes``, since the disk is full before the budget. Returns whether it removed anything."""
         evicted = 0
         with self._lock:
             for scan_first in (False, True):
@@ -112,7 +112,7 @@ class Sweeper:
             oldest = candidates.popleft()
             try:
                 if os.lstat(oldest.path).st_mtime_ns != oldest.used_ns:
-                    continue  # it was used since
+                    continue  # it was used after the scan
                 cost = cost_of(oldest.size)
                 self._ledger.release(cost, functools.partial(os.unlink, oldest.path))
             except FileNotFoundError:
@@ -149,7 +149,7 @@ class Sweeper:
             return not 0 <= time.time() - totals.scanned_at < 0.5 * self._rescan_s
 
     def scan_now(self) -> None:
-        """Search the folder, and evict the pages that are beyond the budget.
+        """Search the folder, and evict pages until it is within the budget.
 
         Raises:
             OSError: the folder cannot be read.
@@ -162,8 +162,8 @@ class Sweeper:
     def scan(self, without: str = "") -> None:
         """Count all pages, find the least recently used ones, and clean up.
 
-        Temporary files are counted first, since a file that leaves them has become a page. So the scan finds
-        everything that the ledger counts, except for later additions.
+        Temporary files are counted first, since one that goes away meanwhile has become a page. So the scan
+        finds everything that the ledger counts, except for later additions.
 
         Args:
             without: a temporary file that the ledger does not count yet.

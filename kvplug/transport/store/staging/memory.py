@@ -1,4 +1,4 @@
-"""Pinned host memory, lent in blocks, that pages pass through between stores and devices; and the copies."""
+"""Pinned host memory that pages pass through between stores and devices, and the copies."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ALIGN: Final = 16
 
 
 class PinnedMemory:
-    """One piece of pinned memory, lent in blocks. It is allocated once, since that takes long.
+    """One piece of pinned memory, handed out in blocks. It is allocated once, since allocation is slow.
 
-    Waiting requests are served first come first served, and before requests that do not wait. No copy of a
-    block may be under way when it is given back, since it may be lent again at once.
+    Requests that wait are served in order, and before requests that do not wait. No copy of a block may be
+    under way when the block is given back, since it may be handed out again at once.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -41,18 +41,18 @@ class PinnedMemory:
         self._free: list[tuple[int, int]] = []
         """The beginning and end of each free block, in order."""
         self._shares: dict[int, int] = {}
-        """By its beginning, how often a block that several users share must still be given back."""
+        """For each shared block, by its beginning, how many users have not given it back."""
         self._waiting: deque[JobTask] = deque()
         self._users: weakref.WeakSet[PinnedMemory.User] = weakref.WeakSet()
 
     class User(Protocol):
-        """An object that takes memory without waiting for it."""
+        """An object that takes memory only if there is some, and does not wait."""
 
         def note_free_memory(self) -> None:
             """Called when there may be memory. Must not block."""
 
     def prepare(self, device: torch.device, user: PinnedMemory.User) -> None:
-        """Allocate the memory, unless this was done before, and call the user when some becomes free.
+        """Allocate the memory, unless this was done before, and call ``user`` when memory becomes free.
 
         Raises:
             RuntimeError: the device's driver cannot allocate it.
@@ -66,7 +66,8 @@ class PinnedMemory:
     def take(self, nbytes: int, waiter: JobTask | None = None) -> Tensor | None:
         """Return an uninitialised block, or ``None`` if none is free.
 
-        With ``waiter`` wait for it, first come first served. ``None`` then means that its job has ended.
+        With ``waiter``, wait for a block, first come first served. ``None`` then means that the waiter's job
+        has ended.
         """
         with self._lock:
             if waiter is None:
@@ -93,7 +94,7 @@ class PinnedMemory:
         return None
 
     def share(self, part: Tensor, num_users: int) -> None:
-        """Let several users give a block back; it is free after the last one has."""
+        """Share a block: it is free once ``num_users`` users have given it back."""
         with self._lock:
             self._shares[part.storage_offset()] = num_users
 
@@ -130,8 +131,8 @@ class PinnedMemory:
 class StagedPages(PageMemory):
     """Pages in one piece of host memory: layer after layer, part after part, page after page.
 
-    So one copy moves a layer of all pages to or from a device, where each part is one tensor. In a store a
-    page is one piece; the store reorders it in its copy into this memory or out of it.
+    This order lets one copy move a layer of all pages to or from a device, where each part is one tensor. In
+    a store a page is one piece; the store reorders it when it copies it into this memory or out of it.
     """
 
     def __init__(self, form: PageFormat, count: int, memory: Tensor, pages: range | None = None) -> None:
@@ -139,7 +140,7 @@ class StagedPages(PageMemory):
         Args:
             count: how many pages are in the memory.
             memory: :meth:`nbytes_of` bytes, uninitialised.
-            pages: those of them that this object has; by default all.
+            pages: which of them this object contains; by default all.
         """
         self.format = form
         self.memory = memory
@@ -223,8 +224,8 @@ def queue_scatter(
 def queue_gather(
     staged: StagedPages, sources: Sequence[tuple[PageBlocks, range]], scratch: Tensor, stream: Any
 ) -> None:
-    """Queue copies of pages into all staged pages: for each layer, if the caches allow it, one operation that
-    gathers it on the device, and one that copies it to the host.
+    """Queue copies from caches into all staged pages: for each layer one operation that gathers it on the
+    device, if the caches allow it, and one that copies it to the host.
 
     Args:
         sources: pages of several sequences in one cache, in the order of the staged pages.

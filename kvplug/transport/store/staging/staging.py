@@ -7,9 +7,9 @@ other except where they must:
 
 - A get's copies run after earlier uses of the blocks (``PageBlocks.after``, or what the calling thread has
   queued). A layer is ready when the device has finished its copy.
-- A put's copies run after what the calling thread has queued, which computes the pages, and beside what it
-  queues next, with the lowest priority. The blocks must be left alone until the job settles, or until the
-  caller takes them back (``Job.take_back``).
+- A put's copies run after what the calling thread has queued, which computes the pages. They run beside what
+  it queues next, with the lowest priority. The caller must not change the blocks until the job settles, or
+  until it takes them back (``Job.take_back``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ to the device while the next ones are read from the store, or the reverse."""
 _THREADS: Final = 4
 """Pieces of each direction that move at the same time."""
 _CLOSE_S: Final = 1.0
-"""How long ``release`` waits for the device."""
+"""How long ``release`` waits for the device's work."""
 
 
 class Staging:
@@ -77,7 +77,7 @@ class Staging:
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, type[Transfer]], Lane] = {}
         self.devices: tuple[str, ...] = ()
-        """The devices that pages were staged to."""
+        """The devices that were prepared or used so far."""
 
     def prepare(self, device: str) -> None:
         """Allocate the pinned memory, which takes long, and the streams.
@@ -92,12 +92,12 @@ class Staging:
     # -- jobs ----------------------------------------------------------------------------------
 
     def put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
-        """:meth:`Store.submit_put` from memory on a device."""
+        """Serve :meth:`Store.submit_put` from memory on a device."""
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(timeout, self._timeout_s))
         return self._staged(Put, self._puts, pages, job)
 
     def get(self, pages: PageRequest, timeout: Timeout) -> GetJob:
-        """:meth:`Store.submit_get` into memory on a device."""
+        """Serve :meth:`Store.submit_get` into memory on a device."""
         job = StagedGetJob(
             len(pages.keys), pages.series.format.num_layers, Deadline.after(timeout, self._timeout_s)
         )
@@ -128,7 +128,7 @@ class Staging:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Queue the copies of all puts that the calling thread submits in this block at its end, together."""
+        """Queue the copies of the puts that the calling thread submits in this block together, at its end."""
         self._held.puts = True
         try:
             yield
@@ -164,14 +164,14 @@ class Staging:
                 self._memory.prepare(device, self)
                 if device.type == "cuda" and not self._lanes:
                     _log.warning("staging KV to %s is experimental: do not serve users with it yet", name)
-                # someone waits for a get, and no one for a put
+                # an engine waits for gets, but not for puts
                 lane = Lane(device, StreamPool.acquire(device, is_urgent=kind is Get), self._memory)
                 self._lanes[name, kind] = lane
                 self.devices = tuple(sorted({name for name, _ in self._lanes}))
             return lane
 
     def note_free_memory(self) -> None:
-        """Let puts that wait for pinned memory go on."""
+        """Continue puts that wait for pinned memory."""
         waiting: dict[tuple[Lane, PageFormat], list[Put]] = {}
         for task in self._puts.tasks():
             if isinstance(task, Put):

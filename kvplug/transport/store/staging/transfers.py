@@ -1,7 +1,7 @@
 """Requests for pages in memory on a device, in pieces that pass through pinned host memory.
 
-Each step of a request is one piece, in a thread that waits for the store and for the device. The job is done
-at its deadline whatever its steps wait for, and settles when the last copy on the device has ended.
+Each step of a request moves one piece, and waits for the store and for the device. The job is done at its
+deadline whatever its steps wait for, and settles when the last copy on the device has ended.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Lane:
     stream: Any
     memory: PinnedMemory
     _scratch: torch.Tensor | None = None
-    """One layer of the pages that are gathered, on the device."""
+    """Memory on the device for one layer of the pages that are gathered."""
     _gathering: threading.Lock = attrs.field(factory=threading.Lock)
 
     def gather(self, staged: StagedPages, sources: Sequence[tuple[PageBlocks, range]]) -> None:
-        """Queue copies of pages of several sequences into host memory. If this raises, some may be queued.
+        """Queue copies of several sequences' pages into host memory. After an error some may be queued.
 
         Raises:
             RuntimeError: the device failed, or has no memory.
@@ -59,7 +59,7 @@ class Lane:
             queue_gather(staged, sources, self._scratch, self.stream)
 
     def on_device(self) -> Any:
-        """A context that makes this the calling thread's current device, which events query."""
+        """Return a context that makes this the calling thread's current device, as queries of events need."""
         import torch
 
         return torch.get_device_module(self.device).device(self.device)
@@ -81,8 +81,8 @@ class Lane:
         mark.hold(torch.get_device_module(self.device).current_stream(self.device))
 
     def pages(self, form: PageFormat, count: int, waiter: JobTask | None = None) -> StagedPages | None:
-        """Return host memory for ``count`` pages, or ``None`` if none is free. With ``waiter`` wait for it,
-        ahead of callers without one; ``None`` if its job ends first."""
+        """Return host memory for ``count`` pages, or ``None`` if none is free. With ``waiter``, wait for it,
+        ahead of callers without one; ``None`` if the waiter's job ends first."""
         part = self.memory.take(StagedPages.nbytes_of(form, count), waiter)
         return None if part is None else StagedPages(form, count, part)
 
@@ -98,11 +98,11 @@ class _Piece:
     mark: DeviceMark | None = None
     """For a put: the end of its copies on the device."""
     num_landed: int = 0
-    """For a get: layers that are in the cache."""
+    """For a get: number of layers that are in the cache."""
 
 
 class StagedGetJob(GetJob):
-    """A get whose pages come by other jobs."""
+    """A get whose pages are read by jobs of the store, one for each piece."""
 
     __slots__ = ("pieces",)
 
@@ -135,7 +135,7 @@ class Transfer(JobTask):
 
     @abc.abstractmethod
     def queue(self) -> None:
-        """Order the device work after what the calling thread, which submits the request, has queued.
+        """Make the request's device work run after what the calling thread, which submits it, has queued.
 
         Raises:
             RuntimeError: the device failed, or has no memory.
@@ -149,7 +149,7 @@ class Transfer(JobTask):
             return self.fault(e)
 
     def fault(self, error: BaseException) -> MissReason:
-        """Return the reason of a job that fails with this error of the device or the store."""
+        """Return why a job ends if the device or the store fails with this error."""
         if isinstance(error, ClosedError):
             return MissReason.CLOSED
         _log.warning("staging pages failed: %s", error)
@@ -167,7 +167,7 @@ class Transfer(JobTask):
         )
 
     def _follow(self, piece: _Piece, job: Job[Any]) -> None:
-        """Let the store's job end with this one."""
+        """Make the store's job for this piece end with this task's job."""
         piece.job = job
         if self.is_over:
             job.cancel()
@@ -226,7 +226,7 @@ class Get(Transfer):
             try:
                 if runs:
                     queue_scatter(staged, self._blocks, piece.pages.start, layers, runs, self.lane.stream)
-            except Exception as e:  # some copies may be queued, and the device may take its time
+            except Exception as e:  # some copies may be queued, and take long
                 self.end(self.fault(e))
             finally:
                 self.lane.mark().wait()
@@ -255,8 +255,8 @@ def _found(results: Sequence[MissReason | None]) -> list[range]:
 class Put(Transfer):
     """A transfer of pages out of a cache on a device.
 
-    :func:`stage_together` queues the copies of as many pages as there is host memory for. The others wait for
-    memory that is given back, behind every waiting get, at most until the deadline. The job settles when the
+    :func:`stage_together` queues the copies of as many pages as there is host memory for. The others wait,
+    behind every waiting get, until memory is given back, at most until the deadline. The job settles when the
     device has read all pages. Other work of the device does not wait for that, unless the caller takes the
     blocks back.
     """
@@ -267,11 +267,11 @@ class Put(Transfer):
         super().__init__(*given)
         self.job.on_take_back(self._take_back)
         self._num_staged = self._num_read = 0
-        """Pieces whose copies were queued, and whose copies have ended."""
+        """Numbers of pieces whose copies were queued, and of pieces whose copies have ended."""
         self._reading = contextlib.ExitStack()
         """Open while the device has copies to do, so that the job does not settle."""
         self._handing_over = threading.RLock()
-        """Held while pages go to the store, so that a removal finds them either here or there."""
+        """Held while pages go to the store, so that a removal finds them either here or in the store."""
 
     def queue(self) -> None:
         self.lane.wait_for(self._blocks.after)
@@ -289,8 +289,8 @@ class Put(Transfer):
         return range(self.pieces[self._num_staged].pages.start, self.job.count)
 
     def begin_reading(self, pages: range, staged: StagedPages) -> tuple[PageBlocks, range]:
-        """With the lock: let the next piece be these pages, whose copies are about to be queued. Returns
-        their source."""
+        """With the lock: make these pages, whose copies are about to be queued, the next piece. Returns their
+        source."""
         if self._num_read == self._num_staged:
             self._reading.enter_context(self.copying())
         rest = self._cut(range(pages.stop, self.job.count))
@@ -299,13 +299,13 @@ class Put(Transfer):
         return self._blocks, pages
 
     def copies_queued(self, mark: DeviceMark) -> None:
-        """With the lock: let the step of the next piece begin, whose copies end with the mark."""
+        """With the lock: note that the next piece's copies end with the mark, so that its step can begin."""
         self.pieces[self._num_staged].mark = mark
         self._num_staged += 1
 
     def _take_back(self) -> None:
-        """Give up the pages that wait for memory, and let what the calling thread queues next run after the
-        copies of the others."""
+        """Give up the pages that wait for memory, and make what the calling thread queues next run after the
+        copies of the other pages."""
         with self.lock:
             given_up = self.unstaged()
             for at in given_up:
@@ -325,7 +325,7 @@ class Put(Transfer):
             self.job.settle()
 
     def has_steps(self) -> bool:
-        return self._begun < self._num_staged  # also when the job is over, until the device has read
+        return self._begun < self._num_staged  # also when the job is over: the steps give memory back
 
     def do(self, step: int) -> None:
         piece = self.pieces[step]
@@ -384,15 +384,15 @@ class Put(Transfer):
 
 
 def stage_together(puts: Sequence[Put]) -> dict[Put, Exception]:
-    """Queue copies of pages that wait for host memory, as far as there is some, for all puts at once.
+    """Queue copies of pages that wait, as far as there is host memory, for all puts at once.
 
-    Only one thread at a time may call this. Afterwards the steps of each put can begin.
+    Only one thread at a time may call this. Afterwards the steps of the queued pieces can begin.
 
     Args:
-        puts: of pages of one format, with the same lane, in the order in which they are served.
+        puts: puts of pages of one format, with the same lane, in the order in which they are served.
 
     Returns:
-        The puts that the device failed, whose jobs must end, and the error.
+        For each put whose copies failed on the device, the error. The put's job must end.
     """
     failed: dict[Put, Exception] = {}
     lane, form, most = puts[0].lane, puts[0].form, puts[0].max_pages
