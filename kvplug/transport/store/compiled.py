@@ -32,7 +32,7 @@ class _Library(NamedTuple):
     hash: int
     """Address of xxhash's XXH3_64bits."""
     stream: array[int]
-    """``struct hash_stream`` of pages.c: the same hash of data that comes in pieces."""
+    """``struct hash_stream`` of pages.c: the same hash, for data that comes in pieces."""
 
 
 @functools.cache  # does not cache exceptions

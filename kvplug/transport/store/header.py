@@ -82,8 +82,8 @@ class PageSeal:
 
     @staticmethod
     def has_digests(header: Buffer) -> bool:
-        """Whether ``header`` is a header with checksums or a proof of the page's bytes. Pages with equal such
-        headers have equal bytes."""
+        """Whether ``header`` is a header with checksums or a proof of the page's bytes. If so, pages with
+        equal headers have equal bytes."""
         if PageSeal.split(header) is None:
             return False
         _, _, has_checksums, has_proof, *_ = _FIXED.unpack_from(header)

@@ -102,7 +102,7 @@ static void move_axes(const struct part *part, char *cache, char *row, int64_t c
                       into_cache);
         return;
     }
-    /* The innermost loop is over tokens: if a cache's head axis is outside its token axis, they are adjacent. */
+    /* The innermost loop is over tokens: where a cache's head axis is outside its token axis, tokens are adjacent. */
     for (int64_t token = 0; token < count; token++)
         move_run(cache + token * part->token_stride, row + token * part->token_bytes, part->run, into_cache);
 }

@@ -26,7 +26,7 @@ class MissReason(enum.StrEnum):
     EVICTED = "evicted"
     """The page's memory was reused before the page was read."""
     EXPIRED = "expired"
-    """The page's lease or time to live has ended, or a declared page did not come in time."""
+    """The page's lease or time to live has ended, or a declared page was not put in time."""
     FORMAT = "format"
     """The page under the key has another version, layout, dtype or protection."""
     IDENTITY = "identity"

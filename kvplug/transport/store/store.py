@@ -103,7 +103,7 @@ class Store(abc.ABC):
         seal: PageSeal = attrs.field(factory=PageSeal)
         """How pages that other programs can write are protected: with a proof if there is a secret."""
         host: str = DEFAULT_HOST
-        """Where it may listen: on a host's interface, or, for a Unix socket, on this host only."""
+        """Where it may listen: on an interface of this host, or on a Unix socket, for this host only."""
         allow_unauthenticated_data_plane: bool = False
         """Whether its connections between hosts may leave both ends unauthenticated."""
         buffer_size: int = 2**30
@@ -316,8 +316,8 @@ class Store(abc.ABC):
         return None
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
-        """Announce that one more end, not this one, will get each of these pages, even those not put yet.
-        Until it has, a store that evicts by use may evict all other pages first. Does not wait."""
+        """Announce that one more end, other than this one, will get each of these pages, even if it is not
+        put yet. Until then a store that evicts by use may evict all other pages first. Does not wait."""
         return None
 
     def keys(self, series: Series) -> Sequence[bytes]:

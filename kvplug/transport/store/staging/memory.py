@@ -46,10 +46,10 @@ class PinnedMemory:
         self._users: weakref.WeakSet[PinnedMemory.User] = weakref.WeakSet()
 
     class User(Protocol):
-        """An object that takes memory only if there is some, and does not wait."""
+        """An object that takes memory without waiting for it."""
 
         def note_free_memory(self) -> None:
-            """Called when there may be memory. Must not block."""
+            """Called when there may be free memory. Must not block."""
 
     def prepare(self, device: torch.device, user: PinnedMemory.User) -> None:
         """Allocate the memory, unless this was done before, and call ``user`` when memory becomes free.

@@ -384,7 +384,7 @@ class Put(Transfer):
 
 
 def stage_together(puts: Sequence[Put]) -> dict[Put, Exception]:
-    """Queue copies of pages that wait, as far as there is host memory, for all puts at once.
+    """For all puts at once, queue copies of as many waiting pages as there is host memory for.
 
     Only one thread at a time may call this. Afterwards the steps of the queued pieces can begin.
 
