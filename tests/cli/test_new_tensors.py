@@ -76,7 +76,7 @@ def test_what_is_generated_passes_its_own_tests(tmp_path: Path) -> None:
     )
     judged = Counter(result["subject"].rpartition("gentle-")[2] for result in results)
     assert judged.keys() == {*BESIDE_IT} - {"command"}  # which has tests of its own, and no suite
-    assert min(judged.values()) > 10
+    assert min(judged.values()) >= 10
 
 
 @pytest.mark.slow
