@@ -17,7 +17,7 @@ from kvplug.transport.store.engine import JobTask
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
-from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.results import MissReason, Presence, PutReason
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages
 from kvplug.transport.store.staging.staging import Staging
@@ -278,6 +278,33 @@ def test_copies_that_cannot_be_queued_fail_the_puts_that_share_them(
     assert all(job.wait_settled(waits.patience_s) for job in jobs)
     monkeypatch.undo()
     assert not any(store.submit_put(more.request(Cache(more).blocks())).wait(waits.patience_s))
+
+
+def test_a_device_that_fails_ends_the_puts_and_no_page_is_kept_that_was_not_copied(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the copies' end can be marked, and the step begins before the job has ended."""
+    store, form = staged[0], staged[1].form
+    pages = batch(2, form, seal=store.seal)
+    store.staging.prepare("simulated")
+    end = transfers.Put.end
+
+    def end_late(put: Any, reason: Any) -> bool:
+        store.staging._add(store.staging._puts, put)  # noqa: SLF001 - as if an idle thread had been faster
+        waits.until(lambda: put.is_over or put._num_read == 1)  # noqa: SLF001
+        return end(put, reason)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(transfers, "queue_gather", fail)
+    monkeypatch.setattr(transfers.Lane, "mark", fail)
+    monkeypatch.setattr(transfers.Put, "end", end_late)
+    job = store.submit_put(pages.request(Cache(pages).blocks()))
+    assert job.wait(waits.patience_s) == [PutReason.OTHER] * 2
+    assert job.wait_settled(waits.patience_s)
+    monkeypatch.undo()
+    assert store.submit_lookup(pages.keys).wait(waits.patience_s) == [Presence.ABSENT] * 2
 
 
 @pytest.mark.parametrize("submit", [Store.submit_get, Store.submit_put])

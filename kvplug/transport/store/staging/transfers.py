@@ -95,6 +95,8 @@ class _Piece:
     staged: StagedPages | None = None
     job: Any = None
     """The store's job, or ``None`` if it was not submitted yet."""
+    error: BaseException | None = None
+    """For a put: why some of its copies could not be queued."""
     mark: DeviceMark | None = None
     """For a put: the end of its copies on the device."""
     num_landed: int = 0
@@ -298,9 +300,11 @@ class Put(Transfer):
         self._num_steps = len(self.pieces)
         return self._blocks, pages
 
-    def copies_queued(self, mark: DeviceMark) -> None:
-        """With the lock: note that the next piece's copies end with the mark, so that its step can begin."""
-        self.pieces[self._num_staged].mark = mark
+    def copies_queued(self, mark: DeviceMark | None, error: BaseException | None) -> None:
+        """With the lock: note that the next piece's copies end with the mark, so that its step can begin.
+        With an error some copies are missing, and the step only gives the memory back."""
+        piece = self.pieces[self._num_staged]
+        piece.mark, piece.error = mark, error
         self._num_staged += 1
 
     def _take_back(self) -> None:
@@ -331,10 +335,12 @@ class Put(Transfer):
         piece = self.pieces[step]
         try:
             try:
-                assert piece.mark is not None
-                piece.mark.wait()
+                if piece.mark is not None:
+                    piece.mark.wait()
             finally:
                 self._note_read()
+            if piece.error is not None:
+                raise piece.error
             with self._handing_over:
                 if self.is_over:
                     return
@@ -415,10 +421,17 @@ def stage_together(puts: Sequence[Put]) -> dict[Put, Exception]:
                 part = staged.part_of(range(first, first + len(pages)))
                 sources.append(put.begin_reading(pages, part))
                 first += len(pages)
+            mark, error = None, None
             try:
-                lane.gather(staged, sources)
-            except Exception as e:  # some copies may be queued
+                try:
+                    lane.gather(staged, sources)
+                finally:  # some copies may be queued even if others could not be
+                    mark = lane.mark()
+            except BaseException as e:
+                error = e
+                if not isinstance(e, Exception):
+                    raise
                 failed.update(dict.fromkeys((put for put, _ in chosen), e))
-            mark = lane.mark()
-            for put, _ in chosen:
-                put.copies_queued(mark)
+            finally:
+                for put, _ in chosen:
+                    put.copies_queued(mark, error)
