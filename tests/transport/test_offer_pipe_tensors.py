@@ -26,7 +26,7 @@ from kvplug.transport import (
 from kvplug_testing import simulated
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.pairs import PipePairs
-from kvplug_testing.waits import Call
+from kvplug_testing.waits import Call, until
 
 PIECE = 1000
 PATIENCE_S = 20.0
@@ -41,11 +41,24 @@ class InlinePipe(OfferPipe):
 
     def __init__(self, join: OfferPipe.Join, settings: OfferPipe.Settings) -> None:
         super().__init__(join, settings)
+        self.may_handle = threading.Event()
+        self.may_handle.set()
+        self.num_handled = self.most_in_a_row = self._in_a_row = 0
         self._start()
 
     def handle(self, value: Any) -> None:
         """As if the peer had sent it."""
         self._handle(value)
+
+    def _handle(self, value: Any) -> None:
+        assert self.may_handle.wait(PATIENCE_S)
+        super()._handle(value)
+        self._in_a_row += 1
+        self.num_handled += 1
+
+    def _step(self) -> bool:
+        self.most_in_a_row, self._in_a_row = max(self.most_in_a_row, self._in_a_row), 0
+        return super()._step()
 
     def _next_offer(self, message: OfferPipe.SentMessage) -> OfferPipe.Offer:
         nbytes = min(PIECE, message.content.nbytes - message.num_offered)
@@ -143,6 +156,16 @@ def test_a_message_that_comes_together_with_the_last_value_of_the_join_is_receiv
     other = listener.accept()
     pairs.callback(other.abort)
     assert other.recv_tensor(timeout=5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_peer_that_sends_much_does_not_keep_the_worker_from_its_other_work(pairs: PipePairs) -> None:
+    one, other = pairs.local(endpoint())
+    other.may_handle.clear()
+    for _ in range(200):
+        one.channel.send(["heartbeat"])
+    other.may_handle.set()
+    until(lambda: other.num_handled >= 200, what="the last value")
+    assert other.most_in_a_row <= 32
 
 
 def test_whole_messages_outlive_a_goodbye_and_parts_of_one_do_not(pairs: PipePairs) -> None:

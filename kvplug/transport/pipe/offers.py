@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 1.0
 """How often an idle worker checks the pipe's state, in seconds."""
+_MOST_VALUES: Final = 32
+"""How many values the worker handles before it does its other work, so that a busy peer does not prevent its
+heartbeats."""
 _SEND_S: Final = 5.0
 """Seconds that the peer may take to read a value. The connection has room for all values that may be
 unread."""
@@ -825,11 +828,13 @@ class OfferPipe(DuplexPipe):
             seconds = 0 if is_busy or may_read else max(0.0, next_beat - time.monotonic())
             may_read |= self._await_event(seconds)
             looked = time.monotonic()
-            while may_read and not self._window.ended and self._read():
-                last_received = time.monotonic()  # not before: this process may have been stopped
-                backoff.reset()
-                may_read = self.channel.has_more
-            may_read = False
+            for _ in range(_MOST_VALUES):
+                if not may_read or self._window.ended:
+                    break
+                if may_read := self._read():
+                    last_received = time.monotonic()  # not before: this process may have been stopped
+                    backoff.reset()
+                    may_read = self.channel.has_more
             was_busy, is_busy = is_busy, self._step()
             if not was_busy:
                 backoff.reset()
