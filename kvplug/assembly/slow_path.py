@@ -44,8 +44,8 @@ _FEW_CPUS: Final = 2.0
 _NET: Final = Path("/sys/class/net")
 _CPU_MAX: Final = Path("/sys/fs/cgroup/cpu.max")
 _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
-    "get": ("loading from", "loads nothing from it"),
-    "put": ("saving to", "saves nothing to it"),
+    "get": ("loading from", "stops loading from it"),
+    "put": ("saving to", "stops saving to it"),
 }
 
 
@@ -57,7 +57,7 @@ _rates: Final[WeakValueDictionary[tuple[str, str, str, Capabilities.Cost | None]
 
 @functools.lru_cache(_MOST_PATHS)
 def _remember(rate: Rate) -> None:
-    """Keep the rate of a path after its pipes close, because programs often reopen pipes to one peer."""
+    """Keep the rate of a path after its pipes close, because programs often reopen pipes to the same peer."""
 
 
 os.register_at_fork(after_in_child=_rates.clear)
@@ -80,7 +80,7 @@ class SlowPathAlarm:
         """Start comparing the pipe's rate. Return ``None`` if the config turns the comparison off.
 
         Raises:
-            SlowPathError: the transport measured a rate that is too low, and the config refuses slow paths.
+            SlowPathError: the rate that the transport measured is too low, and the config refuses slow paths.
         """
         if self.config.slow_path == "off":
             return None
@@ -100,7 +100,7 @@ class SlowPathAlarm:
         return PathWatch(rate, lambda found: self._alarm(found, pipe, rate))
 
     def _claim(self) -> Capabilities.Cost | None:
-        """Return the costlier of the two ends' claims, as the selection does."""
+        """Return the higher of the costs that the two ends claim, as the selection does."""
         ends = (self.abilities(), self._theirs())
         claims = [able[self.transport].cost for able in ends if self.transport in able]
         return max(claims, key=lambda cost: cost.seconds(REFERENCE_NBYTES), default=None)
@@ -135,7 +135,7 @@ class SlowPathAlarm:
                 if self.agreement.cross_host
                 else [self._faster_transport(), _full_shared_memory()]
             ),
-            "connections over TCP are encrypted (tls_cert), which costs processor time"
+            "TCP connections are encrypted (tls_cert), which takes processor time"
             if self.config.tls_cert and is_tcp
             else "",
             *_busy_processors(self.config.thread_cpus),
@@ -180,7 +180,7 @@ def watch_store(store: Store, name: str, config: Config, stats: TransferStats) -
         elif store.is_shared:
             causes.append("its server, the network to it, or other programs that use it may be busy")
         text = _warning(f"{doing} the store {name!r} {found}", causes)
-        then = f"; kvplug {refusing} for {REFUSED_S:.0f} s at a time" if refuses else ""
+        then = f"; kvplug {refusing}, and tries again every {REFUSED_S:.0f} s" if refuses else ""
         _log.warning("%s%s; this is logged once", text, then)
 
     return None if config.slow_path == "off" else StoreWatch(store.medium, alarm, refuses=refuses)
@@ -229,36 +229,36 @@ def _slow_network(host: str, expected_gb_per_s: float) -> str:
             " set host to the address of a faster one"
         )
     return (
-        "the peer is on another host, and the network between the two carries less than that; compare with"
-        " iperf3, and set host to the address of the fastest interface"
+        "the peer is on another host, and the network to it is slower than expected; measure it with iperf3,"
+        " and set host to the address of the fastest interface"
     )
 
 
 def _busy_processors(thread_cpus: str) -> list[str]:
-    """Return why this host's processors or threads may be slow, each reason with its remedy."""
+    """Return possible reasons in this host's processors and threads, each with its remedy."""
     found = []
     try:
         quota, period = map(int, _CPU_MAX.read_text().split())
     except (OSError, ValueError):
         quota, period = 1 << 62, 1  # no limit
     if quota / period < _FEW_CPUS:
-        found.append(f"this container may use {quota / period:.2g} processors; raise its CPU limit")
+        found.append(f"this container may use only {quota / period:.2g} processors; raise its CPU limit")
     if len(os.sched_getaffinity(0)) < _FEW_CPUS <= (os.cpu_count() or 1):
-        found.append("this process may use one processor only; give it more")
+        found.append("this process may use only one processor; give it more")
     if thread_cpus.isdecimal():
-        found.append(f"all threads of kvplug share processor {thread_cpus} (thread_cpus); give them more")
+        found.append(f"all of kvplug's threads share processor {thread_cpus} (thread_cpus); give them more")
     if (load := host_load()) > _FEW_CPUS:
         found.append(f"this host is busy: {load:.0f} runnable threads for each processor")
     elif (wait_s := _interpreter_wait()) > sys.getswitchinterval() / 2:
         found.append(
-            f"another thread of this process keeps Python's interpreter lock, so each step of a transfer"
+            f"another thread of this process holds Python's interpreter lock, so each step of a transfer"
             f" waits {wait_s * 1000:.0f} ms for it; move that work into another process"
         )
     return found
 
 
 def _interpreter_wait() -> float:
-    """Return the seconds that a thread takes to regain the interpreter lock, as the median of three tries."""
+    """Return how many seconds a thread waits to regain the interpreter lock: the median of three tries."""
     waits = []
     for _ in range(3):
         began = time.perf_counter()

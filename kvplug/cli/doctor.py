@@ -1,5 +1,4 @@
-"""``kvplug explain`` and ``kvplug doctor``: what a config leads to here, and the problems that an engine with
-it would have, here and with a peer."""
+"""``kvplug explain`` and ``kvplug doctor``: what an engine with a config would do, and what would fail."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def explain(load: Load, as_json: bool, quiet: bool) -> None:
     """Explain what this configuration would do here: which connector, stores and transport it would use and
     why, which peers it would accept, and what it would verify.
 
-    Nothing is started or written. Exit code 1: an engine could not start with it, or nothing would move.
+    Nothing is started or written. Exit code 1: an engine could not start with it, or would transfer no KV.
     """
     try:
         findings = [*findings_of(load(), Registry.from_env())]
@@ -60,15 +59,16 @@ def explain(load: Load, as_json: bool, quiet: bool) -> None:
 @click.option(
     "--serve",
     is_flag=True,
-    help="Answer doctors of other hosts at the configuration's address until SIGTERM or Ctrl-C, where no"
-    " engine runs.",
+    help="Stand in for an engine that is not running: answer `kvplug doctor --peer` at the configuration's"
+    " address until SIGTERM or Ctrl-C.",
 )
 @click.option(
     "--fact",
     "facts",
     metavar="KEY=VALUE",
     multiple=True,
-    help="A fact of this side's engine, for example num_layers=32. Can be given again. Default: the peer's.",
+    help="A fact about this host's engine, for example num_layers=32. Can be given again. Facts that are not"
+    " given are assumed to equal the peer's.",
 )
 @click.option("--write", is_flag=True, help="Also put a page of 4 KiB into each store, get it and remove it.")
 @click.option(
@@ -76,7 +76,7 @@ def explain(load: Load, as_json: bool, quiet: bool) -> None:
     metavar="DURATION",
     type=Duration(),
     default=TIMEOUT_S,
-    help=f"All waiting ends after this time, such as 10 or '1 min'. Default: {TIMEOUT_S:g} s.",
+    help=f"The limit on the total time spent waiting, such as 10 or '1 min'. Default: {TIMEOUT_S:g} s.",
 )
 @options.as_json
 @options.quiet
@@ -91,7 +91,7 @@ def doctor(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Find out why nothing moves: try what an engine with this configuration does, here and at a peer.
+    """Find out why nothing moves: try what an engine with this configuration does, here and with a peer.
 
     It performs an engine's handshake, measures a pipe for at most a second with at most 64 MiB, and leaves
     nothing behind. Exit code 1: there are problems.
@@ -111,7 +111,7 @@ def doctor(
         config, registry = load(), Registry.from_env()
     except ConfigError as e:
         unread = note(
-            "config", "this host, the stores and the peers were not checked: the config cannot be read"
+            "config", "this host, the stores and the peers were not checked, since the config cannot be read"
         )
         found = Diagnosis(findings=[*faults_of_file(e), unread])
     else:
@@ -123,14 +123,14 @@ def doctor(
     if as_json:
         show_json(found.to_plain())
     else:
-        # The problems are last, where a terminal's reader looks first.
+        # Problems come last: that is where one looks first in a terminal.
         order = ("ok", "note", "problem")
         show_findings(sorted(found.findings, key=lambda each: order.index(each.verdict)), quiet=quiet)
         count = found.problems
         click.echo(f"{count or 'no'} problem{'' if count == 1 else 's'} found")
     code = int(found.problems > 0)
     if any(each.name == THREAD for each in threading.enumerate()):
-        # Plugin code has not returned: its libraries may keep the process from ending.
+        # Plugin code has not returned, so its libraries may keep the process from exiting.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -39,7 +39,7 @@ Row = dict[str, Any]
     help="Show the options of NAME: type, unit, default.",
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="Also list what is made for tests: fakes and fault injection."
+    "--all", "everything", is_flag=True, help="Also list offers that are meant for tests, such as fakes."
 )
 @options.as_json
 def list_plugins(

@@ -1,4 +1,4 @@
-"""Prints the results of commands, no wider than the terminal, or than 80 columns without one."""
+"""Prints the results of commands, wrapped to the width of the terminal, or to 80 columns if there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplug.net.peer_text import printable
 _COLOURS: Final = {"ok": "green", "note": "yellow", "problem": "red"}
 _WIDTH: Final = 80
 _NARROW: Final = 20
-"""The least width of a wrapped cell, in columns, that is still readable."""
+"""The smallest readable width of a wrapped cell, in columns."""
 
 
 def show_note(text: str) -> None:
@@ -25,7 +25,7 @@ def show_note(text: str) -> None:
 
 
 def show_json(value: Any) -> None:
-    """Print JSON. Frozen sets become sorted lists, and values that JSON lacks become text."""
+    """Print JSON. Frozen sets become sorted lists; other values that JSON cannot represent become text."""
     click.echo(json.dumps(value, indent=2, default=_plain))
 
 
@@ -34,8 +34,8 @@ def _plain(value: Any) -> Any:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. Cells are wrapped between words if the table would be too wide; only long words make it
-    wider than the terminal."""
+    """Print a table. Cells are wrapped between words to fit the terminal; only long words can make the table
+    wider."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -57,7 +57,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def paragraph(head: str, text: str, most: int | None = None) -> str:
-    """Put ``head`` before a text, and wrap each line to ``most`` columns (default: the terminal's)."""
+    """Put ``head`` before a text, and wrap its lines to the terminal's width, at most to ``most`` columns."""
     columns = shutil.get_terminal_size().columns
     indent = " " * len(head)
     width = min(columns, most or columns)
@@ -74,7 +74,7 @@ def show_findings(findings: Sequence[Finding], *, quiet: bool = False, details: 
 
     Args:
         quiet: print only notes and problems, and the number of other findings.
-        details: also print the alternatives considered for findings that are ok.
+        details: also print the reasons for findings that are ok.
     """
     shown = [each for each in findings if each.verdict != "ok" or not quiet]
     topics = [f"{each.topic} (peer)" if each.at == "peer" else each.topic for each in shown]

@@ -28,7 +28,7 @@ _UNIX_PATH = re.compile(r"/[A-Za-z0-9._:@%+=,~/-]*[A-Za-z0-9._:@%+=,~-]")
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _ZONE = re.compile(r"[\w.-]{1,15}", re.ASCII)
 _MAX_CONTACT = 512
-_FORMS = "allowed is host:port, [ipv6]:port, unix:@name or unix:/path"
+_FORMS = "write host:port, [ipv6]:port, unix:@name or unix:/path"
 
 
 @attrs.frozen
@@ -48,7 +48,7 @@ class Address:
         """Parse a listener's address, as an operator writes it. Host names are not resolved.
 
         Args:
-            port: the port to use if the text has no port; ``None``: the text must have a port.
+            port: the port to use if the text has none. With ``None``, the text must have a port.
 
         Raises:
             ConfigError: the text is not an address; the message explains why, and shows the valid forms.
@@ -130,14 +130,14 @@ class Address:
         """Resolve a TCP address into families and socket addresses, IPv4 first.
 
         Raises:
-            PeerGoneError: the host name cannot be resolved now; it may become known later.
+            PeerGoneError: the host name cannot be resolved; a later attempt may succeed.
         """
         try:
             found = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
             )
         except (OSError, UnicodeError) as e:
-            raise PeerGoneError(f"the host of {self} is not known: {e}") from e
+            raise PeerGoneError(f"the host name of {self} cannot be resolved: {e}") from e
         ends = dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found)
         return sorted(ends, key=lambda end: end[0] != socket.AF_INET)  # type: ignore[arg-type]
 
@@ -172,8 +172,8 @@ def _parsed(text: str, default: int | None) -> Address:
             _check_bytes("name", name, MAX_UNIX_BYTES)
             if not _UNIX_NAME.fullmatch(name):
                 raise ValueError(
-                    "the name of an abstract Unix socket has letters, digits and ._:/-, and begins with a"
-                    " letter or digit, as in unix:@kvplug-a"
+                    "the name of an abstract Unix socket may only contain letters, digits and ._:/- and must"
+                    " begin with a letter or digit, as in unix:@kvplug-a"
                 )
         return Address(name=name)
     host, colon, port = text.rpartition(":")
@@ -182,9 +182,9 @@ def _parsed(text: str, default: int | None) -> Address:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         if ":" not in host:
-            raise ValueError(f"only IPv6 addresses have brackets; {_FORMS}")
+            raise ValueError(f"only IPv6 addresses are written in brackets; {_FORMS}")
     elif ":" in host:
-        raise ValueError("write IPv6 in brackets and with a port, as in [::1]:29555")
+        raise ValueError("write an IPv6 address in brackets and with a port, as in [::1]:29555")
     check_host(host)
     if not port and default is not None and host in (text, text[1:-1]):
         return Address(host, default)
@@ -215,12 +215,14 @@ def check_unix_path(path: str, limit: int = MAX_UNIX_BYTES) -> str:
     _check_bytes("path", path, limit)
     if not _UNIX_PATH.fullmatch(path):
         raise ValueError(
-            "the path of a Unix socket has letters, digits and ._:@%+=,~/-, and no slash at the end, as in"
-            " unix:/run/kvplug/store.sock"
+            "the path of a Unix socket may only contain letters, digits and ._:@%+=,~/- and must not end with"
+            " a slash, as in unix:/run/kvplug/store.sock"
         )
     return path
 
 
 def _check_bytes(what: str, text: str, limit: int) -> None:
     if (count := len(os.fsencode(text))) > limit:
-        raise ValueError(f"the {what} of a Unix socket has at most {limit} bytes here; this one has {count}")
+        raise ValueError(
+            f"the {what} of a Unix socket may have at most {limit} bytes here; this one has {count}"
+        )

@@ -124,7 +124,7 @@ FAULTS = (
     ("options.lookup.events", "is not an address"),
     ("options.lookup.events_replay", 'allowed is an address such as "tcp://127.0.0.1:5557"'),
     ("options.host.contact", "'unix:@a b' is not an address"),
-    ("options.host.socket", "the path of a Unix socket has at most 107 bytes here; this one has 125"),
+    ("options.host.socket", "the path of a Unix socket may have at most 107 bytes here; this one has 125"),
 )
 
 

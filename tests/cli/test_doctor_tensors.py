@@ -232,7 +232,7 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
     "small shared memory": ({"mount": ["/dev/shm", 1 << 20]}, "problem /dev/shm: 1 MiB are free"),
     "shared memory of a container": ({"mount": ["/dev/shm", 64 << 20]}, "note /dev/shm: it is small"),
     "few descriptors": ({"limits": {"NOFILE": 60}}, "problem descriptors: 60 may be open"),
-    "short files": ({"limits": {"FSIZE": 1 << 20}}, "problem files: 1 MiB in each file"),
+    "short files": ({"limits": {"FSIZE": 1 << 20}}, "problem files: segments of shared memory: 1 MiB"),
     "a GPU that is not there": ({"config": {"device": "cuda:7"}}, "problem device: cuda:7: PyTorch"),
     "more buffers than memory": (
         {"config": {"buffer_size": 1 << 50}},

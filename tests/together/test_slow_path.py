@@ -185,7 +185,7 @@ def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     said = causes(agreement=apart)
     assert "the interface lo runs at 0.125 GB/s" in said and "/dev/shm" not in said
     (tmp_path / "lo" / "speed").write_text("-1\n")
-    assert "compare with iperf3" in causes(agreement=apart)
+    assert "measure it with iperf3" in causes(agreement=apart)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(slow_path, "_CPU_MAX", tmp_path / "cpu.max")
     monkeypatch.setattr(slow_path, "host_load", lambda: 9.0)
@@ -195,4 +195,4 @@ def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert part in said
     monkeypatch.setattr(slow_path.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(slow_path.os, "sched_getaffinity", lambda pid: {3}, raising=False)
-    assert "this process may use one processor only" in causes()
+    assert "this process may use only one processor" in causes()

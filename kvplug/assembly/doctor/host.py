@@ -1,4 +1,4 @@
-"""Checks the host of a process, and what separates two processes."""
+"""Checks the host that a process runs on, and what separates two processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_limits(facts: HostFacts, buffer_size: int) -> Iterator[Finding]:
     yield judged(
         SHARED_MEMORY,
         f"{bytes_in_words(free)} of {bytes_in_words(total)} are free",
-        "it is small or full: NCCL, UCX and an engine's workers fail or are slow without room in it",
+        "it is small or full; without room in it, NCCL, UCX and an engine's workers fail or are slow",
         change="docker run --shm-size=8g    (Kubernetes: an emptyDir with medium Memory at /dev/shm)",
         wrong=total > 0 and free < _SHM_NEEDED,
         doubtful=total < _SHM_USUAL,
@@ -48,15 +48,15 @@ def of_limits(facts: HostFacts, buffer_size: int) -> Iterator[Finding]:
     )
     yield judged(
         "files",
-        f"{bytes_in_words(files)} in each file and segment of shared memory",
-        "the limit RLIMIT_FSIZE of this process truncates segments and pages",
+        f"the size limit of files and of segments of shared memory: {bytes_in_words(files)}",
+        "larger segments and pages cannot be written, because of this process's RLIMIT_FSIZE",
         change="ulimit -f unlimited",
         wrong=files is not None and files < buffer_size,
     )
 
 
 def of_device(device: str) -> Iterator[Finding]:
-    """Check that PyTorch finds the config's device. Do not make a tensor, which would take GPU memory."""
+    """Check that PyTorch finds the config's device, without a tensor, which would take GPU memory."""
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return
@@ -77,23 +77,23 @@ def of_device(device: str) -> Iterator[Finding]:
 
 _APART: Final = {
     "pid namespace": (
-        "neither end can see the other one die: it counts as dead only after heartbeat_timeout_s",
+        "each end notices the death of the other only after heartbeat_timeout_s",
         "docker run --pid=container:NAME    (Kubernetes: shareProcessNamespace: true)",
     ),
     "net namespace": (
-        "abstract Unix sockets and loopback addresses reach only processes of one network namespace",
+        "abstract Unix sockets and loopback addresses only work within one network namespace",
         "docker run --network=host    (or host = unix:/path in a shared folder; or an address and a secret)",
     ),
     "ipc namespace": (
         "device memory cannot be shared between them (CUDA IPC), and NCCL and UCX use a slower path",
-        "docker run --ipc=host    (or --ipc=container:NAME at both)",
+        "docker run --ipc=host    (or --ipc=container:NAME for both)",
     ),
     SHARED_MEMORY: (
         "NCCL and UCX use a slower path between them; kvplug's own shared memory is not affected",
-        "docker run --ipc=host    (or one volume at /dev/shm of both)",
+        "docker run --ipc=host    (or mount the same volume at /dev/shm in both)",
     ),
 }
-"""For each resource that two processes on one host may not share: the consequence, and what to change."""
+"""Each resource that may differ between two processes on one host: the consequence, and what to change."""
 
 
 def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def of_two_hosts(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
         yield note(
             "versions",
             "; ".join(f"{name}: {mine[name]} here, {yours[name]} at the peer" for name in differing),
-            "different versions work together where their handshake agrees",
+            "different versions work together if their handshake succeeds",
             change=f"pip install --upgrade {' '.join(differing)}    (at the end with the lower version)",
         )
     else:

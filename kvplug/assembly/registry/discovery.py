@@ -1,4 +1,4 @@
-"""Finds the installed entry points of the group ``kvplug``, and the plugin API that each was written for.
+"""Finds the installed entry points in the group ``kvplug``, and the plugin API that each was written for.
 
 This module imports neither plugins nor their packages.
 """
@@ -64,7 +64,7 @@ class PluginInfo:
     reason: str = ""
     """Why it is broken or blocked; empty when it is neither."""
     api: tuple[int, int] | None = None
-    """The plugin API that it states; ``None`` if that was not read."""
+    """The plugin API that its ``KVPLUG_API`` states; ``None`` if kvplug did not read it."""
     specs: tuple[Spec, ...] = ()
     """The plugin's offers; empty unless it is ``ok``."""
     error: BaseException | None = attrs.field(default=None, eq=False, repr=False)
@@ -110,7 +110,7 @@ def discover() -> tuple[PluginInfo, ...]:
 
 def _plugins_of(distribution: metadata.Distribution) -> Iterator[PluginInfo]:
     text = distribution.read_text("entry_points.txt")
-    if not text or f"[{PROJECT}]" not in text:  # parsing the others would cost most of the time
+    if not text or f"[{PROJECT}]" not in text:  # a quick test, since parsing every file is slow
         return
     name, version = (distribution.metadata[key] or "unknown" for key in ("Name", "Version"))
     for each in distribution.entry_points:
@@ -169,11 +169,12 @@ def stated_api(module: str) -> tuple[int, int]:
         pair: Any = ast.literal_eval(stated[-1])
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as e:
         raise PluginLoadError(
-            f"{_API} in {module} is not a literal; it is read without running the module: {_EXAMPLE}"
+            f"{_API} in {module} is not a literal, so it cannot be read without running the module;"
+            f" write {_EXAMPLE}"
         ) from e
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(each) is int for each in pair)):
         raise PluginLoadError(
-            f"{_API} in {module} is {pair!r}; a pair of whole numbers is needed: {_EXAMPLE}"
+            f"{_API} in {module} is {pair!r}, not a pair of whole numbers; write {_EXAMPLE}"
         )
     return pair
 

@@ -1,6 +1,6 @@
-"""The registry: loads each plugin separately, collects its offers, and resolves names.
+"""The registry: loads each plugin separately, collects the specs that it offers, and resolves names.
 
-pluggy only collects the offers; the registry keeps them in dicts.
+pluggy only calls the hooks; the registry keeps the specs in dicts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvplug.transport.spec import TRANSPORTS, Kind, Spec, note_distribution
 _log = logging.getLogger(__name__)
 
 _CALLED: Final = {Kind.PIPE: "transport", Kind.QUEUE: "message queue", Kind.LOOKUP_BUFFER: "lookup buffer"}
-"""The word for a kind in messages, if it differs from the kind's value."""
+"""What messages call a kind, if that differs from its value."""
 _KEYS: Final = {Kind.PIPE: "transport", Kind.STORE: "stores", Kind.SINK: "sinks", Kind.DIRECTORY: "peers"}
-"""The config key that names an offer of a kind, if it differs from the kind's value."""
+"""The config key under which an offer of a kind is named, if it differs from the kind's value."""
 _PREFIX: Final = f"{hookspecs.PROJECT}_"
 _HOOKS: Final = ", ".join(hookspecs.OFFERED)
 _FLAGS: Final = dict.fromkeys(("", "0", "false", "no", "off"), False) | dict.fromkeys(
@@ -82,8 +82,7 @@ class Registry:
         if _FLAGS[given] and broken:
             lines = "".join(f"\n  - {each.name} ({each}): {each.reason}" for each in broken)
             raise PluginLoadError(
-                f"{len(broken)} of the plugins installed do not load, and KVPLUG_STRICT_PLUGINS is set:"
-                f"{lines}"
+                f"KVPLUG_STRICT_PLUGINS is set, and installed plugins do not load ({len(broken)}):{lines}"
             ) from broken[0].error
         return registry
 
@@ -107,7 +106,7 @@ class Registry:
 
     @property
     def failed(self) -> tuple[PluginInfo, ...]:
-        """The plugins that are broken or blocked. One of them may offer a name that is unknown here."""
+        """The plugins that are broken or blocked. A name that no plugin offers may be one of theirs."""
         return tuple(plugin for plugin in self._plugins if plugin.status is not PluginStatus.OK)
 
     def failures(self) -> tuple[str, ...]:
@@ -199,13 +198,14 @@ class Registry:
     def about_unknown(self, what: str, name: str, known: Iterable[str], kind: Kind | None = None) -> str:
         """Return the message about a name that no installed plugin offers.
 
-        It lists the nearest name, the known names, first-party packages that offer the name, and plugins that
-        did not load, or explains how a plugin is found.
+        It gives the nearest name, the known names, the first-party packages to install for the name, and the
+        plugins that did not load. If it can name neither a nearest name nor a package, it explains how
+        plugins are found.
 
         Args:
             what: the beginning of the message, such as "no command named".
             name: may be ``distribution:name``.
-            kind: the kind of the name; default: any.
+            kind: the kind of the name; ``None``: any kind.
         """
         distribution, _, bare = name.rpartition(":")
         known = sorted({*known})
@@ -220,7 +220,7 @@ class Registry:
         hint = did_you_mean(bare, known)
         how = (
             f"a plugin is found by its entry point in the group {hookspecs.PROJECT!r};"
-            " install it again after changing its pyproject.toml"
+            " reinstall it after changing its pyproject.toml"
         )
         return "\n  ".join(
             [
@@ -234,15 +234,15 @@ class Registry:
 
 
 def _loaded(found: PluginInfo, *, is_blocked: bool) -> PluginInfo:
-    """Load one plugin, completely or not at all, whatever error it raises."""
+    """Load one plugin. If it raises an error, return it as broken, without specs."""
     if is_blocked:
         return attrs.evolve(found, status=PluginStatus.BLOCKED, reason="named in KVPLUG_DISABLE_PLUGINS")
     try:
         found = attrs.evolve(found, api=check_api(found))
         return attrs.evolve(found, specs=_collected(importlib.import_module(found.module)))
     except (Exception, SystemExit) as e:
-        # A lack of descriptors is not the plugin's fault. A MemoryError may be: the parser raises it for bad
-        # source too.
+        # Running out of descriptors is not the plugin's fault. A MemoryError may be, since the parser also
+        # raises it for bad source.
         shortage = NamedExhaustion.of(e, f"loading the plugin {found.name}")
         if shortage is not None and shortage.resource == DESCRIPTORS:
             raise shortage from e
@@ -254,8 +254,8 @@ def _collected(plugin: object) -> tuple[Spec, ...]:
     """Call each hook of a plugin and return its offers.
 
     Raises:
-        PluginLoadError: a hook is unknown, is unmarked or returns a wrong type; or the plugin has no hooks or
-            offers a name twice.
+        PluginLoadError: a hook is unknown, is not marked, or returns the wrong type; or the plugin has no
+            hooks, or offers a name twice.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
@@ -270,9 +270,9 @@ def _collected(plugin: object) -> tuple[Spec, ...]:
                     raise PluginLoadError(
                         f"offers the {_CALLED.get(spec.kind, spec.kind)} {spec.name!r} twice"
                     )
-        elif not implementation.optionalhook:  # an unknown optional hook belongs to a later kvplug
+        elif not implementation.optionalhook:  # an unknown optional hook comes with a later kvplug
             raise PluginLoadError(
-                f"no hook is called {caller.name}{_meant(caller.name)} the hooks are {_HOOKS}"
+                f"there is no hook named {caller.name}{_meant(caller.name)} the hooks are {_HOOKS}"
             )
     for name, found in getattr(plugin, "__dict__", {}).items():
         is_hook = name.startswith(_PREFIX) and isinstance(found, types.FunctionType)
@@ -288,13 +288,13 @@ def _collected(plugin: object) -> tuple[Spec, ...]:
 
 
 def _meant(name: str) -> str:
-    """Return a hint with the hook closest to a misspelt name, compared without the common prefix."""
+    """Return a hint with the hook whose name is closest, compared without the common prefix."""
     found = nearest(name.removeprefix(_PREFIX), (hook.removeprefix(_PREFIX) for hook in hookspecs.OFFERED))
     return f"; did you mean {_PREFIX}{found}?" if found else ";"
 
 
 def _offered(hook: str, offered: Any) -> list[Spec]:
-    """Return a hook's result as a list. Raise PluginLoadError if it is not a list of the hook's class."""
+    """Return a hook's result as a list. Raise PluginLoadError unless it is a list of the right class."""
     wanted = hookspecs.OFFERED[hook]
     if not isinstance(offered, (list, tuple)):
         raise PluginLoadError(f"{hook} returned {shown(offered)}, not a list of {wanted.__name__}")

@@ -58,7 +58,7 @@ BROKEN = {
     "bad name": (pipe("Not A Name"), "cannot be a name"),
     "misspelt hook": (
         hook("return []", "kvplug_transport"),
-        "no hook is called kvplug_transport; did you mean kvplug_transports? the hooks are kvplug",
+        "there is no hook named kvplug_transport; did you mean kvplug_transports? the hooks are kvplug",
     ),
     "unmarked hook": (hook("return []", mark=""), "not marked with kvplug.transport.hookimpl"),
     "no hook": (HEADER, "implements no hook"),

@@ -20,16 +20,16 @@ from kvplug.transport.store.results import Usage
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _HEADER_BYTES: Final = (4096, 2 << 20)
-"""How many bytes of a page to read to find its series: enough for most headers, then for all."""
+"""How many bytes of a page to read to find its series: first enough for most headers, then for any."""
 
 
 class FolderStore(BlockingStore):
-    """Pages under keys, one file each, shared by every process that uses the folder.
+    """Keeps each page in a file named after its key. All processes that use the folder share the pages.
 
-    A page is written into a temporary file and then linked to its name. So a visible page is whole, and the
-    first page of a key stays. All processes share one budget: they evict the least recently used pages, and
-    remove the temporary files of dead writers. A subclass that moves the bytes in its own way overrides
-    :meth:`read_file` and :meth:`write_file`.
+    A page is written into a temporary file, which is then linked to the page's name. So a visible page is
+    always complete, and a later write of the same key does not replace it. All processes share one budget:
+    they evict the least recently used pages, and remove the temporary files of dead writers. A subclass that
+    moves the bytes in its own way overrides :meth:`read_file` and :meth:`write_file`.
     """
 
     is_shared = True
@@ -49,9 +49,9 @@ class FolderStore(BlockingStore):
     ) -> None:
         """
         Args:
-            path: the operator's path.
-            size: bytes that the pages may use on the disk, in whole blocks; equal in all processes.
-            layout: name of the folder inside ``path``, different for each arrangement of the files.
+            path: the path that the operator configured.
+            size: how many bytes of the disk the pages may use, in whole blocks; the same in all processes.
+            layout: the name of the folder inside ``path``, different for each arrangement of the files.
             option: the key of ``path`` in the config, for messages.
             num_threads: how many pages are read and written at the same time.
             sync: whether to wait for the disk after each page.
@@ -95,7 +95,7 @@ class FolderStore(BlockingStore):
         """Write the bytes of the buffers, one after the other, into the empty file.
 
         Raises:
-            OSError: they cannot be written. ``ENOSPC`` or ``EDQUOT`` means that the disk is full.
+            OSError: the bytes cannot be written. ``ENOSPC`` or ``EDQUOT`` means that the disk is full.
         """
         left = [part.cast("B") for part in page if part.nbytes]
         while left:
@@ -118,7 +118,7 @@ class FolderStore(BlockingStore):
         finally:
             os.close(fd)
         wanted = sum(buffer.nbytes for buffer in into)
-        # a file that became shorter is not a whole page
+        # if the file became shorter meanwhile, the page is not complete
         return status.st_size if length == min(wanted, status.st_size) else length
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -143,10 +143,10 @@ class FolderStore(BlockingStore):
             return self.sweeper.make_room_on_disk(2 * cost) and bool(self._write(key, page, cost))
 
     def _write(self, key: bytes, page: Sequence[memoryview], cost: int) -> bool | None:
-        """Return whether the page exists now; false: the budget has no room; ``None``: the disk is full."""
+        """Return true if the page exists now, false if the budget is full, ``None`` if the disk is full."""
         try:
             with self._folder.new_file(sum(part.nbytes for part in page)) as file:
-                # counted after the file was created, so that a scan finds all that the ledger counts
+                # after the file was created: a scan must be able to find whatever the ledger includes
                 if not self.sweeper.reserve(file.path, cost):
                     return False
                 made = False
@@ -156,7 +156,7 @@ class FolderStore(BlockingStore):
                         os.fsync(file.fd)
                     made = self._folder.publish(file, key)
                 finally:
-                    if not made:  # it failed, or another writer was first
+                    if not made:  # the write failed, or another writer was first
                         self._ledger.release(cost, file.remove)
                 return True
         except OSError as e:

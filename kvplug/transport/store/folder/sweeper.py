@@ -26,7 +26,7 @@ _CLOSE_S: Final = 5.0
 ASIDE_S: Final = 10.0
 """Minimum age of a temporary file before its lock is checked, since its writer locks it after creation."""
 _ASIDE_WITHOUT_LOCKS_S: Final = 3600.0
-"""Age of a temporary file from which its writer counts as dead, even if it is locked."""
+"""The writer of a temporary file older than this counts as dead, even if the file is still locked."""
 
 
 @attrs.frozen(order=True)
@@ -38,7 +38,7 @@ class _Candidate:
 
 
 class Sweeper:
-    """Makes room for pages, in one of the processes that use the folder."""
+    """Makes room for the pages that this process adds. Each process that uses the folder has one."""
 
     def __init__(self, folder: PageFolder, ledger: Ledger, budget: int, rescan_s: float) -> None:
         self._folder = folder
@@ -51,7 +51,7 @@ class Sweeper:
         """Pages that this process evicted."""
         self._candidates: deque[_Candidate] = deque()
         self._counted = threading.Event()
-        """Set once the ledger counts the existing pages."""
+        """Set once the ledger includes the pages that were in the folder at the start."""
         self._closed = threading.Event()
         self._thread = BackgroundThread(self._work, name="kvplug-folder-scan", stop=self._stop)
         self._thread.start()
@@ -68,11 +68,11 @@ class Sweeper:
     # -- room ----------------------------------------------------------------------------------
 
     def wait_until_counted(self) -> None:
-        """Wait until the ledger counts the existing pages. Returns at once unless the ledger is new."""
+        """Wait until the ledger includes the existing pages. Returns at once unless the ledger is new."""
         self._counted.wait()
 
     def reserve(self, path: str, nbytes: int) -> bool:
-        """Count ``nbytes`` for a page, whose temporary file is ``path``. Returns whether there is room.
+        """Reserve ``nbytes`` for a page. ``path`` is its temporary file. Returns whether there is room.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -82,11 +82,11 @@ class Sweeper:
         with self._lock:
             last = self._ledger.last
             scanned = not last.scanned_at or last.used_bytes > self._budget
-            if scanned:  # the ledger is new, or counts more than the budget
+            if scanned:  # the ledger is new, or its total exceeds the budget
                 self.scan(without=path)
             while not self._ledger.reserve(nbytes, self._budget):
                 if self._evict_one():
-                    scanned = False  # a scan finds more candidates if there are any
+                    scanned = False  # once the candidates run out, another scan may find more
                 elif scanned:
                     return False
                 else:
@@ -95,7 +95,7 @@ class Sweeper:
             return True
 
     def make_room_on_disk(self, nbytes: int) -> bool:
-        """Evict ``nbytes``, since the disk is full before the budget. Returns whether it removed anything."""
+        """Evict ``nbytes``: the disk became full before the budget did. Returns whether that freed any."""
         evicted = 0
         with self._lock:
             for scan_first in (False, True):
@@ -106,7 +106,7 @@ class Sweeper:
         return self._folder.remove_empty() or evicted > 0
 
     def _evict_one(self) -> int:
-        """With the lock: evict a page. Returns its bytes; 0 if no candidate is left."""
+        """Evict a page. The caller holds the lock. Returns the page's bytes, or 0 if no candidate is left."""
         candidates = self._candidates  # a scan may replace them
         while candidates and not self._closed.is_set():
             oldest = candidates.popleft()
@@ -132,7 +132,7 @@ class Sweeper:
                 self._counted.set()
                 wait_s = min(max(0.0, last + self._rescan_s - time.time()), self._rescan_s)
         except OSError:
-            self._counted.set()  # a read-only folder needs no room
+            self._counted.set()  # nothing can be added to a read-only folder
         while not self._closed.wait(wait_s):
             wait_s = self._rescan_s
             try:
@@ -154,7 +154,7 @@ class Sweeper:
         Raises:
             OSError: the folder cannot be read.
         """
-        self.scan()  # without the lock: in a large folder it takes long, and writers must evict meanwhile
+        self.scan()  # without the lock: a scan may take long, and writers must be able to evict meanwhile
         with self._lock:
             while self._ledger.last.used_bytes > self._budget and self._evict_one():
                 pass
@@ -162,11 +162,11 @@ class Sweeper:
     def scan(self, without: str = "") -> None:
         """Count all pages, find the least recently used ones, and clean up.
 
-        Temporary files are counted first, since one that goes away meanwhile has become a page. So the scan
-        finds everything that the ledger counts, except for later additions.
+        Temporary files are counted before pages. A temporary file that becomes a page during the scan is then
+        never missed. So the scan finds everything that the ledger includes, except for later additions.
 
         Args:
-            without: a temporary file that the ledger does not count yet.
+            without: a temporary file to ignore, since the ledger does not include it yet.
 
         Raises:
             OSError: the folder cannot be read.
@@ -207,7 +207,7 @@ class _ScanResult:
         self.used_bytes = 0
         self.num_pages = 0
         self._youngest_first: list[tuple[int, int, _Candidate]] = []
-        """A heap of the least recently used pages, the most recent of them on top."""
+        """A heap of the least recently used pages, with the most recently used of them on top."""
 
     def add(self, candidate: _Candidate) -> None:
         self.used_bytes += cost_of(candidate.size)

@@ -1,4 +1,4 @@
-"""Pinned host memory that pages pass through between stores and devices, and the copies."""
+"""Pinned host memory that pages pass through between stores and devices, and the copies to and from it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _ALIGN: Final = 16
 class PinnedMemory:
     """One piece of pinned memory, handed out in blocks. It is allocated once, since allocation is slow.
 
-    Requests that wait are served in order, and before requests that do not wait. No copy of a block may be
-    under way when the block is given back, since it may be handed out again at once.
+    Requests that wait are served in order, and before requests that do not wait. Copies to or from a block
+    must end before the block is given back, since it may be handed out again at once.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -41,7 +41,7 @@ class PinnedMemory:
         self._free: list[tuple[int, int]] = []
         """The beginning and end of each free block, in order."""
         self._shares: dict[int, int] = {}
-        """For each shared block, by its beginning, how many users have not given it back."""
+        """By the beginning of each shared block, the number of users that have not given it back."""
         self._waiting: deque[JobTask] = deque()
         self._users: weakref.WeakSet[PinnedMemory.User] = weakref.WeakSet()
 
@@ -52,7 +52,7 @@ class PinnedMemory:
             """Called when there may be free memory. Must not block."""
 
     def prepare(self, device: torch.device, user: PinnedMemory.User) -> None:
-        """Allocate the memory, unless this was done before, and call ``user`` when memory becomes free.
+        """Allocate the memory on the first call. From now on, notify ``user`` when memory may be free.
 
         Raises:
             RuntimeError: the device's driver cannot allocate it.
@@ -94,7 +94,7 @@ class PinnedMemory:
         return None
 
     def share(self, part: Tensor, num_users: int) -> None:
-        """Share a block: it is free once ``num_users`` users have given it back."""
+        """Share a block: it becomes free once ``num_users`` users have given it back."""
         with self._lock:
             self._shares[part.storage_offset()] = num_users
 
@@ -116,7 +116,7 @@ class PinnedMemory:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the waiters, since memory was given back or the job of one has ended."""
+        """Wake the waiters: memory was given back, or the job of a waiter has ended."""
         with self._lock:
             self._changed.notify_all()
         self._call_users()
@@ -131,16 +131,17 @@ class PinnedMemory:
 class StagedPages(PageMemory):
     """Pages in one piece of host memory: layer after layer, part after part, page after page.
 
-    This order lets one copy move a layer of all pages to or from a device, where each part is one tensor. In
-    a store a page is one piece; the store reorders it when it copies it into this memory or out of it.
+    In this order, one layer of all pages is contiguous, so a single copy moves it to or from a device. In a
+    store, each page is contiguous instead: the store reorders the bytes when it copies a page into this
+    memory or out of it.
     """
 
     def __init__(self, form: PageFormat, count: int, memory: Tensor, pages: range | None = None) -> None:
         """
         Args:
-            count: how many pages are in the memory.
-            memory: :meth:`nbytes_of` bytes, uninitialised.
-            pages: which of them this object contains; by default all.
+            count: how many pages the memory holds.
+            memory: uninitialised memory of :meth:`nbytes_of` bytes.
+            pages: the pages in the memory that this object contains; by default all.
         """
         self.format = form
         self.memory = memory
@@ -150,7 +151,7 @@ class StagedPages(PageMemory):
 
     @staticmethod
     def nbytes_of(form: PageFormat, count: int) -> int:
-        """Return the bytes of memory that ``count`` pages need."""
+        """Return how many bytes of memory ``count`` pages need."""
         return form.num_layers * _starts(form, count)[-1]
 
     @classmethod
@@ -169,15 +170,15 @@ class StagedPages(PageMemory):
         return StagedPages(self.format, self.count, self.memory, pages)
 
     def layer(self, layer: int) -> Tensor:
-        """Return the bytes of one layer of all pages."""
+        """Return one layer of all pages, as a view of the memory."""
         return self.memory[layer * self._step : (layer + 1) * self._step]
 
     def parts_of(self, layer: Tensor) -> list[Tensor]:
-        """Return the bytes of each part of all pages from a tensor with one layer of them."""
+        """Split ``layer``, a tensor with one layer of all pages, into its parts."""
         return [self.part(layer, part, range(self.count)) for part in range(len(self.format.parts))]
 
     def part(self, layer: Tensor, part: int, pages: range) -> Tensor:
-        """Return the bytes of one part of consecutive pages from a tensor with one layer of all pages."""
+        """Return one part of some consecutive pages, as a view of a tensor with one layer of all pages."""
         begin, nbytes = self._starts[part], self.format.spans[part][1]
         return layer[begin + pages.start * nbytes : begin + pages.stop * nbytes]
 
@@ -192,7 +193,7 @@ class StagedPages(PageMemory):
 
 
 def _starts(form: PageFormat, count: int) -> list[int]:
-    """Return where the parts of a layer of all pages begin, and where the layer ends."""
+    """Return the offsets in a layer of all pages at which its parts begin, and its length."""
     sizes = (-(-count * nbytes // _ALIGN) * _ALIGN for _, nbytes in form.spans)
     return list(accumulate(sizes, initial=0))
 
@@ -205,10 +206,10 @@ def queue_scatter(
     runs: Sequence[range],
     stream: Any,
 ) -> None:
-    """Queue copies of these layers of staged pages into the cache.
+    """Queue copies of some layers of staged pages into the cache.
 
     Args:
-        first: the number of the first staged page in ``blocks``.
+        first: the index in ``blocks`` of the first staged page.
         runs: the staged pages to copy.
         stream: a stream on the cache's device.
     """
@@ -224,12 +225,14 @@ def queue_scatter(
 def queue_gather(
     staged: StagedPages, sources: Sequence[tuple[PageBlocks, range]], scratch: Tensor, stream: Any
 ) -> None:
-    """Queue copies from caches into all staged pages: for each layer one operation that gathers it on the
-    device, if the caches allow it, and one that copies it to the host.
+    """Queue copies from a cache into all staged pages.
+
+    Each layer is gathered in ``scratch`` on the device, in one operation if the cache allows it, and then
+    copied to the host in one operation.
 
     Args:
-        sources: pages of several sequences in one cache, in the order of the staged pages.
-        scratch: memory on the device for one layer of all pages, used by this stream only.
+        sources: the pages to copy, in the order of the staged pages. They may belong to several sequences.
+        scratch: memory on the device for one layer of all pages. Only this stream may use it.
     """
     with on_stream(stream):
         gather = gatherer(sources)
