@@ -122,7 +122,7 @@ def _each_one(check_one: Any) -> Any:
         if faults:
             raise ConfigError(*faults)
         if len(set(values)) != len(values):
-            raise ValueError("allowed is each once")
+            raise ValueError("each may be given only once")
 
     return check
 

@@ -1,7 +1,8 @@
-# What this door shows, and from where: for type checkers, and read by kvplug.door. By what an author writes.
+# The public names of this package and the modules that define them. Read by type checkers and kvplug.door.
+# Grouped by what an author writes.
 # ruff: noqa: I001
 
-# Offer anything: the hook, specs, options, what is claimed, and the errors and times that all kinds share.
+# Offer anything: the hook, specs, options, capabilities, and the errors and timeouts that all kinds share.
 from kvplug.config.options import (
     option as option,
 )
@@ -42,7 +43,7 @@ from kvplug.transport.store.results import (
     Usage as Usage,
 )
 
-# Write a store with jobs of its own.
+# Write a store that runs its jobs itself.
 from kvplug.transport.store.copy import (
     PageCopy as PageCopy,
 )
@@ -133,7 +134,7 @@ from kvplug.transport.directory import (
     Directory as Directory,
 )
 
-# Find and reach other processes: addresses, proven connections, and whether a peer lives.
+# Connect to other processes: addresses, authenticated connections, and whether a peer is alive.
 from kvplug.config.addresses import (
     Address as Address,
 )
@@ -165,7 +166,7 @@ from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
 )
 
-# Run: threads, forks, descriptors, memory, streams, and what runs out.
+# Run: threads, forks, descriptors, memory, streams, and exhausted resources.
 from kvplug.net.exhaustion import (
     NamedExhaustion as NamedExhaustion,
 )

@@ -241,7 +241,7 @@ class MessageQueue(abc.ABC):
         Raises:
             TimeoutError: no value arrived in time.
             CancelledError: ``cancel`` was set.
-            UnsupportedError: the next message is a raw chunk (which stays), or this is the writer's end.
+            UnsupportedError: the next message is a raw chunk (it stays unread), or this is the writer's end.
             PeerGoneError: the writer has ended, and all its messages were received.
             TransportError: messages were lost; the error says how many.
             ClosedError, BusyError: as the law says.
@@ -278,7 +278,7 @@ class MessageQueue(abc.ABC):
         :meth:`close` can crash the process. Copy (``clone``) within the block whatever must survive it.
 
         Raises:
-            UnsupportedError: the next message is a value (which stays), or this is the writer's end.
+            UnsupportedError: the next message is a value (it stays unread), or this is the writer's end.
             The rest as :meth:`dequeue`.
         """
 

@@ -85,7 +85,7 @@ class MessageLimit:
     >>> limit.check(1000, "pid 7")
     >>> limit.check(1001, "pid 7")
     Traceback (most recent call last):
-    kvplug.errors.CapacityError: the next message of pid 7, which stays, has 1001 bytes, and...
+    kvplug.errors.CapacityError: the next message of pid 7 remains unreceived, since it has 1001 bytes, but...
     """
 
     def __init__(self, most: int | None = None, *, device: str = "cpu") -> None:
@@ -108,15 +108,14 @@ class MessageLimit:
 
     def check(self, nbytes: int, peer: str) -> None:
         """Raises CapacityError: the next message of ``peer`` is too large; it stays unreceived."""
-        self.check_size(nbytes, f"the next message of {peer}, which stays,")
+        self.check_size(nbytes, f"the next message of {peer} remains unreceived, since it")
 
     def check_size(self, nbytes: int, what: str) -> None:
         """Raises CapacityError: ``what``, announced by a peer, exceeds the limit, which the error names."""
         if self._most is not None:
             if nbytes > self._most:
                 raise CapacityError(
-                    f"{what} has {nbytes} bytes, and memory is taken for at most {self._most}"
-                    " (max_message_bytes)"
+                    f"{what} has {nbytes} bytes, but may have at most {self._most} (max_message_bytes)"
                 )
         elif self._on_host and nbytes > _ALWAYS_BYTES and nbytes > (limit := memory_limit()):
             raise CapacityError(f"{what} has {nbytes} bytes, and this process can have at most {limit}")

@@ -92,7 +92,7 @@ _TEXTS: dict[tuple[Refusal, str], tuple[str, str]] = {
         "it could not read our first message; install the same kvplug on both ends",
     ),
     (Refusal.PURPOSE, ""): (
-        "it came for another purpose",
+        "it connected for another purpose",
         "it serves another purpose than {purpose!r}; check that the address is the right one",
     ),
     (Refusal.CREDENTIALS, "needs a secret"): (
@@ -172,7 +172,7 @@ def admit(purpose: str, mode: Mode, key: bytes, identity: bytes, binding: bytes 
     if theirs != mode:
         raise RefusedError(Refusal.CREDENTIALS, "needs a secret" if mode is Mode.SECRET else "has no secret")
     if not hmac.compare_digest(digest, _digest(purpose.encode())):
-        raise RefusedError(Refusal.PURPOSE, text=f"it came for another purpose than {purpose!r}")
+        raise RefusedError(Refusal.PURPOSE, text=f"it connected for another purpose than {purpose!r}")
     answer = _REPLY.pack(MAGIC, VERSION, 0, 0, os.urandom(NONCE_SIZE))
     proof = yield answer, PROOF_SIZE
     if not hmac.compare_digest(proof, prove(key, "client", mode, opening, answer, binding)):

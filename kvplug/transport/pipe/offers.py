@@ -799,7 +799,7 @@ class OfferPipe(DuplexPipe):
         except ClosedError:
             pass
         except WireError as e:
-            self._fail(f"the peer sent what cannot be: {e}")
+            self._fail(f"the peer sent an invalid value: {e}")
         except KvplugError as e:
             self._fail(str(e))
         except BaseException as e:  # a callback may raise SystemExit, which would end the thread silently
@@ -809,7 +809,7 @@ class OfferPipe(DuplexPipe):
             try:
                 self._give_back()
             except KvplugError as e:
-                self._logger.warning("%r: not everything was given back: %s", self, e)
+                self._logger.warning("%r: could not release all resources: %s", self, e)
             finally:
                 self.channel.close()
                 self._close_descriptors()

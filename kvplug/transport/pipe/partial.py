@@ -57,7 +57,7 @@ class PartialMessage:
         """Check that the message can be received into ``out``; ``None`` stands for new memory.
 
         Raises:
-            TensorMismatchError: ``out`` does not fit the message, which stays.
+            TensorMismatchError: ``out`` does not fit the message, which remains unreceived.
             UnsupportedError: ``out`` is not a dense tensor in CPU memory.
         """
         if out is None:

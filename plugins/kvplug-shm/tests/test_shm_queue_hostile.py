@@ -207,7 +207,7 @@ def test_a_message_larger_than_all_memory_is_refused_before_any_is_taken(queue: 
     for entry in ((0, 1, 0, 1 << 44, 0), (0, 1, 0, head, 1 << 44)):
         ring.put(*entry)
         for _ in range(2):
-            with pytest.raises(CapacityError, match="which stays, has 17592186044"):
+            with pytest.raises(CapacityError, match="remains unreceived, since it has 17592186044"):
                 reader.dequeue(timeout=5)
     ring.put(0, 1, 0, head, 0)
     assert reader.dequeue(timeout=5) == "value"

@@ -1,4 +1,4 @@
-# What this package shows, and from where: for type checkers, and read by kvplug.door.
+# The public names of this package and the modules that define them. Read by type checkers and kvplug.door.
 
 from kvplug_testing.checks import (
     check_communicator as check_communicator,

@@ -141,7 +141,7 @@ class ShmReader(ShmEnd):
                 if nbytes > _LARGE:
                     # Memory that its writer has not used takes no room, and may be larger than all there is.
                     MessageLimit().check_size(
-                        nbytes, f"the next message of {self._source.writer}, which stays,"
+                        nbytes, f"the next message of {self._source.writer} remains unreceived, since it"
                     )
                 if body.nbytes:
                     value = decode_out_of_band(

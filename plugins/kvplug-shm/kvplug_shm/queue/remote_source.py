@@ -220,7 +220,7 @@ class RemoteSource:
             raise WireError(f"a message of {nbytes} bytes was announced; at most {self._most} are accepted")
         MessageLimit().check_size(
             self._arrived_bytes - self._read_bytes + nbytes,
-            "what has arrived and was not read, with the next message,",
+            "the total of the unread messages and the next one",
         )
         if nbytes < POOLED_FROM:
             memory = memoryview(bytearray(nbytes))
