@@ -19,8 +19,8 @@ dimension of the tensor, of size 2 * head_size, with the keys first. ``BHTKD`` i
 A layout is derived from the engine's own statements and from strides, never from a shape: with 16 heads and
 16 tokens in a block, NHD and HND have the same shape.
 
-**The inside of a block.** Some attention kernels keep keys in an order of their own, transposed or in tiles,
-which the shape does not show. An engine that does not know the order inside its blocks names their
+**The inside of a block.** Some attention kernels store keys in their own order, transposed or in tiles, which
+the shape does not show. An engine that does not know the order inside its blocks names their
 ``block_format``. Such blocks are only moved whole, between caches of the same format.
 
 **Copies.** A copy takes at most three operations for keys and three for values: the part of the first block,
@@ -28,8 +28,9 @@ all whole blocks at once, and the part of the last block. For every layout, ``as
 cache as [block, token, head, element] at no cost.
 
 **Pages.** If the axes fully describe a cache, its pages have the same format for every layout: keys, then
-values, each [tokens, heads, head size], or one latent if there are no values. So engines with different
-layouts and block sizes share pages. Only the same kernel can read pages of blocks in a kernel's own order.
+values, each [tokens, heads, head size]; for latent attention, one latent vector per token. So engines with
+different layouts and block sizes share pages. A page of blocks in a kernel's own order can only be read by an
+engine with the same kernel.
 
 The arithmetic does not need torch; ``Tensor`` is ``torch.Tensor``.
 """
@@ -68,9 +69,9 @@ def dimensions(axes: str) -> tuple[str, ...]:
     """
     unknown = sorted(set(axes) - set(LETTERS))
     if unknown or not axes:
-        raise LayoutError(f"{axes!r} is not an axis string: its letters are some of {LETTERS}, not {unknown}")
+        raise LayoutError(f"{axes!r} is not an axis string: expected letters of {LETTERS}, got {unknown}")
     if len(set(axes)) != len(axes):
-        raise LayoutError(f"{axes!r} is not an axis string: a letter comes twice")
+        raise LayoutError(f"{axes!r} is not an axis string: it repeats a letter")
     before, packed, after = axes.partition("KD")
     return (*before, *((packed,) if packed else ()), *after)
 
@@ -84,8 +85,8 @@ def _ordered(sizes: Mapping[str, int] | tuple[tuple[str, int], ...]) -> tuple[tu
 class KVLayout:
     """How one tensor of a paged KV cache lies in memory.
 
-    ``KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})``. The number of blocks (``B``) may be left out if it may
-    vary between tensors. ``K`` is always 2 and may be left out.
+    ``KVLayout("BHTKD", {"T": 16, "H": 3, "D": 64})``. Leave out the number of blocks (``B``) if tensors may
+    differ in it. ``K`` is always 2 and may be left out.
 
     >>> layout = KVLayout("BHTKD", {"B": 1000, "T": 16, "H": 3, "D": 64})
     >>> layout.shape
@@ -129,9 +130,9 @@ class KVLayout:
                 raise LayoutError(f"the size of axis {letter} must be a positive integer, got {size!r}")
         if sizes.get("K", 2) != 2:
             raise LayoutError(f"axis K is a key and a value: its size is 2, not {sizes['K']}")
-        unsaid = [letter for letter in self.axes if letter not in sizes and letter != "B"]
-        if unsaid:
-            raise LayoutError(f"layout {self.axes!r} needs the sizes of {', '.join(unsaid)} too")
+        lacking = [letter for letter in self.axes if letter not in sizes and letter != "B"]
+        if lacking:
+            raise LayoutError(f"layout {self.axes!r} needs the sizes of {', '.join(lacking)} too")
         object.__setattr__(self, "_sizes", _ordered(sizes))
 
     # -- properties ----------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class KVLayout:
     # -- checking ------------------------------------------------------------------------------
 
     def check_range(self, start: int, end: int) -> None:
-        """Check that tokens ``start`` to ``end`` (exclusive) of a sequence can be moved without the others.
+        """Check that tokens ``start`` to ``end`` (exclusive) of a sequence can be moved without other tokens.
 
         Raises:
             LayoutError: the range begins or ends inside a block that only its kernel can read.
@@ -222,8 +223,8 @@ class KVLayout:
                 in_memory = "".join(name for name, *_ in sorted(named, key=lambda dim: -dim[2]))
                 raise LayoutError(
                     f"axis {name}: layout {self.axes!r} expects a stride of more than {room} elements, got"
-                    f" {stride} (memory order {in_memory}); give the layout of the memory, and a tensor"
-                    " permuted to match it, whose elements do not share memory"
+                    f" {stride} (memory order {in_memory}); permute the tensor, and order the layout's axes,"
+                    " by decreasing stride; elements must not share memory"
                 )
             room += (size - 1) * stride
 
@@ -376,7 +377,7 @@ class KVLayout:
         """Return the number of tokens in a page of a cache with this layout.
 
         Args:
-            wanted: the number that the operator sets; ``None``: 16, rounded up to whole blocks if blocks
+            wanted: the number that the operator sets. The default is 16, rounded up to whole blocks if blocks
                 cannot be divided.
 
         Raises:
@@ -413,7 +414,7 @@ class KVLayout:
                 )
                 for name in names
             ),
-            # Such blocks keep their order only in a cache of the same layout and block size.
+            # A kernel's own order also depends on the layout and the block size.
             block_format=f"{self.block_format}, {self.axes}, {self.block_size}" if own_order else "",
         )
 

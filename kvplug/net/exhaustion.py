@@ -74,7 +74,7 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     If an error in the block, or one of its causes, reports that a resource ran out, a
     :class:`ResourceExhaustedError` is raised from it. Any other error passes unchanged by default. If
-    ``error`` is given, it replaces errors of the kinds in ``of``; its text is ``doing`` and the reason.
+    ``error`` is given, it replaces errors of the classes in ``of``; its text is ``doing`` and the reason.
     Several threads may enter one object at once, and it can decorate a function.
 
     >>> with NamedExhaustion("connecting a pipe"):
@@ -113,11 +113,11 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def of(error: BaseException, doing: str = "") -> ResourceExhaustedError | None:
-        """Return a :class:`ResourceExhaustedError` if ``error`` or one of its causes reports one, else
-        ``None``.
+        """Return a :class:`ResourceExhaustedError` if ``error`` or one of its causes reports that a resource
+        ran out, else ``None``.
 
-        Returns ``error`` itself if it is one already. Otherwise ``doing``, such as "connecting a pipe",
-        begins the new error's text.
+        If ``error`` is already a :class:`ResourceExhaustedError`, returns ``error`` itself. Otherwise the new
+        error's text begins with ``doing``, such as "connecting a pipe".
 
         >>> NamedExhaustion.of(OSError(errno.EMFILE, "Too many open files"), "connecting a pipe")
         ResourceExhaustedError('connecting a pipe: there is no free descriptor (Too many ...')
@@ -143,8 +143,8 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def check(error: BaseException, doing: str) -> None:
-        """Raise if ``error`` reports that a resource ran out. Code that catches an error calls this before it
-        raises another error instead.
+        """Raise if ``error`` reports that a resource ran out. Code that replaces a caught error with another
+        one calls this first.
 
         Raises:
             ResourceExhaustedError: the error that :meth:`of` returns.
@@ -157,8 +157,8 @@ class NamedExhaustion(contextlib.ContextDecorator):
 
     @staticmethod
     def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
-        """Check that this many descriptors and threads are available. Call this before a library, such as
-        UCX, that ends the process when it lacks one.
+        """Check that this many descriptors and threads are available. Call this before calling a library that
+        ends the process if it cannot get one, such as UCX.
 
         Raises:
             ResourceExhaustedError: they are not available.

@@ -504,7 +504,7 @@ def test_an_address_is_a_problem_if_another_program_holds_it_and_a_note_if_an_en
     host = f"unix:@kvplug-doctor-held-{os.getpid()}"
     with an_engine(fork_server, listen=f"{host}-0"):
         found = doctor(fork_server, config={"host": host})
-    assert_named(found, "note host: if that is the engine of this config")
+    assert_named(found, "note host: this is fine if the engine of this config")
     assert not [each for each in found if each["verdict"] == "problem"]
 
 

@@ -70,7 +70,7 @@ def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no
     [
         ("", {}, "not an axis string"),
         ("KBTHX", {}, "'X'"),
-        ("KBTHDD", {}, "comes twice"),
+        ("KBTHDD", {}, "repeats a letter"),
         ("KBHD", {"H": 1, "D": 1}, "lacks T"),
         ("KBTD", {"T": 1, "D": 1}, "only one of them"),
         ("KBTHD", {"T": 1, "D": 1}, "needs the sizes of H"),

@@ -37,7 +37,7 @@ from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
 
 TIMEOUT_S: Final = 30.0
-"""The default limit on an examination's total wait for others."""
+"""The default limit on the time that an examination waits for other programs, in total."""
 _PEER_S: Final = 5.0
 """The time limit for each of the config's peers."""
 _LISTENER_S: Final = 2.0
@@ -58,7 +58,8 @@ def diagnose(
         facts: facts about this side's engine, as :func:`~kvplug.assembly.doctor.facts.read_facts` makes them;
             missing facts are assumed to equal the peer's.
         write: put a test page into each store, and remove it.
-        timeout_s: limits the total wait for others. Plugin code that does not return is abandoned.
+        timeout_s: limits the time spent waiting for other programs, in total. Plugin code that does not
+            return is abandoned.
     """
     facts = facts or {}
     host = facts_of(config)
@@ -143,14 +144,14 @@ def _of_address(examination: Examination) -> Iterator[Finding]:
 
 
 def _in_use(what: str, address: str, resolved: ResolvedConfig) -> Finding:
-    """Check whether an engine with these credentials, perhaps that of this config, uses the address."""
+    """Judge an address in use: a note if an engine with these credentials listens there, else a problem."""
     change = "port_offset = 100    (for a second engine on this host)"
     try:
         Connection.dial(address, resolved.credentials, CONTROL, _LISTENER_S).close()
     except KvplugError as e:
         why = "an engine with this config cannot start while another program listens there"
         return problem("host", what, why, str(e), change=f"port: a free one; or {change}")
-    why = "if that is the engine of this config, this is fine: `--peer` examines it"
+    why = "this is fine if the engine of this config listens there: `--peer` examines it"
     return note("host", what, why, change=change)
 
 
@@ -185,7 +186,7 @@ def _of_own_pipe(examination: Examination) -> Iterator[Finding]:
     except TimeoutError as e:
         yield note("pipe", "no pipe was tried here: the doctor ran out of time", str(e), change=LATE)
     except KvplugError as e:
-        yield from_error("pipe", e, 'transport = "auto"', "no pipe within this host: ")
+        yield from_error("pipe", e, 'transport = "auto"', "no pipe works within this host: ")
 
 
 def serve_doctors(config: Config, registry: Registry, facts: Facts | None = None) -> LinkServer[ControlLink]:

@@ -51,9 +51,9 @@ from kvplug.transport.store.store import Store
 T = TypeVar("T")
 
 THREAD: Final = "kvplug-doctor"
-"""The name of threads that run plugin code."""
+"""The name of the threads that run plugin code."""
 LATE: Final = "--timeout 60"
-"""The remedy if the time ran out before everything was tried."""
+"""What to change if the time ran out before everything was tried."""
 _PAGE_BYTES: Final = 4096
 _MOST_S: Final = 5.0
 _LEAST_S: Final = 0.2
@@ -115,7 +115,7 @@ def of_directory(examination: Examination) -> Iterator[Finding]:
             f"the directory {name!r} does not answer",
             text_of(e),
             "this engine finds no other engines, so it loads nothing from them",
-            change="peers: the address of the directory; or start what listens there",
+            change="peers: the address of the directory; or start the server at this address",
         )
     else:
         yield ok("peers", f"the directory {name!r} answers; announced workers: {count}")
@@ -179,8 +179,8 @@ def _in_its_folder(examination: Examination, spec: StoreSpec, folder: Path) -> I
             "stores",
             f"{spec.name}: {at} cannot be written: {e.strerror}",
             f"user {user} runs this; user {status.st_uid} owns the folder, mode {status.st_mode & 0o777:o}",
-            "pages are not kept there",
-            change=f"chown {user} {at}    (or {option} = ..., another folder; or mount it for writing)",
+            "no pages are kept there",
+            change=f"chown {user} {at}    (or {option} = ..., another folder; or mount it read-write)",
         )
 
 
@@ -191,7 +191,7 @@ def _of_room(name: str, budget: object, at: Path) -> Finding:
     return judged(
         "stores",
         f"{name}: {bytes_in_words(free)} of {bytes_in_words(total)} are free at {at}",
-        "the disk is full, or smaller than the budget: pages are not kept",
+        "the disk is full, or smaller than the budget, so pages are not kept",
         change=f"options.{name}.path = ...    (another folder), or less in options.{name}.size",
         wrong=free < _FREE_NEEDED,
         doubtful=isinstance(budget, int) and budget > total,
@@ -225,13 +225,13 @@ def _tried(examination: Examination, spec: StoreSpec) -> Iterator[Finding]:
         usage = _attempt(use, seconds + 1.0, stop)
     except Exception as e:
         why = e.faults if isinstance(e, ConfigError) else (text_of(e),)
-        consequence = "every load from it is a miss, and nothing is kept in it"
+        consequence = "every load from it is a miss, and it keeps no pages"
         change = _change_for(e, name, resolved.options_of(spec))
         yield problem("stores", f"{name}: the store does not work", *why, consequence, change=change)
         return
     budget, tried = usage.budget_bytes, "; a page was put, got and removed" if examination.write else ""
-    limit = "no limit of its own" if budget is None else bytes_in_words(budget)
-    yield ok("stores", f"{name}: it answers; {usage.num_pages} pages, budget {limit}{tried}")
+    limit = "none" if budget is None else bytes_in_words(budget)
+    yield ok("stores", f"{name}: it answers; {usage.num_pages} pages, budget: {limit}{tried}")
     nbytes = token_bytes(examination.facts)
     if budget is not None and nbytes is not None:
         prompt = _PROMPT_TOKENS * nbytes
@@ -258,21 +258,21 @@ def _use(cache: PageCache, name: str, seconds: float, *, write: bool) -> None:
     request = [FlatPage(key=key, view=memoryview(got))]
     (miss,) = cache.get(request).wait(seconds)
     if miss not in (None, MissReason.ABSENT):
-        raise TransportError(f"a page was requested, and the answer was {miss.value!r}")
+        raise TransportError(f"a get of an absent page returned {miss.value!r}")
     if not write:
         return
     (refused,) = cache.put([FlatPage(key=key, view=memoryview(put))]).wait(seconds)
     try:
         if refused is not None:
-            change = f"options.{name}: who may write there"
+            change = f"options.{name}, or the permission to write to the store"
             if refused in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
                 change = f"options.{name}.size, or the limit of the server behind it (maxmemory of Redis)"
             raise TransportError(f"a page was not kept: {refused.value}", change=change)
         (miss,) = cache.get(request).wait(seconds)
         if miss is not None:
-            raise TransportError(f"a page was put, but getting it answers {miss.value!r}")
+            raise TransportError(f"a page was put, but a get of it returned {miss.value!r}")
         if got != put:
-            raise TransportError("a page that was put came back with other bytes")
+            raise TransportError("a get returned different bytes from those that were put")
     finally:
         cache.remove([key]).wait(seconds)
 
@@ -286,5 +286,5 @@ def _change_for(error: Exception, name: str, options: object) -> str:
     if isinstance(error, KvplugError) and error.change:
         return error.change
     place = next((f"options.{name}.{key}" for key in _PLACES if hasattr(options, key)), "")
-    where = f"{place}, or what listens there" if place else f"[options.{name}]"
+    where = f"{place}, or the server at this address" if place else f"[options.{name}]"
     return f"{where}    (`kvplug list --options {name}` shows all options)"

@@ -23,10 +23,10 @@ CHOSEN: Mapping[str, Kind] = {
     "lookup_buffer": Kind.LOOKUP_BUFFER,
     "communicator": Kind.COMMUNICATOR,
 }
-"""The config keys that name one plugin's offer, and the kind of that offer."""
+"""The config keys whose value is one name from a plugin, and what kind of thing has that name."""
 
 NAMED: Mapping[str, Kind] = {"stores": Kind.STORE, "sinks": Kind.SINK}
-"""The config keys that list such names."""
+"""The config keys whose value is a list of such names."""
 
 CHECKED = ("peers", "integrity", "role", "thread_cpus")
 """The other config keys that can only be checked with the plugins or on this host."""
@@ -59,7 +59,7 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
             if (before := seen.setdefault(id(spec), name)) != name:
                 faults.append(f"{key}: {before!r} and {name!r} are the same {kind}; name it once")
             if spec.name not in options:
-                faults += _spec_faults(registry, spec, options)  # an option may be required
+                faults += _spec_faults(registry, spec, options)  # faults if an option is required
     for peer in names.get("peers", ()):
         if (directory := directory_of(peer)) is not None:
             try:
@@ -83,12 +83,12 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
         faults += (fault for spec in specs for fault in _spec_faults(registry, spec, options))
         if not specs:
             hint = did_you_mean(name, {spec.name for spec in able})
-            faults.append(f"options.{name}: nothing of that name is installed{hint}")
-    return tuple(dict.fromkeys(faults))  # specs of one name may share an options class and so its faults
+            faults.append(f"options.{name}: nothing with that name is installed{hint}")
+    return tuple(dict.fromkeys(faults))  # specs that share an options class repeat its faults
 
 
 def _directory_faults(registry: Registry, spec: Any, url: str, options: Tables) -> tuple[str, ...]:
-    """Return the faults of a directory's options, or if there are none, of its URL.
+    """Return the faults of a directory's options. If it has none, return the faults of its URL.
 
     The directory's factory checks the URL without connecting.
 
@@ -98,7 +98,7 @@ def _directory_faults(registry: Registry, spec: Any, url: str, options: Tables) 
     try:
         filled = options_of(registry, spec, options)
     except ConfigError as e:
-        return e.faults if spec.name not in options else ()  # its table is checked elsewhere
+        return e.faults if spec.name not in options else ()  # name_faults() checks its table
     if not spec.run_probe().viable:
         return ()
     try:

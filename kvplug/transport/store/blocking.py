@@ -38,14 +38,14 @@ class BlockingStore(abc.ABC):
     class PageError(TransportError):
         """One page could not be read or written. The store still counts as reachable.
 
-        Lookups report a page that cannot be read as absent until a put has replaced it. The reasons
-        ``TIMEOUT``, ``CANCELLED``, ``CLOSED`` and ``NO_MEMORY`` do not concern the page, so lookups still
-        report it."""
+        After an error of a read, lookups report the page as absent until a put has replaced it. The reasons
+        ``TIMEOUT``, ``CANCELLED``, ``CLOSED`` and ``NO_MEMORY`` are exceptions: they are not faults of the
+        page, and do not change what lookups report."""
 
         def __init__(self, reason: MissReason, message: str = "") -> None:
             super().__init__(message or reason.value)
             self.reason = reason
-            """The page's result."""
+            """Why the page is a miss, or was not kept."""
 
     Context: TypeAlias = Store.Context
     """The argument of the store's factory."""
@@ -70,11 +70,11 @@ class BlockingStore(abc.ABC):
     def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Whether each key (32 bytes) has a whole page. Called once for a whole prompt.
 
-        If it raises although the store can be reached, it is called again for subsets of the keys."""
+        If it raises an error while the store can be reached, it is called again for subsets of the keys."""
 
     @abc.abstractmethod
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """Fill the buffers, one after the other, with the page's bytes, starting at the first.
+        """Fill the buffers in order with the page's bytes, from its first byte on.
 
         Returns the length of the whole page in bytes, which may be more or less than the buffers hold, or
         ``None`` if the store does not have the page.

@@ -32,7 +32,7 @@ class _Library(NamedTuple):
     hash: int
     """Address of xxhash's XXH3_64bits."""
     stream: array[int]
-    """``struct hash_stream`` of pages.c: the same hash, for data that comes in pieces."""
+    """``struct hash_stream`` of pages.c: addresses of the functions that hash data in pieces."""
 
 
 @functools.cache  # does not cache exceptions
@@ -60,14 +60,15 @@ def _loaded() -> _Library:
     source = functions.kvplug_pages_source
     source.restype = ctypes.c_uint32
     if source() != zlib.crc32(_SOURCE.read_bytes()):
-        raise ImportError("it was built from another pages.c")
-    # xxhash's module exports functions of the C library. Samples show that this one equals the Python one.
+        raise ImportError("it was built from a different pages.c")
+    # xxhash's extension module exports the C functions that it was built with. Check on samples that the C
+    # function gives the same hashes as the Python function.
     hashes = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     hash_of = hashes.XXH3_64bits
     hash_of.restype, hash_of.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
     for sample in (b"", b"kvplug", bytes(range(256)) * 17):
         if hash_of(sample, len(sample)) != xxhash.xxh3_64_intdigest(sample):
-            raise ImportError("xxhash's XXH3_64bits is another function than its Python one")
+            raise ImportError("xxhash's C function XXH3_64bits disagrees with its Python function")
     move, move_locked = functions.kvplug_pages_move, ctypes.PyDLL(str(_FILE)).kvplug_pages_move
     for each in (move, move_locked):
         each.restype = ctypes.c_int

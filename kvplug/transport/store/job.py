@@ -25,10 +25,10 @@ class Job(Generic[T]):
     store is a result (a miss with its reason), never an exception.
 
     A job that has ended is *done*: its results are final. It is *settled* when the store no longer touches
-    the caller's memory, for most stores at the same moment. Where a deadline cannot stop a copy that is under
-    way (another process, a device or a library performs it), the job is done first and settled later, and the
-    caller must not reuse the memory in between. A caller that cannot wait until then calls :meth:`take_back`.
-    A put may settle before it is done.
+    the caller's memory. With most stores both happen at the same moment. If a deadline cannot stop a copy
+    that is under way, since another process, a device or a library performs it, the job is done first and
+    settled later, and the caller must not reuse the memory in between. A caller that cannot wait until then
+    calls :meth:`take_back`. A put may settle before it is done.
 
     Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers use the other methods.
     """
@@ -50,7 +50,7 @@ class Job(Generic[T]):
         self.count = count
         """Number of keys."""
         self.deadline = deadline
-        """When the store gives up the pages that have not arrived."""
+        """When the store stops waiting for the pages that have not arrived."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None
@@ -87,11 +87,11 @@ class Job(Generic[T]):
             results = self._results
         if results is None:
             raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
-        ExitGuard.hold()  # at exit the store ends its jobs, which the program does not expect
+        ExitGuard.hold()  # at exit kvplug ends the job; this thread must not return to the program
         return results
 
     def wait_settled(self, timeout: Timeout = None) -> bool:
-        """Return whether the job has settled in time."""
+        """Wait until the job is settled. Returns whether it settled in time."""
         with self._lock:
             return self._changed.wait_for(lambda: self._settled, Deadline.after(timeout).remaining())
 
@@ -107,9 +107,8 @@ class Job(Generic[T]):
             cancel()
 
     def take_back(self, timeout: Timeout = None) -> bool:
-        """Give up the pages that the store has not begun to copy, so that the calling thread may use the
-        memory again. Returns whether it may. Device work that it queues next runs after the store's copies.
-        """
+        """Give up the pages that the store has not begun to copy. Returns whether the calling thread may now
+        reuse the memory. Device work that this thread queues from then on runs after the store's copies."""
         if self._settled:
             return True
         if self._on_take_back is None:
@@ -126,7 +125,7 @@ class Job(Generic[T]):
         self._add(callback, self._callbacks)
 
     def add_settled_callback(self, callback: Callable[[Job[T]], None]) -> None:
-        """Like :meth:`add_done_callback`, but when the job is done and settled."""
+        """Like :meth:`add_done_callback`, but for the moment when the job is both done and settled."""
         self._add(callback, self._settled_callbacks)
 
     def _add(self, callback: Callable[[Job[T]], None], callbacks: list[Callable[[Job[T]], None]]) -> None:
@@ -229,7 +228,7 @@ class GetJob(Job[MissReason | None]):
         with self._lock:
             left = Deadline.after(timeout).remaining()
             if not self._advanced.wait_for(lambda: self.num_layers_ready > layer or self.done, left):
-                raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
+                raise TimeoutError(f"layer {layer} of {self.count} pages did not arrive in time")
         ExitGuard.hold()
 
     @property

@@ -30,7 +30,7 @@ class MissReason(enum.StrEnum):
     FORMAT = "format"
     """The page under the key has another version, layout, dtype or protection."""
     IDENTITY = "identity"
-    """The page under the key is that of other tokens."""
+    """The page under the key belongs to other tokens."""
     UNREADABLE = "unreadable"
     """The page cannot be read: another user owns it, it is not a page, or its disk has a bad block."""
     CORRUPT = "corrupt"
@@ -81,7 +81,7 @@ class PutReason(enum.StrEnum):
 
     @classmethod
     def of(cls, reason: MissReason) -> PutReason:
-        """Return why a page was not kept if its request ended for this reason."""
+        """Return the put reason that corresponds to ``reason``."""
         if reason is MissReason.NO_MEMORY:
             return cls.NO_ROOM
         try:
@@ -95,7 +95,7 @@ class Usage:
     """What a store holds."""
 
     num_pages: int
-    """How many pages it holds."""
+    """Number of pages."""
     used_bytes: int
     """Bytes of pages and headers, and of the gaps between them."""
     budget_bytes: int | None

@@ -21,7 +21,7 @@ _MAX: Final = 1 << 60
 """A larger number means that the file is damaged."""
 _MAGIC: Final = b"kvplugfs"
 _PATIENCE_S: Final = 0.5
-"""How long a process waits for the lock, whose holder may be stopped. Then it continues without the lock."""
+"""How long to wait for the lock before continuing without it. Its holder may be a stopped process."""
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -35,16 +35,16 @@ class Totals:
     added_bytes: int = 0
     """Bytes of all pages ever added. It only grows."""
     scanned_at: float = 0.0
-    """When the folder was last searched, in seconds since 1970; 0: never."""
+    """When the folder was last scanned, in seconds since 1970; 0: never."""
 
     def encoded(self) -> bytes:
-        """Return the content of the file."""
+        """Return the totals as the bytes of the file."""
         values = self.used_bytes, self.num_pages, self.added_bytes, self.scanned_at
         return _RECORD.pack(_MAGIC, *values, zlib.crc32(repr(values).encode()))
 
     @classmethod
     def decoded(cls, record: bytes) -> Totals:
-        """Return the totals in the content of the file; zeros if the file is damaged or new."""
+        """Return the totals in the bytes of the file; zeros if the file is damaged or new."""
         if len(record) == _RECORD.size:
             magic, *values, checksum = _RECORD.unpack(record)
             is_whole = magic == _MAGIC and checksum == zlib.crc32(repr(tuple(values)).encode())
@@ -54,10 +54,10 @@ class Totals:
 
 
 class Ledger:
-    """A file of a few bytes, which one process changes at a time.
+    """A file of a few bytes, which one process at a time changes.
 
-    A process that is killed between changing the folder and changing the ledger leaves a difference. A scan
-    of the folder corrects it.
+    If a process is killed between changing the folder and changing the ledger, the two differ. A scan of the
+    folder corrects the ledger.
     """
 
     def __init__(self, path: str) -> None:
@@ -67,14 +67,14 @@ class Ledger:
 
     @contextlib.contextmanager
     def change(self, first: Callable[[], object] = lambda: None) -> Iterator[Totals]:
-        """Yield the totals, which the ``with`` block may change, to one process at a time.
+        """Lock the file, yield the totals, and write them back after the ``with`` block has changed them.
 
         Args:
-            first: called under the lock before the totals are read. If it takes long, other processes count
-                without the lock, and the totals include what they have counted.
+            first: called under the lock, before the totals are read. If it takes long, other processes stop
+                waiting for the lock and change the totals without it. The totals include their changes.
 
         Raises:
-            OSError: the file cannot be read or written, or ``first`` has raised it. The totals are unchanged.
+            OSError: the file cannot be read or written, or ``first`` raised it. The totals are unchanged.
         """
         # Opened each time, so that a file that was replaced is noticed and a forked child inherits nothing.
         fd = PageFolder.open_own(self._path)
@@ -93,9 +93,9 @@ class Ledger:
             os.close(fd)
 
     def reserve(self, nbytes: int, budget: int) -> bool:
-        """Count one more page of ``nbytes``, if there is room for it in the budget.
+        """Count one more page of ``nbytes``, if the budget has room for it.
 
-        Returns whether the page was counted; false for a new ledger: the folder must be searched first.
+        Returns whether the page was counted. With a new ledger it is not: the folder must be scanned first.
         """
         with self.change() as totals:
             if not totals.scanned_at or totals.used_bytes + nbytes > budget:
@@ -106,11 +106,11 @@ class Ledger:
             return True
 
     def release(self, nbytes: int, remove: Callable[[], None]) -> None:
-        """Call ``remove``, once more after an error, and count one page less. If only the ledger fails, the
-        next scan corrects it.
+        """Call ``remove`` and count one page less.
 
-        Both happen under one lock. Otherwise a scan that ended in between would not find the page, and the
-        page would be subtracted twice.
+        Both happen under one lock. Otherwise a scan between them would not count the removed page, and this
+        call would then subtract it a second time. After an error, ``remove`` is called once more without the
+        ledger, which the next scan corrects.
 
         Raises:
             OSError: from ``remove``; the count is unchanged.
@@ -119,7 +119,7 @@ class Ledger:
             with self.change(remove) as totals:
                 totals.used_bytes = max(0, totals.used_bytes - nbytes)
                 totals.num_pages = max(0, totals.num_pages - 1)
-        except OSError:  # of the ledger, or of the first call
+        except OSError:  # from the ledger, or from the first call of remove()
             remove()
 
     def correct(self, before: Totals, used_bytes: int, num_pages: int) -> None:
