@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from kvplug import ConfigError
 from kvplug.transport import TensorMismatchError
-from kvplug.transport.communicator.experts import TokenSplit, width_of
+from kvplug.transport.communicator.calls import TokenSplit, width_of
 
 
 def test_shared_tokens_are_there_once() -> None:

@@ -38,6 +38,7 @@ from kvplug.net.wire.tensors import dtype_name
 from kvplug.transport.communicator.calls import (
     PAIRED,
     Call,
+    TokenSplit,
     check_fillable,
     check_paired,
     check_same,
@@ -49,9 +50,9 @@ from kvplug.transport.communicator.calls import (
     paired,
     plain,
     row_bytes,
+    width_of,
     write_back,
 )
-from kvplug.transport.communicator.experts import TokenSplit, width_of
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.mesh import Mesh
 
