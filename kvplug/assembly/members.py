@@ -25,7 +25,7 @@ from kvplug.assembly.resolve import EPOCH, ResolvedConfig
 from kvplug.config.addresses import Address
 from kvplug.config.config import directory_of
 from kvplug.engine.connector.values import Parallelism
-from kvplug.engine.members import Engine, Listener, Members
+from kvplug.engine.context import Engine, Members, MembersListener
 from kvplug.errors import ClosedError, ConfigError, TimeoutError
 from kvplug.metrics.reasons import Op, Reason, reason_of
 from kvplug.metrics.stats import TransferStats
@@ -161,7 +161,7 @@ class DirectoryMembers(Members):
         self._announced: Announcement | None = None
         self._kept: Announcement | None = None
         """The announcement that the previous round left in the directory."""
-        self._listener: Listener | None = None
+        self._listener: MembersListener | None = None
         self._engines: tuple[Engine, ...] | None = None
         self._answered_at = time.monotonic()
         self._is_stale = False
@@ -182,7 +182,7 @@ class DirectoryMembers(Members):
         self._announced = attrs.evolve(self._about, contact=contact)
         self._begin()
 
-    def follow(self, listener: Listener) -> None:
+    def follow(self, listener: MembersListener) -> None:
         self._listener = listener
         self._begin()
 
@@ -270,7 +270,7 @@ class DirectoryMembers(Members):
         if listener is not None and (is_new or self._is_stale):
             self._notify(listener, is_stale=False)
 
-    def _notify(self, listener: Listener, *, is_stale: bool) -> None:
+    def _notify(self, listener: MembersListener, *, is_stale: bool) -> None:
         self._is_stale = is_stale
         try:
             listener(self._engines or (), is_stale)

@@ -25,14 +25,12 @@ from kvplug.engine.connector.worker import (
 )
 from kvplug.engine.context import (
     ConnectorContext as ConnectorContext,
+    Engine as Engine,
     PeerLink as PeerLink,
     Peers as Peers,
 )
 from kvplug.engine.layout import (
     KVLayout as KVLayout,
-)
-from kvplug.engine.members import (
-    Engine as Engine,
 )
 from kvplug.engine.page_cache import (
     FlatPage as FlatPage,
