@@ -39,7 +39,7 @@ import torch
 from fs import machine, quartiles, seconds
 from host import opened, served
 
-from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageBlocks, TransferStats
+from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageBlocks, SpanLog, TransferStats
 from kvplug.transport import PageRequest, Series, Store
 from kvplug.transport.store.compiled import library
 from kvplug.transport.store.keys import foreign_key
@@ -237,6 +237,7 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
             wait_timeout_s=120,
             max_bytes=2 * pages.nbytes,
             stats=TransferStats(),
+            spans=SpanLog(),
             warnings=CountedWarnings(logging.getLogger("benchmark")),
         )
         flat, other = torch.ones(pages.nbytes, dtype=torch.uint8), torch.ones(pages.nbytes, dtype=torch.uint8)

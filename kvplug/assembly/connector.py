@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,7 @@ from kvplug.assembly.making import made
 from kvplug.assembly.members import members_of
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.registry import Registry
+from kvplug.assembly.request_spans import RequestSpans
 from kvplug.assembly.resolve import (
     ResolvedConfig,
     checksums_of,
@@ -22,6 +24,7 @@ from kvplug.assembly.resolve import (
     labels_of,
 )
 from kvplug.assembly.stores import StoreOpener
+from kvplug.assembly.watching import WatchPoint
 from kvplug.config.config import Config
 from kvplug.config.messages import did_you_mean
 from kvplug.engine.connector.scheduler import SchedulerConnector
@@ -30,7 +33,9 @@ from kvplug.engine.connector.worker import WorkerConnector
 from kvplug.engine.context import ConnectorContext
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter, Sink
+from kvplug.metrics.spans import SpanLog
 from kvplug.metrics.stats import TransferStats
+from kvplug.metrics.tracing import Tracing
 from kvplug.negotiation.hello import EngineFacts
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
@@ -119,6 +124,7 @@ def build_connector(
     start: str = "",
     registry: Registry | None = None,
     sinks: Iterable[Sink] = (),
+    spans: SpanLog | None = None,
     wrap_pipe: Callable[[Pipe], Pipe] | None = None,
     listen: str | None = None,
     connect: str | Mapping[int, str] | None = None,
@@ -136,6 +142,7 @@ def build_connector(
         registry: resolves names; ``None`` loads the installed plugins.
         sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
             sinks; the caller closes them.
+        spans: receives the spans of requests; ``None``: this side gets a log of its own.
         wrap_pipe: wraps every pipe, below the metrics, for fault injection.
         listen: address to listen on instead of the config's host and port.
         connect: contact of the peer engine's worker, or of each worker by rank, instead of the config's.
@@ -172,6 +179,13 @@ def build_connector(
     peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
     members = members_of(resolved, parallelism=parallelism, model=model, stats=stats)
     labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
+    spans = spans or SpanLog()
+    tracing = Tracing(spans, config.tracing, labels) if config.tracing else None
+
+    def state() -> dict[str, Any]:
+        return {**labels, "pid": os.getpid(), "stats": stats.snapshot()}
+
+    watch_point = None if config.doctor == "off" else WatchPoint(state, spans)
     reporter = Reporter(stats, tuple(sinks), labels, owned=resolved.sinks())
 
     def close() -> None:
@@ -179,6 +193,10 @@ def build_connector(
             members.close()
         peers.close()
         reporter.close()
+        if watch_point is not None:
+            watch_point.close()
+        if tracing is not None:
+            tracing.close()
 
     context = ConnectorContext(
         config=config,
@@ -191,6 +209,7 @@ def build_connector(
         peers=peers,
         members=members,
         stats=stats,
+        spans=spans,
         checksums=checksums_of(config),
         open_store=stores.open,
         store_client=stores.client,
@@ -200,6 +219,8 @@ def build_connector(
     try:
         if which is Side.SCHEDULER:
             connector: SchedulerConnector | WorkerConnector = made(spec, context)
+            assert isinstance(connector, SchedulerConnector)
+            RequestSpans(connector, spans)
         else:
             connector = made(spec, context, factory=spec.load_worker_factory(), wanted=WorkerConnector)
     except BaseException:

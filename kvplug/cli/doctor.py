@@ -23,6 +23,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.cli import options
 from kvplug.cli.duration import Duration
 from kvplug.cli.output import show_findings, show_json
+from kvplug.cli.request import explain_request
 from kvplug.config.config import Config
 from kvplug.errors import ConfigError
 
@@ -30,15 +31,25 @@ Load = Callable[[], Config]
 
 
 @click.command("explain")
+@click.option(
+    "--request",
+    "request_id",
+    metavar="ID",
+    help="Explain a recent request of the engines that this user runs on this host instead: where its KV came"
+    " from, how long each part took, and what failed. ID: the engine's id of the request, or its beginning.",
+)
 @options.as_json
 @options.quiet
 @options.reads_config
-def explain(load: Load, as_json: bool, quiet: bool) -> None:
+def explain(load: Load, request_id: str | None, as_json: bool, quiet: bool) -> None:
     """Explain what this configuration would do here: which connector, stores and transport it would use and
     why, which peers it would accept, and what it would verify.
 
-    Nothing is started or written. Exit code 1: an engine could not start with it, or would transfer no KV.
+    Nothing is started or written. Exit code 1: an engine could not start with it, or would transfer no KV; or
+    no engine remembers the request.
     """
+    if request_id is not None:
+        sys.exit(not explain_request(request_id, as_json=as_json))
     try:
         findings = [*findings_of(load(), Registry.from_env())]
     except ConfigError as e:

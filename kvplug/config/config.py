@@ -84,6 +84,7 @@ def _matches(pattern: str | re.Pattern[str], allowed: str) -> Callable[[Any, Any
 
 _engine_id_form = _matches(r"[\x21-\x7e]{1,200}", "up to 200 printable characters without white space")
 _weights_form = _matches(r"[\x20-\x7e]{0,200}", "up to 200 printable characters")
+_exporter_form = _matches("(?:[a-z][a-z0-9_.-]{0,63})?", "the name of an exporter, such as otlp_proto_http")
 _integrity_form = _matches("[a-z][a-z0-9_]{0,31}", '"auto", "off" or the name of a hash')
 _device_form = _matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"')
 _name_form = _matches(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}", _A_NAME)
@@ -356,6 +357,12 @@ class Config:
         (),
         help="Where metrics go every ten seconds: log, prometheus, or a sink of a plugin.",
         validator=_each_one(_name_form),
+    )
+    tracing: str = option(
+        "",
+        help="The exporter of OpenTelemetry that receives a trace of each request, such as otlp_proto_http."
+        " Its usual environment variables configure it. Needs kvplug[otel]. Default: nothing is exported.",
+        validator=_exporter_form,
     )
     secret_file: str | None = option(
         None, help="File with the secret that both ends share. Takes precedence over KVPLUG_SECRET."

@@ -46,6 +46,9 @@ from kvplug.metrics.reasons import (
 from kvplug.metrics.sinks import (
     Sink as Sink,
 )
+from kvplug.metrics.spans import (
+    SpanLog as SpanLog,
+)
 from kvplug.metrics.stats import (
     TransferStats as TransferStats,
 )

@@ -14,6 +14,7 @@ import attrs
 
 from kvplug.config.config import Config
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
+from kvplug.metrics.spans import SpanLog
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.model import ModelInfo
@@ -198,6 +199,8 @@ class ConnectorContext:
     ``shutdown``."""
     stats: TransferStats
     """The counters of this connector. Each side has one object; sinks read it."""
+    spans: SpanLog = attrs.field(factory=SpanLog)
+    """Receives what each request waited for. Each side has one object."""
     checksums: tuple[str, ...] = ()
     """Hashes that this side supports, preferred ones first; empty when integrity is off."""
     open_store: Callable[[str], Store]

@@ -204,13 +204,15 @@ class GetJob(Job[MissReason | None]):
     caller's memory.
     """
 
-    __slots__ = ("_advanced", "_num_layers", "_progressed_at", "_ready")
+    __slots__ = ("_advanced", "_num_layers", "_progressed_at", "_ready", "arrivals")
 
     def __init__(self, count: int, num_layers: int, deadline: Deadline) -> None:
         super().__init__(count, deadline)
         self._num_layers = num_layers
         self._ready = 0
         self._progressed_at = 0.0
+        self.arrivals: list[tuple[int, float]] = []
+        """Each time that more layers became ready, by ``time.monotonic``, with their number from then on."""
         self._advanced = threading.Condition(self._lock)
         """Separate from ``_changed``, so that a layer does not wake threads that wait for the end."""
 
@@ -239,8 +241,10 @@ class GetJob(Job[MissReason | None]):
     def advance(self, num_layers: int = 0) -> None:
         """For stores: note that data has arrived, and that the first ``num_layers`` layers may be used."""
         with self._lock:
-            self._ready = max(self._ready, num_layers)
             self._progressed_at = time.monotonic()
+            if num_layers > self._ready:
+                self._ready = num_layers
+                self.arrivals.append((num_layers, self._progressed_at))
             self._advanced.notify_all()
 
     def _notify(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvplug import ClosedError
-from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats
+from kvplug.engine import CacheGroup, KVCacheConfig, SpanLog, StalledError, TransferStats
 from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, PageCopy
 from kvplug.transport.store.store import Store
 from kvplug_lookup.connector import peers
@@ -65,6 +65,7 @@ def load_of(engine: FakeEngine) -> Load:
         chains=[bytes(32), b"1" * 32],
         identities=[bytes(160)] * 2,
         stats=TransferStats(),
+        spans=SpanLog(),
         after=DeviceMark(torch.device("cpu")),
         timeout_s=20,
         stall_timeout_s=20,

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import threading
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -44,6 +45,7 @@ class Claim:
     expires: Deadline
     calls_wait: Deadline
     """Until when calls about it wait for the producer's answer, in total."""
+    made_at: float = attrs.field(factory=time.perf_counter)
     engine: ProducerEngine | None = None
     """The producer that it was sent to."""
     unanswered: set[int] = attrs.field(factory=set)

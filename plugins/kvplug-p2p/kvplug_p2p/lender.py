@@ -67,6 +67,7 @@ class Hold:
     request_id: str
     lease: int
     block_ids: BlockIds
+    traceparent: str
     end_s: float
     """When the lease ends unless it is renewed, by ``time.monotonic``."""
     written: DeviceMark
@@ -138,7 +139,7 @@ class Lender:
         """Set the epoch, and the key that signs its references."""
         self._epoch, self._key = epoch, key
 
-    def hold(self, request_id: str, lease: int, block_ids: BlockIds) -> None:
+    def hold(self, request_id: str, lease: int, block_ids: BlockIds, traceparent: str = "") -> None:
         """Keep these blocks. The engine's thread has already queued the kernels that compute their KV."""
         assert self._views is not None
         now = time.monotonic()
@@ -146,6 +147,7 @@ class Lender:
             request_id=request_id,
             lease=lease,
             block_ids=block_ids,
+            traceparent=traceparent,
             end_s=now + self._lease_s,
             written=DeviceMark(self._views.device),
             began=now,
@@ -220,6 +222,14 @@ class Lender:
         if not hold.num_sending and self._holds.get(hold.request_id) is hold:
             if not hold.sent_bytes:
                 self._context.stats.fail("save", hold.reason)
+            self._context.spans.record(
+                "kvplug.hold",
+                hold.request_id,
+                hold.began,
+                parent=hold.traceparent,
+                attributes={"kvplug.num_bytes": hold.sent_bytes},
+                reason="" if hold.sent_bytes else hold.reason,
+            )
             del self._holds[hold.request_id]
             self._ended.add(hold.request_id)
 
@@ -408,6 +418,13 @@ class Lender:
         for transfer in transfers:
             transfer.wait(timeout=None)
             nbytes += transfer.nbytes
+        self._context.spans.record(
+            "kvplug.send",
+            hold.request_id,
+            began,
+            parent=hold.traceparent,
+            attributes={"kvplug.num_bytes": nbytes, "kvplug.peer": link.agreement.remote.engine_id},
+        )
         with self._lock:
             is_first, hold.sent_bytes = not hold.sent_bytes, hold.sent_bytes + nbytes
             hold.end_s = time.monotonic() + self._lease_s

@@ -17,6 +17,8 @@ class HoldPlan:
     request_id: str
     lease: int
     block_ids: BlockIds
+    traceparent: str = ""
+    """The context of the request in its trace."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +39,7 @@ class PullPlan:
     start: int
     end: int
     in_background: bool
+    traceparent: str = ""
 
 
 @attrs.frozen(kw_only=True)

@@ -57,6 +57,8 @@ class Pull:
         self.deadline = Deadline.after(timeout_s)
         self.began = time.perf_counter()
         self.parts: list[Part] = []
+        self.arrivals: list[tuple[int, float]] = []
+        """Each time that more layers had arrived in all parts, with their number."""
         self.nbytes = 0
         self.num_layers = num_layers
         """Layers of all KV cache groups."""
@@ -128,6 +130,9 @@ class Pull:
         """Note that the first ``num_layers`` layers of the part have arrived and are verified."""
         with self._lock:
             part.num_layers = num_layers
+            whole = min(each.num_layers for each in self.parts)
+            if whole > (self.arrivals[-1][0] if self.arrivals else 0):
+                self.arrivals.append((whole, time.perf_counter()))
             self._changed.notify_all()
 
 

@@ -170,6 +170,7 @@ class P2PScheduler(SchedulerConnector):
             tracked.is_counted = True
             seconds = time.perf_counter() - tracked.begun_at
             self._context.stats.record("match", seconds=seconds, tokens=new)
+            self._note_lease(request.request_id, claim)
         tracked.num_promised = new
         return new, bool(new) and self._in_background
 
@@ -209,9 +210,23 @@ class P2PScheduler(SchedulerConnector):
     def _miss(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:
         """Count the reason: the request is computed, and asks for no other claim."""
         self._context.stats.fail("match", reason)
+        if tracked.claim is not None:
+            self._note_lease(tracked.request.request_id, tracked.claim, reason)
         tracked.is_over = True
         self._release(tracked)
         return 0, False
+
+    def _note_lease(self, request_id: str, claim: Claim, reason: str = "") -> None:
+        """Record how long the producer took to grant or refuse a claim."""
+        spans = self._context.spans
+        spans.record(
+            "kvplug.lease",
+            request_id,
+            claim.made_at,
+            parent=spans.traceparent_of(request_id),
+            attributes={"kvplug.source": claim.reference.engine_id},
+            reason=reason,
+        )
 
     def _release(self, tracked: _Tracked) -> None:
         claim, tracked.claim = tracked.claim, None
@@ -270,6 +285,7 @@ class P2PScheduler(SchedulerConnector):
                 start=start,
                 end=start + num_external_tokens,
                 in_background=self._in_background,
+                traceparent=self._context.spans.traceparent_of(request.request_id),
             )
         )
         tracked.is_loading, tracked.is_over = self._in_background, True
@@ -322,7 +338,12 @@ class P2PScheduler(SchedulerConnector):
             block_ids=tuple(tuple(table[: -(-count // self._block_size)]) for table in block_ids),
         )
         self._holds.append(
-            HoldPlan(request_id=request.request_id, lease=lease, block_ids=reference.block_ids)
+            HoldPlan(
+                request_id=request.request_id,
+                lease=lease,
+                block_ids=reference.block_ids,
+                traceparent=self._context.spans.traceparent_of(request.request_id),
+            )
         )
         self._held[request.request_id] = frozenset(itertools.chain(*block_ids)) - {NO_BLOCK}
         return reference.to_params(self._key)

@@ -169,7 +169,7 @@ class P2PWorker(WorkerConnector):
             for request_id in plan.revoked:
                 self._lender.revoke(request_id)
             for hold in plan.holds:
-                self._lender.hold(hold.request_id, hold.lease, hold.block_ids)
+                self._lender.hold(hold.request_id, hold.lease, hold.block_ids, hold.traceparent)
                 if any(block in self._suspect for table in hold.block_ids for block in table):
                     self._lender.revoke(hold.request_id)
             if plan.is_reset:
@@ -266,7 +266,16 @@ class P2PWorker(WorkerConnector):
     def _end(self, pull: Pull) -> None:
         del self._pulls[pull.request_id]
         self._ended.append(pull.plan.claim)
-        plan, stats = pull.plan, self._context.stats
+        plan, stats, spans = pull.plan, self._context.stats, self._context.spans
+        load = spans.record(
+            "kvplug.load",
+            pull.request_id,
+            pull.began,
+            parent=plan.traceparent,
+            attributes={"kvplug.source": plan.engine_id, "kvplug.num_tokens": plan.end - plan.start},
+            reason="" if pull.error is None else str(reason_of(pull.error)),
+        )
+        spans.record_layers(pull.request_id, pull.began, pull.arrivals, load)
         if pull.error is None:
             seconds = time.perf_counter() - pull.began
             stats.record("load", pull.nbytes, seconds, tokens=plan.end - plan.start)

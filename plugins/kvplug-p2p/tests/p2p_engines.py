@@ -64,11 +64,13 @@ def pair(
         yield prefill, decode
 
 
-def stored(engine: FakeEngine, name: str = "stored", tokens: Any = PROMPT) -> dict[str, Any]:
+def stored(
+    engine: FakeEngine, name: str = "stored", tokens: Any = PROMPT, params: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Compute a prompt and hand it off. Returns the reference to its blocks."""
-    params = engine.hand_off(request_of(name, tokens))[1]
-    assert params is not None
-    return params
+    handed = engine.hand_off(request_of(name, tokens, params=params or {}))[1]
+    assert handed is not None
+    return handed
 
 
 def loaded(engine: FakeEngine, prompt: Request) -> int:

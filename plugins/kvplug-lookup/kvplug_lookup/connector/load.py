@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.engine import StalledError, TransferStats, reason_of
+from kvplug.engine import SpanLog, StalledError, TransferStats, reason_of
 from kvplug.transport import (
     Deadline,
     DeviceMark,
@@ -67,6 +67,7 @@ class Load:
     _chains: list[bytes]
     _identities: list[bytes]
     _stats: TransferStats
+    _spans: SpanLog
     _timeout_s: float
     _stall_timeout_s: float
     _progressed_at: Callable[[str], float]
@@ -271,6 +272,41 @@ class Load:
             num_written = self._groups.num_written(plan.block_ids, plan.start, plan.end)
             nbytes = num_written * self._token_bytes()
             self._stats.record("load", nbytes, self.seconds, tokens=plan.end - plan.start)
+        self._record("" if self._error is None else self.reason or str(reason_of(self._error)))
+
+    def _record(self, reason: str) -> None:
+        """Record the spans of the load, of its parts, and of the arrival of groups of layers."""
+        plan, request_id = self.plan, self.request_id
+        load = self._spans.record(
+            "kvplug.load",
+            request_id,
+            self._started,
+            self._started + self.seconds,
+            parent=plan.traceparent,
+            attributes={
+                "kvplug.num_tokens": plan.end - plan.start,
+                "kvplug.in_background": plan.in_background,
+            },
+            reason=reason,
+        )
+        for part in self.parts:
+            if part.job is None:
+                continue
+            missed = self._missed_in(part)
+            get = self._spans.record(
+                "kvplug.get",
+                request_id,
+                part.begun_at,
+                part.ended_at or None,
+                parent=load,
+                attributes={
+                    "kvplug.source": part.source,
+                    "kvplug.route": part.route,
+                    "kvplug.num_pages": part.count,
+                },
+                reason="" if missed is None else missed[1],
+            )
+            self._spans.record_layers(request_id, part.begun_at, part.job.arrivals, get)
 
     def _token_bytes(self) -> int:
         """Bytes of one token in one layer."""

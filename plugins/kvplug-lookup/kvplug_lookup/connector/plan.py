@@ -28,6 +28,8 @@ class PagePlan:
     block_ids: BlockIds
     """For each KV cache group the request's blocks, from the first one to the one with the pages' last token;
     ``NO_BLOCK`` if a block is missing."""
+    traceparent: str = ""
+    """The context of the request in its trace."""
 
     def identities(self, page_tokens: int) -> list[bytes]:
         """The identity of each page."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvplug import KvplugError
-from kvplug.engine import PageBlocks, StalledError, TransferStats
+from kvplug.engine import PageBlocks, SpanLog, StalledError, TransferStats
 from kvplug.transport import (
     BackgroundThread,
     Job,
@@ -63,6 +63,7 @@ class _Batch:
     """Pages of one request that a step completes."""
 
     request_id: str
+    traceparent: str
     step: int
     first_page: int
     """Number of the first page in the sequence."""
@@ -108,6 +109,7 @@ class Saver:
     _wait_timeout_s: float
     _max_bytes: int
     _stats: TransferStats
+    _spans: SpanLog
     _warnings: CountedWarnings
 
     def __attrs_post_init__(self) -> None:
@@ -176,6 +178,7 @@ class Saver:
             first_token = (plan.first_page + first) * form.page_tokens
             batch = _Batch(
                 plan.request_id,
+                plan.traceparent,
                 self._step,
                 plan.first_page + first,
                 frozenset(itertools.chain.from_iterable(plan.block_ids)),
@@ -340,6 +343,14 @@ class Saver:
                 self._stats.record(
                     "save", sum(kept) * series.format.nbytes, seconds, tokens=sum(kept) * page_tokens
                 )
+            self._spans.record(
+                "kvplug.save",
+                batch.request_id,
+                batch.started,
+                parent=batch.traceparent,
+                attributes={"kvplug.source": self.first.name, "kvplug.num_pages": len(kept)},
+                reason=next((str(reason) for reason in results if reason is not None), ""),
+            )
             for reason, count in Counter(results).items():
                 if reason is not None:
                     self._stats.fail("save", str(reason), count=count)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from kvplug.engine import SchedulerOutput
+from kvplug.engine import SchedulerOutput, SpanLog
 from kvplug.net.wire.token_ids import pack_tokens
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.doubts import DoubtedBlocks
@@ -33,6 +33,7 @@ class SavePlanner:
     """Knows which blocks may be wrong."""
     _events: BlockEvents | None
     """Receives the blocks of the pages."""
+    _spans: SpanLog
 
     def plans(self, output: SchedulerOutput, requests: Mapping[str, Tracked]) -> Iterator[SavePlan]:
         """Yield the saves of a step, for known requests."""
@@ -82,4 +83,5 @@ class SavePlanner:
                 packed_tokens=pack_tokens(tokens),
                 block_ids=blocks,
                 num_announced=min(announced, last) - first,
+                traceparent=self._spans.traceparent_of(request.request_id),
             )

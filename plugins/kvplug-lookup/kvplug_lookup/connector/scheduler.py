@@ -123,6 +123,7 @@ class LookupScheduler(SchedulerConnector):
                 kept=self._kept,
                 doubts=self._doubts,
                 events=self._events,
+                spans=context.spans,
             )
         except BaseException:
             self.shutdown()
@@ -313,6 +314,7 @@ class LookupScheduler(SchedulerConnector):
                 end=end,
                 sources=tuple(first_of(runs, last - first) for runs in tracked.sources),
                 in_background=self._in_background,
+                traceparent=self._context.spans.traceparent_of(request.request_id),
             )
         )
         # Pages that the first store holds, or that are loaded whole, need no save, except for another engine.

@@ -173,6 +173,7 @@ class LookupWorker(WorkerConnector):
                 wait_timeout_s=options.wait_timeout_s,
                 max_bytes=config.buffer_size if options.max_unsaved is None else options.max_unsaved,
                 stats=self._context.stats,
+                spans=self._context.spans,
                 warnings=self._warnings,
             )
 
@@ -302,6 +303,7 @@ class LookupWorker(WorkerConnector):
             chains=plan.chains(self._page_tokens),
             identities=plan.identities(self._page_tokens),
             stats=self._context.stats,
+            spans=self._context.spans,
             timeout_s=self._context.config.timeout_s,
             stall_timeout_s=self._context.options.stall_timeout_s,
             progressed_at=self.progressed_at,

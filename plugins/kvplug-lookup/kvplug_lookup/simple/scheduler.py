@@ -63,6 +63,8 @@ class Saving:
     tokens: tuple[int, ...]
     extra: bytes
     blocks: tuple[int, ...]
+    traceparent: str = ""
+    """The context of the request in its trace."""
     is_planned: bool = False
     """It is in the plan of a step."""
     is_wrong: bool = False
@@ -147,6 +149,7 @@ class SimpleScheduler(SchedulerConnector):
                 "tokens": pack_tokens(request.token_ids[:end]),
                 "extra": request.extra,
                 "start": tracked.start,
+                "traceparent": self._context.spans.traceparent_of(request.request_id),
                 "blocks": block_ids[0][: -(-end // self._layout.block_size)],
             }
         )
@@ -166,6 +169,7 @@ class SimpleScheduler(SchedulerConnector):
             tokens=request.token_ids[: num_blocks * size],
             extra=request.extra,
             blocks=block_ids[0][:num_blocks],
+            traceparent=self._context.spans.traceparent_of(request.request_id),
         )
         return True, None
 
@@ -193,6 +197,7 @@ class SimpleScheduler(SchedulerConnector):
                         "request": request_id,
                         "tokens": pack_tokens(saving.tokens),
                         "extra": saving.extra,
+                        "traceparent": saving.traceparent,
                         "blocks": () if saving.is_wrong else saving.blocks,
                     }
                 )

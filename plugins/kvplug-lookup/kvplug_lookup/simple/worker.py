@@ -143,9 +143,17 @@ class SimpleWorker(WorkerConnector):
             self._failed.append(load["request"])
             self._is_refused = isinstance(e, HandshakeError)
             self._context.stats.fail("load", reason_of(e))
+            self._note("load", load, began, str(reason_of(e)))
         else:
             took = time.perf_counter() - began
             self._context.stats.record("load", sink.nbytes, took, tokens=num_tokens - first)
+            self._note("load", load, began)
+
+    def _note(self, op: str, plan: Mapping[str, Any], began: float, reason: str = "") -> None:
+        """Record the span of a load or save."""
+        self._context.spans.record(
+            f"kvplug.{op}", plan["request"], began, parent=plan["traceparent"], reason=reason
+        )
 
     def _save(self, save: Mapping[str, Any], entries: Entries) -> None:
         began, tokens, extra = time.perf_counter(), unpack_tokens(save["tokens"]), save["extra"]
@@ -157,10 +165,12 @@ class SimpleWorker(WorkerConnector):
         except KvplugError as e:
             _log.warning("request %s: could not save the prompt: %s", save["request"], e)
             self._context.stats.fail("save", reason_of(e))
+            self._note("save", save, began, str(reason_of(e)))
         else:
             nbytes = sum(part.nbytes for layer in layers for part in layer if part is not None)
             took = time.perf_counter() - began
             self._context.stats.record("save", nbytes, took, tokens=len(tokens))
+            self._note("save", save, began)
 
 
 @attrs.define

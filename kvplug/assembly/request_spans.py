@@ -1,0 +1,190 @@
+"""Derives the spans of requests from the calls that an engine makes to a connector's scheduler side.
+
+So every connector has them, whoever wrote it. The time to a request's first token is divided without a gap:
+
+- ``kvplug.queue``: until the engine first asks what can be loaded;
+- ``kvplug.match``: until the connector has answered; its part ``kvplug.wait`` begins when the first answer is
+  "ask again later";
+- ``kvplug.schedule``: until the engine builds the first step that computes the request; a load in the
+  background lies in it;
+- ``kvplug.prefill``: until the step that computes the prompt's last token has ended.
+
+All are parts of ``kvplug.request``, which ends with the request.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import attrs
+
+from kvplug.engine.connector.scheduler import SchedulerConnector
+from kvplug.engine.connector.values import (
+    BlockIds,
+    Plain,
+    Request,
+    RequestEnd,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug.metrics.spans import TRACEPARENT, Attribute, SpanContext, SpanLog
+
+
+@attrs.define(eq=False)
+class _Times:
+    """When the parts of a request began, by ``time.perf_counter``; 0: not yet."""
+
+    context: SpanContext
+    parent: SpanContext | None
+    num_prompt_tokens: int
+    arrived_at: float
+    asked_at: float = 0.0
+    put_off_at: float = 0.0
+    """When the connector first answered that the engine must ask later."""
+    matched_at: float = 0.0
+    scheduled_at: float = 0.0
+    is_computed: bool = False
+    """The steps planned so far compute the whole prompt."""
+    has_token: bool = False
+    attributes: dict[str, Attribute] = attrs.field(factory=dict)
+
+
+class RequestSpans:
+    """Records the spans of one connector's requests."""
+
+    def __init__(self, connector: SchedulerConnector, spans: SpanLog) -> None:
+        """Make the connector's methods pass through this object."""
+        self._spans = spans
+        self._requests: dict[str, _Times] = {}
+        self._before_token: set[str] = set()
+        """Requests whose first token is not known to be computed."""
+        self._stepped_at = 0.0
+        """When the engine last reported the end of a step."""
+        self._hit_sources = connector.get_hit_sources
+        for observe in (
+            self.on_new_request,
+            self.get_num_new_matched_tokens,
+            self.update_state_after_alloc,
+            self.build_connector_meta,
+            self.update_connector_output,
+            self.request_finished,
+        ):
+            name = observe.__name__
+            setattr(connector, name, functools.partial(observe, getattr(connector, name)))
+
+    def _of(self, request: Request) -> _Times:
+        times = self._requests.get(request.request_id)
+        if times is None:
+            parent = SpanContext.parse(request.params.get(TRACEPARENT))
+            context = self._spans.begin(request.request_id, parent)
+            times = _Times(context, parent, request.num_prompt_tokens, time.perf_counter())
+            self._requests[request.request_id] = times
+            self._before_token.add(request.request_id)
+        return times
+
+    def _record(
+        self, part: str, request_id: str, times: _Times, begun: float, ended: float, **attributes: Attribute
+    ) -> None:
+        named = {f"kvplug.{name}": value for name, value in attributes.items()}
+        self._spans.record(part, request_id, begun, ended, parent=times.context, attributes=named)
+
+    # -- what the engine calls -----------------------------------------------------------------
+
+    def on_new_request(self, call: Any, request: Request) -> None:
+        self._of(request)
+        call(request)
+
+    def get_num_new_matched_tokens(
+        self, call: Any, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        times = self._of(request)
+        if not times.asked_at:
+            times.asked_at = time.perf_counter()
+            self._record("kvplug.queue", request.request_id, times, times.arrived_at, times.asked_at)
+        found: tuple[int | None, bool] = call(request, num_computed_tokens)
+        if times.matched_at:
+            return found
+        now = time.perf_counter()
+        if found[0] is None:
+            times.put_off_at = times.put_off_at or now
+            return found
+        times.matched_at = now
+        if times.put_off_at:
+            self._record("kvplug.wait", request.request_id, times, times.put_off_at, now)
+        self._record(
+            "kvplug.match",
+            request.request_id,
+            times,
+            times.asked_at,
+            now,
+            num_tokens=found[0],
+            num_computed_tokens=num_computed_tokens,
+        )
+        return found
+
+    def update_state_after_alloc(
+        self, call: Any, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        call(request, block_ids, num_external_tokens)
+        if num_external_tokens:
+            hits = self._hit_sources(request, num_external_tokens)
+            self._of(request).attributes |= {f"kvplug.num_tokens.{name}": num for name, num in hits.items()}
+
+    def build_connector_meta(self, call: Any, output: SchedulerOutput) -> Plain:
+        if self._before_token:
+            now = time.perf_counter()
+            for each in output.scheduled:
+                if each.request_id in self._before_token:
+                    self._schedule(each.request_id, each.num_computed_tokens, each.num_scheduled_tokens, now)
+        plan: Plain = call(output)
+        return plan
+
+    def _schedule(self, request_id: str, num_computed: int, num_scheduled: int, now: float) -> None:
+        times = self._requests[request_id]
+        if times.is_computed:
+            self._note_token(request_id, times, now)
+        elif not times.scheduled_at:
+            times.scheduled_at = now
+            self._record("kvplug.schedule", request_id, times, times.matched_at or times.arrived_at, now)
+        times.is_computed = num_computed + num_scheduled >= times.num_prompt_tokens
+
+    def update_connector_output(self, call: Any, output: WorkerOutput) -> None:
+        self._stepped_at = time.perf_counter()
+        call(output)
+
+    def request_finished(
+        self, call: Any, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        found: tuple[bool, dict[str, Any] | None] = call(request, block_ids, end)
+        request_id, times, now = request.request_id, self._of(request), time.perf_counter()
+        if times.is_computed and end is RequestEnd.FINISHED:
+            self._note_token(request_id, times, now)
+        self._before_token.discard(request_id)
+        del self._requests[request_id]
+        self._spans.record(
+            "kvplug.request",
+            request_id,
+            times.arrived_at,
+            now,
+            context=times.context,
+            parent=times.parent,
+            attributes={"kvplug.num_prompt_tokens": times.num_prompt_tokens, **times.attributes},
+            reason="" if end is RequestEnd.FINISHED else str(end),
+        )
+        self._spans.end(request_id)
+        keeps_blocks, params = found
+        if params is not None or request.params.get("do_remote_decode") is True:
+            params = {**(params or {}), TRACEPARENT: str(times.context)}
+        return keeps_blocks, params
+
+    def _note_token(self, request_id: str, times: _Times, now: float) -> None:
+        """Note that the first token was computed: at the end of the last step, if that is known."""
+        if times.has_token:
+            return
+        times.has_token = True
+        self._before_token.discard(request_id)
+        ended = self._stepped_at if self._stepped_at > times.scheduled_at else now
+        self._record("kvplug.prefill", request_id, times, times.scheduled_at, ended)
+        times.attributes["kvplug.time_to_first_token"] = ended - times.arrived_at

@@ -1,0 +1,169 @@
+"""Answers other programs of the same user what an engine does, and what became of its requests.
+
+Each side of a connector listens at a Unix socket in the user's runtime folder. So a command finds every
+engine of the user on this host, also one that serves no peer. Nothing is recorded for it: it reads what is in
+memory anyway. The questions, over an authenticated channel::
+
+    {"watch": "state"}                  {"state": {...}}
+    {"watch": "request", "id": "..."}   {"spans": [...]}: also for the id of a trace
+
+A config with ``doctor = "off"`` answers nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import KvplugError, PeerGoneError, TransportError
+from kvplug.metrics.spans import Span, SpanLog
+from kvplug.net.deadline import Deadline
+from kvplug.net.peer_text import peer_texts
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Listener
+from kvplug.net.wire import from_plain, to_plain
+from kvplug.transport.acceptor import Acceptor
+
+_log = logging.getLogger(__name__)
+
+_PURPOSE: Final = "watch"
+_TIMEOUT_S: Final = 2.0
+_MAX_WATCHERS: Final = 8
+_MAX_CHARACTERS: Final = 400
+_MAX_SPANS: Final = 500
+"""The most spans in one answer."""
+_numbers = itertools.count()
+
+
+def runtime_folder(*, make: bool = False) -> Path:
+    """Return the folder of this user's sockets: ``kvplug`` in ``XDG_RUNTIME_DIR``, or ``/tmp/kvplug-UID``.
+
+    Raises:
+        TransportError: another user owns it, or can write to it.
+        OSError: it cannot be made.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base, "kvplug") if base else Path(f"/tmp/kvplug-{os.getuid()}")  # noqa: S108 - checked below
+    if make:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    with contextlib.suppress(FileNotFoundError):
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise TransportError(f"{folder} must be a folder that only this user can read and write")
+    return folder
+
+
+class WatchPoint:
+    """Answers the programs that watch one side of a connector."""
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]], spans: SpanLog) -> None:
+        """Start to listen. If that is impossible, log why: an engine does not fail because of it.
+
+        Args:
+            state: returns the plain values of the answer; called in another thread.
+        """
+        self._state = state
+        self._spans = spans
+        self._acceptor: Acceptor[None] | None = None
+        try:
+            path = runtime_folder(make=True) / f"{os.getpid()}-{next(_numbers)}"
+            self._acceptor = Acceptor(
+                [Listener.open(f"unix:{path}", Credentials(), _PURPOSE)],
+                self._answer,
+                what="a program that watches",
+                name="kvplug-watch",
+                max_served=_MAX_WATCHERS,
+            )
+        except (KvplugError, OSError) as e:
+            _log.info("`kvplug explain --request` will not find this process: %s", e)
+
+    def _answer(self, connection: Connection) -> None:
+        with contextlib.closing(Channel(connection)) as channel, contextlib.suppress(PeerGoneError):
+            while True:
+                asked = channel.recv(timeout=None)
+                answered: dict[str, Any] = {"unknown": True}
+                match asked:
+                    case {"watch": "state"}:
+                        answered = {"state": dict(self._state())}
+                    case {"watch": "request", "id": str(request_id)}:
+                        spans = self._spans.of_request(request_id)[-_MAX_SPANS:]
+                        answered = {"spans": [to_plain(span) for span in spans]}
+                channel.send(answered, timeout=_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+
+# -- programs that watch -------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Spans:
+    spans: tuple[Span, ...]
+
+
+@attrs.define(eq=False)
+class Watched:
+    """A connection to a process that answers."""
+
+    pid: int
+    _channel: Channel
+
+    @classmethod
+    def all(cls) -> Iterator[Watched]:
+        """Connect to every process of this user on this host. Removes the sockets of processes that are gone.
+
+        Raises:
+            TransportError: as :func:`runtime_folder`.
+        """
+        for path in sorted(runtime_folder().glob("*-*")):
+            try:
+                connection = Connection.dial(f"unix:{path}", Credentials(), _PURPOSE, _TIMEOUT_S)
+            except PeerGoneError:
+                path.unlink(missing_ok=True)
+            except KvplugError as e:
+                _log.warning("process %s does not answer: %s", path.name.partition("-")[0], e)
+            else:
+                yield cls(int(path.name.partition("-")[0]), Channel(connection))
+
+    def _ask(self, question: Mapping[str, Any], answer: str) -> Any:
+        deadline = Deadline.after(_TIMEOUT_S)
+        self._channel.send(question, timeout=deadline.remaining())
+        answered = self._channel.recv(timeout=deadline.remaining())
+        texts = peer_texts(answered, _MAX_CHARACTERS, _MAX_SPANS)
+        return texts.get(answer) if isinstance(texts, dict) else None
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what the process does now.
+
+        Raises:
+            KvplugError: it is gone, or does not answer.
+        """
+        found = self._ask({"watch": "state"}, "state")
+        return found if isinstance(found, Mapping) else {}
+
+    def spans_of(self, request_id: str) -> list[Span]:
+        """Return what the process has kept of a request or trace.
+
+        Raises:
+            KvplugError: it is gone, or does not answer.
+        """
+        found = self._ask({"watch": "request", "id": request_id}, "spans")
+        return list(from_plain({"spans": found or []}, _Spans, "the answer of a process").spans)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()

@@ -1,0 +1,93 @@
+"""Programs of the same user find the processes of engines, and no one else does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kvplug.assembly.watching import Watched, WatchPoint, runtime_folder
+from kvplug.errors import TransportError
+from kvplug.metrics.spans import SpanLog
+from kvplug_testing import waits
+from kvplug_testing.peers import Parent, start
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runtime folder of this test and its peers."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "kvplug"
+
+
+def watch_point(parent: Parent, folder: str) -> None:
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    spans = SpanLog()
+    root = spans.begin("cmpl-1-0")
+    spans.record("kvplug.load", "cmpl-1-0", time.perf_counter() - 1, parent=root, reason="timeout")
+    spans.record("kvplug.load", "other", 0.0)
+    point = WatchPoint(lambda: {"engine_id": "e1"}, spans)
+    parent.send(root.trace_id)
+    parent.recv()
+    point.close()
+
+
+def answers() -> list[tuple[int, object, list[str]]]:
+    """The pid, the state and the spans' names of each process that answers."""
+    found = []
+    for each in Watched.all():
+        with contextlib.closing(each):
+            found.append((each.pid, each.state(), [f"{s.name} {s.reason}" for s in each.spans_of("cmpl-1")]))
+    return found
+
+
+def test_a_process_answers_until_it_is_killed_and_leaves_nothing_behind(tmp_path: Path, folder: Path) -> None:
+    with start(watch_point, str(tmp_path)) as peer:
+        trace_id = peer.recv()
+        assert answers() == [(peer.pid, {"engine_id": "e1"}, ["kvplug.load timeout"])]
+        (each,) = Watched.all()
+        with contextlib.closing(each):
+            assert [span.request_id for span in each.spans_of(trace_id)] == ["cmpl-1-0"]
+            assert each.spans_of("") != []
+        assert folder.stat().st_mode & 0o777 == 0o700
+        os.kill(peer.pid, signal.SIGKILL)
+        waits.until(lambda: not answers(), what="the end of the peer")
+    assert not [*folder.iterdir()]
+
+
+def test_a_closed_point_leaves_no_socket(folder: Path) -> None:
+    point = WatchPoint(dict, SpanLog())
+    assert len([*folder.iterdir()]) == 1
+    point.close()
+    point.close()
+    assert not [*folder.iterdir()]
+    assert not answers()
+
+
+def test_a_stopped_process_delays_the_others_by_seconds_only(tmp_path: Path) -> None:
+    with start(watch_point, str(tmp_path)) as stopped, start(watch_point, str(tmp_path)) as peer:
+        stopped.recv()
+        peer.recv()
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            assert [pid for pid, *_ in answers()] == [peer.pid]
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        peer.send("end")
+        stopped.send("end")
+
+
+def test_a_folder_that_others_can_use_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with pytest.raises(TransportError, match="only this user"):
+        runtime_folder()
+    with caplog.at_level("INFO"):
+        WatchPoint(dict, SpanLog()).close()  # the engine starts all the same
+    assert "will not find this process" in caplog.text

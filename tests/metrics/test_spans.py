@@ -1,0 +1,166 @@
+"""Spans: what a log of them keeps, and what a collector of OpenTelemetry receives."""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvplug import Config, ConfigError
+from kvplug.metrics import spans as module
+from kvplug.metrics.spans import SpanContext, SpanLog
+
+pytestmark = pytest.mark.timeout(60)
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", SpanContext(TRACE, SPAN, True)),
+        (f"00-{TRACE}-{SPAN}-00", SpanContext(TRACE, SPAN, False)),
+        (f"01-{TRACE}-{SPAN}-03-more", SpanContext(TRACE, SPAN, True)),
+        (f"ff-{TRACE}-{SPAN}-01", None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{TRACE}-{SPAN}", None),
+        ("", None),
+        (None, None),
+        (7, None),
+    ],
+)
+def test_a_traceparent_is_read_as_w3c_says(text: object, found: SpanContext | None) -> None:
+    assert SpanContext.parse(text) == found
+    if found is not None:
+        assert SpanContext.parse(str(found)) == found
+
+
+def test_parts_are_in_the_trace_of_their_parent() -> None:
+    log = SpanLog()
+    root = log.begin("a", SpanContext(TRACE, SPAN, False))
+    begun = time.perf_counter() - 0.5
+    part = log.record(
+        "kvplug.load", "a", begun, begun + 0.25, parent=log.traceparent_of("a"), reason="timeout"
+    )
+    log.record_layers("a", begun, [(layers, begun + layers / 100) for layers in range(1, 31)], part)
+    load, *transfers = log.of_request("a")
+    assert (load.context, load.parent_id, load.reason) == (part, root.span_id, "timeout")
+    assert load.context.trace_id == TRACE and not load.context.is_sampled
+    assert load.duration_ns == 250_000_000
+    assert abs(load.start_ns - (time.time_ns() - 500_000_000)) < 10e9
+    layers = [(s.attributes["kvplug.first_layer"], s.attributes["kvplug.last_layer"]) for s in transfers]
+    assert layers[0][0] == 0 and layers[-1][1] == 29 and len(layers) == 4
+    assert all(end + 1 == begin for (_, end), (begin, _) in itertools.pairwise(layers))
+    log.end("a")
+    assert not log.traceparent_of("a")
+    assert log.record("kvplug.load", "b", begun, parent="wrong").trace_id != TRACE
+
+
+def test_a_log_is_bounded_and_says_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_SPANS", 3)
+    log = SpanLog()
+    for number in range(5):
+        log.record(f"kvplug.{number}", "a", 0.0)
+    found, position = log.after(0)
+    assert [span.name for span in found] == ["kvplug.2", "kvplug.3", "kvplug.4"]
+    assert position == 5
+    assert log.after(4)[0] == found[-1:]
+    assert log.after(position) == ([], 5)
+
+
+# -- OpenTelemetry -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The requests that a collector received, decoded."""
+    decode = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    received: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = decode.ExportTraceServiceRequest()
+            request.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
+            received.append(request)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=decode,zone=a")
+        yield received
+        server.shutdown()
+        thread.join()
+
+
+def test_a_collector_receives_each_span_with_its_ids_times_and_attributes(collector: list[Any]) -> None:
+    from kvplug.metrics.tracing import Tracing
+
+    log = SpanLog()
+    root = log.begin("a")
+    tracing = Tracing(log, "otlp_proto_http", {"engine_id": "e1", "side": "scheduler"})
+    begun = time.perf_counter()
+    log.record(
+        "kvplug.load", "a", begun, begun + 0.25, parent=root, attributes={"kvplug.n": 3}, reason="timeout"
+    )
+    log.record("kvplug.request", "a", begun, begun + 1, context=root)
+    log.record(
+        "kvplug.load", "b", begun, parent=f"00-{TRACE}-{SPAN}-00"
+    )  # whoever began it does not sample it
+    tracing.close()
+    (resource,) = [one for request in collector for one in request.resource_spans]
+    about = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert about["service.name"] == "decode" and about["zone"] == "a"
+    assert about["service.instance.id"] == "e1" and about["kvplug.side"] == "scheduler"
+    (scope,) = resource.scope_spans
+    load, request = scope.spans
+    assert scope.scope.name == "kvplug"
+    assert (load.name, request.name) == ("kvplug.load", "kvplug.request")
+    assert request.span_id.hex() == root.span_id and not request.parent_span_id
+    assert load.parent_span_id == request.span_id
+    assert load.trace_id == request.trace_id == bytes.fromhex(root.trace_id)
+    assert load.end_time_unix_nano - load.start_time_unix_nano == 250_000_000
+    given = {each.key: each.value.string_value or each.value.int_value for each in load.attributes}
+    assert given == {"kvplug.request.id": "a", "kvplug.n": 3, "error.type": "timeout"}
+    assert load.status.code == 2 and request.status.code == 0
+    assert [log.of_request(name) for name in "ab"]  # what is exported is still in memory
+
+
+def test_a_collector_that_is_gone_delays_the_end_by_no_more_than_some_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from kvplug.metrics.tracing import Tracing
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    log = SpanLog()
+    tracing = Tracing(log, "otlp_proto_http", {})
+    log.record("kvplug.load", "a", 0.0)
+    tracing.close()
+    tracing.close()
+    assert not [one for one in threading.enumerate() if one.name == "kvplug-tracing" and not one.daemon]
+
+
+def test_an_exporter_that_is_not_installed_is_refused_by_name() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from kvplug.metrics.tracing import Tracing
+
+    with pytest.raises(
+        ConfigError, match=r"no installed package offers the exporter 'zipkin'; installed: .*console"
+    ):
+        Tracing(SpanLog(), "zipkin", {})
+    with pytest.raises(ConfigError, match="tracing"):
+        Config.from_dict({"tracing": "Not One"})
