@@ -88,7 +88,7 @@ $(TOX):
 # Plugins are installed without dependencies: the core is installed, and only `make test-all` needs NCCL (350
 # MB).
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
-	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
+	$(IN_VENV) -e ".[otel,prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
 		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch towncrier transformers trustme \
 		urllib3 valkey
 	$(IN_VENV) --no-deps mooncake-transfer-engine-non-cuda || echo "No Mooncake for this machine: its tests are skipped."
