@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ if vllm.__version__.startswith("0.28."):
     NOT_RUN["latent"] = "vLLM 0.28 fails in an import of its own, without kvplug as well"
 if vllm.__version__.startswith("0.27."):
     NOT_RUN["latent"] = "vLLM 0.27 has no latent attention on CPUs"
+if not {"avx512f", "amx_tile"} & {*Path("/proc/cpuinfo").read_text().split()}:
+    NOT_RUN["fp8"] = "vLLM needs AVX-512 or AMX for a cache of fp8 on CPUs, and this processor has neither"
 
 
 @pytest.fixture(
