@@ -43,7 +43,8 @@ class Requests:
                 num_prompt_tokens=request.num_prompt_tokens,
                 extra=extra,
                 generation=request.num_preemptions,
-                params=request.kv_transfer_params or {},
+                # vLLM keeps the headers of a trace if it traces itself.
+                params={**(request.trace_headers or {}), **(request.kv_transfer_params or {})},
                 block_hashes=request.block_hashes,
                 adapter=request.lora_request.lora_name if request.lora_request is not None else "",
             )

@@ -149,3 +149,11 @@ def test_how_a_request_ended():
         for status in statuses:
             request.status = RequestStatus[f"FINISHED_{status}"]
             assert end_of(request) is end, status
+
+
+def test_a_trace_of_the_engine_goes_on_unless_the_request_carries_one_of_its_own():
+    headers, ours = {"traceparent": "theirs"}, {"traceparent": "ours"}
+    assert Requests()[request_of()].params == {}
+    assert Requests()[request_of(trace_headers=headers)].params == headers
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": ours})
+    assert Requests()[request_of(trace_headers=headers, sampling_params=sampling)].params == ours
