@@ -1,0 +1,53 @@
+"""The spans of saves and loads: in one trace at both ends, with sources, arrivals and reasons."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from kvplug.engine import SpanLog
+from kvplug.transport import Deadline, MissReason
+from kvplug_testing import waits
+from kvplug_testing.engine import request_of
+from lookup_engines import PROMPT, missed, pair, until_promised
+
+pytestmark = pytest.mark.timeout(60)
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARAMS = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+
+
+def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends() -> None:
+    theirs, ours = SpanLog(), SpanLog()
+    with pair(ours={"spans": theirs}, theirs={"spans": ours}) as (prefill, decode):
+        saved = request_of("saved", PROMPT, params={**PARAMS, "do_remote_decode": True})
+        _, params = prefill.hand_off(saved)
+        assert params is not None
+        until_promised(decode, PROMPT, 96)
+        decode.load(request_of("loaded", PROMPT, params=params))
+        waits.until(lambda: len(theirs.of_request("saved")) >= 4, what="the end of the save")
+    spans = {span.name: span for span in (*theirs.of_request("saved"), *ours.of_request("loaded"))}
+    assert {span.context.trace_id for span in spans.values()} == {TRACE}
+    assert spans["kvplug.save"].attributes == {"kvplug.source": "host", "kvplug.num_pages": 6}
+    load, get = spans["kvplug.load"], spans["kvplug.get"]
+    assert (get.parent_id, load.attributes["kvplug.num_tokens"]) == (load.context.span_id, 96)
+    assert get.attributes["kvplug.num_pages"] == 6 and get.attributes["kvplug.source"]
+    arrivals = [span for span in ours.of_request("loaded") if span.name == "kvplug.transfer"]
+    assert arrivals[-1].attributes["kvplug.last_layer"] == 2
+    assert load.start_ns <= arrivals[0].start_ns <= load.start_ns + load.duration_ns
+
+
+def test_a_load_that_fails_names_the_reason_and_the_source() -> None:
+    ours = SpanLog()
+    with pair(theirs={"spans": ours}) as (prefill, decode):
+        prefill.prefill(request_of("saved", PROMPT))
+        until_promised(decode, PROMPT, 96)
+        (peer,) = decode.worker.peers.values()
+        store, _ = peer.connected(Deadline.after(10), retry=True)
+        with mock.patch.object(store, "submit_get", lambda pages, timeout: missed(pages, MissReason.EVICTED)):
+            decode.load(request_of("loaded", PROMPT))
+    failed = {span.name: span for span in ours.of_request("loaded") if span.reason}
+    assert {*failed} == {"kvplug.load", "kvplug.get"}
+    assert {span.reason for span in failed.values()} == {"evicted"}
+    assert failed["kvplug.get"].attributes["kvplug.source"]
