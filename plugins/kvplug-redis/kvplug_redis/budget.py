@@ -24,14 +24,15 @@ local budget, ttl = tonumber(ARGV[1]), tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local total = tonumber(redis.call('GET', total_key) or '') or math.huge
+local was_empty = redis.call('HLEN', costs) == 0
 -- another program or the server's policy has changed or removed a record, or clients differ in size
-if total > budget or total < 0 or redis.call('HLEN', costs) == 0 then
+if total > budget or total < 0 or was_empty then
     total = 0
     for _, each in ipairs(redis.call('HVALS', costs)) do total = total + (tonumber(each) or 0) end
     redis.call('SET', total_key, total)
 end
 if not redis.call('ZRANGE', use, 0, 0)[1] then
-    for _, each in ipairs(redis.call('HKEYS', costs)) do redis.call('ZADD', use, 0, each) end
+    for _, each in ipairs(redis.call('HKEYS', costs)) do redis.call('ZADD', use, now, each) end
 end
 if ttl > 0 then
     for _, old in ipairs(redis.call('ZRANGEBYSCORE', use, '-inf', now - ttl, 'LIMIT', 0, 256)) do
@@ -74,7 +75,7 @@ if wanted > 0 then
         victims[#victims + 1] = oldest
     end
 end
-return {made, redis.call('HLEN', costs), total, victims}
+return {made, redis.call('HLEN', costs), total, victims, was_empty and 1 or 0}
 """
 
 _RELEASE: Final = """
@@ -136,6 +137,8 @@ class Reserved:
     """For each page, whether there is room for it. A page with room must be written or released."""
     victims: list[bytes]
     """Members whose values must be removed to make room for the others."""
+    was_empty: bool = False
+    """Whether no page was recorded."""
     error: Exception | None = None
     """Why nothing was reserved."""
 
@@ -173,10 +176,10 @@ class Budget:
         with self._lock:
             *others, reply = self._client.run([*also, script])
             if isinstance(reply, Exception):
-                return Reserved([False] * len(costs), [], reply), others
-            made, count, total, victims = reply
+                return Reserved([False] * len(costs), [], error=reply), others
+            made, count, total, victims, was_empty = reply
             self.num_pages, self.used_bytes, self.version = count, total, self.version + 1
-        return Reserved([bool(each) for each in made], victims), others
+        return Reserved([bool(each) for each in made], victims, bool(was_empty)), others
 
     def release(self, members: Sequence[bytes], *, evicted: bool = False) -> None:
         """Remove pages whose values are gone."""

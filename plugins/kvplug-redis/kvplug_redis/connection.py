@@ -12,12 +12,13 @@ from typing import Any, Final, TypeAlias
 import attrs
 import valkey
 from valkey.backoff import NoBackoff
-from valkey.cluster import ClusterNode, ValkeyCluster
+from valkey.cluster import PRIMARY, ClusterNode, ValkeyCluster
 from valkey.exceptions import (
     AskError,
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
+    ClusterError,
     ConnectionError as LostError,
     NoPermissionError,
     OutOfMemoryError,
@@ -131,6 +132,7 @@ class Client:
                     group = left.pop(index)
                     if is_cluster and any(isinstance(each, _REDIRECTIONS) for each in replies):
                         redirected.append((index, group))
+                        _learn_nodes(client, replies)
                     else:
                         yield index, replies
                 break
@@ -207,6 +209,14 @@ def _reply(connection: Any, command: Command) -> Any:
         return connection.read_reply(command.into)
     except ResponseError as e:
         return e
+
+
+def _learn_nodes(client: Any, replies: Sequence[Any]) -> None:
+    """Make the nodes known to which these replies redirect. The cluster lists none that has no slot yet."""
+    for reply in replies:
+        if isinstance(reply, AskError):
+            node = ClusterNode(reply.host, reply.port, PRIMARY)
+            client.nodes_manager.nodes_cache.setdefault(node.name, node)
 
 
 def _followed(client: Any, command: Command) -> Any:
@@ -380,6 +390,10 @@ def mapped_errors() -> Iterator[None]:
         raise TransportError("the server is loading its data") from e
     except ClusterDownError as e:
         raise TransportError(f"the cluster is down: {e}") from e
+    except ClusterError as e:  # after TRYAGAIN, again and again
+        raise TransportError(
+            f"the cluster moves a slot to another node, and takes no page of several values until then: {e}"
+        ) from e
     except ResponseError as e:
         text = str(e)
         if "OOM command not allowed" in text:  # errors in a script have this class

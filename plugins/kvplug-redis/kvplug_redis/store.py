@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -17,7 +18,7 @@ from kvplug.transport import BlockingStore, PageSeal, Usage, WireError
 from kvplug_redis.budget import Budget, Reserved, drop_manifest
 from kvplug_redis.connection import Client, Command, NoRoomError, checked, mapped_errors
 from kvplug_redis.options import RedisOptions
-from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, Head, Names, cost_of, cut, tag_of
+from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, Head, Names, cut, tag_of
 
 T = TypeVar("T")
 
@@ -74,6 +75,9 @@ class RedisStore(BlockingStore):
         self._budget: Budget | None = None
         if options.size is not None:
             self._budget = Budget(self._client, self._names.budget, options.size, options.ttl_s)
+        self._is_cluster = options.mode == "cluster"
+        self._is_uncounted = False
+        """Whether the budget has lost its records, and the pages that are there must be recorded again."""
         self._touched: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
         self._was_full = False
@@ -228,21 +232,30 @@ class RedisStore(BlockingStore):
     def _new_page(self, key: bytes, page: Sequence[memoryview]) -> _NewPage:
         length = sum(map(len, page))
         piece = 0 if HEAD_BYTES + length <= self._piece else self._piece
-        cost = cost_of(length, self._piece)
-        if self._budget is not None and cost > self._budget.size:
-            raise CapacityError(
-                f"a page takes {cost} bytes in the server, but the budget is {self._budget.size}"
-            )
         head = Head(tag_of(page), length, piece)
+        if self._budget is not None and head.cost > self._budget.size:
+            raise CapacityError(
+                f"a page takes {head.cost} bytes in the server, but the budget is {self._budget.size}"
+            )
         if head.num_pieces > MAX_PIECES:
             raise CapacityError(f"a page has {head.num_pieces} pieces: raise options.redis.piece_bytes")
-        return _NewPage(key, head, page, cost)
+        return _NewPage(key, head, page)
 
     def _reserved(self, new: Sequence[_NewPage], also: Sequence[Command] = ()) -> tuple[Reserved, list[Any]]:
-        """Reserve room for pages. Returns also the replies to the commands ``also``."""
+        """Reserve room for pages. Returns also the replies to the commands ``also``.
+
+        If the node of a cluster that had the records has lost them, the pages of the other nodes are recorded
+        again."""
         if self._budget is None:
             return Reserved([True] * len(new), []), self._client.run(also)
-        return self._budget.reserve([(page.member, page.cost) for page in new], also)
+        reserved, replies = self._budget.reserve([page.record for page in new], also)
+        self._is_uncounted |= reserved.was_empty and self._is_cluster
+        if self._is_uncounted:
+            for heads in self._all_heads():
+                records = [_record(key, head) for key, head in heads.items()]
+                checked(self._client.run([self._budget.written(records)]))
+            self._is_uncounted = False
+        return reserved, replies
 
     def _write(
         self, new: Sequence[_NewPage], ready: Sequence[int], *, is_last: bool = False
@@ -261,7 +274,7 @@ class RedisStore(BlockingStore):
         error: Exception | None = None
         groups = [self._values_of(new[index]) for index in ready]
         if self._budget is not None and ready:
-            groups.append([self._budget.written([(new[index].member, new[index].cost) for index in ready])])
+            groups.append([self._budget.written([new[index].record for index in ready])])
         for at, replies in self._client.stream(groups):
             if at == len(ready):
                 continue  # a full server refuses to record pages, and does not have them
@@ -282,7 +295,7 @@ class RedisStore(BlockingStore):
             self._note_full(error)
         if wrong:
             manifests = [self._names.manifest(new[index].key) for index in wrong]
-            checked(self._client.run([Command.of(b"UNLINK", name) for name in manifests]))
+            self._unlink(manifests)
             for written, more in zip((kept, evicted), self._write(new, wrong, is_last=True), strict=True):
                 written += more
         return kept, evicted
@@ -314,9 +327,12 @@ class RedisStore(BlockingStore):
     def _release(self, new: Sequence[_NewPage]) -> None:
         """Remove the pieces of pages that were not kept, and what they count."""
         pieces = [self._names.pieces(page.key, page.head.tag, page.head.num_pieces) for page in new]
-        checked(self._client.run([Command.of(b"UNLINK", *names) for names in pieces if names]))
+        self._unlink(itertools.chain(*pieces))
         if self._budget is not None:
             self._budget.release([page.member for page in new])
+
+    def _unlink(self, names: Iterable[bytes]) -> None:
+        checked(self._client.run([*map(_unlinking, names)]))
 
     def _forget(self, members: Sequence[bytes], *, evicted: bool = False) -> None:
         """Remove pages that are evicted, or of which the server has evicted a piece."""
@@ -324,22 +340,20 @@ class RedisStore(BlockingStore):
         for member in members:
             key, tag, count = _parsed_member(member)
             commands.append(drop_manifest(self._names.manifest(key), tag, _TAG_AT))
-            if count:
-                commands.append(Command.of(b"UNLINK", *self._names.pieces(key, tag, count)))
+            commands += map(_unlinking, self._names.pieces(key, tag, count))
         checked(self._client.run(commands))
         if self._budget is not None:
             self._budget.release(members, evicted=evicted)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         with mapped_errors():
-            commands, members = [], []
+            names, members = [], []
             for key, head in zip(keys, self._heads(keys), strict=True):
-                names = [self._names.manifest(key)]
+                names.append(self._names.manifest(key))
                 if head is not None:
                     names += self._names.pieces(key, head.tag, head.num_pieces)
                     members.append(_member(key, head))
-                commands.append(Command.of(b"UNLINK", *names))
-            checked(self._client.run(commands))
+            self._unlink(names)
             if self._budget is not None:
                 self._budget.release(members)
 
@@ -347,7 +361,7 @@ class RedisStore(BlockingStore):
         with mapped_errors():
             names = self._client.get().scan_iter(match=self._names.every, count=_SCAN)
             for batch in _batches([*names, *self._names.budget], _SCAN):
-                checked(self._client.run([Command.of(b"UNLINK", name) for name in batch]))
+                self._unlink(batch)
         if self._budget is not None:
             self._budget.note((0, 0), self._budget.version)
 
@@ -356,12 +370,17 @@ class RedisStore(BlockingStore):
     def keys(self, series: bytes) -> list[bytes]:
         found = []
         with mapped_errors():
-            names = self._client.get().scan_iter(match=self._names.manifests, count=_SCAN)
-            keys = {key for name in names if (key := self._names.key_of(name)) is not None}
-            for batch in _batches([*keys], _SCAN):
-                heads = zip(batch, self._heads(batch), strict=True)
-                found += self._in_series({key: head for key, head in heads if head is not None}, series)
+            for heads in self._all_heads():
+                found += self._in_series(heads, series)
         return found
+
+    def _all_heads(self) -> Iterator[dict[bytes, Head]]:
+        """The heads of all pages, some at a time."""
+        names = self._client.get().scan_iter(match=self._names.manifests, count=_SCAN)
+        keys = {key for name in names if (key := self._names.key_of(name)) is not None}
+        for batch in _batches([*keys], _SCAN):
+            heads = zip(batch, self._heads(batch), strict=True)
+            yield {key: head for key, head in heads if head is not None}
 
     def _in_series(self, heads: dict[bytes, Head], series: bytes) -> list[bytes]:
         """The keys of those of the pages whose header states the series."""
@@ -403,12 +422,19 @@ class _NewPage:
     key: bytes
     head: Head
     parts: Sequence[memoryview]
-    cost: int
-    """Bytes in the server's memory."""
 
     @property
     def member(self) -> bytes:
         return _member(self.key, self.head)
+
+    @property
+    def record(self) -> tuple[bytes, int]:
+        return _record(self.key, self.head)
+
+
+def _unlinking(name: bytes) -> Command:
+    """A command that removes a value. One with several keys fails while a cluster moves their slot."""
+    return Command.of(b"UNLINK", name)
 
 
 def _part(name: bytes, begin: int, nbytes: int = 0, *, into: Sequence[memoryview] | None = None) -> Command:
@@ -437,6 +463,11 @@ def _batches(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
 
 def _member(key: bytes, head: Head) -> bytes:
     return key + head.tag + b"%d" % head.num_pieces
+
+
+def _record(key: bytes, head: Head) -> tuple[bytes, int]:
+    """What the budget records of a page."""
+    return _member(key, head), head.cost
 
 
 def _parsed_member(member: bytes) -> tuple[bytes, bytes, int]:

@@ -67,6 +67,15 @@ class Head:
     def num_pieces(self) -> int:
         return -(-self.length // self.piece) if self.piece else 0
 
+    @property
+    def cost(self) -> int:
+        """Bytes of the server's memory for the page."""
+        if not self.piece:
+            return _allocated(HEAD_BYTES + self.length) + _PER_VALUE + _PER_PAGE
+        whole, rest = divmod(self.length, self.piece)
+        values = whole * _allocated(self.piece) + (_allocated(rest) if rest else 0) + _allocated(HEAD_BYTES)
+        return values + (self.num_pieces + 1) * _PER_VALUE + _PER_PAGE
+
 
 class Names:
     """Names of the keys of one prefix."""
@@ -119,15 +128,6 @@ def cut(parts: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
                 group, room = [], nbytes
     if group:
         yield group
-
-
-def cost_of(length: int, piece: int) -> int:
-    """Bytes of the server's memory for a page of that length, in pieces if it is longer than one."""
-    if HEAD_BYTES + length <= piece:
-        return _allocated(HEAD_BYTES + length) + _PER_VALUE + _PER_PAGE
-    whole, rest = divmod(length, piece)
-    values = whole * _allocated(piece) + (_allocated(rest) if rest else 0) + _allocated(HEAD_BYTES)
-    return values + (whole + bool(rest) + 1) * _PER_VALUE + _PER_PAGE
 
 
 def _allocated(nbytes: int) -> int:

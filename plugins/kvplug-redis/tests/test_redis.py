@@ -244,11 +244,12 @@ def test_a_count_that_was_damaged_is_made_anew(
     assert int(raw.get(Names("kvplug").budget[2])) == int(counted) // 2 * 3
 
 
+@pytest.mark.parametrize("ttl_s", [None, 3600])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["use", "cost", "total"])
 def test_a_record_that_the_server_has_evicted_costs_no_room_for_good(
-    server: RedisServer, opened: Any, raw: Any, which: int
+    server: RedisServer, opened: Any, raw: Any, which: int, ttl_s: float | None
 ) -> None:
-    store = opened(server.address, size=600_000)
+    store = opened(server.address, size=600_000, ttl_s=ttl_s)
     names = [str(number) for number in range(60)]
     assert not any(put(store, *names[:20]))
     whole = len(names_of(raw, "m"))
@@ -474,6 +475,66 @@ def test_a_sentinel_names_the_new_primary(tmp_path: Path, several: Any, opened: 
     primary.kill()
     waits.until(lambda: put(store, f"b {time.monotonic()}") == [None], 40, "the new primary")
     assert got(store, "a") == [None]
+
+
+def clustered(*nodes: RedisServer, first: int) -> list[Any]:
+    """Make a cluster of two nodes. Returns a client of each. ``first``: how many slots the first node has."""
+    clients = [valkey.Valkey(port=node.port) for node in nodes]
+    for client, slots in zip(clients, (range(first), range(first, 16384)), strict=True):
+        if slots:
+            client.execute_command("CLUSTER", "ADDSLOTS", *slots)
+    clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
+
+    def is_whole(client: Any) -> bool:
+        info = client.execute_command("CLUSTER", "INFO")
+        return b"cluster_known_nodes:2" in info and b"cluster_state:ok" in info
+
+    waits.until(lambda: all(map(is_whole, clients)), 20, "the cluster")
+    return clients
+
+
+def test_pages_of_a_slot_that_moves_to_a_new_node(
+    several: Any, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [several("--cluster-enabled", "yes") for _ in range(2)]
+    old, new = clustered(*nodes, first=16384)
+    store = opened(nodes[0].address, mode="cluster", timeout_s=5)
+    assert put(store, "a") == [None]
+    (key,) = request(store, "a").keys
+    slot = old.execute_command("CLUSTER", "KEYSLOT", Names("kvplug").manifest(key))
+    ids = [node.execute_command("CLUSTER", "MYID") for node in (old, new)]
+    new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    for name in names_of(old)[::2]:
+        old.execute_command("MIGRATE", "127.0.0.1", nodes[1].port, name, 0, 5000)
+    assert got(store, "a") == [None]
+    assert list(store.submit_remove([key]).wait(10)) == [True]
+    assert not names_of(old) and not names_of(new), "values of a removed page are left"
+    assert put(store, "a", nbytes=1000) == got(store, "a", nbytes=1000) == [None]
+    assert list(store.submit_remove([key]).wait(10)) == [True]
+    assert put(store, "a") == [PutReason.OTHER], "a page of several values cannot be written meanwhile"
+    assert "moves a slot" in caplog.text
+    for node in (new, old):
+        node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+    assert put(store, "a") == got(store, "a") == [None]
+
+
+def test_a_cluster_keeps_the_budget_when_the_node_that_counts_has_lost_its_data(
+    several: Any, opened: Any
+) -> None:
+    nodes = [several("--cluster-enabled", "yes") for _ in range(2)]
+    clients = clustered(*nodes, first=8192)
+    store = opened([node.address for node in nodes], mode="cluster", size=600_000)
+    assert not any(put(store, *map(str, range(20)))) and not any(put(store, "b", "c", nbytes=1000))
+    other, counting = clients
+    whole = len(names_of(other, "m")) + len(names_of(counting, "m"))
+    assert names_of(other, "m") and counting.dbsize() > 2, "the test shows nothing"
+    nodes[1].kill()
+    nodes[1].start()
+    waits.until(lambda: put(store, "new") == [None], 20, "the node")
+    assert not any(put(store, *map(str, range(20, 60))))
+    assert len(names_of(other, "m")) + len(names_of(counting, "m")) <= whole
+    assert counting.hlen(Names("kvplug").budget[1]) <= whole
 
 
 @pytest.mark.full
