@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -119,11 +120,15 @@ def test_one_that_fails_is_closed_with_a_warning_and_the_next_comes_in(
 
 
 def test_a_shortage_ends_a_call_that_began_before_its_connection_came(opened: Listener) -> None:
-    with Plain(opened) as acceptor:
-        accepting = Call(acceptor.accept)
-        assert accepting.is_blocked()
-        with came(opened, b"s"):
-            accepting.raised(ResourceExhaustedError)
+    with Plain(opened) as acceptor, ExitStack() as connections:
+        accepting = Call(lambda: acceptor.accept(None))
+
+        def has_ended() -> bool:
+            connections.enter_context(came(opened, b"s"))
+            return not accepting.is_blocked()
+
+        until(has_ended)  # the first connections may come before the call begins
+        accepting.raised(ResourceExhaustedError)
 
 
 def test_a_shortage_of_an_earlier_connection_does_not_end_a_later_call(opened: Listener) -> None:
@@ -169,13 +174,14 @@ def test_no_more_are_served_at_once_than_a_bound_and_the_others_wait(
     opened: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvplug.transport.acceptor.MAX_SERVED", 2)
-    with Plain(opened) as acceptor, came(opened), came(opened) as second, came(opened, b"p"):
+    with Plain(opened) as acceptor, came(opened), came(opened) as second:
         until(lambda: len(acceptor.served) == 2)
-        with pytest.raises(TimeoutError):
-            acceptor.accept(0.2)
-        assert len(acceptor.served) == 2
-        second.sock.sendall(b"x")
-        acceptor.accept().abort()
+        with came(opened, b"p"):
+            with pytest.raises(TimeoutError):
+                acceptor.accept(0.2)
+            assert len(acceptor.served) == 2
+            second.sock.sendall(b"x")
+            acceptor.accept().abort()
 
 
 def test_pipes_that_wait_to_be_accepted_count_as_well(
