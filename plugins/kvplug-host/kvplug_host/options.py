@@ -57,7 +57,8 @@ class HostOptions:
         unit="seconds",
         above=0,
         help="Memory that another process has asked for to put pages, and sends nothing for so long, is free"
-        " again. Such memory is at most a quarter of the budget for each process.",
+        " again, and so is that of a message of pages (4 MiB, or one page) that takes longer. Such memory is"
+        " at most a quarter of the budget for each process.",
     )
     socket: str = option(
         "",

@@ -153,9 +153,9 @@ def test_at_each_step_the_jobs_end_in_time_without_a_wrong_byte(
 
 
 @contextmanager
-def served(**options: Any) -> Iterator[tuple[Store, Store]]:
+def served(address: str = "", **options: Any) -> Iterator[tuple[Store, Store]]:
     """A store that this process serves, and the end of another program that uses it."""
-    address = f"unix:@kvplug-broken-{os.getpid()}-{next(_numbers)}"
+    address = address or f"unix:@kvplug-broken-{os.getpid()}-{next(_numbers)}"
     options = {"size": 16 << 20, "segment_bytes": 1 << 20, **options}
     with (
         serve_store(config(**options), address=address) as server,
@@ -221,6 +221,28 @@ def test_what_is_announced_and_not_sent_takes_a_quarter_of_the_store_and_not_for
         room = PAGES.request(served_store, *names("room", lost))
         assert served_store.submit_put(room).wait(waits.patience_s) == [None] * lost
         assert served_store.usage().num_pages == held_before.num_pages, "memory was not given back"
+
+
+def test_a_writer_that_is_stopped_in_the_middle_of_a_message_holds_no_memory_for_long(
+    fork_server: ForkServer,
+) -> None:
+    options: dict[str, Any] = {"map": False, "stall_timeout_s": 1.0, "threads": 1}
+    address = f"unix:@kvplug-broken-{os.getpid()}-{next(_numbers)}"
+    with served(address, **options) as (served_store, _):
+        full = PAGES.request(served_store, *names("full", 75))
+        assert served_store.submit_put(full).wait(waits.patience_s) == [None] * 75
+        before = served_store.usage().num_pages
+        with fork_server.start(f"{PROGRAMS}:put_and_stop", address, options, PAGES.nbytes, 20) as writer:
+            until(lambda: served_store.usage().num_pages < before - 5, what="that pages are evicted")
+
+            def is_free() -> bool:
+                """Pages that are put replace others unless memory is free."""
+                room = PAGES.request(served_store, *names(f"room {next(_numbers)}", 20))
+                served_store.submit_put(room).wait(waits.patience_s)
+                return served_store.usage().num_pages >= before
+
+            until(is_free, what="that the memory is given back")
+            writer.cont()
 
 
 def test_a_put_of_more_than_a_quarter_of_the_store_is_kept_whole() -> None:

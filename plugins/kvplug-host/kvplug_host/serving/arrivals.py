@@ -111,14 +111,14 @@ class Arrival(Put):
         if is_finished:
             self.end(None)
 
-    def receive(self, pipe: Pipe, first: int, count: int) -> bool:
+    def receive(self, pipe: Pipe, first: int, count: int, timeout: float) -> bool:
         """Receive the next ``count`` pages from page ``first`` on that are to be sent, and publish them.
 
         Returns whether they were received: if the put has ended, they are still to come.
 
         Raises:
             WireError: what comes was not agreed on.
-            KvplugError: the pipe cannot be used any more.
+            KvplugError: the pages do not come in time, or the pipe cannot be used any more.
         """
         store, nbytes = self._store, self.pages.series.format.nbytes
         with self.lock:
@@ -132,7 +132,7 @@ class Arrival(Put):
         try:
             offsets = [slot.offset for slot in slots.values()]
             rows = PageRows(store.segments.view, offsets, nbytes + header_bytes.pop())
-            pipe.recv_blocks(rows.views([0], rows.nbytes), offsets, timeout=self.job.deadline.remaining())
+            pipe.recv_blocks(rows.views([0], rows.nbytes), offsets, timeout=timeout)
             wrong = self._wrong(slots)
         except BaseException:
             store.give_back(slots.values())

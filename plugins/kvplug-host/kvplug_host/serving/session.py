@@ -388,8 +388,9 @@ class Session:
                     raise WireError("it sends no pages")
                 arrival = self._arrivals.get(number)
                 self._received_at = math.inf
-                if arrival is None or not arrival.receive(pipe, first, count):
-                    pipe.recv_tensor(timeout=_MOST_S)  # pages of a put that has ended
+                # Not until the put's deadline: a peer that is stopped would hold the memory that long.
+                if arrival is None or not arrival.receive(pipe, first, count, self._stall_timeout_s):
+                    pipe.recv_tensor(timeout=self._stall_timeout_s)  # pages of a put that has ended
                 self._received_at = time.monotonic()
 
 
