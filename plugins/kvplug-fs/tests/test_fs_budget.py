@@ -140,6 +140,29 @@ def test_a_page_gets_the_room_of_more_pages_than_one_scan_proposes(
     assert used_in(tmp_path) == store.usage().used_bytes == 10 * PAGE
 
 
+def test_a_writer_evicts_while_the_folder_is_searched_for_more_pages_to_evict(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, all_pages = opened(size=10 * PAGE), PageFolder.all_pages
+    for number in range(11):
+        assert write(store, number)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slowly(folder: PageFolder) -> Any:
+        has_begun.set()
+        assert may_end.wait(20)
+        return all_pages(folder)
+
+    monkeypatch.setattr(PageFolder, "all_pages", slowly)
+    try:
+        for number in range(7):
+            assert Call(lambda name=f"more {number}": write(store, name)).result(10)
+        assert has_begun.wait(20), "the folder is not searched before there is nothing left to evict"
+        assert Call(lambda: write(store, "meanwhile")).result(10)
+    finally:
+        may_end.set()
+
+
 def test_a_smaller_size_is_kept_to_when_the_folder_is_opened_again(opened: Any, tmp_path: Path) -> None:
     store = opened()
     for number in range(10):

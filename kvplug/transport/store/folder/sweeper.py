@@ -50,9 +50,13 @@ class Sweeper:
         self.num_evicted = 0
         """Pages that this process evicted."""
         self._candidates: deque[_Candidate] = deque()
+        self._few = 0
+        """How many candidates are left when the next scan begins, so that writers do not wait for it."""
         self._counted = threading.Event()
         """Set once the ledger includes the pages that were in the folder at the start."""
         self._closed = threading.Event()
+        self._is_wanted = threading.Event()
+        """Set if a scan is to begin now, or the sweeper is closed."""
         self._thread = BackgroundThread(self._work, name="kvplug-folder-scan", stop=self._stop)
         self._thread.start()
 
@@ -64,6 +68,7 @@ class Sweeper:
     def _stop(self) -> None:
         self._closed.set()
         self._counted.set()
+        self._is_wanted.set()
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -110,6 +115,8 @@ class Sweeper:
         candidates = self._candidates  # a scan may replace them
         while candidates and not self._closed.is_set():
             oldest = candidates.popleft()
+            if len(candidates) == self._few:
+                self._is_wanted.set()
             try:
                 if os.lstat(oldest.path).st_mtime_ns != oldest.used_ns:
                     continue  # it was used after the scan
@@ -133,10 +140,14 @@ class Sweeper:
                 wait_s = min(max(0.0, last + self._rescan_s - time.time()), self._rescan_s)
         except OSError:
             self._counted.set()  # nothing can be added to a read-only folder
-        while not self._closed.wait(wait_s):
+        while True:
+            is_wanted = self._is_wanted.wait(wait_s)
+            if self._closed.is_set():
+                return
+            self._is_wanted.clear()
             wait_s = self._rescan_s
             try:
-                if self._is_due():
+                if is_wanted or self._is_due():
                     self.scan_now()
             except OSError as e:
                 _log.debug("the folder %s cannot be searched: %s", self._folder.root, e)
@@ -182,7 +193,9 @@ class Sweeper:
                 status = entry.stat(follow_symlinks=False)
                 found.add(_Candidate(status.st_mtime_ns, status.st_size, entry.path))
         self._ledger.correct(before, found.used_bytes, found.num_pages)
-        self._candidates = deque(found.oldest())
+        candidates = deque(found.oldest())
+        self._few = len(candidates) // 4
+        self._candidates = candidates
 
     def _scan_temporary(self, found: _ScanResult, without: str) -> None:
         """Remove temporary files of dead writers, and count those of live ones."""
