@@ -148,7 +148,8 @@ def answer(settings: LinkSettings, channel: Channel, link: ControlLink | None) -
     """
     deadline = Deadline.after(min(settings.config.timeout_s, _MOST_S))
     is_served = _places.acquire(blocking=False)
-    _log.info("a doctor connects from %s%s", channel.peer, "" if is_served else "; too many are connected")
+    if not is_served:
+        _log.info("the doctor from %s is not answered; too many are connected", channel.peer)
     try:
         if is_served:
             _answer_questions(settings, channel, link, deadline)

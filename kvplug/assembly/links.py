@@ -37,6 +37,7 @@ from kvplug.negotiation.exchange import exchange
 from kvplug.negotiation.hello import DOCTOR, EngineFacts, Hello
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.log import LogEvent
 from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
@@ -110,15 +111,19 @@ class LinkSettings:
                 raise more from e
             raise
         self.stats.record("handshake", seconds=time.perf_counter() - begun)
-        pipes = ", ".join(
-            f"{device} tensors by {found.chosen}" for device, found in agreement.transports.items()
-        )
-        _log.info(
+        transports = {device: found.chosen for device, found in agreement.transports.items()}
+        pipes = ", ".join(f"{device} tensors by {chosen}" for device, chosen in transports.items())
+        LogEvent.AGREED.log(
+            _log,
             "agreed with %s (engine %s) for %s: %s",
             channel.peer,
             agreement.remote.engine_id,
             agreement.purpose or "a pipe",
             pipes or "no tensors",
+            peer=str(channel.peer),
+            engine_id=agreement.remote.engine_id,
+            purpose=agreement.purpose,
+            transports=transports,
         )
         return agreement
 

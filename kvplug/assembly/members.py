@@ -34,6 +34,7 @@ from kvplug.negotiation.model import ModelInfo
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
+from kvplug.net.log import LogEvent
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.directory import Directory
@@ -250,16 +251,15 @@ class DirectoryMembers(Members):
             reason = f"{type(e).__name__}: {e}"
             if reason != self._failure and not self._closed:
                 self._failure = reason
-                _log.warning(
-                    "the directory of engines does not answer (%s); its last answer stays in use", reason
-                )
+                text = "the directory of engines does not answer (%s); its last answer stays in use"
+                LogEvent.DIRECTORY_FAILED.log(_log, text, reason, error=reason)
             if listener is not None and time.monotonic() - self._answered_at > self._lease_s:
                 self._notify(listener, is_stale=True)
             return
         self._stats.record(Op.MEMBERS, seconds=time.perf_counter() - began)
         if self._failure:
             self._failure = ""
-            _log.info("the directory of engines answers again")
+            LogEvent.DIRECTORY_ANSWERS.log(_log, "the directory of engines answers again")
         self._answered_at = time.monotonic()
         engines = self._engines_of(entries)
         self._kept = announced

@@ -15,6 +15,7 @@ from kvplug.negotiation.hello import DOCTOR
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
+from kvplug.net.log import LogEvent
 from kvplug.net.threads import ExitGuard
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
@@ -59,7 +60,7 @@ class LinkServer(Acceptor[T], PeerServer):
             max_served=max_served,
         )
         ExitGuard.register(self)
-        _log.info("listening for peers at %s", self.contact)
+        LogEvent.LISTENING.log(_log, "listening for peers at %s", self.contact, address=self.contact)
 
     def _end_at_exit(self) -> None:
         self.close()
@@ -68,7 +69,10 @@ class LinkServer(Acceptor[T], PeerServer):
         return False  # it waits only on sockets
 
     def _make_of(self, connection: Connection) -> T | None:
-        channel = Channel(connection)
+        channel, address = Channel(connection), connection.address
+        LogEvent.PEER_CONNECTED.log(
+            _log, "%s connects at %s", channel.peer, address, peer=str(channel.peer), address=address
+        )
         link: ControlLink | None = None
         deadline, result = Deadline.after(self._settings.config.timeout_s), None
         try:

@@ -18,6 +18,7 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.select import AUTO
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.log import LogEvent
 from kvplug.transport.pipe import Pipe, PipeEndpoint
 from kvplug.transport.spec import Kind
 
@@ -139,7 +140,8 @@ def listen_pipe(
     """
     settings = _settings(config, registry, wrap_pipe)
     if (lack := settings.resolved.explain_missing_pipe()) is not None:
-        logger.warning("every peer that connects will be refused: %s", lack)
+        text = "every peer that connects will be refused: %s"
+        LogEvent.NO_TRANSPORT.log(logger, text, lack, error=str(lack))
     return PipeServer(settings, address)
 
 

@@ -32,6 +32,7 @@ from kvplug.metrics.rate import (
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
+from kvplug.net.log import LogEvent
 from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.store.store import Store
@@ -121,7 +122,16 @@ class SlowPathAlarm:
         )
         if refuses:
             return SlowPathError(text)
-        _log.warning("%s; this is logged once", text)
+        LogEvent.SLOW_PIPE.log(
+            _log,
+            "%s; this is logged once",
+            text,
+            peer=str(pipe.peer),
+            engine_id=self.agreement.remote.engine_id,
+            transport=self.transport,
+            gb_per_s=found.gb_per_s,
+            expected_gb_per_s=found.expected_gb_per_s,
+        )
         return None
 
     def _causes(self, found: SlowRate, pipe: Pipe) -> list[str]:
@@ -181,7 +191,16 @@ def watch_store(store: Store, name: str, config: Config, stats: TransferStats) -
             causes.append("its server, the network to it, or other programs that use it may be busy")
         text = _warning(f"{doing} the store {name!r} {found}", causes)
         then = f"; kvplug {refusing}, and tries again every {REFUSED_S:.0f} s" if refuses else ""
-        _log.warning("%s%s; this is logged once", text, then)
+        LogEvent.SLOW_STORE.log(
+            _log,
+            "%s%s; this is logged once",
+            text,
+            then,
+            store=name,
+            op=op,
+            gb_per_s=found.gb_per_s,
+            expected_gb_per_s=found.expected_gb_per_s,
+        )
 
     return None if config.slow_path == "off" else StoreWatch(store.medium, alarm, refuses=refuses)
 

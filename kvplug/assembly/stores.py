@@ -19,6 +19,7 @@ from kvplug.errors import ClosedError, PluginError
 from kvplug.metrics.record import StoreRecorder
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.log import LogEvent
 from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
@@ -149,14 +150,15 @@ class StoreServer(LinkServer[None]):
             return
         if purpose != PURPOSE:
             raise ClosedError(f"the peer connected for {purpose!r}, but this program serves a store")
-        logger.info("%s uses the store %r", link.channel.peer, self.name)
         self._links.add(link)
         try:
             self.store.serve(link)
         finally:
             self._links.discard(link)
-            logger.info(
-                "%s left the store %r; it has %d users", link.channel.peer, self.name, self.num_clients
+            peer = link.channel.peer
+            text = "%s left the store %r; it has %d users"
+            LogEvent.PEER_LEFT.log(
+                logger, text, peer, self.name, self.num_clients, peer=str(peer), store=self.name
             )
 
     def stats(self) -> StoreStats:

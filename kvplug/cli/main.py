@@ -13,6 +13,7 @@ import click
 
 import kvplug
 from kvplug.errors import ConfigError, KvplugError
+from kvplug.net.log import JsonFormatter, PrintableFormatter
 from kvplug.net.peer_text import printable
 from kvplug.transport.hookspecs import PLUGIN_API
 from kvplug.transport.spec import CommandSpec, Kind
@@ -34,6 +35,8 @@ OWN = {
     )
 }
 """The commands of the core. Plugins cannot take their names."""
+
+_log = logging.getLogger(__name__)
 
 _REGISTRY = "kvplug.assembly.registry"
 _TRUE = ("1", "true", "yes", "on")
@@ -113,32 +116,35 @@ def program() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with 0 (success), 1 (failure; one message explains it) or 2 (wrong usage)."""
     try:
-        _start_log(os.environ.get("KVPLUG_LOG", "").strip().lower())
+        _start_log(os.environ.get("KVPLUG_LOG", ""))
         color = False if os.environ.get("NO_COLOR") else None  # None: colour only on a terminal
         program.main(args=None if arguments is None else list(arguments), prog_name="kvplug", color=color)
     except (KvplugError, OSError) as e:  # OSError: stdout cannot be written
         if os.environ.get("KVPLUG_DEBUG", "").strip().lower() in _TRUE:
             raise
-        print(printable(f"kvplug: {e}"), file=sys.stderr)
+        if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.root.handlers):
+            _log.error("%s", e)
+        else:
+            print(printable(f"kvplug: {e}"), file=sys.stderr)
         sys.exit(1)
 
 
-def _start_log(level: str) -> None:
-    if level and level not in _LEVELS:
-        raise ConfigError(f"KVPLUG_LOG: {level!r} was given; allowed is one of {', '.join(_LEVELS)}")
-    if level:
-        show_log(level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+def _start_log(given: str) -> None:
+    """Show the log as ``KVPLUG_LOG`` specifies: a level, ``json``, or both with a comma between them."""
+    words = {word.strip() for word in given.lower().split(",")} - {""}
+    levels = words - {"json"}
+    if levels - {*_LEVELS} or len(levels) > 1:
+        allowed = f"one of {', '.join(_LEVELS)}, json, or a level and json, as in debug,json"
+        raise ConfigError(f"KVPLUG_LOG: {given!r} was given; allowed is {allowed}")
+    if words:
+        text = PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        show_log((*levels, "info")[0].upper(), JsonFormatter() if "json" in words else text)
     elif logging.lastResort is not None:  # Python shows warnings and errors by default
-        logging.lastResort.setFormatter(_PrintableFormatter())
+        logging.lastResort.setFormatter(PrintableFormatter())
 
 
-class _PrintableFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-def show_log(level: str, form: str) -> None:
+def show_log(level: str, formatter: logging.Formatter) -> None:
     """Write log records of at least this level to stderr, unless logging is set up already."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_PrintableFormatter(form))
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level, handlers=[handler])

@@ -15,6 +15,7 @@ from kvplug.cli.main import show_log
 from kvplug.cli.output import show_json, show_table
 from kvplug.config.config import Config
 from kvplug.config.options import format_value
+from kvplug.net.log import PrintableFormatter
 from kvplug.transport.spec import Kind
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def serve(name: str | None, address: str | None, config: Config) -> None:
     """
     if name is not None and name.endswith((".toml", ".json")):
         raise click.UsageError(f"{name!r} was given; allowed is the name of a store: use --config {name}")
-    show_log("INFO", "%(asctime)s %(levelname)s %(message)s")  # unless KVPLUG_LOG is set
+    show_log("INFO", PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))  # unless KVPLUG_LOG is set
     ended = options.serve_until_signalled(functools.partial(serve_store, config, name, address), _announce)
     _log.info("%s: the store has ended", ended)
 
@@ -60,8 +61,8 @@ def serve(name: str | None, address: str | None, config: Config) -> None:
 def _announce(server: StoreServer) -> None:
     click.echo(server.contact)
     budget = server.stats().budget_bytes
-    keeps = "" if budget is None else f" and keeps up to {format_value(budget, 'bytes')}"
-    _log.info("the store %r listens%s; stop it with Ctrl-C or SIGTERM", server.name, keeps)
+    keeps = "" if budget is None else f" keeps up to {format_value(budget, 'bytes')}, and"
+    _log.info("the store %r%s ends with Ctrl-C or SIGTERM", server.name, keeps)
 
 
 @store.command()

@@ -23,7 +23,7 @@ RESERVED: Final[Mapping[str, str]] = {
     "KVPLUG_SECRET": "the secret both ends share; at least 16 bytes",
     "KVPLUG_STRICT_PLUGINS": "1: a plugin that does not load is an error instead of a line in `kvplug list`",
     "KVPLUG_DISABLE_PLUGINS": "names of plugins, with commas between them, that are not even imported",
-    "KVPLUG_LOG": "level of the command line's log: debug, info, warning or error",
+    "KVPLUG_LOG": "the command line's log: debug, info, warning or error, json, or both as in debug,json",
     "KVPLUG_DEBUG": "1: the command line shows the traceback of an error",
     "KVPLUG_CONFIG": "file that Config.load and the command line read when none is named",
     "KVPLUG_NCCL_LIBRARY": "path of the NCCL library, for plugins that load it",

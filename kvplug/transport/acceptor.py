@@ -20,6 +20,7 @@ from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, Time
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
+from kvplug.net.log import LogEvent
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener, Stranger
@@ -297,8 +298,16 @@ class Acceptor(Generic[T]):
         is_foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a bug here
         text = f"{what} failed: {shortage or error}"
         if is_foreign or not self._closed:
-            level = logging.DEBUG if text == self._logged else logging.WARNING
-            logger.log(level, "%s", text, exc_info=error if is_foreign else None)
+            LogEvent.CONNECTION_FAILED.log(
+                logger,
+                "%s",
+                text,
+                level=logging.DEBUG if text == self._logged else None,
+                exc_info=error if is_foreign else None,
+                address=self._contact,
+                peer="" if connection is None else str(connection.peer),
+                error=str(shortage or error),
+            )
             self._logged = text
         if connection is not None:
             if shortage is not None:

@@ -46,6 +46,7 @@ ALLOWED: Final = {
     "kvplug.cli.main.Program.format_commands": "click calls it",
     "kvplug.config.config.Role._missing_": "enum calls it",
     "kvplug.transport.group.store.Store.num_entries": "tests count the entries that a group leaves behind",
+    "kvplug.net.log.FIELDS": "docs/reference/logs.md states them; a test compares them",
     "kvplug.net.wire.validate.Limits.memory_bound": "docs/reference/wire.md states it; a test measures it",
 }
 """Names that stay without such a user, with the reason."""

@@ -122,6 +122,21 @@ def test_another_engine_than_the_one_announced_is_refused_and_logged_once(
     theirs.close()
 
 
+def test_each_step_of_a_connection_is_one_line_with_its_fields(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        theirs, dialling = peers_of("theirs", listen="unix:"), peers_of("mine")
+        contact = listening(theirs).contact
+        dialling.connect(0, "x", retry=False, peer={0: contact}).close()
+        waits.until(lambda: len(caplog.records) == 4, what="both ends have agreed")
+    dialling.close()
+    theirs.close()
+    fields = [{**vars(each)} for each in caplog.records]
+    assert [each["event"] for each in fields] == ["listening", "peer_connected", "agreed", "agreed"]
+    assert [each["address"] for each in fields[:2]] == [contact, contact]
+    assert {each["engine_id"] for each in fields[2:]} == {"theirs", "mine"}
+    assert {each["purpose"] for each in fields[2:]} == {"x"}
+
+
 def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(settings: LinkSettings, purpose: str) -> Any:
         raise ValueError("a probe that is wrong")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -75,3 +76,11 @@ def test_an_error_is_one_message(birds: Any, arguments: list[str], environment: 
     done = birds.kvplug(*arguments, **environment)
     assert (done.returncode, done.stdout) == (1, "")
     assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_log_of_json_has_the_error_that_ends_the_program_too(birds: Any) -> None:
+    birds.add_bad()
+    done = birds.kvplug("fail", KVPLUG_LOG="debug,json")
+    *before, last = map(json.loads, done.stderr.splitlines())
+    assert (done.returncode, last["level"], last["message"]) == (1, "ERROR", "the cat came")
+    assert any("bad" in each["message"] for each in before), "the plugin that did not load"

@@ -21,6 +21,7 @@ from kvplug.cli.main import OWN, program
 from kvplug.config.config import KEYS, Config
 from kvplug.config.options import OptionRow, describe_options
 from kvplug.config.sources import RESERVED, RESERVED_PREFIXES, VLLM_IGNORED, VLLM_KEYS
+from kvplug.net.log import FIELDS, LogEvent
 from kvplug.transport import hookspecs
 from kvplug.transport.hookspecs import OFFERED
 
@@ -46,6 +47,14 @@ def flags_of(name: str, command: click.Command) -> Iterable[str]:
 
 def option_rows(rows: Iterable[OptionRow]) -> list[str]:
     return [f"| `{row.name}` | {row.type} | `{row.default}` | {row.help} |" for row in rows]
+
+
+def event_rows() -> list[str]:
+    return [
+        f"| `{event.name.lower()}` | {event.level} | {', '.join(f'`{field}`' for field in event.fields)} |"
+        f" {event.meaning} |".replace("|  |", "| |")
+        for event in LogEvent
+    ]
 
 
 def error_rows() -> list[str]:
@@ -80,6 +89,7 @@ TABLES: dict[str, list[str]] = {
         *(row for spec in OWN.values() for row in flags_of(f"kvplug {spec.name}", spec.load())),
     ],
     "errors.md": error_rows(),
+    "logs.md": [*event_rows(), *(f"| `{field}` | {meaning} |" for field, meaning in FIELDS.items())],
 }
 
 

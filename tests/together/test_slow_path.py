@@ -90,7 +90,9 @@ def send(pipe: Pipe, count: int) -> None:
         pipe.send_tensor(MESSAGE).wait(20)
 
 
-def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) -> None:
+def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(
+    warned: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     peer = config()
     with taken(config(), peer) as pipe:
         send(pipe, 40)
@@ -104,6 +106,8 @@ def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) ->
         "this is logged once",
     ):
         assert re.search(part, text), text
+    (record,) = (each for each in caplog.records if getattr(each, "event", "") == "slow_pipe")
+    assert (record.transport, record.expected_gb_per_s) == ("cpu", 6) and record.gb_per_s < 0.1
     assert (snapshot["slow"], snapshot["failures"]) == ({"send": {"cpu": 1}}, {})
     del pipe
     gc.collect()

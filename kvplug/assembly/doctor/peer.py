@@ -292,7 +292,7 @@ def rate_finding(measured: Measured, cross_host: bool, load: float | None = None
 
 # -- errors ----------------------------------------------------------------------------------------------
 
-_ADDRESS: Final = '--peer, peers: the address in the engine\'s log ("serving pages at")'
+_ADDRESS: Final = '--peer, peers: the address in the engine\'s log ("listening for peers at")'
 _EXPLAINED: Final[Mapping[str, tuple[str, str]]] = {
     "certificate name": (
         "tls",

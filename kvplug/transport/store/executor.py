@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.log import LogEvent
 from kvplug.net.threads import ExitGuard
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.copy import PageCopy
@@ -167,7 +168,8 @@ class ExecutedStore(Store):
                 if began < self._failed_at:
                     return  # the call was under way when another one failed
                 if not self._num_failed and not ExitGuard.is_leaving():
-                    _log.warning("the store %r failed and will be retried: %s", self._name, in_words(error))
+                    text, why = "the store %r failed and will be retried: %s", in_words(error)
+                    LogEvent.STORE_FAILED.log(_log, text, self._name, why, store=self._name, error=why)
                 self._failed_at = time.monotonic()
                 if self._num_failed:
                     pause = min(_BACKOFF_S[0] * 2 ** (self._num_failed - 1), _BACKOFF_S[1])
@@ -175,7 +177,7 @@ class ExecutedStore(Store):
                 self._num_failed = min(self._num_failed + 1, 16)
             elif reason is None and self._num_failed:
                 self._num_failed, self._retry_at = 0, 0.0
-                _log.info("the store %r answers again", self._name)
+                LogEvent.STORE_ANSWERS.log(_log, "the store %r answers again", self._name, store=self._name)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -99,10 +99,27 @@ def test_a_store_apart_says_what_it_holds_and_ends_politely(tmp_path: Path) -> N
         program.send_signal(signal.SIGTERM)
         _, said = program.communicate(timeout=waits.patience_s)
         assert program.returncode == 0, said
-        assert "listens" in said and "SIGTERM" in said
+        assert "listening" in said and "SIGTERM" in said
     assert not list(tmp_path.iterdir()), "a socket file was left"
     result = stats(f"unix:{path}", "--set=connect_timeout_s=1")
     assert result.exit_code == 1 and str(path) in str(result.exception)
+
+
+def test_its_log_of_json_has_one_line_for_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPLUG_LOG", "json")
+    address = f"unix:{tmp_path}/kv.sock"
+    with served(address) as program:
+        monkeypatch.delenv("KVPLUG_LOG")
+        run(sys.executable, "-c", USER, "put", address, within=())
+        program.send_signal(signal.SIGTERM)
+        _, said = program.communicate(timeout=waits.patience_s)
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert [each["event"] for each in lines if "event" in each] == [
+        *("listening", "peer_connected", "agreed", "peer_left")
+    ], said
+    assert [each["address"] for each in lines if "address" in each] == [address] * 2
+    (agreed,) = (each for each in lines if each.get("event") == "agreed")
+    assert agreed["purpose"] == "store" and agreed["transports"]["cpu"] in agreed["message"]
 
 
 def test_a_store_apart_has_loaded_its_pipes_before_it_listens(

@@ -329,8 +329,10 @@ class Parent:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         self._events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
         os.dup2(2, 1)
-        if level := os.environ.get("KVPLUG_LOG", "").strip().upper():  # the command line has checked it
-            logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if given := os.environ.get("KVPLUG_LOG", "").strip().upper():  # the command line has checked it
+            levels = {word.strip() for word in given.split(",")} - {"JSON", ""}  # the lines get a prefix
+            form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+            logging.basicConfig(level=(*levels, "INFO")[0], format=form)
 
     def report(self, event: str, **facts: Any) -> None:
         """Send one event. Ends this process if the parent no longer reads."""

@@ -91,7 +91,6 @@ class Service:
         self._server = peers.serve(self._serve, max_served=_MAX_SERVED)
         self.contact = self._server.contact
         """The contact for peers."""
-        _log.info("serving pages at %s", self.contact)
 
     @property
     def num_served(self) -> int:
@@ -118,7 +117,6 @@ class Service:
             if remote.purpose == "events":
                 _Publisher(link, self._store, self._keys_of).run()
             else:
-                _log.info("%s loads pages from here", remote.engine_id)
                 self._store.serve(link)
         finally:
             self._links.discard(link)
