@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import attrs
 
+from kvplug.assembly.health import Health
 from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.making import made
 from kvplug.assembly.peers import ControlPeers, LinkServer
@@ -170,6 +172,20 @@ class StoreServer(LinkServer[None]):
             used_bytes=usage.used_bytes,
             budget_bytes=usage.budget_bytes,
             num_clients=self.num_clients,
+        )
+
+    def health(self) -> Health:
+        """Check whether programs can use the store. May wait for the store's lock."""
+        if self.closed:
+            return Health(not_ready=("the program is ending",))
+        if self.store.is_lost:
+            return Health(not_live=("the store is closed or lost",))
+        listener = Address.parse_contact(self.contact)
+        is_gone = listener.is_path and not os.path.exists(listener.name)
+        return Health(
+            not_live=("the file of its socket was removed",) if is_gone else (),
+            not_ready=tuple(filter(None, [self._obstacle()])),
+            facts={"store": attrs.asdict(self.stats())},
         )
 
     def close(self) -> None:

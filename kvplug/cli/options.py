@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
@@ -88,6 +91,16 @@ def serve_until_signalled(
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     with serve() as server:
         started(server)
+        _notify_systemd("READY=1")
         ended = signal.sigwait(_ENDING)
+        _notify_systemd("STOPPING=1")
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     return signal.Signals(ended).name
+
+
+def _notify_systemd(state: str) -> None:
+    """Send the state to systemd if it started this program as a service with ``Type=notify``."""
+    name = os.environ.get("NOTIFY_SOCKET", "")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        if name:
+            sock.sendto(state.encode(), "\0" + name[1:] if name.startswith("@") else name)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 
 import attrs
 import click
 
+from kvplug.assembly.health import HealthServer
 from kvplug.assembly.stores import StoreServer, serve_store, store_stats
 from kvplug.cli import options
 from kvplug.cli.completion import offers
 from kvplug.cli.main import show_log
 from kvplug.cli.output import show_json, show_table
+from kvplug.config.addresses import Address
 from kvplug.config.config import Config
 from kvplug.config.options import format_value
+from kvplug.errors import ConfigError
 from kvplug.net.log import PrintableFormatter
 from kvplug.transport.spec import Kind
 
@@ -29,6 +34,16 @@ def store() -> None:
     """
 
 
+def _health_address(ctx: click.Context, param: click.Parameter, given: str | None) -> Address | None:
+    try:
+        address = None if given is None else Address.parse(given)
+    except ConfigError:
+        address = Address()
+    if address is not None and address.is_unix:
+        raise click.BadParameter(f"{given!r} was given; allowed is host:port, such as 127.0.0.1:29580")
+    return address
+
+
 @store.command()
 @click.argument("name", metavar="[NAME]", required=False, shell_complete=offers(Kind.STORE))
 @click.option(
@@ -37,8 +52,14 @@ def store() -> None:
     help="Where to listen: host:port, unix:@name, or unix:/path for containers that share a folder. Default:"
     " the host and port of the configuration.",
 )
+@click.option(
+    "--health",
+    metavar="ADDRESS",
+    callback=_health_address,
+    help="Answer GET /live and GET /ready over HTTP at this host:port, for probes. Default: no.",
+)
 @options.sets_config
-def serve(name: str | None, address: str | None, config: Config) -> None:
+def serve(name: str | None, address: str | None, health: Address | None, config: Config) -> None:
     """Serve the store NAME until SIGTERM or SIGINT (Ctrl-C).
 
     NAME is a store that `kvplug list` shows and that other programs can use, such as host. Default: the first
@@ -54,8 +75,21 @@ def serve(name: str | None, address: str | None, config: Config) -> None:
     if name is not None and name.endswith((".toml", ".json")):
         raise click.UsageError(f"{name!r} was given; allowed is the name of a store: use --config {name}")
     show_log("INFO", PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))  # unless KVPLUG_LOG is set
-    ended = options.serve_until_signalled(functools.partial(serve_store, config, name, address), _announce)
+    serving = functools.partial(_serving, config, name, address, health)
+    ended = options.serve_until_signalled(serving, _announce)
     _log.info("%s: the store has ended", ended)
+
+
+@contextlib.contextmanager
+def _serving(
+    config: Config, name: str | None, address: str | None, health: Address | None
+) -> Iterator[StoreServer]:
+    """Serve the store. Probes are answered from before it opens until it has closed."""
+    opened = contextlib.nullcontext() if health is None else HealthServer(health)
+    with opened as probes, serve_store(config, name, address) as server:
+        if probes is not None:
+            probes.watch(server.health)
+        yield server
 
 
 def _announce(server: StoreServer) -> None:

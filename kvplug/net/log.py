@@ -35,7 +35,7 @@ class LogEvent(enum.Enum):
     them. Texts in them are made printable, since peers send some of them.
     """
 
-    LISTENING = "INFO", "kvplug listens for peers", "address"
+    LISTENING = "INFO", "kvplug listens for peers, or for health probes", "address"
     PEER_CONNECTED = "INFO", "a peer has proved itself to a listener", "address", "peer"
     AGREED = (
         *("INFO", "two ends have agreed on a transport for each kind of device; logged at both ends"),

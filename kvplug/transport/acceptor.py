@@ -35,6 +35,8 @@ wait."""
 _MAX_WAITING = 128
 """The most further connections that may prove themselves or wait at once, each in a thread."""
 _PAUSE_S = 0.1  # after a failed accept, since the connection keeps the listening socket readable
+_SHORT_S = 10.0
+"""How long a shortage that ended a connection counts as lasting."""
 _CLOSE_S = 2.0
 """How many seconds ``close`` waits for threads that it has just ended."""
 
@@ -104,6 +106,7 @@ class Acceptor(Generic[T]):
         self._ready: deque[T] = deque()
         self._shortage: ResourceExhaustedError | None = None
         """The resource that ran out for the latest connection; ``None`` if that connection was served."""
+        self._short_at = -_SHORT_S
         self._lost_since = 0.0
         """When the latest connection that met a shortage arrived."""
         self._logged = ""
@@ -137,6 +140,17 @@ class Acceptor(Generic[T]):
     def refusals(self) -> dict[str, int]:
         """How many connections were refused, by reason: see :attr:`Listener.refusals`."""
         return dict(sum((Counter(each.refusals) for each in self._listeners), Counter[str]()))
+
+    def _obstacle(self) -> str:
+        """Return why a peer that connects now would not be served, or would wait; empty if it would be."""
+        with self._lock:
+            if self._closed:
+                return "it is closed"
+            if self._shortage is not None and time.monotonic() - self._short_at < _SHORT_S:
+                return str(self._shortage)
+            if len(self._serving) + len(self._ready) >= self._max_served:
+                return f"it serves {self._max_served} connections, and others wait"
+        return ""
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
         """Return the next object that was made.
@@ -315,7 +329,7 @@ class Acceptor(Generic[T]):
             connection.close()
         with self._lock:
             if shortage is not None:
-                self._shortage = shortage
+                self._shortage, self._short_at = shortage, time.monotonic()
             if connection is not None:
                 self.release(connection)
                 if shortage is not None:

@@ -107,6 +107,7 @@ OPEN = ("plugin-api.md", "cli.md")
 """Pages with other rows, which other tests compare."""
 BY_HAND = (
     *("| `options` |", "| `kv_connector_", "| `Config", "| `kvplug.", "| `kvplug_", "| `NO_COLOR` |"),
+    "| `NOTIFY_SOCKET` |",
     *("| `XDG_", "| `CC` |", "| `NCCL_", "| `CUDA_", "| `UCX_", "| `NIXL_", "| `VLLM_", "| `PYTEST_"),
 )
 """How rows begin that no list in the code stands behind; another test finds the second line in the source."""

@@ -66,6 +66,9 @@ class Plain(Acceptor[Any]):
             timeout_s=PATIENCE_S,
         )
 
+    def obstacle(self) -> str:
+        return self._obstacle()
+
     def _join(self, connection: Connection) -> Any:
         self.served.append(connection)
         match connection.sock.recv(1):
@@ -145,6 +148,25 @@ def test_a_shortage_of_an_earlier_connection_does_not_end_a_later_call(opened: L
                 accepting.result().abort()
 
 
+def test_the_obstacle_for_the_next_peer_is_known_until_a_connection_is_served_or_time_has_passed(
+    opened: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readiness must return by itself: where it is false, no peer may connect that clears the shortage."""
+    with Plain(opened) as acceptor:
+        assert acceptor.obstacle() == ""
+        with came(opened, b"s"):
+            until(acceptor.obstacle)
+            assert "no free thread" in acceptor.obstacle()
+        with came(opened, b"p"):
+            acceptor.accept().abort()
+        assert acceptor.obstacle() == ""
+        with came(opened, b"s"):
+            until(acceptor.obstacle)
+        monkeypatch.setattr("kvplug.transport.acceptor._SHORT_S", 0.0)
+        assert acceptor.obstacle() == ""
+    assert acceptor.obstacle() == "it is closed"
+
+
 def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened, b"n") as part:
         until(lambda: acceptor.parts)
@@ -180,6 +202,7 @@ def test_no_more_are_served_at_once_than_a_bound_and_the_others_wait(
             with pytest.raises(TimeoutError):
                 acceptor.accept(0.2)
             assert len(acceptor.served) == 2
+            assert acceptor.obstacle() == "it serves 2 connections, and others wait"
             second.sock.sendall(b"x")
             acceptor.accept().abort()
 
