@@ -56,6 +56,7 @@ TOOLS: Final = {
     "git": "git",
     "ip": "iproute2",
     "openssl": "openssl",
+    "systemd-analyze": "systemd",
     "unshare": "util-linux",
 }
 """Other programs, and the Debian package of each."""

@@ -1,8 +1,12 @@
-"""`kvplug store serve` as a service: its probes, and what it reports to systemd."""
+"""`kvplug store serve` as a service: its probes, and the files that run it, as plain processes."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,11 +14,17 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from configparser import ConfigParser
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from kvplug import Config, Registry
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.cli.store import store as store_command
+from kvplug.config.units import parse_bytes
+from kvplug.transport.spec import Kind
 from kvplug_testing import waits
 
 pytestmark = pytest.mark.timeout(300)
@@ -119,3 +129,107 @@ def test_a_wrong_address_of_probes_is_refused_before_the_store_opens(
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     assert (done.returncode, done.stdout) == (code, "") and said.format(port=port) in done.stderr, done.stderr
     assert "listening" not in done.stderr
+
+
+# -- the files of docs/examples/service ------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "service"
+PORT, GIB = "29580", 1 << 30
+OVERHEAD = 4 * GIB
+"""What the files leave beside the budget, for the program itself."""
+
+
+def unit() -> dict[str, str]:
+    parser = ConfigParser(interpolation=None, delimiters="=")
+    parser.optionxform = str  # type: ignore[method-assign, assignment]
+    parser.read(EXAMPLES / "kvplug-store.service")
+    return dict(parser["Service"])
+
+
+def containerfile(instruction: str) -> list[str]:
+    """The arguments of an instruction in the form of JSON, after its flags and ``CMD``."""
+    (line,) = re.findall(rf"^{instruction} (.*)$", (EXAMPLES / "Containerfile").read_text(), re.M)
+    found = json.loads(line[line.index("[") :])
+    return [str(each) for each in found]
+
+
+def here(command: Sequence[str], folder: Path, port: int) -> list[str]:
+    """The command as this host can run it, beside others and with little memory."""
+    program, *arguments = command
+    interpreter = KVPLUG if program.rpartition("/")[2] == "kvplug" else (sys.executable,)
+    changed = [("/run/kvplug", str(folder)), (PORT, str(port)), ("64 GiB", "4 MiB"), ("0.0.0.0", "127.0.0.1")]
+    for theirs, ours in changed:
+        arguments = [each.replace(theirs, ours) for each in arguments]
+    return [*interpreter, *arguments]
+
+
+def test_the_command_of_the_unit_reports_that_it_is_ready_and_ends_in_time(tmp_path: Path) -> None:
+    service, port = unit(), free_port()
+    assert service["Type"] == "notify" and service["KillSignal"] == "SIGTERM"
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(START_S)
+        env = os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+        with started(*here(shlex.split(service["ExecStart"]), tmp_path, port), env=env) as program:
+            assert systemd.recv(100) == b"READY=1"
+            assert is_ready(port) and (tmp_path / "kv.sock").is_socket()
+            program.terminate()
+            assert systemd.recv(100) == b"STOPPING=1"
+            _, said = program.communicate(timeout=float(service["TimeoutStopSec"]))
+    assert program.returncode == 0, said
+
+
+def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    text = (EXAMPLES / "kvplug-store.service").read_text()
+    (tmp_path / "kvplug-store.service").write_text(text.replace("/opt/kvplug/bin/kvplug", sys.executable))
+    for command in (["verify"], ["security", "--offline=true", "--threshold=30", "--no-pager"]):
+        done = subprocess.run(
+            ["systemd-analyze", *command, str(tmp_path / "kvplug-store.service")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+
+
+def test_the_commands_of_the_container_serve_and_check_a_store(tmp_path: Path) -> None:
+    port = free_port()
+    command = here([*containerfile("ENTRYPOINT"), *containerfile("CMD")], tmp_path, port)
+    check = here(containerfile("HEALTHCHECK"), tmp_path, port)
+    with started(*command, env=os.environ | {"KVPLUG_OPTIONS__HOST__SIZE": "4 MiB"}):
+        waits.until(lambda: is_ready(port), START_S, "the store is ready")
+        assert subprocess.run(check, timeout=60, check=False).returncode == 0
+    assert subprocess.run(check, timeout=60, check=False, capture_output=True).returncode != 0
+
+
+def test_what_the_values_for_helm_name_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = pytest.importorskip("yaml").safe_load((EXAMPLES / "values.yaml").read_text())
+    (tmp_path / "secret").write_text("a secret of more than sixteen bytes")
+    (tmp_path / "secret").chmod(0o440)
+    registry = Registry.from_env()
+    for name, pod in values.items():
+        with monkeypatch.context() as patch:
+            for each in pod["env"]:
+                value = each.get("value", "").replace("/etc/kvplug", str(tmp_path))
+                patch.setenv(each["name"], value.replace("$(POD_NAME)", name))
+            resolved = ResolvedConfig(Config.load(), registry)
+            options = resolved.options_of(registry.get(Kind.STORE, "host"))
+            assert resolved.credentials.key, "the secret is read"
+        assert {each["name"] for each in pod["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+        assert pod["podSecurityContext"] == values["store"]["podSecurityContext"], "they share a user"
+        if name == "store":
+            limit = int(pod["resources"]["limits"]["memory"].removesuffix("Gi")) * GIB
+            assert options.size + OVERHEAD <= limit
+    store = values["store"]
+    given = store_command.commands["serve"].make_context("serve", ["host", *store["args"]]).params
+    ports = {store[f"{probe}Probe"]["httpGet"]["port"] for probe in ("startup", "liveness", "readiness")}
+    assert ports == {given["health"].port}
+    assert given["address"] == f"unix:{store['volumeMounts'][0]['mountPath']}/kv.sock"
+
+
+def test_the_limit_of_the_unit_has_room_for_its_budget() -> None:
+    (size,) = re.findall(r"options\.host\.size=([^\"]+)", unit()["ExecStart"])
+    assert parse_bytes(size) + OVERHEAD <= int(unit()["MemoryMax"].removesuffix("G")) * GIB
