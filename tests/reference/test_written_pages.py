@@ -16,6 +16,8 @@ import pytest
 import kvplug
 import kvplug.engine
 import kvplug.transport
+from kvplug.metrics.prometheus import COUNTERS
+from kvplug.net.log import LogEvent
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -115,3 +117,13 @@ def test_what_a_page_installs_can_be_had() -> None:
                     if name not in extras or missing or (is_silent and from_index):
                         wrong.append(f"{page.relative_to(ROOT)}: pip install {given}")
     assert not wrong
+
+
+def test_every_metric_and_log_event_that_a_page_names_exists() -> None:
+    wrong = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        metrics = set(re.findall(r"\bkvplug_[a-z_]+_total\b", text)) - COUNTERS.keys()
+        events = set(re.findall(r'"event": "(\w+)"', text)) - {event.name.lower() for event in LogEvent}
+        wrong[page.name] = metrics | events
+    assert not {page: names for page, names in wrong.items() if names}
