@@ -29,6 +29,7 @@ from kvplug.metrics.sinks import Sink
 from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer, Selection, select
 from kvplug.net.affinity import choose_cpus
+from kvplug.net.log import LogEvent
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.tls import TlsFiles
@@ -282,7 +283,8 @@ class ResolvedConfig:
             faults.append(f"{shortage.key}: {shortage.text}")
         elif shortage is not None and shortage.key not in _short:
             _short.add(shortage.key)
-            logger.warning("%s: %s", shortage.key, shortage.text)
+            text = f"{shortage.key}: {shortage.text}"
+            LogEvent.MEMORY_SHORT.log(logger, "%s", text, error=text)
         if len(faults) == 1:
             for key in names.keys() & CHOSEN.keys():
                 if names[key] != AUTO:
@@ -314,12 +316,15 @@ def _note_broken(spec: TransportSpec, error: PluginError) -> None:
     key = (spec.called, spec.factory)
     if key not in _broken:
         _broken[key] = " ".join(str(error).split())
-        logger.warning(
+        LogEvent.TRANSPORT_BROKEN.log(
+            logger,
             "%s is broken, and 'auto' skips it from now on: %s; reinstall its package, or name its"
             " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list %s` shows both)",
             spec.called,
             _broken[key],
             spec.name,
+            transport=spec.name,
+            error=_broken[key],
         )
 
 

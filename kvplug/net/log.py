@@ -23,6 +23,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "op": "`get` or `put`",
     "gb_per_s": "the measured rate in 10^9 bytes per second",
     "expected_gb_per_s": "the expected rate in 10^9 bytes per second",
+    "reason": "why, in the fixed words of a refusal (`credentials`, `other user`, `busy` …) or of a metric",
     "error": "why, in words",
 }
 """The fields of all events, with their meanings."""
@@ -60,7 +61,20 @@ class LogEvent(enum.Enum):
         "peer",
         "error",
     )
+    CONNECTION_REFUSED = (
+        *("WARNING", "a client did not prove itself; repetitions of a reason are DEBUG"),
+        *("address", "reason", "error"),
+    )
+    WRONG_PAGE = "WARNING", "a store returned a page that is not the one that was put", "store", "reason"
+    TRANSPORT_BROKEN = (
+        "WARNING",
+        "a transport does not load, and `auto` skips it",
+        "transport",
+        "error",
+    )
+    MEMORY_SHORT = "WARNING", "the budgets of the configuration do not fit into the free memory", "error"
     STORE_FAILED = "WARNING", "a store failed, and will be tried again", "store", "error"
+    STORE_ERROR = "WARNING", "a call of a store failed; repetitions are DEBUG", "store", "error"
     DIRECTORY_FAILED = "WARNING", "the directory of engines does not answer", "error"
 
     def __init__(self, level: str, meaning: str, *fields: str) -> None:

@@ -22,6 +22,7 @@ from kvplug.errors import KvplugError, ResourceExhaustedError
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork, close_sockets, no_fork
+from kvplug.net.log import LogEvent
 from kvplug.net.trust.addresses import BoundSocket
 from kvplug.net.trust.admission import FailureRate, origin_of, place_to_free
 from kvplug.net.trust.challenge import MAGIC, Mode, Refusal, RefusedError, admit
@@ -307,8 +308,16 @@ class Listener:
                 self._unproven.remove(stranger)
                 self._failures.failed(stranger.origin, time.monotonic())
             stranger.end(refused)
-        level = logging.WARNING if self._refusals[reason] == 1 else logging.DEBUG
-        logger.log(level, "a connection to %s was refused: %s", self._contact, refused)
+        LogEvent.CONNECTION_REFUSED.log(
+            logger,
+            "a connection to %s was refused: %s",
+            self._contact,
+            refused,
+            level=None if self._refusals[reason] == 1 else logging.DEBUG,
+            address=self._contact,
+            reason=reason,
+            error=str(refused),
+        )
 
 
 def _refusal_for(error: Exception) -> RefusedError:

@@ -67,7 +67,8 @@ class ExecutedStore(Store):
         self.seal = seal
         self._store = store
         self.calls = PageCalls(store, name)
-        self._name = name
+        self.name = name
+        """The store's name, for messages."""
         self._timeout_s = timeout_s
         self._num_threads = max(1, store.num_threads)
         self._jobs = JobEngine(name, self._num_threads, stuck_s=timeout_s)
@@ -78,7 +79,7 @@ class ExecutedStore(Store):
         self._failed_at = self._retry_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<store {self._name!r}{', closed' if self._jobs.is_closing else ''}>"
+        return f"<store {self.name!r}{', closed' if self._jobs.is_closing else ''}>"
 
     @property
     def is_shared(self) -> bool:
@@ -169,7 +170,7 @@ class ExecutedStore(Store):
                     return  # the call was under way when another one failed
                 if not self._num_failed and not ExitGuard.is_leaving():
                     text, why = "the store %r failed and will be retried: %s", in_words(error)
-                    LogEvent.STORE_FAILED.log(_log, text, self._name, why, store=self._name, error=why)
+                    LogEvent.STORE_FAILED.log(_log, text, self.name, why, store=self.name, error=why)
                 self._failed_at = time.monotonic()
                 if self._num_failed:
                     pause = min(_BACKOFF_S[0] * 2 ** (self._num_failed - 1), _BACKOFF_S[1])
@@ -177,7 +178,7 @@ class ExecutedStore(Store):
                 self._num_failed = min(self._num_failed + 1, 16)
             elif reason is None and self._num_failed:
                 self._num_failed, self._retry_at = 0, 0.0
-                LogEvent.STORE_ANSWERS.log(_log, "the store %r answers again", self._name, store=self._name)
+                LogEvent.STORE_ANSWERS.log(_log, "the store %r answers again", self.name, store=self.name)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class ExecutedStore(Store):
         try:
             self._store.close()
         except Exception as e:
-            _log.warning("closing the store %r failed: %s", self._name, in_words(e))
+            _log.warning("closing the store %r failed: %s", self.name, in_words(e))
 
 
 # -- tasks ---------------------------------------------------------------------------------------
@@ -413,7 +414,8 @@ class GetTask(PageTask):
         if not is_removed:
             self._calls.is_unreadable(key, nbytes)
         what = "was removed" if is_removed else "cannot be removed, and counts as absent from now on"
-        _log.warning("a store returned a wrong page (%s), which %s", reason, what)
+        text, name = "the store %r returned a wrong page (%s), which %s", self.store.name
+        LogEvent.WRONG_PAGE.log(_log, text, name, reason, what, store=name, reason=reason)
 
 
 class PutTask(PageTask):

@@ -22,6 +22,7 @@ import attrs
 
 from kvplug.errors import CapacityError, ClosedError, UnsupportedError
 from kvplug.net.exhaustion import SPACE, NamedExhaustion
+from kvplug.net.log import LogEvent
 from kvplug.net.threads import ExitGuard
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.engine import in_words
@@ -323,8 +324,12 @@ class PageCalls:
         with self._lock:
             is_new = cause not in self._reported
             self._reported.add(cause)
-        level = logging.WARNING if is_new and not ExitGuard.is_leaving() else logging.DEBUG
-        _log.log(level, "the store %r %s. The first one: %s", self._name, what, in_words(error))
+        level = None if is_new and not ExitGuard.is_leaving() else logging.DEBUG
+        text, why = "the store %r %s. The first one: %s", in_words(error)
+        error_text = f"{what}: {why}"
+        LogEvent.STORE_ERROR.log(
+            _log, text, self._name, what, why, level=level, store=self._name, error=error_text
+        )
 
 
 def _is_full(error: Exception) -> bool:

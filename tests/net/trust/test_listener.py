@@ -350,6 +350,8 @@ def test_the_secret_is_neither_logged_nor_shown(caplog: pytest.LogCaptureFixture
         shown.append(str(gone.value))
     shown += [thread.name for thread in threading.enumerate()]
     assert "secret of these tests" not in caplog.text + "".join(shown)
+    refused_for = {vars(each)["reason"] for each in caplog.records if hasattr(each, "reason")}
+    assert refused_for == {"garbage", "purpose", "credentials"}
 
 
 def sockets() -> set[int]:

@@ -436,6 +436,27 @@ def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
     assert store.submit_put(request("a")).wait(5) == [PutReason.UNREADABLE]
 
 
+def test_its_alarms_have_stable_fields(
+    store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        inner.pages[request("a").keys[0]] = b"wrong"
+        store.submit_get(request("a")).wait(5)
+        inner.gate = failing(OSError("broken"), calls=["write"])
+        store.submit_put(request("a")).wait(5)
+        inner.gate = failing(ConnectionError("no route to it"))
+        store.submit_get(request("a")).wait(5)
+        inner.gate = lambda call, key: None
+        until(lambda: store.submit_get(request("a")).wait(5) == [MissReason.ABSENT])
+    found = [vars(record) for record in caplog.records]
+    assert [each["event"] for each in found] == [
+        *("wrong_page", "store_error", "store_failed", "store_answers")
+    ]
+    assert {each["store"] for each in found} == {store.name}
+    assert found[0]["reason"] == "format" and type(found[0]["reason"]) is str
+    assert "broken" in found[1]["error"] and "no route to it" in found[2]["error"]
+
+
 def test_a_store_that_stops_answering_in_the_middle_of_a_lookup_is_gone() -> None:
     calls: list[int] = []
 
