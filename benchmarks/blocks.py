@@ -29,7 +29,6 @@ MODELS = {
     "30 x 3 x 64": (30, 3, 64),
     "32 x 8 x 128": (32, 8, 128),
 }
-BLOCK_SIZES = (16, 128)
 LAYOUTS = ("BKTHD", "BHTKD")
 TOKENS = 1024
 SPARE = 2
@@ -195,9 +194,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--transport", nargs="+", default=["shm"], metavar="NAME", help="pipes")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--block-size", nargs="+", type=int, default=list(BLOCK_SIZES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS][-1:])
+    parser.add_argument("--block-size", nargs="+", type=int, default=[16], metavar="TOKENS")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of a transport"

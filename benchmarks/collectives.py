@@ -187,9 +187,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--op", nargs="+", choices=OPS, default=["all_reduce"])
     parser.add_argument("--size", nargs="+", choices=SIZES | DEMO, default=list(SIZES))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")

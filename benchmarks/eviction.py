@@ -35,8 +35,9 @@ import itertools
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
+
+from fs import add_outputs, write
 
 from kvplug_host.eviction import Eviction
 
@@ -419,10 +420,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--requests", type=int, default=8_000)
+    parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--markdown", type=Path)
     parser.add_argument("--handed-over", action="store_true")
+    add_outputs(parser)
     arguments = parser.parse_args()
     if arguments.handed_over:
         head = ["trace", "in flight", "policy", *(f"{times:g}x" for times in TIMES)]
@@ -430,9 +431,7 @@ def main() -> None:
     else:
         head = ["trace", "policy", *(f"{100 * part:g} %" for part in BUDGETS), "all"]
         text = table(head, measure(arguments.seed, arguments.requests))
-    print(text)
-    if arguments.markdown:
-        arguments.markdown.write_text(text + "\n", encoding="utf-8")
+    write(arguments, text)
 
 
 if __name__ == "__main__":

@@ -203,8 +203,39 @@ def measure(pages: Pages, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(list(values), n=4, method="inclusive")
+    """Return lower quartile, median and upper quartile; of one value, that value three times."""
+    found = list(values)
+    low, middle, high = statistics.quantiles(found * 2 if len(found) == 1 else found, n=4, method="inclusive")
     return low, middle, high
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file, too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file, too")
+
+
+def write(given: argparse.Namespace, text: str) -> None:
+    """Print tables in Markdown, and write them to the files of :func:`add_outputs`."""
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text + "\n", encoding="utf-8")
+    if given.json:
+        given.json.write_text(json.dumps(rows_in(text), indent=1) + "\n", encoding="utf-8")
+
+
+def rows_in(text: str) -> list[dict[str, str]]:
+    """The rows of tables in Markdown, as cells by the heads of their columns."""
+    rows: list[dict[str, str]] = []
+    head: list[str] | None = None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line[1:-1].split("|")]
+        if not line.startswith("|"):
+            head = None
+        elif head is None:
+            head = cells
+        elif not set(line) <= set("|-: "):
+            rows.append(dict(zip(head, cells, strict=True)))
+    return rows
 
 
 def table(results: dict[str, Any]) -> str:

@@ -185,8 +185,8 @@ def measure(pages: Pages, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def tables(results: dict[str, Any]) -> str:
     lines = [
-        "| pages | what | how | GB/s | of memcpy | quartiles | of memcpy and hash |",
-        "| --- " * 7 + "|",
+        "| pages | what | how | GB/s | of memcpy | quartiles | of memcpy and hash | of the pipe's blocks |",
+        "| --- " * 8 + "|",
     ]
     lookups = ["| pages | lookup of | how | microseconds |", "| --- " * 4 + "|"]
     for text, (count, total, taken) in results.items():
@@ -196,9 +196,13 @@ def tables(results: dict[str, Any]) -> str:
             for name, each in times.items():
                 low, share, high = quartiles(b / f for f, b in zip(each, plain, strict=True))
                 of_hashed = statistics.median(b / f for f, b in zip(each, hashed, strict=True))
+                blocks = times.get(f"blocks {name}")
+                of_blocks = ""
+                if blocks is not None:
+                    of_blocks = f"{statistics.median(b / f for f, b in zip(each, blocks)):.2f}"
                 lines.append(
                     f"| {text} | {what} | {name} | {total / statistics.median(each) / 1e9:.2f} | {share:.2f}"
-                    f" | {low:.2f} to {high:.2f} | {of_hashed:.2f} |"
+                    f" | {low:.2f} to {high:.2f} | {of_hashed:.2f} | {of_blocks} |"
                 )
         lookups += [
             f"| {text} | {count} pages | {name} | {1e6 * statistics.median(each):,.0f} |"
@@ -307,7 +311,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
-    results = {}
+    results: dict[str, Any] = {}
     if given.holds:
         found = table_of_holds([*map(int, given.holds.split(","))], given.rounds)
     else:

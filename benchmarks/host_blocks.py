@@ -1,6 +1,7 @@
 """Pages of the store "host" into the blocks of a paged cache and out of them, beside a bare loop in C.
 
-    python benchmarks/host_blocks.py [--tokens N] [--rounds N] [--markdown FILE]
+    python benchmarks/host_blocks.py [--model NAME ...] [--tokens N] [--rounds N] [--markdown FILE]
+    python benchmarks/host_blocks.py --saving | --queued
 
 A sequence of 1,024 tokens lies in shuffled blocks of 16 tokens; a page has 16 tokens. "get" loads its pages
 into the blocks, "put" saves them. The store is in this process, or in a program of its own whose memory is
@@ -14,6 +15,10 @@ default. Figures are medians, shares medians of the shares within a round.
 of the sequence into pages of the store in this process, one layer after the other, and hands the pages over.
 The rest happens in the store's threads. `--files` adds gets and puts of the store
 "fs", whose files are in the page cache.
+
+`--queued` counts what a step that saves queues on a device, which is simulated: each of a number of requests
+completes six pages. "Waits" are those of the engine's stream, hence of the next forward pass. In the second
+table the staging memory has room for fewer pages than the step completes.
 """
 
 from __future__ import annotations
@@ -29,16 +34,19 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from fs import machine, quartiles, seconds
+from fs import add_outputs, machine, quartiles, seconds, write
 from host import opened, served
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import kvplug
 from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageBlocks, SpanLog, TransferStats
 from kvplug.transport import PageRequest, Series, Store
 from kvplug.transport.store.compiled import library
@@ -47,6 +55,9 @@ from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.warnings import CountedWarnings
+from kvplug_testing import simulated
+from kvplug_testing.engine import FakeEngine, Scheduled, request_of
+from kvplug_testing.simulated import streams
 
 PAGE_TOKENS = BLOCK_TOKENS = 16
 
@@ -314,18 +325,115 @@ class Bare:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [model.name for model in MODELS]
+    parser.add_argument("--model", nargs="+", choices=names, default=names[-1:], help=f"default {names[-1]}")
     parser.add_argument("--tokens", type=int, default=1024, help="of the sequence (default 1,024)")
-    parser.add_argument("--rounds", type=int, default=15, help="default 15")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    parser.add_argument("--rounds", type=int, default=9, help="default 9")
     parser.add_argument("--saving", action="store_true", help="measure saving on the engine's thread")
+    parser.add_argument("--queued", action="store_true", help="count what saving queues on a device")
     parser.add_argument("--files", action="store_true", help='gets and puts of the store "fs", too')
+    add_outputs(parser)
     given = parser.parse_args()
+    about = machine(Path(tempfile.gettempdir()), 2)
+    if given.queued:
+        write(given, f"{queued_tables()}\n\n{about}.")
+        return 0
     text = saving_table(given) if given.saving else copies_table(given)
-    text += f"\n\n{machine(Path(tempfile.gettempdir()), 2)}, {given.rounds} rounds.\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text)
+    write(given, f"{text}\n\n{about}, {given.rounds} rounds.")
     return 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts copies and allocations on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func).split(".")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noted_waits(waiting: list[streams.Stream]) -> Iterator[None]:
+    """Note the streams that are made to wait for an event."""
+    wait_event = streams.Stream.wait_event
+
+    def noted(stream: streams.Stream, event: streams.Event) -> None:
+        waiting.append(stream)
+        wait_event(stream, event)
+
+    streams.Stream.wait_event = noted
+    try:
+        yield
+    finally:
+        streams.Stream.wait_event = wait_event
+
+
+def saving_step(num_requests: int, num_layers: int, staging_size: int) -> tuple[Counter[str], int, int, int]:
+    """What a step queues that completes six pages of each request, how often it makes the engine's stream
+    wait, and how many pages this step and one before it complete, and the store keeps.
+    """
+    config = {"connector": "lookup", "role": "both", "stores": ["host"], "staging_size": staging_size}
+    config["host"] = f"unix:@kvplug-benchmark-{os.getpid()}-{num_requests}-{num_layers}-{staging_size}"
+    given = {
+        "axes": "BKTHD",
+        "num_layers": num_layers,
+        "num_blocks": 64 * num_requests,
+        "device": "simulated",
+    }
+    with FakeEngine(kvplug.Config.from_dict(config), **given) as engine:
+
+        def step(first: int) -> tuple[Counter[str], int]:
+            scheduled: list[Scheduled] = []
+            for number in range(first, first + num_requests):
+                request = request_of(str(number), range(100 * number, 100 * number + 100))
+                scheduled.append((request, engine.admit(request), 0, 100))
+            planned = engine.plan(scheduled)
+            waiting: list[streams.Stream] = []
+            with simulated.stalled(), Operations() as made, noted_waits(waiting):
+                engine.hear(engine.execute(planned, compute=False))
+            num_waits = waiting.count(streams.default_stream())
+            for request, blocks, *_ in scheduled:
+                engine.finish(request, blocks)
+            engine.settle()
+            return made.counts, num_waits
+
+        step(0)
+        counts, num_waits = step(num_requests)
+        while engine.worker.saver.bytes_unsaved:
+            time.sleep(0.001)
+        return counts, num_waits, 12 * num_requests, engine.worker.first_tier.store.usage().num_pages
+
+
+def queued_tables() -> str:
+    lines = [
+        "| requests | layers | operations queued | of 2 a layer | allocations | waits |",
+        "| --- " * 6 + "|",
+    ]
+    for num_requests in (1, 4, 16):
+        for num_layers in (4, 32):
+            counts, num_waits, *_ = saving_step(num_requests, num_layers, 64 << 20)
+            num_queued = sum(counts[name] for name in ("index_select", "index", "copy_"))
+            num_new = sum(count for name, count in counts.items() if name.startswith(("empty", "new_empty")))
+            share = num_queued / (2 * num_layers)
+            lines.append(
+                f"| {num_requests} | {num_layers} | {num_queued} | {share:.2f} | {num_new} | {num_waits} |"
+            )
+    lines += ["", "| requests | pages that fit the staging memory | pages completed | kept | share |"]
+    lines.append("| --- " * 5 + "|")
+    for num_requests in (1, 4, 16):
+        *_, num_pages, num_kept = saving_step(num_requests, 32, 1 << 20)
+        lines.append(
+            f"| {num_requests} | {(1 << 20) // (2 * 32 * 16 * 2 * 8 * 4)} | {num_pages} | {num_kept}"
+            f" | {num_kept / num_pages:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def chosen(given: argparse.Namespace) -> list[Model]:
+    return [model for model in MODELS if model.name in given.model]
 
 
 def saving_table(given: argparse.Namespace) -> str:
@@ -333,7 +441,7 @@ def saving_table(given: argparse.Namespace) -> str:
         "| cache | layout | memcpy, ms | begin | gather | end | all, of memcpy | quartiles |",
         "| --- " * 8 + "|",
     ]
-    for model in MODELS:
+    for model in chosen(given):
         for axes in LAYOUTS:
             taken = measure_saving(model, axes, num_tokens=given.tokens, rounds=given.rounds)
             each = zip(taken["begin"], taken["gather"], taken["end"], taken["memcpy"], strict=True)
@@ -342,7 +450,7 @@ def saving_table(given: argparse.Namespace) -> str:
                 f"{1e3 * statistics.median(taken[name]):.2f}" for name in ("memcpy", "begin", "gather", "end")
             )
             lines.append(f"| {model.name} | {axes} | {figures} | {share:.2f} | {low:.2f} to {high:.2f} |")
-            print(lines[-1], flush=True)
+            print(lines[-1], file=sys.stderr)
     return "\n".join(lines)
 
 
@@ -351,7 +459,7 @@ def copies_table(given: argparse.Namespace) -> str:
         "| cache | layout | checksums | what | GB/s | of memcpy | of the bare loop | quartiles |",
         "| --- " * 8 + "|",
     ]
-    for model in MODELS:
+    for model in chosen(given):
         for axes in LAYOUTS:
             for verified in (True, False):
                 taken = measure(
@@ -374,7 +482,7 @@ def copies_table(given: argparse.Namespace) -> str:
                         f" | {nbytes / statistics.median(each) / 1e9:.2f} | {of_memcpy:.2f} | {share:.2f}"
                         f" | {low:.2f} to {high:.2f} |"
                     )
-                print(*lines[-len(rows) :], sep="\n", flush=True)
+                print(*lines[-len(rows) :], sep="\n", file=sys.stderr)
     return "\n".join(lines)
 
 

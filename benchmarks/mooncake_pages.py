@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from fs import cells, in_turns, machine, size
+from fs import add_outputs, cells, in_turns, machine, size, write
 from host import opened
 
 from kvplug.transport import PageBuffers, PageRequest, Series
@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--sizes", default="64KiB,512KiB,4MiB")
     parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--markdown", type=Path)
+    add_outputs(parser)
     given = parser.parse_args()
     lines = ["| pages | what | mooncake, GB/s | beside | GB/s | share | quartiles |", "| --- " * 7 + "|"]
     with ExitStack() as stack:
@@ -172,10 +172,9 @@ def main() -> int:
             with ExitStack() as inner:
                 pages = Pages(inner, master, size(text), given.total)
                 lines += rows_of(text, pages, given.rounds)
-            print(*lines[-3:], sep="\n", flush=True)
+            print(*lines[-3:], sep="\n", file=sys.stderr)
     text = "\n".join(lines) + f"\n\n{machine(Path(tempfile.gettempdir()), LANES)}, {given.rounds} rounds.\n"
-    if given.markdown:
-        given.markdown.write_text(text)
+    write(given, text)
     return 0
 
 

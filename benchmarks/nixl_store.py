@@ -28,7 +28,7 @@ from typing import Any
 
 import boto3
 import numpy
-from fs import cells, in_turns, machine, size
+from fs import add_outputs, cells, in_turns, machine, size, write
 from host import opened
 
 from kvplug.transport import PageBuffers, PageRequest, Series
@@ -176,10 +176,9 @@ def main() -> int:
     parser.add_argument("--sizes", default="64KiB,1MiB,4MiB")
     parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--markdown", type=Path)
+    add_outputs(parser)
     given = parser.parse_args()
     lines = ["| pages | over | what | nixl, GB/s | beside | GB/s | share | quartiles |", "| --- " * 8 + "|"]
-    print(*lines, sep="\n")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-", dir=given.folder)))
         bucket = served(stack, folder)
@@ -190,10 +189,9 @@ def main() -> int:
                 with ExitStack() as one:
                     pages = Pages(one, options, own, size(text), given.total)
                     lines += rows_of(text, where, pages, given.rounds)
-                print(*lines[-3:], sep="\n", flush=True)
+                print(*lines[-3:], sep="\n", file=sys.stderr)
     text = "\n".join(lines) + f"\n\n{machine(given.folder, TRANSFERS)}, {given.rounds} rounds.\n"
-    if given.markdown:
-        given.markdown.write_text(text)
+    write(given, text)
     return 0
 
 

@@ -27,8 +27,9 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
+
+from fs import add_outputs, quartiles, write
 
 import kvplug
 from kvplug.engine import ChainMemo, Request, RequestEnd
@@ -195,10 +196,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=10_000, help="number of prompts (default 10,000)")
     parser.add_argument("--tokens", type=int, default=2_000, help="tokens of a prompt (default 2,000)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of 200 matches (default 15)")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
+    add_outputs(parser)
     given = parser.parse_args()
-    if given.rounds < 2:
-        parser.error("--rounds: 2 at least, for quartiles")
     lines = [
         f"{given.prompts:,} prompts of {given.tokens:,} tokens, in pages of {PAGE_TOKENS} tokens:",
         "",
@@ -219,13 +218,10 @@ def main() -> int:
         "| --- | --- | --- |",
     ]
     for what, seconds in taken.items():
-        low, median, high = statistics.quantiles(seconds, n=4)
+        low, median, high = quartiles(seconds)
         lines.append(f"| {what} | {median * 1e6:.1f} µs | {low * 1e6:.1f} to {high * 1e6:.1f} µs |")
     lines += ["", f"kvplug {kvplug.__version__}, Python {platform.python_version()}."]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text, encoding="utf-8")
+    write(given, "\n".join(lines))
     return 0
 
 

@@ -1,12 +1,13 @@
 """What the store "redis" costs: gets and puts of pages, beside valkey-py with values of the same sizes.
 
-    python benchmarks/redis.py [--sizes 64KiB,512KiB,4MiB] [--total 64MiB] [--rounds N] [--markdown FILE]
+    python benchmarks/redis.py [--sizes 64KiB,2MiB] [--total 32MiB] [--rounds N] [--markdown FILE]
 
 A redis-server (or valkey-server) of its own runs on this host, without files. "Bare" has as many connections
 as the store, and gets and sets each page in values of at most 1 MiB, without checks; "pipelined" sends the
 commands of up to 8 MiB of pages at once; "and verified" also copies each page to its place and computes its
 checksum. All take turns within a round, in an order that changes, without the first. The figures are medians,
-the shares medians of the shares within a round.
+the shares medians of the shares within a round. The last table counts how often the store sends over one
+connection, and waits for an answer.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from typing import Any
 
 import valkey
 import xxhash
-from fs import cells, in_turns, machine, size
+from fs import add_outputs, cells, in_turns, machine, size, write
 from host import opened
 
 from kvplug.transport import PageBuffers, PageRequest, Series
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import foreign_key
+from kvplug_redis.replies import ReplyConnection
 
 PIECE = 1 << 20
 BATCH = 8 << 20
@@ -186,10 +188,10 @@ class Pages:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sizes", default="64KiB,512KiB,4MiB")
-    parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
+    parser.add_argument("--sizes", default="64KiB,2MiB")
+    parser.add_argument("--total", type=size, default=32 << 20, help="bytes that are moved at once")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--markdown", type=Path)
+    add_outputs(parser)
     given = parser.parse_args()
     lines = ["| pages | over | what | redis, GB/s | beside | GB/s | share | quartiles |", "| --- " * 8 + "|"]
     with ExitStack() as stack:
@@ -198,14 +200,42 @@ def main() -> int:
         for text in given.sizes.split(","):
             pages = Pages(stack, port, f"{folder}/socket", size(text), given.total)
             lines += rows_of(text, pages, given.rounds)
-            print(*lines[-12:], sep="\n", flush=True)
-    text = (
-        "\n".join(lines)
-        + f"\n\n{machine(Path(tempfile.gettempdir()), CONNECTIONS)}, {given.rounds} rounds.\n"
-    )
-    if given.markdown:
-        given.markdown.write_text(text)
+        lines += ["", "| pages | round trips of a put | of a get | goal |", "| --- " * 4 + "|"]
+        lines += [round_trips(stack, port, text) for text in given.sizes.split(",")]
+    lines += ["", f"{machine(Path(tempfile.gettempdir()), CONNECTIONS)}, {given.rounds} rounds."]
+    write(given, "\n".join(lines))
     return 0
+
+
+def round_trips(stack: ExitStack, port: int, text: str) -> str:
+    """A row: how often the store sends and waits for all pages that it moves at once over one connection, at
+    most :data:`BATCH` bytes.
+    """
+    nbytes, sent, send = size(text), [0], ReplyConnection.send_packed_command
+    count = min(8, BATCH // nbytes)
+    options = {"address": [f"127.0.0.1:{port}"], "prefix": f"trips{nbytes}", "connections": 1}
+    store = opened(stack, options, name="redis")
+    names = [b"%d" % index for index in range(count)]
+    pages = PageRequest(
+        series=Series(opaque_format(nbytes), b"", store.seal.id),
+        keys=[foreign_key(b"benchmark", name) for name in names],
+        identities=names,
+        memory=PageBuffers.empty(opaque_format(nbytes), count),
+    )
+    store.submit_lookup(pages.keys).wait(100)  # connects
+
+    def counted(connection: ReplyConnection, *given: Any, **more: Any) -> Any:
+        sent[0] += 1
+        return send(connection, *given, **more)
+
+    ReplyConnection.send_packed_command = counted
+    try:
+        assert not any(store.submit_put(pages).wait(100)), "a page was not kept"
+        put, sent[0] = sent[0], 0
+        assert not any(store.submit_get(pages).wait(100)), "a page was missed"
+    finally:
+        ReplyConnection.send_packed_command = send
+    return f"| {count} of {text} | {put} | {sent[0]} | 2 |"
 
 
 def rows_of(text: str, pages: Pages, rounds: int) -> list[str]:

@@ -2,22 +2,25 @@
 
 The harness is that of ``kvplug bench``; this adds peers that need more than torch and pyzmq: vLLM's message
 queue, NIXL over UCX shared memory, iceoryx2, torch.multiprocessing, Unix sockets. One that is not installed
-is skipped, with the reason. ``python benchmarks/shm.py --help``; needs kvplug, kvplug-shm, torch.
+is skipped, with the reason. With ``--busy 0,1,2,4`` all are measured alone, and again beside so many
+processes that only compute. ``python benchmarks/shm.py --help``; needs kvplug, kvplug-shm, torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+from waves import busy_processes
 
 from kvplug import Registry
 from kvplug.config.units import format_bytes, parse_bytes
@@ -116,11 +119,16 @@ def _over_network(queue: Candidate) -> Candidate:
     )
 
 
-def table(compared: Sequence[Comparison]) -> Iterable[str]:
-    """In Markdown."""
-    rows = [cells(each, "" if each.row.bytes is None else format_bytes(each.row.bytes)) for each in compared]
-    filled = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
-    yield "| " + " | ".join(COLUMNS[i].lower() for i in filled) + " |"
+def table(compared: Mapping[int, Sequence[Comparison]]) -> Iterable[str]:
+    """In Markdown, by the number of busy processes."""
+    rows = [
+        (str(busy), *cells(each, "" if each.row.bytes is None else format_bytes(each.row.bytes)))
+        for busy, of_busy in compared.items()
+        for each in of_busy
+    ]
+    heads = ("BUSY", *COLUMNS)
+    filled = [i for i in range(compared.keys() == {0}, len(heads)) if any(row[i] for row in rows)]
+    yield "| " + " | ".join(heads[i].lower() for i in filled) + " |"
     yield "|" + " --- |" * len(filled)
     for row in rows:
         yield "| " + " | ".join(row[i] for i in filled) + " |"
@@ -151,19 +159,25 @@ def machine(given: argparse.Namespace, load_before: float) -> dict[str, Any]:
     }
 
 
-def as_json(outcomes: Sequence[Outcome], compared: Sequence[Comparison], about: dict[str, Any]) -> str:
+def as_json(
+    outcomes: Mapping[int, Sequence[Outcome]],
+    compared: Mapping[int, Sequence[Comparison]],
+    about: dict[str, Any],
+) -> str:
     """The rows with their ratios, medians with page faults, and every round."""
     each = [
         {
+            "busy": busy,
             "name": outcome.candidate.name,
             "kind": outcome.candidate.kind,
             "skipped_because": outcome.skipped_because,
             "medians": [attrs.asdict(figures) for figures in medians(outcome)],
             "rounds": [[attrs.asdict(figures) for figures in done] for done in outcome.rounds],
         }
-        for outcome in outcomes
+        for busy, of_busy in outcomes.items()
+        for outcome in of_busy
     ]
-    rows = [attrs.asdict(one) for one in compared]
+    rows = [attrs.asdict(one) | {"busy": busy} for busy, of_busy in compared.items() for one in of_busy]
     return json.dumps({"machine": about, "rows": rows, "outcomes": each}, indent=2)
 
 
@@ -193,6 +207,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--readers", type=int, default=1)
     parser.add_argument("--chunk-bytes", type=parse_bytes, default=MAX_CHUNK_BYTES, metavar="SIZE")
     parser.add_argument("--chunks", type=int, default=MAX_CHUNKS, metavar="N")
+    parser.add_argument(
+        "--busy",
+        type=lambda text: [int(each) for each in names(text)],
+        default=[0],
+        metavar="N,N",
+        help="numbers of busy processes beside",
+    )
     parser.add_argument("--idle", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of a transport"
@@ -229,17 +250,23 @@ def main() -> None:
     def turn(candidate: Candidate, number: int) -> None:
         print(f"round {number + 1} of {given.rounds}: {candidate.kind} {candidate.name}", file=sys.stderr)
 
-    outcomes = run_rounds(candidates, plan, turn)
-    for outcome in outcomes:
+    outcomes = {}
+    for number in given.busy:
+        with busy_processes(number):
+            outcomes[number] = run_rounds(candidates, plan, turn)
+    for outcome in itertools.chain.from_iterable(outcomes.values()):
         if outcome.skipped_because:
             print(f"{outcome.candidate.name}: skipped: {outcome.skipped_because}", file=sys.stderr)
         if outcome.last_output:
             print(outcome.last_output, file=sys.stderr)
-    compared = [
-        comparison
-        for outcome in outcomes
-        for comparison in (*compare(outcome, outcomes), *refused(outcome, given.sizes))
-    ]
+    compared = {
+        number: [
+            comparison
+            for outcome in of_busy
+            for comparison in (*compare(outcome, of_busy), *refused(outcome, given.sizes))
+        ]
+        for number, of_busy in outcomes.items()
+    }
     about = machine(given, load_before)
     facts = ", ".join(f"{key} {value}" for key, value in about.items())
     text = "\n".join((*table(compared), "", f"{given.rounds} rounds, float16. {facts}.", ""))
@@ -249,7 +276,7 @@ def main() -> None:
     if given.json:
         given.json.write_text(as_json(outcomes, compared, about))
     if given.plot:
-        save_plot([each.row for each in compared], given.plot)
+        save_plot([each.row for each in compared[given.busy[0]]], given.plot)
 
 
 if __name__ == "__main__":

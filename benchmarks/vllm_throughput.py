@@ -1,7 +1,7 @@
 """Tokens a second in vLLM with kvplug: what it costs where nothing is loaded, and what it saves where prompts
 share prefixes that vLLM's own cache cannot keep.
 
-    python benchmarks/vllm_throughput.py MODEL [--at-once 1,8,32] [--rounds 6] [--markdown FILE]
+    python benchmarks/vllm_throughput.py MODEL [--at-once 1,8,32] [--rounds 6] [--markdown FILE] [--json FILE]
 
 Engines in processes of their own, in turns. "Nothing" sends new prompts of 100 tokens, and generates 32: to
 vLLM alone, to a consumer with nothing to load, and to an engine that saves. "Shared" sends prompts whose
@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fs import machine, quartiles
+from fs import add_outputs, machine, quartiles, write
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "plugins/kvplug-vllm/tests"))
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--at-once", default="1,8,32", help="concurrent requests (default 1,8,32)")
     parser.add_argument("--rounds", type=int, default=6, help="default 6")
     parser.add_argument("--only", choices=("nothing", "shared"), help="one of the experiments")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    add_outputs(parser)
     given = parser.parse_args()
     lines = [
         "| prompts | at once | | tokens/s | of vLLM alone | quartiles | TTFT, ms: median | 99 % | cached |",
@@ -142,10 +142,7 @@ def main() -> int:
                     found = measured(running, experiment, at_once, given.rounds)
                     lines += rows(experiment, at_once, found)
                     print("\n".join(lines[-len(running) :]), file=sys.stderr)
-    text = "\n".join([*lines, "", machine(HERE.parent, 1)])
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text + "\n")
+    write(given, "\n".join([*lines, "", machine(HERE.parent, 1)]))
     return 0
 
 

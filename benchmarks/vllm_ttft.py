@@ -1,6 +1,6 @@
 """Time to the first token in vLLM: with kvplug, with vLLM's ExampleConnector over a disk, and recomputed.
 
-    python benchmarks/vllm_ttft.py MODEL [--tokens 500,1500] [--rounds 9] [--markdown FILE]
+    python benchmarks/vllm_ttft.py MODEL [--tokens 500,1500] [--rounds 9] [--markdown FILE] [--json FILE]
 
 Four engines, each in a process of its own, one request at a time, in turns: one computes each prompt, one
 finds it in vLLM's own prefix cache (the floor), and two have saved it before and load it through a connector,
@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fs import machine, quartiles
+from fs import add_outputs, machine, quartiles, write
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "plugins/kvplug-vllm/tests"))
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("model", help="a name or a folder")
     parser.add_argument("--tokens", default="500,1500", help="of the prompts (default 500,1500)")
     parser.add_argument("--rounds", type=int, default=9, help="default 9")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    add_outputs(parser)
     given = parser.parse_args()
     lengths = [int(each) for each in given.tokens.split(",")]
     lines = ["| prompt tokens | | loaded | TTFT, ms | of recomputing | quartiles |", "| --- " * 6 + "|"]
@@ -91,12 +91,9 @@ def main() -> int:
                     f"| {length} | {name} | {cached[name]} | {statistics.median(each) * 1e3:.0f}"
                     f" | {share:.2f} | {low:.2f} to {high:.2f} |"
                 )
-                print(lines[-1], flush=True)
+                print(lines[-1], file=sys.stderr)
         lines += ["", f"{machine(folder, 2)}, {given.rounds} rounds."]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text)
+    write(given, "\n".join(lines))
     return 0
 
 

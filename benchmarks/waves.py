@@ -2,6 +2,7 @@
 
     python benchmarks/waves.py [--waves N] [--requests N] [--tokens N] [--busy N] [--rounds N]
         [--markdown FILE]
+    python benchmarks/waves.py --decisions
 
 One engine has saved the prompts in its store "host"; another one, a process of its own, loads them with the
 connector "lookup". Beside them run busy processes (default six), which take what processors there are. A wave
@@ -9,13 +10,18 @@ is 16 requests that arrive at once. "by the step": one step has all of them, and
 option async_load is off). "in the background": steps of 5 ms go on, as those of other requests would, until
 each load is reported. A request takes from the arrival of its wave until its KV is there. Both take turns,
 wave by wave; engines and connections live on. The first rows read the store's memory, which is mapped.
+
+`--decisions` feeds the model by which the connector decides whether to load or to compute with what engines
+measure whose costs are known, as the tests do, and counts the decisions that are right.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -24,6 +30,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from fs import add_outputs, write
 
 import kvplug
 from kvplug.engine import RequestEnd
@@ -178,6 +186,29 @@ def measured(contact: str, given: argparse.Namespace, *, is_mapped: bool) -> lis
     return rows
 
 
+def decisions() -> str:
+    """How many decisions are those of the true costs. Where both ways take about as long, either is right."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins/kvplug-lookup/tests"))
+    import test_lookup_costs as costs
+
+    lines = ["| steps | loads at once | source | right | of | share |", "| --- " * 6 + "|"]
+    traffics = {"mostly decode": costs.decode_heavy, "mostly prefill": costs.prefill_heavy}
+    for traffic, at_once, source in itertools.product(traffics, (1, 8), (costs.STORE, costs.PEER)):
+        margin, right, number = {costs.STORE: 2.0, costs.PEER: 4.0}[source], 0, 0
+        for seed, latency, per_loaded in itertools.product(range(5), (1e-4, 5e-3, 5e-2), (1e-6, 61e-6, 1e-3)):
+            engine, dice = costs.Engine(61e-6, latency, per_loaded), random.Random(seed)
+            traffics[traffic](engine, dice)
+            for _ in range(10):
+                engine.load(source, dice.choice([128, 1024, 8192]), at_once)
+            for num_tokens in (128, 1024, 8192):
+                ratio = engine.ratio(num_tokens)
+                number += 1
+                is_close = margin / 1.5 < ratio < margin * 1.5
+                right += engine.decide(source, num_tokens) == (ratio < margin) or is_close
+        lines.append(f"| {traffic} | {at_once} | {source} | {right} | {number} | {right / number:.3f} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -187,8 +218,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a prompt (default 512)")
     parser.add_argument("--busy", type=int, default=6, help="busy processes beside (default 6)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds (default 3)")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    parser.add_argument("--decisions", action="store_true", help="count right decisions to load or compute")
+    add_outputs(parser)
     given = parser.parse_args()
+    if given.decisions:
+        write(given, decisions())
+        return 0
     with peers.start(save, given.waves, given.requests, given.tokens, timeout_s=1200) as child:
         contact: Any = 0
         while not isinstance(contact, str):
@@ -208,10 +243,7 @@ def main() -> int:
         child.send("end")
         child.result(60)
     lines += ["", f"kvplug {kvplug.__version__}, Python {platform.python_version()}."]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text, encoding="utf-8")
+    write(given, "\n".join(lines))
     return 0
 
 
