@@ -25,7 +25,7 @@ from typing import Any
 EMPTY, LIBRARIES, LIST = "python -c pass", "its libraries", "kvplug list"
 COMMANDS = {
     EMPTY: ["-c", "pass"],
-    LIBRARIES: ["-c", "import attrs, click, importlib.metadata, logging, msgspec, pluggy"],
+    LIBRARIES: ["-c", "import attrs, click, importlib.metadata, logging, pluggy"],
     LIST: ["-m", "kvplug.cli", "list"],
 }
 HEAVY = ("torch", "zmq", "numpy")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import secrets
 import socket
 from typing import Final
 
@@ -104,7 +103,7 @@ class Address:
         >>> Address.beside("unix:/run/kvplug/store.sock")[:28]
         'unix:/run/kvplug/store.sock-'
         """
-        return f"{host}-{secrets.token_hex(6)}" if host.startswith("unix:/") else "unix:"
+        return f"{host}-{os.urandom(6).hex()}" if host.startswith("unix:/") else "unix:"
 
     def __str__(self) -> str:
         if self.is_unix:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import attrs
-import msgspec
 
 from kvplug.config import sources
 from kvplug.config.addresses import (
@@ -510,6 +509,8 @@ KEYS: tuple[str, ...] = tuple(
 
 def json_schema(options: Mapping[str, Sequence[type]]) -> dict[str, Any]:
     """Return the JSON schema of a configuration. ``options``: the options classes of each name."""
+    import msgspec  # imported late: `kvplug list` needs no schema
+
     table = functools.partial(msgspec.defstruct, kw_only=True, forbid_unknown_fields=True)
     tables = [
         (

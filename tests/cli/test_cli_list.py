@@ -65,6 +65,12 @@ def test_what_only_looks_loads_no_code_of_offers(birds: Any) -> None:
     assert not (birds.package / "heavy.py.loaded").exists()
 
 
+def test_a_list_loads_no_library_that_only_values_need(birds: Any) -> None:
+    code = "import sys\nfrom kvplug.cli.main import program\nprogram(['list'], standalone_mode=False)\n"
+    done = birds.run("-c", code + "print({'msgspec', 'secrets'} & sys.modules.keys())")
+    assert done.stdout.endswith("set()\n"), done.stdout
+
+
 def test_an_offer_that_is_asked_for_by_name_is_loaded_and_auto_passes_over_one_that_does_not_load(
     birds: Any,
 ) -> None:
