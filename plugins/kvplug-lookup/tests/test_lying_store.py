@@ -24,6 +24,7 @@ from kvplug_lookup.buffer.messages import (
     Find,
     Found,
     Granted,
+    Match,
     Send,
     pack,
     unpack,
@@ -306,6 +307,22 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
         signal.recv_tensor(timeout=5)
     store.insert(*entry([1, 2]))
     assert good.match([1, 2]) == 2
+
+
+def test_calls_of_an_end_that_does_not_read_its_answers_end_in_time(
+    joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_GRACE_S", 0.05)
+    store = joined.store()
+    signal, _ = joined.served(store)
+    store.insert(*entry([1, 2]))
+    signal.send_tensor(pack(take(1, 1, 2, timeout=0.2)))
+    for number in range(2, 6):  # more bytes of answers than the pipe holds
+        store.insert(*entry([number]), metadata={"large": bytes(1 << 19)})
+        signal.send_tensor(pack(take(number, number)))
+    signal.send_tensor(pack(Match(6, Query(tokens(1), b""))))
+    until(lambda: store.match([1, 2]) == 2, what="that the entry of the first call is back")
+    assert {unpack(signal.recv_tensor(timeout=5)).call for _ in range(6)} == {1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize(

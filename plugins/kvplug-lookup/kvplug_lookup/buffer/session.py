@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import attrs
 
@@ -39,6 +40,8 @@ _GRACE_S = 2.0
 
 MAX_CALLS = 1024
 """Limit on open requests of one reaching end."""
+
+_T = TypeVar("_T")
 
 _NEVER = Deadline.after(None)
 _numbers = itertools.count(1)
@@ -136,32 +139,38 @@ class Session:
             self._on_end(self)
 
     def _take_requests(self) -> None:
-        while not isinstance(message := self._next_request(), messages.End):
-            if message is not None:
-                with self._serving:
-                    self._serve(message)
+        while not isinstance(message := self._ending_late_calls(self._pipes.receive), messages.End):
+            with self._serving:
+                self._serve(message)
 
-    def _next_request(self) -> messages.Message | None:
-        """The next message, or ``None`` when a call's time is over."""
-        next_end = min((call.expires.at for call in self._calls.values()), default=math.inf)
-        try:
-            return self._pipes.receive(Deadline(next_end))
-        except TimeoutError:
-            return None
-        finally:
-            for number, call in self._calls.items():
-                if call.expires.expired:
-                    _log.warning("%s did not end call %d in time", self._name, number)
-                    call.expires = _NEVER
-                    self._entries.end(call.lease)
+    def _answer(self, message: messages.Answer) -> None:
+        self._ending_late_calls(partial(self._pipes.send, message))
+
+    def _ending_late_calls(self, step: Callable[[Deadline], _T]) -> _T:
+        """Receive or send, however long the other end takes. End the leases of calls whose time is over
+        meanwhile."""
+        while True:
+            next_end = min((call.expires.at for call in self._calls.values()), default=math.inf)
+            try:
+                return step(Deadline(next_end))
+            except TimeoutError:
+                pass
+            finally:
+                for number, call in self._calls.items():
+                    if call.expires.expired:
+                        _log.warning("%s did not end call %d in time", self._name, number)
+                        call.expires = _NEVER
+                        self._entries.end(call.lease)
 
     def _serve(self, message: messages.Message) -> None:
         match message:
             case messages.Match(number, query):
                 try:
-                    self._send(messages.Matched(number, self._entries.match(query)))
+                    num_tokens = self._entries.match(query)
                 except ClosedError as e:
-                    self._send(messages.Failed.of(number, e))
+                    self._answer(messages.Failed.of(number, e))
+                else:
+                    self._answer(messages.Matched(number, num_tokens))
             case messages.Find(number, query, timeout, max_inline_bytes):
                 if number in self._calls:
                     raise WireError(f"call {number} is already open")
@@ -184,7 +193,7 @@ class Session:
                 del self._calls[number]
                 is_yours = self._entries.end(lease, taken=True)
                 if lease.is_exclusive:
-                    self._send(messages.Granted(number, is_yours))
+                    self._answer(messages.Granted(number, is_yours))
             case messages.Cancel(number):
                 if number in self._calls:  # its request may not have been sent
                     self._entries.end(self._calls.pop(number).lease)
