@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -323,6 +324,36 @@ def test_calls_of_an_end_that_does_not_read_its_answers_end_in_time(
     signal.send_tensor(pack(Match(6, Query(tokens(1), b""))))
     until(lambda: store.match([1, 2]) == 2, what="that the entry of the first call is back")
     assert {unpack(signal.recv_tensor(timeout=5)).call for _ in range(6)} == {1, 2, 3, 4, 5, 6}
+
+
+def test_calls_that_are_cancelled_while_an_entry_is_sent_are_not_collected_without_end(
+    joined: Any, entry: Any
+) -> None:
+    store = joined.store()
+    signal, data = joined.served(store, 1)
+    store.insert(*entry([1, 2]))
+    numbers = itertools.count(1)
+
+    def ask() -> int:
+        number = next(numbers)
+        signal.send_tensor(pack(Find(number, Query(tokens(1), b"", 1), None)), timeout=5)
+        return number
+
+    signal.send_tensor(pack(Send(ask())))
+    assert unpack(signal.recv_tensor(timeout=5)).call == 1
+    for _ in range(3 * session.MAX_CALLS):
+        signal.send_tensor(pack(Cancel(ask())), timeout=5)
+    assert unpack(signal.recv_tensor(timeout=5)).error == "TimeoutError"
+
+    def is_answered() -> bool:
+        number = ask()
+        while (answer := unpack(signal.recv_tensor(timeout=5))).call < number:
+            pass
+        return isinstance(answer, Found)
+
+    for _ in range(5):  # layers of key and value, and hidden states
+        assert data.recv_tensor(timeout=5) is not None
+    until(is_answered)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,9 @@ _GRACE_S = 2.0
 MAX_CALLS = 1024
 """Limit on open requests of one reaching end."""
 
+_MAX_UNSENT = 2 * MAX_CALLS
+"""Limit on announcements and entries that wait for the thread that sends them."""
+
 _T = TypeVar("_T")
 
 _NEVER = Deadline.after(None)
@@ -176,6 +179,10 @@ class Session:
                     raise WireError(f"call {number} is already open")
                 if len(self._calls) >= MAX_CALLS:
                     raise WireError(f"more than {MAX_CALLS} calls are open")
+                if self._outbox.qsize() >= _MAX_UNSENT:  # most are of calls that were cancelled meanwhile
+                    late = TimeoutError("entries of earlier calls are still being sent")
+                    self._answer(messages.Failed.of(number, late))
+                    return
                 expires = Deadline.after(None if timeout is None else timeout + _GRACE_S)
                 lease = self._entries.find(
                     query,
