@@ -333,6 +333,21 @@ def test_a_listener_that_fails_ends_neither_the_link_nor_the_other_listeners() -
         assert len(seen) == 1
 
 
+def test_a_listener_gets_the_pages_of_one_declaration_in_one_event() -> None:
+    with served(map=False) as (held, store):
+        series, keys = Series(opaque_format(8), b"", held.seal.id), [b"%032d" % at for at in range(1000)]
+        held.declare(series, keys, timeout=600)
+        events: list[PageEvent] = []
+        for each in (held, store):
+            each.subscribe(events.append)
+
+        def declared() -> list[int]:
+            return [len(event.keys) for event in events if event.kind == "declared"]
+
+        until(lambda: sum(declared()) == 2 * len(keys))
+        assert declared() == [1000, 1000]
+
+
 def test_a_get_with_little_time_does_not_end_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store takes its time to hand over a segment."""
     hand_over, may_go = MemoryDoor.hand_over, threading.Event()

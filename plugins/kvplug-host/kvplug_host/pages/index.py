@@ -554,9 +554,8 @@ class Index:
 
     # -- declared pages ------------------------------------------------------------------------
 
-    def declare(self, series: bytes, keys: Iterable[bytes], holder: Holder, for_s: float | None) -> None:
-        """Note that the holder is going to put pages within ``for_s`` seconds; ``None``: without a limit."""
-        until = math.inf if for_s is None else self._clock() + for_s
+    def declare(self, series: bytes, keys: Iterable[bytes], holder: Holder, until: float) -> None:
+        """Note that the holder is going to put pages by that time of the clock."""
         new = [key for key in dict.fromkeys(keys) if key not in self.pages]
         if not new:
             return

@@ -386,8 +386,9 @@ class Pages:
 
     def declare(self, holder: Holder, series: bytes, keys: Sequence[bytes], for_s: float | None) -> None:
         """Note that the holder is going to put these pages within ``for_s`` seconds."""
+        until = math.inf if for_s is None else time.monotonic() + for_s
         for index, part in self._slices(keys):
-            index.declare(series, part, holder, for_s)
+            index.declare(series, part, holder, until)
         self._expire()
 
     def withdraw(self, keys: Sequence[bytes], holder: Holder) -> None:

@@ -45,10 +45,12 @@ class Snapshot:
             self._apply(event)
         now = self._clock()
         held = {series: [*keys] for series, keys in self._held.items()}
-        declared = [
-            (series, [key], seconds_left(until - now)) for key, (series, until) in self._declared.items()
-        ]
-        return self._log.snapshot(held, declared)
+        declared: dict[tuple[bytes, float], list[bytes]] = defaultdict(list)
+        for key, declaration in self._declared.items():
+            declared[declaration].append(key)
+        return self._log.snapshot(
+            held, [(series, keys, seconds_left(until - now)) for (series, until), keys in declared.items()]
+        )
 
     def _apply(self, event: PageEvent) -> None:
         match event.kind:
@@ -60,7 +62,8 @@ class Snapshot:
             case "cleared":
                 self._held.clear()
                 self._declared.clear()
+        expires = self._clock() + event.for_s
         for key in event.keys:
             _, until = self._declared.pop(key, (b"", 0.0))
             if event.kind == "declared":
-                self._declared[key] = event.series, max(until, self._clock() + event.for_s)
+                self._declared[key] = event.series, max(until, expires)
