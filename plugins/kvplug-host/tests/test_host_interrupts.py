@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import signal
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from kvplug.transport.store.format import opaque_format
+from kvplug_host.key_table import KeyTable
+from kvplug_host.pages.pages import Pages
+from kvplug_host.pages.yielding_lock import YieldingLock
 
 PROGRAM = """
 import signal, threading, time
@@ -36,3 +50,34 @@ assert any(b"o" * 32 in event.keys for event in events), "listeners get no more 
 
 def test_ctrl_c_in_a_call_of_a_store_leaves_nothing_taken(output_of: Callable[..., str]) -> None:
     output_of(PROGRAM)
+
+
+def interrupting(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Any]:
+    """Ctrl-C comes in the second call of a method."""
+    calls = itertools.count()
+    method = getattr(owner, name)
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return pytest.raises(KeyboardInterrupt)
+
+
+def test_ctrl_c_during_a_snapshot_leaves_no_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, listener = Pages(1, 4096, Mock()), Mock()
+    with interrupting(KeyTable, "copy_from", monkeypatch):
+        pages.subscribe(listener)
+    kept = weakref.ref(listener)
+    del listener
+    gc.collect()
+    assert kept() is None, "the store collects events for it for ever"
+
+
+def test_ctrl_c_during_an_allocation_leaves_no_slot_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, form = Pages(1, 1 << 20, Mock()), opaque_format(16 << 10)
+    with interrupting(YieldingLock, "give_way", monkeypatch):
+        pages.allocate(form, 60, 0)
+    assert pages.allocate(form, 60, 0) is not None, "the slots are taken for ever"

@@ -36,7 +36,7 @@ from kvplug_host.key_table import KeyTable
 from kvplug_host.pages.index import Entry, Holder, Index
 from kvplug_host.pages.slot_buffers import SlotBuffers
 from kvplug_host.pages.snapshot import Snapshot
-from kvplug_host.pages.subscribers import Subscribers
+from kvplug_host.pages.subscribers import Subscribers, Subscription
 from kvplug_host.pages.yielding_lock import YieldingLock
 
 T = TypeVar("T")
@@ -122,23 +122,27 @@ class Pages:
 
     def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
         """Call the listener with a snapshot, then with every event. Returns a function that ends this."""
-        snapshot = Snapshot(time.monotonic)
-        with self.changing() as index:
-            self._subscribers.queue(index.take_events())  # they come before the snapshot
-            subscription = self._subscribers.add(listener)
-        for held in self._copies(lambda index: index.pages):
-            snapshot.add_held((key, entry.series) for key, entry in held.items())
-        for declared in self._copies(lambda index: index.declared):
-            snapshot.add_declared((key, each.series, each.latest) for key, each in declared.items())
-        with self.changing() as index:
-            self._subscribers.queue(index.take_events())
-            snapshot.end(index.log_now())
-            self._subscribers.begin(subscription, snapshot)
+        snapshot, subscription = Snapshot(time.monotonic), Subscription(listener)
 
         def end() -> None:
             with self.lock:
                 self._subscribers.end_one(subscription)
 
+        try:
+            with self.changing() as index:
+                self._subscribers.queue(index.take_events())  # they come before the snapshot
+                self._subscribers.add(subscription)
+            for held in self._copies(lambda index: index.pages):
+                snapshot.add_held((key, entry.series) for key, entry in held.items())
+            for declared in self._copies(lambda index: index.declared):
+                snapshot.add_declared((key, each.series, each.latest) for key, each in declared.items())
+            with self.changing() as index:
+                self._subscribers.queue(index.take_events())
+                snapshot.end(index.log_now())
+                self._subscribers.begin(subscription, snapshot)
+        except BaseException:
+            end()
+            raise
         return end
 
     def _copies(self, table_of: Callable[[Index], KeyTable[T]]) -> Iterator[dict[bytes, T]]:
@@ -362,17 +366,23 @@ class Pages:
     def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
         """Return slots for pages that the caller fills, or ``None`` if there is no room."""
         slots: list[Slot] = []
-        while len(slots) < count:
-            with self.changing() as index:
-                for _ in range(min(SLICE, count - len(slots))):
-                    found = self._new_slot(index, form.nbytes + header_bytes)
-                    if not isinstance(found, Slot):
-                        break
-                    slots.append(found)
-            if isinstance(found, PutReason):
-                self.give_back(slots)
-                return None
-            self.lock.give_way()
+        has_room = True
+        try:
+            while has_room and len(slots) < count:
+                with self.changing() as index:
+                    for _ in range(min(SLICE, count - len(slots))):
+                        found = self._new_slot(index, form.nbytes + header_bytes)
+                        if not isinstance(found, Slot):
+                            has_room = found is None
+                            break
+                        slots.append(found)
+                self.lock.give_way()
+        except BaseException:
+            self.give_back(slots)
+            raise
+        if not has_room:
+            self.give_back(slots)
+            return None
         return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
 
     def free(self, memory: PageMemory) -> None:

@@ -39,11 +39,9 @@ class Subscribers:
         self._queue: deque[tuple[Sequence[Subscription], Sequence[PageEvent] | Snapshot]] = deque()
         self._handing_out = threading.Lock()
 
-    def add(self, listener: Listener) -> Subscription:
+    def add(self, subscription: Subscription) -> None:
         """With the store's lock, before the first copy of the snapshot."""
-        subscription = Subscription(listener)
         self._all[subscription] = None
-        return subscription
 
     def begin(self, subscription: Subscription, snapshot: Snapshot) -> None:
         """With the store's lock, when all events until the end of the snapshot are queued: the listener gets
