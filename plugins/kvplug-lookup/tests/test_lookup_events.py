@@ -16,7 +16,9 @@ import zmq
 from click.testing import CliRunner
 
 from kvplug import ConfigError, KvplugError
+from kvplug_lookup.connector.publisher import EventPublisher
 from kvplug_lookup.events_command import events
+from kvplug_testing import limits
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call, until
 from lookup_engines import PROMPT, an_address, both, config, num_held, tokens
@@ -234,6 +236,14 @@ def test_an_engine_takes_the_events_itself_where_it_publishes_them() -> None:
         prefill.prefill(prompt)
         until(lambda: prefill.step([]) and len(taken) == 6, what="the events of six blocks")
         assert {event.block_hashes[0] for event in taken} == set(prompt.block_hashes)
+
+
+def test_a_publisher_without_a_thread_gives_its_address_back() -> None:
+    first = EventPublisher("tcp://127.0.0.1:0")
+    first.close()
+    with limits.threads(0), pytest.raises(RuntimeError):
+        EventPublisher(first.address)
+    EventPublisher(first.address).close()
 
 
 @pytest.mark.parametrize("name", ["events", "events_replay"])

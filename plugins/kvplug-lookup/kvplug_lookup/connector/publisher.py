@@ -57,6 +57,7 @@ class EventPublisher:
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)
         self._seq = 0
         self._closed = False
+        self._lock = threading.Lock()
         try:
             self._pub, self.address = self._bound(zmq.PUB, address)
             self._replay: Any = None
@@ -66,13 +67,12 @@ class EventPublisher:
             self._wake_in, _ = self._bound(zmq.PULL, "inproc://wake")
             self._wake_out = self._made(zmq.PUSH)
             self._wake_out.connect("inproc://wake")
+            self._thread = BackgroundThread(self._run, name="kvplug-lookup-publish", stop=self._stop)
+            self._thread.start()
         except BaseException:
             self._end_sockets()
             raise
-        self._lock = threading.Lock()
-        self._thread = BackgroundThread(self._run, name="kvplug-lookup-publish", stop=self._stop)
         close_after_fork(self)
-        self._thread.start()
         _log.info("publishing events about blocks at %s", self.address)
 
     def _made(self, kind: int) -> Any:
