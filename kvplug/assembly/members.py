@@ -165,8 +165,8 @@ class DirectoryMembers(Members):
         self._listener: MembersListener | None = None
         self._engines: tuple[Engine, ...] | None = None
         self._answered_at = time.monotonic()
-        self._is_stale = False
-        """The last ``is_stale`` passed to the listener."""
+        self._must_repeat = False
+        """The listener's last call failed, or had a stale list."""
         self._failure = ""
         """The logged reason why the directory does not answer; empty while it answers."""
         self._rejected: dict[str, tuple[Reason, str]] = {}
@@ -267,14 +267,15 @@ class DirectoryMembers(Members):
             is_new = engines != self._engines
             self._engines = engines
             self._changed.notify_all()
-        if listener is not None and (is_new or self._is_stale):
+        if listener is not None and (is_new or self._must_repeat):
             self._notify(listener, is_stale=False)
 
     def _notify(self, listener: MembersListener, *, is_stale: bool) -> None:
-        self._is_stale = is_stale
+        self._must_repeat = is_stale
         try:
             listener(self._engines or (), is_stale)
         except Exception:
+            self._must_repeat = True
             _log.exception("the connector failed to process a change in the directory of engines")
 
     def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:

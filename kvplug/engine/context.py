@@ -155,7 +155,7 @@ class Members(abc.ABC):
         """Call ``listener(engines, is_stale)`` with all other engines after each change, in a background
         thread. ``is_stale`` means that the directory has not answered for longer than a lease, so that
         ``engines`` are the last known ones. Such calls repeat until the directory answers; then a call with
-        ``is_stale`` false follows."""
+        ``is_stale`` false follows. A call that raises is logged and repeated later."""
 
     @abc.abstractmethod
     def wait_until_known(self, deadline: Deadline) -> None:

@@ -172,6 +172,21 @@ def test_a_directory_that_fails_changes_nothing_and_is_told_once(
     assert failures(stats)["peer_gone"] > 0
 
 
+def test_a_listener_that_failed_is_called_again(members: Any, directory: InMemory) -> None:
+    members("other").announce("unix:@other")
+    waits.until(lambda: directory.kept)
+    calls: list[tuple[Engine, ...]] = []
+
+    def fails_once(engines: tuple[Engine, ...], is_stale: bool) -> None:
+        calls.append(engines)
+        if len(calls) == 1:
+            raise RuntimeError("can't start new thread")
+
+    members("reader").follow(fails_once)
+    waits.until(lambda: len(calls) == 2)
+    assert calls[0] == calls[1] != ()
+
+
 def test_waiting_for_a_directory_that_never_answers_says_why(members: Any, directory: InMemory) -> None:
     directory.error = ConnectionRefusedError("no server")
     reader = members("reader")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvplug import ClosedError, TimeoutError
+from kvplug.engine import Engine, Parallelism
 from kvplug.transport import Deadline, PageEvent, Presence, Series
 from kvplug_lookup.connector import replica as replicas
+from kvplug_lookup.connector.engines import EngineSources
 from kvplug_lookup.connector.keys import hello_of
 from kvplug_lookup.connector.replica import Replica
+from kvplug_lookup.connector.sources import Source
+from kvplug_testing import limits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.waits import until
 from lookup_engines import config
@@ -265,3 +270,29 @@ def test_an_index_without_end_is_given_up(follow: Any, monkeypatch: pytest.Monke
     it.until([HELD, HELD])
     it.say(it.stored(CHAINS[2]))
     until(lambda: len(it.links) == 2)
+
+
+def test_an_engine_whose_workers_cannot_all_be_followed_is_followed_later_without_a_thread_left() -> None:
+    closed = threading.Event()
+    context = Mock(parallelism=Parallelism(num_workers=2))
+    context.peers.connect.side_effect = lambda *args, **given: closed.wait() and FakeLink()
+    context.members.model = "m"
+    engine = Engine(engine_id="a", epochs=("", ""), contacts={0: "x", 1: "y"}, role="both", model="m")
+    engines, sources = EngineSources(context), list[Source]()
+    engines.follow()
+    update = context.members.follow.call_args.args[0]
+    with limits.threads(1), pytest.raises(RuntimeError):
+        update((engine,), False)
+    engines.update(sources)
+    assert not sources
+    update((engine,), False)
+    engines.update(sources)
+    assert [source.name for source in sources] == ["peer a"]
+
+    def num_threads() -> int:
+        return sum(thread.name == "kvplug-lookup-replica" for thread in threading.enumerate())
+
+    closed.set()
+    until(lambda: num_threads() == 2, what="the end of the thread of the first attempt")
+    engines.close()
+    assert num_threads() == 0

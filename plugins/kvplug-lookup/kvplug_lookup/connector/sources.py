@@ -101,9 +101,8 @@ class Source(abc.ABC):
 class FollowedSource(Source):
     """The stores of one engine's workers, whose events are followed."""
 
-    def __init__(self, name: str, replicas: Sequence[Replica]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.replicas = tuple(replicas)
 
     def inquire(self) -> Inquiry:
         return _Followed(self)
@@ -157,10 +156,10 @@ def followed(
     def connector_to(rank: int) -> Callable[[float], PeerLink]:
         return lambda timeout: context.peers.connect(rank, "events", timeout=timeout, retry=retry, peer=peer)
 
-    return FollowedSource(
-        name,
-        [
-            Replica(
+    source = FollowedSource(name)
+    try:
+        for rank in range(context.parallelism.num_workers):
+            replica = Replica(
                 connector_to(rank),
                 name=f"{whose} worker {rank}",
                 address_of=functools.partial(context.peers.address_of, rank, peer),
@@ -169,9 +168,11 @@ def followed(
                 listener=None if listener is None else functools.partial(listener, rank),
                 expired=functools.partial(context.stats.fail, "match", "expired"),
             )
-            for rank in range(context.parallelism.num_workers)
-        ],
-    )
+            source.replicas += (replica,)
+    except BaseException:
+        source.end()
+        raise
+    return source
 
 
 class _Followed(Inquiry):
