@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
-
-import attrs
 
 from kvplug.engine import ConnectorContext, Engine, Role
 from kvplug.transport import Deadline
 from kvplug_lookup.connector.sources import FollowedSource, Source, followed
 
 _log = logging.getLogger(__name__)
-
-
-@attrs.frozen
-class Change:
-    """One engine has joined or left."""
-
-    name: str
-    """Name of its source."""
-    source: FollowedSource | None
-    """``None``: the engine has left."""
-    contacts: Mapping[int, str] = attrs.field(factory=dict, repr=False)
 
 
 class EngineSources:
@@ -41,12 +27,13 @@ class EngineSources:
         self._model = context.members.model if context.members is not None else ""
         self._closed = False
         self._followed: dict[str, tuple[Engine, FollowedSource]] = {}
-        self._changes: list[Change] = []
+        """The engines to load from now, by the names of their sources."""
+        self._used: dict[str, tuple[Engine, FollowedSource]] = {}
+        """Those that the scheduler uses."""
+        self._planned: dict[str, tuple[Engine, FollowedSource]] = {}
+        """Those that the workers know from plans."""
         self._foreign: frozenset[str] = frozenset()
         """Engines with other models that were logged."""
-        self._left: list[str] = []
-        self._joined: dict[str, tuple[str, ...]] = {}
-        """Changes for the next plan."""
 
     def follow(self) -> None:
         """Start following the directory."""
@@ -67,10 +54,13 @@ class EngineSources:
             for name, (engine, source) in list(self._followed.items()):
                 # While the directory is silent, trust a connection over a missing announcement.
                 if wanted.get(name) != engine or (is_stale and not source.is_connected):
-                    self._leave(name, source)
+                    _log.info("%s has left", name)
+                    del self._followed[name]
+                    source.end()
             for name, engine in wanted.items() if not is_stale else ():
                 if name not in self._followed:
-                    self._join(name, engine)
+                    _log.info("%s has joined", name)
+                    self._followed[name] = engine, followed(self._context, name, engine.contacts)
 
     def _is_source(self, engine: Engine) -> bool:
         return (
@@ -85,37 +75,27 @@ class EngineSources:
             _log.info("not loading from engine %s in the directory: it has another model", engine_id)
         self._foreign = foreign
 
-    def _join(self, name: str, engine: Engine) -> None:
-        _log.info("%s has joined", name)
-        source = followed(self._context, name, engine.contacts)
-        self._followed[name] = engine, source
-        self._changes.append(Change(name, source, engine.contacts))
-
-    def _leave(self, name: str, source: FollowedSource) -> None:
-        _log.info("%s has left", name)
-        del self._followed[name]
-        source.end()
-        self._changes.append(Change(name, None))
-
     def update(self, sources: list[Source]) -> None:
         """Update the list for engines that joined or left since the last call."""
-        if not self._changes:
-            return
         with self._lock:
-            changes, self._changes = self._changes, []
-        for change in changes:
-            sources[:] = [source for source in sources if source.name != change.name]
-            self._joined.pop(change.name, None)
-            if change.source is None:
-                self._left.append(change.name)
-            else:
-                sources.append(change.source)
-                self._joined[change.name] = tuple(change.contacts[rank] for rank in sorted(change.contacts))
+            followed = dict(self._followed)
+        gone = {name for name, used in self._used.items() if followed.get(name) != used}
+        sources[:] = [source for source in sources if source.name not in gone]
+        for name, each in followed.items():
+            if self._used.get(name) != each:
+                sources.append(each[1])
+        self._used = followed
 
     def take_changes(self) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         """Return changes for the workers: sources that left, and then sources that joined, with contacts."""
-        left, joined = tuple(self._left), tuple(self._joined.items())
-        self._left, self._joined = [], {}
+        used, planned = self._used, self._planned
+        left = tuple(name for name, each in planned.items() if used.get(name) != each)
+        joined = tuple(
+            (name, tuple(engine.contacts[rank] for rank in sorted(engine.contacts)))
+            for name, (engine, source) in used.items()
+            if planned.get(name) != (engine, source)
+        )
+        self._planned = used
         return left, joined
 
     def close(self) -> None:
