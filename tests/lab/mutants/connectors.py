@@ -153,7 +153,7 @@ class TestPromisesWhatWasNotKept(LookupScheduler):
     def build_connector_meta(self, output: Any) -> Any:
         plain: Any = super().build_connector_meta(output)
         for save in StepPlan.from_plain(plain).saves:
-            self.planned.update(save.chains(self._page_tokens))
+            self.planned.update(save.pages(self._page_tokens)[0])
         return plain
 
     def _held(self, tracked: Any, start: int, usable: int) -> Any:
@@ -191,7 +191,7 @@ class TestCountsAsSavedWhatIsPlanned(Saver):
     _planned: frozenset[bytes] = frozenset()
 
     def _begin_one(self, plan: Any) -> None:
-        chains = plan.chains(self.first.series.format.page_tokens)
+        chains, _ = plan.pages(self.first.series.format.page_tokens)
         if self._planned.issuperset(chains):
             self._settle(chains)
         else:

@@ -108,12 +108,17 @@ class Load:
         """Its sources and their routes, for display."""
         return "; ".join(": ".join(filter(None, (part.source, part.route))) for part in self.parts)
 
+    def pages_of(self, part: Part) -> tuple[list[bytes], list[bytes]]:
+        """The chains of a part's pages, and their identities."""
+        pages = slice(part.first, part.first + part.count)
+        return self._chains[pages], self._identities[pages]
+
     # -- asking --------------------------------------------------------------------------------
 
     def begin(self, part: Part, store: Store, series: Series) -> None:
         """Ask a source for its part. Thread-safe; never waits."""
         plan, form = self.plan, series.format
-        pages = slice(part.first, part.first + part.count)
+        chains, identities = self.pages_of(part)
         first_token = (plan.first_page + part.first) * form.page_tokens
         writable = range(
             max(plan.start, first_token), min(plan.end, first_token + part.count * form.page_tokens)
@@ -126,8 +131,8 @@ class Load:
             self._groups.check_load(plan.block_ids, plan.start, plan.end)
             request = PageRequest(
                 series=series,
-                keys=series.keys_of(self._chains[pages]),
-                identities=self._identities[pages],
+                keys=series.keys_of(chains),
+                identities=identities,
                 memory=self._groups.pages(
                     form,
                     self._views,

@@ -31,22 +31,16 @@ class PagePlan:
     traceparent: str = ""
     """The context of the request in its trace."""
 
-    def identities(self, page_tokens: int) -> list[bytes]:
-        """The identity of each page."""
-        return [parent + tokens for parent, tokens, _ in self._pages(page_tokens)]
-
-    def chains(self, page_tokens: int) -> list[bytes]:
-        """The chain of each page."""
-        return [chain for *_, chain in self._pages(page_tokens)]
-
-    def _pages(self, page_tokens: int) -> list[tuple[bytes, bytes, bytes]]:
-        step, parent, found = page_tokens * _TOKEN_BYTES, self.parent, []
+    def pages(self, page_tokens: int) -> tuple[list[bytes], list[bytes]]:
+        """The chains of the pages, and their identities."""
+        step, parent = page_tokens * _TOKEN_BYTES, self.parent
+        chains, identities = [], []
         for at in range(0, len(self.packed_tokens), step):
             tokens = self.packed_tokens[at : at + step]
-            chain = ChainMemo.next_chain(parent, tokens)
-            found.append((parent, tokens, chain))
-            parent = chain
-        return found
+            identities.append(parent + tokens)
+            parent = ChainMemo.next_chain(parent, tokens)
+            chains.append(parent)
+        return chains, identities
 
 
 @attrs.frozen(kw_only=True)

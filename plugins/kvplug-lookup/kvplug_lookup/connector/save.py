@@ -149,13 +149,13 @@ class Saver:
             try:
                 self._begin_one(plan)
             except KvplugError as e:
-                chains = plan.chains(self.first.series.format.page_tokens)
+                chains, _ = plan.pages(self.first.series.format.page_tokens)
                 self._give_up(str(e), "other", plan.request_id, plan.first_page, chains)
 
     def _begin_one(self, plan: SavePlan) -> None:
         tier = self.first
         form = tier.series.format
-        chains, identities = plan.chains(form.page_tokens), plan.identities(form.page_tokens)
+        chains, identities = plan.pages(form.page_tokens)
         keys = tier.series.keys_of(chains)
         self._compare(tier, plan.first_page + len(chains))
         if plan.num_announced < len(keys):

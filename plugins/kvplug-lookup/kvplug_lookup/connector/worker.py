@@ -295,13 +295,14 @@ class LookupWorker(WorkerConnector):
                 self._begin_part(load, part)
 
     def _load_of(self, plan: LoadPlan, after: DeviceMark) -> Load:
+        chains, identities = plan.pages(self._page_tokens)
         return Load(
             plan,
             self._views,
             rank=self._context.parallelism.worker_rank,
             groups=self._groups,
-            chains=plan.chains(self._page_tokens),
-            identities=plan.identities(self._page_tokens),
+            chains=chains,
+            identities=identities,
             stats=self._context.stats,
             spans=self._context.spans,
             timeout_s=self._context.config.timeout_s,
@@ -381,9 +382,7 @@ class LookupWorker(WorkerConnector):
                 ended = part.ended_at or time.monotonic()
                 self._costs.note_load(part.source, part.count * self._page_tokens, part.begun_at, ended)
             if self.saver is not None and self._context.options.promote:
-                chains = load.plan.chains(self._page_tokens)[part.first : part.first + part.count]
-                identities = load.plan.identities(self._page_tokens)
-                self.saver.promote(part.source, chains, identities[part.first : part.first + part.count])
+                self.saver.promote(part.source, *load.pages_of(part))
 
     def _note_failure(self, load: Load) -> None:
         request_id = load.request_id
