@@ -77,7 +77,6 @@ class Load:
 
     def __attrs_post_init__(self) -> None:
         self.deadline = Deadline.after(self._timeout_s)
-        self._started = time.perf_counter()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._error: BaseException | None = None
@@ -88,7 +87,6 @@ class Load:
             self.parts.append(Part(source, at, count))
             at += count
         self._began_at = time.monotonic()
-        self._is_over = False
         self.stalled: str | None = None
         """The source that nothing arrived from."""
         self.slow: str | None = None
@@ -97,7 +95,6 @@ class Load:
         """The first source with a missed page."""
         self.reason = ""
         """Why that page was missed."""
-        self.seconds = 0.0
 
     @property
     def request_id(self) -> str:
@@ -251,10 +248,7 @@ class Load:
 
     def end(self) -> None:
         """Note the missed pages, and count the load."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self.seconds = time.perf_counter() - self._started
+        ended = time.monotonic()
         reason: str | None = None
         for part in self.parts:
             missed = self._missed_in(part)
@@ -276,17 +270,17 @@ class Load:
         if self._error is None:
             num_written = self._groups.num_written(plan.block_ids, plan.start, plan.end)
             nbytes = num_written * self._token_bytes()
-            self._stats.record("load", nbytes, self.seconds, tokens=plan.end - plan.start)
-        self._record("" if self._error is None else self.reason or str(reason_of(self._error)))
+            self._stats.record("load", nbytes, ended - self._began_at, tokens=plan.end - plan.start)
+        self._record(ended, "" if self._error is None else self.reason or str(reason_of(self._error)))
 
-    def _record(self, reason: str) -> None:
+    def _record(self, ended: float, reason: str) -> None:
         """Record the spans of the load, of its parts, and of the arrival of groups of layers."""
         plan, request_id = self.plan, self.request_id
         load = self._spans.record(
             "kvplug.load",
             request_id,
-            self._started,
-            self._started + self.seconds,
+            self._began_at,
+            ended,
             parent=plan.traceparent,
             attributes={
                 "kvplug.num_tokens": plan.end - plan.start,

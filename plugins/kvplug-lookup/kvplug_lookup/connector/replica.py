@@ -101,8 +101,6 @@ class Replica:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._index = PageIndex()
-        self._series: Series | None = None
-        """Series of the store's pages, once the store has sent it."""
         self.link: PeerLink | None = None
         """The event channel's link while it is connected."""
         self._is_current = False
@@ -124,8 +122,6 @@ class Replica:
         self._refusal: Exception | None = None
         self._shortage: ResourceExhaustedError | None = None
         """Why the latest attempt to connect failed, if a resource ran out."""
-        self._has_tried = False
-        """It was connected once, or refused."""
         self._was_connected = False
         self._closed = threading.Event()
         self._thread = BackgroundThread(self._run, name="kvplug-lookup-replica", stop=self.end)
@@ -162,7 +158,7 @@ class Replica:
             if self._silent > self._ponged:
                 return True
             # Wait for a store that is coming up, but not for one that was lost or refused us.
-            return self.link is None and self._has_tried
+            return self.link is None and (self._was_connected or self._refusal is not None)
 
     def doubt(self) -> None:
         """Promise nothing until the store has answered again: a load stalled.
@@ -296,7 +292,7 @@ class Replica:
                     self._has_gap = False
                     self._shortage = NamedExhaustion.of(e, f"connecting to {self._name}")
                     if isinstance(e, HandshakeError | PermissionError):
-                        self._refusal, self._has_tried = e, True
+                        self._refusal = e
                     self._changed.notify_all()
                 refusals = refusals + 1 if isinstance(e, HandshakeError) else 0
                 self._closed.wait(min(_REFUSED_S, _RETRY_S * 2 ** min(refusals, 6)))
@@ -323,9 +319,7 @@ class Replica:
         follower = PageEvent.Follower()
         series = self._series_of(link)
         with self._lock:
-            self.link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
-            self._series = series
-            self._shortage = None
+            self.link, self._refusal, self._shortage, self._was_connected = link, None, None, True
             self._asked = 0
             if not self._has_gap:  # with a gap, it has been behind since then
                 self._is_late = Deadline.after(_CATCH_UP_S)
@@ -377,7 +371,7 @@ class Replica:
         if differences := hello.differences(self._model):
             refusal = HandshakeError(*differences, peer=self._name)
             with self._lock:
-                self._refusal, self._has_tried = refusal, True
+                self._refusal = refusal
                 self._changed.notify_all()
             raise refusal
         return hello.series()
