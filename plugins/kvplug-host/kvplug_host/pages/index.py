@@ -143,8 +143,6 @@ class Index:
         self.pages: KeyTable[Entry] = KeyTable()
         self.events: list[PageEvent] = []
         """Events that the listeners have not got yet."""
-        self.num_evicted = 0
-        """Number of evicted pages since the store was opened."""
         self.num_unread = 0
         """Number of evicted pages that waited for a reader."""
         self._expected: OrderedDict[bytes, tuple[Holder, int]] = OrderedDict()
@@ -469,7 +467,6 @@ class Index:
         if forget:
             entry.chunk.size.eviction.discard(entry.key)
         if reason is PageEvent.Removal.EVICTED:
-            self.num_evicted += 1
             self._evicted[entry.series].append(entry.key)
         for holder in entry.leases or ():
             self._leased.discard(holder, [entry.key])
