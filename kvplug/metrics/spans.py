@@ -122,7 +122,8 @@ class SpanLog:
         """Record a span that has ended, and return its context.
 
         Args:
-            begun, ended: by ``time.perf_counter``; ``ended`` is now by default.
+            begun, ended: by ``time.perf_counter``, which is ``time.monotonic`` on Linux; ``ended`` is now by
+                default.
             parent: the span that this one is a part of, or its ``traceparent``. ``None`` or an invalid text:
                 this one begins a trace.
             context: its own context, if that was made before, because its parts were recorded earlier.

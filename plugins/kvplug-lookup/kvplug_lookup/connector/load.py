@@ -305,7 +305,10 @@ class Load:
                 },
                 reason="" if missed is None else missed[1],
             )
-            self._spans.record_layers(request_id, part.begun_at, part.job.arrivals, get)
+            arrivals, num_layers = part.job.arrivals, part.job.num_layers_ready
+            if missed is None and num_layers > (arrivals[-1][0] if arrivals else 0):
+                arrivals = [*arrivals, (num_layers, part.ended_at)]  # the last ones came with the end
+            self._spans.record_layers(request_id, part.begun_at, arrivals, get)
 
     def _token_bytes(self) -> int:
         """Bytes of one token in one layer."""
