@@ -213,6 +213,7 @@ class SlotGet(Landing):
         """``again``: queues this task once more."""
         super().__init__(job, pages, seal)
         self._again = again
+        self._num_steps = 1
         self._copy: PageCopy | None = None
         """Once the headers are checked."""
         self._buffer = memoryview(b"")
@@ -247,6 +248,7 @@ class SlotGet(Landing):
             self._check_headers()
             self._copy = self._new_copy()
             if any(each is JobTask.UNKNOWN for each in self.results):
+                self._num_steps = 1 + len(self.layers) * len(self.ranges)
                 self._again(self)
             return
         copy = self._copy
