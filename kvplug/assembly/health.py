@@ -29,8 +29,8 @@ from kvplug.net.trust.addresses import BoundSocket
 
 _log = logging.getLogger(__name__)
 
-_MAX_CLIENTS: Final = 128
-"""The most connections at once. A further one ends the oldest."""
+_MAX_CLIENTS: Final = 64
+"""The most connections at once. A further one ends the oldest. As many may wait to be accepted."""
 _MAX_REQUEST_BYTES: Final = 8192
 _REQUEST_S: Final = 5.0
 """How long one connection may take, from the first byte to the last."""
@@ -125,7 +125,7 @@ class HealthServer:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
-            self._serve_client, sock=self._bound.sock, limit=_MAX_REQUEST_BYTES
+            self._serve_client, sock=self._bound.sock, limit=_MAX_REQUEST_BYTES, backlog=_MAX_CLIENTS
         )
         await self._stopped.wait()
         server.close()
@@ -141,18 +141,18 @@ class HealthServer:
         if len(self._clients) >= _MAX_CLIENTS:
             next(iter(self._clients)).cancel()
         self._clients[task] = None
-        with contextlib.suppress(asyncio.CancelledError, TimeoutError, OSError):
+        try:
             async with asyncio.timeout(_REQUEST_S):
-                try:
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(await self._response(head))
-                except asyncio.LimitOverrunError:
-                    writer.write(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
-                except asyncio.IncompleteReadError:
-                    pass  # it hung up
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await self._response(head))
                 await writer.drain()
-        del self._clients[task]
-        writer.close()
+        except asyncio.LimitOverrunError:
+            writer.write(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+        except (asyncio.CancelledError, asyncio.IncompleteReadError, TimeoutError, OSError):
+            pass  # this server ends the connection, or the client has
+        finally:
+            del self._clients[task]
+            writer.close()
 
     async def _response(self, head: bytes) -> bytes:
         method, _, rest = head.decode("latin-1").partition(" ")

@@ -119,7 +119,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": printable(record.getMessage()),
         }
-        line.update((key, value) for key, value in vars(record).items() if key not in _STANDARD)
+        line |= {key: value for key, value in vars(record).items() if key not in {*_STANDARD, *line}}
         if record.exc_info:
             line["exception"] = printable(self.formatException(record.exc_info))
         return json.dumps(line, default=str)
