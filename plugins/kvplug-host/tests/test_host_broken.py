@@ -200,6 +200,21 @@ def test_reads_that_were_given_up_leave_nothing(monkeypatch: pytest.MonkeyPatch,
         until(lambda: more() < 500, what="that nothing is left of 2,000 reads")
 
 
+def test_two_pages_of_2_mib_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, send = NamedPages(2 << 20), PagePipe.send_rows
+    sent: list[int] = []
+
+    def counted(pipe: PagePipe, request: int, first: int, rows: int, *more: Any) -> None:
+        sent.append(rows)
+        send(pipe, request, first, rows, *more)
+
+    with served(map=False, size=64 << 20, segment_bytes=16 << 20) as (_, store):
+        monkeypatch.setattr(PagePipe, "send_rows", counted)
+        request = pages.request(store, *names("large", 6))
+        assert store.submit_put(request).wait(waits.patience_s) == [None] * 6
+    assert sent == [2, 2, 2]
+
+
 def test_what_is_announced_and_not_sent_takes_a_quarter_of_the_store_and_not_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

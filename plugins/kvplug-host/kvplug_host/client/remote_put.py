@@ -155,7 +155,7 @@ class RemotePut(Put):
         wanted = [index for index, code in enumerate(codes) if code == protocol.SEND]
         for nbytes, group in itertools.groupby(wanted, key=row_bytes):
             run = list(group)
-            for part in ranges_of(len(run), nbytes, PUT_STEP_BYTES):
+            for part in ranges_of(len(run), form.nbytes, PUT_STEP_BYTES):
                 first = run[part.start]
                 yield _Piece(request, first, nbytes, [numbers[run[index]] for index in part])
 
