@@ -110,7 +110,7 @@ def mooncake(run: Callable[..., Path], tmp_path: Path) -> Place:
 
     def count() -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{shows}/get_all_keys", timeout=5) as answer:
-            return sum(line.startswith(b"kvplug:2:") for line in answer)
+            return sum(line.startswith(b"kvplug:1:") for line in answer)
 
     return Place("mooncake", page, {"master": "master:50051"}, {"master": f"127.0.0.1:{port}"}, count)
 
