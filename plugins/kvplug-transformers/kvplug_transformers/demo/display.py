@@ -113,6 +113,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         "KV bytes": f"{report.kv_bytes:,}",
         "transfer": seconds(report.transfer_s) + speed,
         "time to first token, with the transfer": seconds(report.ttft_s),
+        "of it": ", ".join(f"{name} {seconds(value)}" for name, value in report.ttft_parts_s.items()),
         "time to first token, at least": f"{seconds(report.ttft_floor_s)} (KV in place, and one copy)",
         "time to first token, recomputed": f"{seconds(report.ttft_recompute_s)} (in the decode process)",
         "connector, transport": f"{report.connector}, {report.transport or '-'}",

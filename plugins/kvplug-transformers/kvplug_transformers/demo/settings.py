@@ -57,6 +57,8 @@ class Report:
     ttft_s: float | None
     """Seconds from the request's arrival in the decode worker to its first token: match, load, compute the
     rest."""
+    ttft_parts_s: Mapping[str, float]
+    """The spans of ``ttft_s``, which follow each other: queue, match, schedule, prefill."""
     ttft_recompute_s: float | None
     """The same in the same process without a connector: the whole prompt is computed."""
     ttft_floor_s: float | None

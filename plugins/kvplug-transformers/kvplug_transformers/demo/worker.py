@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _CHUNK = 256
 """Tokens in one step of prefill: small enough for a progress bar that moves."""
 _ASK_AGAIN_S = 0.2
+_PARTS = tuple(f"kvplug.{part}" for part in ("queue", "match", "schedule", "prefill"))
+"""The spans into which the time to the first token is divided."""
 _FLOOR_RUNS = 3
 _UNLIMITED_S = 1e6
 """The parent limits the time."""
@@ -254,6 +256,11 @@ class DemoWorker:
                 "transfer_s": seconds,
                 "gb_per_s": kv_bytes / seconds / 1e9 if seconds else None,
                 "ttft_s": first,
+                "ttft_parts_s": {
+                    span.name.removeprefix("kvplug."): span.duration_ns / 1e9
+                    for span in engine.spans.of_request(sequence.request_id)
+                    if span.name in _PARTS
+                },
                 "ttft_recompute_s": recompute_s,
                 # On a busy machine it may be measured slower.
                 "ttft_floor_s": floor_s and min(floor_s, first or floor_s),

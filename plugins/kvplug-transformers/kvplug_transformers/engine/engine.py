@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvplug import Config, Registry, TimeoutError, build_connector
-from kvplug.engine import CacheEvent, Parallelism, SchedulerConnector, TransferStats
+from kvplug.engine import CacheEvent, Parallelism, SchedulerConnector, SpanLog, TransferStats
 from kvplug.transport import Deadline
 from kvplug_transformers.engine.options import EngineOptions, cache_config
 from kvplug_transformers.engine.rank import WrapPipe
@@ -81,12 +81,15 @@ class Engine:
                 parallelism=Parallelism(num_workers=size, tensor_size=size),
                 # With the role "both" it follows the stores of its own workers, wherever they listen.
                 connect=connect or dict(enumerate(worker.contacts)) or None,
+                spans=(spans := SpanLog()),
                 **given,
             )
         except BaseException:
             worker.shutdown()
             raise
-        return cls(worker, options, scheduler_connector=scheduler_side)
+        engine = cls(worker, options, scheduler_connector=scheduler_side)
+        engine.spans = spans
+        return engine
 
     def __init__(
         self,
@@ -119,6 +122,8 @@ class Engine:
         """Cache events of both sides, for the caller to remove; the newest ones if there are very many."""
         self.stats = TransferStats()
         """The figures of both sides of the connector."""
+        self.spans = SpanLog()
+        """What the requests waited for, on the connector's scheduler side."""
         if scheduler_connector is not None:
             scheduler_connector.set_xfer_handshake_metadata(self.worker.handshake_metadata)
 
