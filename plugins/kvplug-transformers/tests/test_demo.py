@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 KEYS = (
     "prompt_tokens tokens_found tokens_loaded kv_bytes transfer_s gb_per_s ttft_s ttft_recompute_s"
-    " ttft_parts_s ttft_floor_s ttft_pairs identical text connector transport tensor_parallel queue communicator"
-    " store device reasons"
+    " ttft_parts_s ttft_floor_s ttft_pairs identical text connector transport tensor_parallel queue"
+    " communicator store device reasons"
 )
 REAL_KV_BYTES = 2 * 30 * 3 * 64 * 4
 """Of one token: keys and values of 30 layers, 3 heads of 64 float32 each."""
@@ -111,9 +111,7 @@ def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone(
     assert found["gb_per_s"] == pytest.approx(found["kv_bytes"] / found["transfer_s"] / 1e9)
     assert 0 < found["ttft_floor_s"] <= found["ttft_s"] < found["ttft_recompute_s"]
     assert {*found["ttft_parts_s"]} == {"queue", "match", "schedule", "prefill"}
-    assert 0.95 < sum(found["ttft_parts_s"].values()) / found["ttft_s"] <= 1.0, (
-        "spans explain nearly all of it"
-    )
+    assert 0.9 < sum(found["ttft_parts_s"].values()) / found["ttft_s"] <= 1.0, "spans do not explain it"
     assert len(found["ttft_pairs"]) == 2
     assert (found["connector"], len(found["text"]) > 20) == ("lookup", True)
     assert any(reason.startswith(f"{found['transport']}: ") for reason in found["reasons"])
