@@ -175,11 +175,11 @@ def build_connector(
         device=resolved.device_of_links,
         wrap_pipe=wrap_pipe,
     )
-    stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats))
+    spans = spans or SpanLog()
+    stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats, spans=spans))
     peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
     members = members_of(resolved, parallelism=parallelism, model=model, stats=stats)
     labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
-    spans = spans or SpanLog()
     tracing = Tracing(spans, config.tracing, labels) if config.tracing else None
 
     def state() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from kvplug.errors import (
 )
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.record import PipeRecorder
+from kvplug.metrics.spans import SpanLog
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.agreement import Agreement
 from kvplug.negotiation.exchange import exchange
@@ -69,6 +70,7 @@ class LinkSettings:
     )
     """Loaded with the settings, so that an address without its required secret is refused at start."""
     stats: TransferStats = attrs.field(factory=TransferStats)
+    spans: SpanLog = attrs.field(factory=SpanLog)
     engine: EngineFacts | None = None
     """Facts of the engine whose connector owns the links; ``None`` without an engine."""
     moves_kv: bool = True

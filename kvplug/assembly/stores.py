@@ -81,7 +81,7 @@ class StoreOpener:
         seal = PageSeal(
             checksums=config.integrity != "off", secret=None if secret is None else secret.reveal()
         )
-        context = self._resolved.context(spec, seal=seal, connect=self._connect)
+        context = self._resolved.context(spec, seal=seal, connect=self._connect, on_served=self._on_served)
         with NamedExhaustion(f"opening {spec.called}"):
             store: Store | BlockingStore = made(spec, context, factory=factory)
             if isinstance(store, BlockingStore):
@@ -89,6 +89,10 @@ class StoreOpener:
         store.staging = Staging(store, timeout_s=config.timeout_s, memory=self._memory)
         store.recorder = StoreRecorder(stats, watch_store(store, spec.name, config, stats))
         return store
+
+    def _on_served(self, traceparent: str, begun: float, num_pages: int) -> None:
+        about = {"kvplug.num_pages": num_pages}
+        self._settings.spans.record("kvplug.serve", "", begun, parent=traceparent, attributes=about)
 
     def _connect(self, address: str, timeout: float | None) -> Store.Link:
         peers = ControlPeers(self._settings, connect=address)

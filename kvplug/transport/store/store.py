@@ -50,6 +50,8 @@ class PageRequest:
     is_use: bool = True
     """For a get: whether a store that evicts by use counts the get as a use. False for the one copy of each
     page into another store."""
+    traceparent: str = ""
+    """For a get: the context of the request in its trace, for a store in another process."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.keys) == len(self.identities) == len(self.memory):
@@ -116,6 +118,9 @@ class Store(abc.ABC):
         """``connect(address, timeout)`` returns a link to a program that serves a store at the address
         (``kvplug store serve``), and raises the errors of a handshake. ``None`` if the caller cannot
         connect."""
+        on_served: Callable[[str, float, int], object] = lambda traceparent, begun, num_pages: None
+        """``on_served(traceparent, begun, num_pages)`` is called after pages were served to another process
+        that stated the context of a trace. ``begun``: by ``time.monotonic``."""
 
     class Link(Protocol):
         """A connection to another process, after the handshake, over which a store is served."""

@@ -67,6 +67,9 @@ PerPage = Annotated[bytes, Meta(max_length=MAX_KEYS)]
 """A byte for each page."""
 PageBytes = Annotated[int, Meta(ge=0, le=MAX_PAGE)]
 
+Traceparent = Annotated[str, Meta(max_length=128)]
+"""The context of the trace that a request belongs to; empty: none."""
+
 T = TypeVar("T")
 R = TypeVar("R", bound="Request")
 
@@ -192,6 +195,7 @@ class Read(OfKeys):
 
     answer = Places
     lease_s: Seconds
+    traceparent: Traceparent = ""
 
 
 @attrs.frozen(kw_only=True)
@@ -224,6 +228,7 @@ class Fetch(OfKeys):
     pages: Annotated[int, Meta(gt=0)]
     """How many pages are in a piece, or fewer in the last ones."""
     timeout_s: Seconds
+    traceparent: Traceparent = ""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

@@ -18,18 +18,23 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARAMS = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
 
 
-def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends() -> None:
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends(is_mapped: bool) -> None:
     theirs, ours = SpanLog(), SpanLog()
-    with pair(ours={"spans": theirs}, theirs={"spans": ours}) as (prefill, decode):
+    given = {"options": {"host": {"map": is_mapped}}}
+    with pair(producer=given, ours={"spans": theirs}, theirs={"spans": ours}) as (prefill, decode):
         saved = request_of("saved", PROMPT, params={**PARAMS, "do_remote_decode": True})
         _, params = prefill.hand_off(saved)
         assert params is not None
         until_promised(decode, PROMPT, 96)
         decode.load(request_of("loaded", PROMPT, params=params))
-        waits.until(lambda: len(theirs.of_request("saved")) >= 4, what="the end of the save")
-    spans = {span.name: span for span in (*theirs.of_request("saved"), *ours.of_request("loaded"))}
+        parts = {"kvplug.save", "kvplug.serve"}
+        waits.until(lambda: parts <= {s.name for s in theirs.of_request(TRACE)}, what="save and serve")
+    spans = {span.name: span for span in (*theirs.of_request(TRACE), *ours.of_request("loaded"))}
     assert {span.context.trace_id for span in spans.values()} == {TRACE}
     assert spans["kvplug.save"].attributes == {"kvplug.source": "host", "kvplug.num_pages": 6}
+    assert spans["kvplug.serve"].attributes == {"kvplug.num_pages": 6}
+    assert spans["kvplug.serve"].parent_id == spans["kvplug.load"].parent_id
     load, get = spans["kvplug.load"], spans["kvplug.get"]
     assert (get.parent_id, load.attributes["kvplug.num_tokens"]) == (load.context.span_id, 96)
     assert get.attributes["kvplug.num_pages"] == 6 and get.attributes["kvplug.source"]

@@ -66,7 +66,12 @@ class MappedGet(SlotGet):
         if lease_s <= 0:
             self.end(MissReason.TIMEOUT)
             return
-        read = protocol.Read(id=self._number, keys=b"".join(self.pages.keys), lease_s=lease_s)
+        read = protocol.Read(
+            id=self._number,
+            keys=b"".join(self.pages.keys),
+            lease_s=lease_s,
+            traceparent=self.pages.traceparent,
+        )
         self._requests.ask(read, self, self._answered)
         if self.job.done:  # it may have ended before the store was asked
             self._tell()

@@ -79,6 +79,7 @@ class PipedGet(Landing):
             as_blocks=self._as_blocks,
             pages=len(self.ranges[0]),
             timeout_s=protocol.for_wire(job.deadline.remaining()),
+            traceparent=pages.traceparent,
         )
         self._pieces = self.request.pieces
         self._copy: PageCopy | None = None

@@ -61,16 +61,16 @@ class Session:
         pages: Pages,
         link: Store.Link,
         door: MemoryDoor | None,
-        timeout_s: float,
+        context: Store.Context,
         stall_timeout_s: float,
     ) -> None:
         """
         Args:
-            timeout_s: how long the peer may take for the first messages.
+            context: its ``timeout_s`` is how long the peer may take for the first messages.
             stall_timeout_s: how long slots for pages of the peer are kept while it sends none.
         """
         self._pages = pages
-        self._timeout_s = timeout_s
+        self._timeout_s, self._on_served = context.timeout_s, context.on_served
         self._stall_timeout_s = stall_timeout_s
         self._link = link
         self._door = door
@@ -86,8 +86,8 @@ class Session:
         self._over = False
         self._end_of_peer = object()
         """The peer as a reader, and as one that expects readers. Outlives this session in the index."""
-        self._reads: dict[int, tuple[list[Entry], JobEngine.Alarm]] = {}
-        """Leased pages of each read, and what ends it at the end of its lease."""
+        self._reads: dict[int, tuple[list[Entry], JobEngine.Alarm, Callable[[int], object]]] = {}
+        """Leased pages of each read, what ends it at the end of its lease, and what to call at its end."""
         self._fetches: dict[int, Fetch] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._received_at = 0.0
@@ -231,11 +231,18 @@ class Session:
         if lease_s > 0:
             end = functools.partial(self._done, protocol.Done(id=number, read=False))
             there = [entry for entry in entries if entry is not None]
-            self._reads[number] = there, self._at(time.monotonic() + lease_s, end)
+            self._reads[number] = there, self._at(time.monotonic() + lease_s, end), self._served(request)
         places = [
             protocol.ABSENT if entry is None else protocol.place_to_bytes(_place(entry)) for entry in entries
         ]
         self._answer(protocol.Places(id=number, places=b"".join(places)))
+
+    def _served(self, request: protocol.Read | protocol.Fetch) -> Callable[[int], object]:
+        """Return a function to call with the number of pages that were served."""
+        begun = time.monotonic()
+        if not request.traceparent:
+            return lambda num_pages: None
+        return functools.partial(self._on_served, request.traceparent, begun)
 
     def _at(self, when: float, call: Callable[[], None]) -> JobEngine.Alarm:
         try:
@@ -244,10 +251,12 @@ class Session:
             raise PeerGoneError(f"there is no thread that ends what the peer holds: {e}") from e
 
     def _done(self, request: protocol.Done) -> None:
-        entries, alarm = self._reads.pop(request.id, (None, None))
-        if entries is None or alarm is None:
+        read = self._reads.pop(request.id, None)
+        if read is None:
             return
+        entries, alarm, served = read
         alarm.cancel()
+        served(len(entries))
         self._pages.forget_holders([(self, request.id)])
         if request.read:
             self._pages.read([entry.key for entry in entries], self._end_of_peer)
@@ -294,7 +303,10 @@ class Session:
             headers.append(header)
             sent.append(entry if code == protocol.SENT else None)
 
+        served = self._served(request)
+
         def settled(fetch: Fetch) -> None:
+            served(sum(each is not None for each in sent))
             self._fetches.pop(request.id, None)
             self._pages.unpin(entries, self._end_of_peer, were_used=fetch.is_sent)
 

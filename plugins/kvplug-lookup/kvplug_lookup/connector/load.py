@@ -139,6 +139,7 @@ class Load:
                     writable=writable,
                     after=self._after,
                 ),
+                traceparent=plan.traceparent,
             )
             part.begun_at = time.monotonic()
             job = store.submit_get(request, timeout=self.deadline.remaining())
