@@ -87,9 +87,15 @@ class Service:
         self._store = store
         self._hello = dict(hello)
         self._keys_of = keys_of
+        self._links: set[PeerLink] = set()
         self._server = peers.serve(self._serve, max_served=_MAX_SERVED)
         self.contact = self._server.contact
         """The contact for peers."""
+
+    @property
+    def num_served(self) -> int:
+        """Number of peers that are being served."""
+        return len(self._links)
 
     def close(self) -> None:
         """Stop listening, and close all links."""
@@ -105,8 +111,12 @@ class Service:
                 timeout=_HELLO_S,
             )
             return
-        link.channel.send(self._hello, timeout=_HELLO_S)
-        if remote.purpose == "events":
-            _Publisher(link, self._store, self._keys_of).run()
-        else:
-            self._store.serve(link)
+        self._links.add(link)
+        try:
+            link.channel.send(self._hello, timeout=_HELLO_S)
+            if remote.purpose == "events":
+                _Publisher(link, self._store, self._keys_of).run()
+            else:
+                self._store.serve(link)
+        finally:
+            self._links.discard(link)
