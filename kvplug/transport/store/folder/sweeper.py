@@ -142,9 +142,9 @@ class Sweeper:
             self._counted.set()  # nothing can be added to a read-only folder
         while True:
             is_wanted = self._is_wanted.wait(wait_s)
+            self._is_wanted.clear()  # before the look at what close sets first
             if self._closed.is_set():
                 return
-            self._is_wanted.clear()
             wait_s = self._rescan_s
             try:
                 if is_wanted or self._is_due():
