@@ -53,11 +53,13 @@ demo: $(TOX)
 
 install: $(INSTALLED)
 
-# Blocks of code on pages, from their files, the reference of Python, from the docstrings, and the laws. Tests fail if they differ.
+# Blocks of code on pages, from their files, the reference of Python, from the docstrings, the laws, and the tables of
+# metrics. Tests fail if they differ.
 pages: $(INSTALLED)
 	.venv/bin/python docs/tools/doc_blocks.py
 	.venv/bin/python docs/tools/doc_reference.py
 	.venv/bin/python docs/tools/doc_laws.py
+	.venv/bin/python docs/tools/doc_metrics.py
 
 # Without stored bytecode every process compiles what it imports, and each run rewrites the asserts of all tests.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -45,7 +45,6 @@ from kvplug.metrics.reasons import (
     Reason as Reason,
 )
 from kvplug.metrics.stats import (
-    BOUNDS_S as BOUNDS_S,
     StatsSnapshot as StatsSnapshot,
 )
 from kvplug.net.trust.challenge import (

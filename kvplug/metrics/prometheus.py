@@ -1,14 +1,14 @@
 """Metrics for Prometheus. Needs ``prometheus_client`` (``pip install kvplug[prometheus]``).
 
-Every series, duration buckets included, is a plain counter: a counter can be increased by the amounts in a
-snapshot, and also works in prometheus_client's multi-process mode. The library's ``Histogram`` takes one
-observation at a time, and its custom collectors do not work in that mode. ``histogram_quantile`` needs only
-the label ``le``.
+Only counters and histograms: both work in prometheus_client's multi-process mode, and custom collectors do
+not. A histogram takes one observation at a time, so only requests have histograms. Messages and pages, of
+which there are many more, are counters.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import threading
 import weakref
@@ -17,22 +17,21 @@ from typing import Any, Final
 
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Sink
-from kvplug.metrics.stats import BOUNDS_S, StatsSnapshot
+from kvplug.metrics.stats import StatsSnapshot
 
 COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    "kvplug_transfers_total": (("op",), "Operations that succeeded."),
-    "kvplug_transfer_bytes_total": (("op",), "Bytes of tensors that operations moved."),
-    "kvplug_transfer_tokens_total": (("op",), "Tokens that operations were about."),
-    "kvplug_transfer_seconds_total": (("op",), "Seconds that operations took, summed."),
-    "kvplug_transfer_duration_bucket_total": (
-        ("op", "le"),
-        "Operations that took at most le seconds (cumulative, as in a histogram).",
+    "kvplug_operations_total": (("op",), "Operations that succeeded."),
+    "kvplug_operation_bytes_total": (("op",), "Bytes of tensors that these operations moved."),
+    "kvplug_operation_tokens_total": (("op",), "Tokens that these operations were about."),
+    "kvplug_operation_seconds_total": (("op",), "Seconds that these operations took, summed."),
+    "kvplug_failures_total": (("op", "reason"), "Operations that failed, by reason."),
+    "kvplug_pipes_opened_total": (
+        ("route",),
+        "Pipes that were opened, by what carries their bytes. Only transports that name a route are counted.",
     ),
-    "kvplug_transfer_failures_total": (("op", "reason"), "Operations that failed, by reason."),
-    "kvplug_pipes_total": (("route",), "Pipes that were opened, by what carries their bytes."),
     "kvplug_slow_paths_total": (
-        ("transport", "op"),
-        "Peers to which a transport carries far less than it should (send); slow stores (get, put).",
+        ("op", "name"),
+        "Paths far slower than expected, each counted once: peers by transport (send), stores by name.",
     ),
     "kvplug_not_held_pages_total": (
         ("source",),
@@ -41,63 +40,100 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 }
 """Maps each counter's name to kvplug's labels and the help. An engine's labels come before kvplug's."""
 
-_LE: Final = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
-_OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in COUNTERS.values()))
+HISTOGRAMS: Final[Mapping[str, tuple[str, str]]] = {
+    "kvplug_load_duration_seconds": ("load", "Time until a request's KV was loaded."),
+    "kvplug_save_duration_seconds": ("save", "Time until KV of a request was stored or sent."),
+    "kvplug_match_duration_seconds": (
+        "match",
+        "Time to find how many tokens of a request are held elsewhere.",
+    ),
+    "kvplug_wait_duration_seconds": ("wait", "Time that a request waited before its match was known."),
+}
+"""Maps each histogram's name to its operation and the help. Its only labels are the engine's."""
 
+BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the histograms' buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
+
+_OURS: Final = frozenset(itertools.chain(("le",), *(labels for labels, _ in COUNTERS.values())))
+_TRACE_CHARS: Final = 32
+"""Length of a trace id. Prometheus refuses an exemplar of more than 128 characters."""
 
 _made: weakref.WeakKeyDictionary[Any, tuple[tuple[str, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""The engine's labels and the counters, by the function that made the counters."""
+"""The engine's labels and the metrics, by the function that made the counters."""
 _making = threading.Lock()
 
 
 class PrometheusSink(Sink):
-    """Increases the counters of one engine, under its fixed labels. Ignores the labels of ``emit``."""
+    """Adds to the metrics of one engine, under its fixed labels. Ignores the labels of ``emit``."""
 
-    def __init__(self, counters: Mapping[str, Any], label_values: Sequence[str]) -> None:
-        self._counters = counters
+    def __init__(self, metrics: Mapping[str, Any], label_values: Sequence[str]) -> None:
+        self._metrics = metrics
         self._values = tuple(label_values)
+        observe = metrics["kvplug_load_duration_seconds"].observe
+        self._takes_exemplars = "exemplar" in inspect.signature(observe).parameters
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         for op, figures in snapshot["ops"].items():
-            self._increase("kvplug_transfers_total", figures["count"], op)
-            self._increase("kvplug_transfer_bytes_total", figures["bytes"], op)
-            self._increase("kvplug_transfer_tokens_total", figures["tokens"], op)
-            self._increase("kvplug_transfer_seconds_total", figures["seconds"], op)
-            for le, count in zip(_LE, itertools.accumulate(figures["buckets"]), strict=True):
-                self._increase("kvplug_transfer_duration_bucket_total", count, op, le)
+            self._increase("kvplug_operations_total", figures["count"], op)
+            self._increase("kvplug_operation_bytes_total", figures["bytes"], op)
+            self._increase("kvplug_operation_tokens_total", figures["tokens"], op)
+            self._increase("kvplug_operation_seconds_total", figures["seconds"], op)
+        for name, (op, _) in HISTOGRAMS.items():
+            if op in snapshot["ops"]:
+                self._observe(name, snapshot["ops"][op])
         for op, reasons in snapshot["failures"].items():
             for reason, count in reasons.items():
-                self._increase("kvplug_transfer_failures_total", count, op, reason)
+                self._increase("kvplug_failures_total", count, op, reason)
         for route, count in snapshot.get("routes", {}).items():
-            self._increase("kvplug_pipes_total", count, route)
+            self._increase("kvplug_pipes_opened_total", count, route)
         for op, names in snapshot.get("slow", {}).items():
             for name, count in names.items():
-                self._increase("kvplug_slow_paths_total", count, name, op)
+                self._increase("kvplug_slow_paths_total", count, op, name)
         for source, count in snapshot.get("not_held", {}).items():
             self._increase("kvplug_not_held_pages_total", count, source)
 
     def _increase(self, name: str, amount: float, *ours: str) -> None:
-        self._counters[name].labels(*self._values, *ours).inc(amount)
+        self._metrics[name].labels(*self._values, *ours).inc(amount)
+
+    def _observe(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Observe each sample. Operations without a sample count with their mean, so that the histogram's
+        count and sum are right."""
+        histogram, samples = self._metrics[name], figures.get("samples", ())
+        if self._values:
+            histogram = histogram.labels(*self._values)
+        for seconds, trace_id in samples:
+            if trace_id and self._takes_exemplars:
+                histogram.observe(seconds, exemplar={"trace_id": trace_id[:_TRACE_CHARS]})
+            else:
+                histogram.observe(seconds)
+        num_left = figures["count"] - len(samples)
+        seconds_left = figures["seconds"] - sum(seconds for seconds, _ in samples)
+        for _ in range(num_left):
+            histogram.observe(max(0.0, seconds_left / num_left))
 
 
 def prometheus_sinks(
     label_names: Sequence[str],
     label_values: Mapping[int, Sequence[str]],
     counter: Callable[..., Any] | None = None,
+    histogram: Callable[..., Any] | None = None,
 ) -> dict[int, PrometheusSink]:
     """Return one sink for each engine, by the engine's index.
 
     Args:
-        label_names: the engine's own labels; kvplug's (``op``, ``le``, ``reason``, …) come after them.
+        label_names: the engine's own labels; kvplug's (``op``, ``reason``, …) come after them.
         label_values: maps each engine's index to its label values.
         counter: makes a counter, as ``counter(name, documentation, labelnames)``: the class of an engine that
             wraps Prometheus (under Ray, for example), or ``functools.partial(Counter, registry=...)``.
             ``None``: ``prometheus_client.Counter``, in the global registry. Later calls with the same
-            function use the same counters.
+            function use the same metrics.
+        histogram: makes a histogram, as ``histogram(name, documentation, labelnames, buckets=...)``. Given if
+            ``counter`` is.
 
     Raises:
-        ConfigError: a label is one of kvplug's, an engine's number of values is wrong, or ``counter`` has
-            made kvplug's counters with other labels. Lists every fault.
+        ConfigError: a label is one of kvplug's, an engine's number of values is wrong, only one of
+            ``counter`` and ``histogram`` was given, or ``counter`` has made kvplug's counters with other
+            labels. Lists every fault.
         ImportError: prometheus_client is not installed, and no ``counter`` was given.
     """
     names = tuple(label_names)
@@ -107,28 +143,32 @@ def prometheus_sinks(
         for index, values in label_values.items()
         if len(values) != len(names)
     ]
+    if (counter is None) != (histogram is None):
+        faults.append("of counter and histogram, only one was given")
     if faults:
         raise ConfigError(*faults, source="Prometheus labels")
-    if counter is None:
+    if counter is None or histogram is None:
         try:
             import prometheus_client
         except ImportError as e:
             raise ImportError(
                 "metrics for Prometheus need prometheus_client: pip install kvplug[prometheus]"
             ) from e
-        counter = prometheus_client.Counter
+        counter, histogram = prometheus_client.Counter, prometheus_client.Histogram
     with _making:
-        labels, counters = _made.get(counter, (names, {}))
+        labels, metrics = _made.get(counter, (names, {}))
         if labels != names:
             raise ConfigError(
                 f"kvplug's counters have the labels {', '.join(labels) or 'none'}, and"
                 f" {', '.join(names) or 'none'} were asked for",
                 source="Prometheus labels",
             )
-        if not counters:
-            counters = {name: counter(name, text, (*names, *ours)) for name, (ours, text) in COUNTERS.items()}
-            _made[counter] = names, counters
-    return {index: PrometheusSink(counters, values) for index, values in label_values.items()}
+        if not metrics:
+            metrics = {name: counter(name, text, (*names, *ours)) for name, (ours, text) in COUNTERS.items()}
+            for name, (_, text) in HISTOGRAMS.items():
+                metrics[name] = histogram(name, text, names, buckets=BOUNDS_S)
+            _made[counter] = names, metrics
+    return {index: PrometheusSink(metrics, values) for index, values in label_values.items()}
 
 
 class ConfiguredPrometheusSink(Sink):
@@ -136,7 +176,7 @@ class ConfiguredPrometheusSink(Sink):
     ``emit``.
 
     An exporter of that registry, such as an engine's own or ``prometheus_client.start_http_server``, exports
-    these counters too.
+    these metrics too.
 
     Raises:
         ConfigError: prometheus_client is not installed.

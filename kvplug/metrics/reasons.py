@@ -10,35 +10,43 @@ from kvplug import errors
 
 
 class Op(enum.StrEnum):
-    """Counted operations. ``docs/reference/metrics.md`` describes what the duration of each includes."""
+    """Counted operations, and what the duration of each includes."""
 
     SEND = "send"
     """One message through a pipe, from ``send_tensor`` to the end of its transfer."""
     RECV = "recv"
     """One message out of a pipe, in ``recv_tensor``, including the wait for the peer."""
     SAVE = "save"
-    """One request's KV, from the first block gathered until it is stored or sent."""
+    """KV of one request that one step of an engine completed, from the first block gathered until it is
+    stored or sent."""
     LOAD = "load"
     """One request's KV, from asking for it until it is in the cache."""
     MATCH = "match"
-    """One query for how many of a request's tokens are held elsewhere; ``tokens`` is the first answer."""
+    """One request whose KV was found elsewhere, however often its engine asks: the time of the answer, and in
+    ``tokens`` the tokens found. A request that loads nothing counts as failed."""
+    WAIT = "wait"
+    """One request whose match was not known at once, usually because another engine still computes or saves
+    its KV: from the first answer "not yet" to the first other answer, whether KV was found or not."""
     LOOKUP = "lookup"
-    """One key looked up in a store. A missing page counts under the reason ``absent``."""
+    """One page that a store was asked for and has, until the store answered for the whole prompt. A missing
+    page counts as failed."""
     GET = "get"
-    """One page from a store, until it is verified and in the caller's memory."""
+    """One page from a store, from the request for the prompt's pages until it is verified and in the caller's
+    memory."""
     PUT = "put"
-    """One page to a store, until the store holds it."""
+    """One page to a store, from the request to keep the prompt's pages until the store holds it."""
     COPY = "copy"
     """One page copied between an engine's stores: to a lower one after a save, or to a higher one after a
-    load."""
+    load. The time of its batch."""
     EVICT = "evict"
-    """One page that an engine's own store dropped to make room for another."""
+    """One page that an engine's own store dropped to make room for another. Has no duration."""
     HANDSHAKE = "handshake"
     """One handshake with a peer, measured from when the connection is authenticated."""
     MEMBERS = "members"
     """One exchange with a directory of engines: this engine is announced, and the others are listed."""
     HINT = "hint"
-    """One hint to fetch or to keep KV, which an engine's orchestrator sends with a request."""
+    """One hint to fetch or to keep KV, which an engine's orchestrator sends with a request. Has no
+    duration."""
     OTHER = "other"
     """An operation of a newer plugin that this core does not know."""
 
@@ -47,7 +55,7 @@ class Reason(enum.StrEnum):
     """Why something failed."""
 
     EXPIRED = "expired"
-    """A lease or a ticket had expired."""
+    """A lease, a ticket, or the time that a request waits for KV had expired."""
     REFUSED = "refused"
     """One end refused: the peer was not authenticated, the ends did not agree, or a tensor was unsuitable."""
     CORRUPT = "corrupt"
@@ -74,7 +82,7 @@ class Reason(enum.StrEnum):
     CLOSED = "closed"
     """This end was closed or aborted during the operation."""
     ABSENT = "absent"
-    """The store does not have the page."""
+    """No source has the KV: a miss."""
     EVICTED = "evicted"
     """The page's memory was reused before the page was read."""
     UNREADABLE = "unreadable"
@@ -94,7 +102,8 @@ class Reason(enum.StrEnum):
     NO_MEMORY = "no_memory"
     """This process did not have enough memory."""
     NOT_WORTH_IT = "not_worth_it"
-    """Loading the KV would have taken longer than computing it."""
+    """Loading the KV would have taken more than twice as long as computing it, or four times as long from a
+    peer."""
     IGNORED = "ignored"
     """The request was optional, and was ignored."""
     OTHER = "other"

@@ -2,14 +2,16 @@
 
 A *snapshot* has only plain values, so that any engine can carry it between processes in any way::
 
-    {"ops": {"send": {"count": 3, "bytes": 4096, "tokens": 0, "seconds": 0.02, "buckets": [0, …]}},
+    {"ops": {"load": {"count": 3, "bytes": 4096, "tokens": 32, "seconds": 0.5,
+                      "samples": [[0.1, "0af7651916cd43dd8448eb211c80319c"], [0.2, ""], [0.2, ""]]}},
      "failures": {"load": {"timeout": 1}},
      "routes": {"nixl rma(rc_mlx5/mlx5_0:1)": 1},
      "slow": {"send": {"cpu": 1}, "get": {"redis": 1}},
      "not_held": {"peer 10.0.0.5:29555": 12}}
 
-``buckets[i]`` counts the operations that took at most ``BOUNDS_S[i]`` and longer than the bound before; the
-last bucket counts those that took longer than every bound. ``routes`` counts the opened pipes by the route of
+``samples`` are the duration and the trace id ("" if there is none) of the latest operations, for the few
+operations that are requests (``SAMPLED``). There are at most ``MAX_SAMPLES``, so ``count`` may be larger.
+``routes`` counts the opened pipes by the route of
 their bytes, if their transport states one. ``slow`` counts paths that are far slower than expected: under
 ``send``, peers by transport; under ``get`` and ``put``, stores by name. ``not_held`` counts, by source, the
 prompt pages that the source was asked for and does not hold. A snapshot leaves out every part without counts,
@@ -18,9 +20,10 @@ except ``ops`` and ``failures``.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
@@ -32,16 +35,17 @@ _log = logging.getLogger(__name__)
 
 StatsSnapshot = Mapping[str, Any]
 
-BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
+SAMPLED: Final = (Op.LOAD, Op.SAVE, Op.MATCH, Op.WAIT)
+"""The operations whose single durations are kept. They count requests, and their tails matter."""
+MAX_SAMPLES: Final = 1024
+"""The most samples of one operation in a snapshot."""
 
 _MAX_NAMES: Final = 64
 """The most names at the last level of a part such as ``routes`` or ``slow``. Others count as "other", because
 each name is a separate series."""
 _NAME_CHARS: Final = 200
 _FIGURES: Final = ("count", "bytes", "tokens", "seconds")
-"""The numbers of an operation before those of its buckets."""
-_BUCKETS: Final = len(BOUNDS_S) + 1
+"""The numbers of an operation. One more counts its samples."""
 _CLOSED_SETS: Final[Mapping[str, tuple[frozenset[str], ...]]] = {
     "ops": (frozenset(Op),),
     "failures": (frozenset(Op), frozenset(Reason)),
@@ -51,16 +55,18 @@ _CLOSED_SETS: Final[Mapping[str, tuple[frozenset[str], ...]]] = {
 of "slow", allows any text."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Counts = dict[tuple[str, ...], list[Any]]
 """The numbers of each series, by the part of the snapshot and the names in it."""
+_Samples = dict[str, list[tuple[float, str]]]
 
 
 class _Figures(TypedDict):
     count: _Count
     bytes: _Count
     tokens: _Count
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
-    buckets: Annotated[list[_Count], msgspec.Meta(min_length=_BUCKETS, max_length=_BUCKETS)]
+    seconds: _Seconds
+    samples: NotRequired[Annotated[list[tuple[_Seconds, str]], msgspec.Meta(max_length=MAX_SAMPLES)]]
 
 
 class _Snapshot(TypedDict):
@@ -79,8 +85,9 @@ class TransferStats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ops: dict[str, list[Any]] = {str(op): [0] * (len(_FIGURES) + _BUCKETS) for op in Op}
+        self._ops: dict[str, list[Any]] = {str(op): [0] * (len(_FIGURES) + 1) for op in Op}
         self._counts: _Counts = {("ops", op): numbers for op, numbers in self._ops.items()}
+        self._samples = {str(op): deque[tuple[float, str]](maxlen=MAX_SAMPLES) for op in SAMPLED}
         self._changes = 0
         """Grows with every count."""
         self._reader = StatsReader(self)
@@ -88,12 +95,20 @@ class TransferStats:
     # -- counting ------------------------------------------------------------------------------
 
     def record(
-        self, op: str, nbytes: int = 0, seconds: float = 0.0, *, tokens: int = 0, count: int = 1
+        self,
+        op: str,
+        nbytes: int = 0,
+        seconds: float = 0.0,
+        *,
+        tokens: int = 0,
+        count: int = 1,
+        trace_id: str = "",
     ) -> None:
         """Count ``count`` more successes of ``op`` (see :class:`~kvplug.metrics.reasons.Op`), each with these
         figures.
 
-        An unknown operation is counted as "other", so a plugin never adds a series.
+        ``trace_id`` is the id of the request's trace, in hexadecimal. An unknown operation is counted as
+        "other", so a plugin never adds a series.
         """
         with self._lock:
             self._changes += 1
@@ -105,7 +120,10 @@ class TransferStats:
             numbers[1] += count * nbytes
             numbers[2] += count * tokens
             numbers[3] += count * seconds
-            numbers[4 + bisect_left(BOUNDS_S, seconds)] += count
+            samples = self._samples.get(op)
+            if samples is not None:
+                numbers[4] += count
+                samples.extend(itertools.repeat((seconds, trace_id), count))
 
     def fail(self, op: str, reason: str, *, count: int = 1) -> None:
         """Count ``count`` more failures of ``op`` for a reason of :class:`~kvplug.metrics.reasons.Reason`."""
@@ -136,12 +154,15 @@ class TransferStats:
         Raises:
             ValueError: ``other`` is not a snapshot.
         """
-        counts = other._copy() if isinstance(other, TransferStats) else _counts_in(other)
+        counts, samples = other._since({}) if isinstance(other, TransferStats) else _parts_of(other)
         with self._lock:
             self._changes += 1
             for key, numbers in counts.items():
                 ours = self._counts.get(key) or self._series(key)
                 ours[:] = [mine + more for mine, more in zip(ours, numbers, strict=True)]
+            for op, fresh in samples.items():
+                if op in self._samples:
+                    self._samples[op].extend(fresh)
 
     def _series(self, key: tuple[str, ...]) -> list[Any]:
         """Return the numbers of a series. A name outside its closed set, or one too many, becomes "other"."""
@@ -161,7 +182,7 @@ class TransferStats:
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counts so far, as new plain values."""
-        return _nested(self._copy())
+        return _nested(*self._since({}))
 
     def take(self) -> dict[str, Any] | None:
         """Return the counts since the last ``take``, or ``None`` if there are none. Does not reset the
@@ -182,9 +203,16 @@ class TransferStats:
         made.merge(snapshot)
         return made
 
-    def _copy(self) -> _Counts:
+    def _since(self, before: _Counts) -> tuple[_Counts, _Samples]:
+        """Return all counts, and the samples since the counts ``before``."""
         with self._lock:
-            return {key: numbers.copy() for key, numbers in self._counts.items()}
+            counts = {key: numbers.copy() for key, numbers in self._counts.items()}
+            samples = {}
+            for op, kept in self._samples.items():
+                num_new = self._ops[op][-1] - before.get(("ops", op), [0])[-1]
+                if num_new:
+                    samples[op] = list(itertools.islice(reversed(kept), num_new))[::-1]
+            return counts, samples
 
 
 class StatsReader:
@@ -201,16 +229,17 @@ class StatsReader:
         if (changes := self._stats._changes) == self._changes:
             return None
         self._changes = changes
-        before, self._before = self._before, self._stats._copy()
+        before = self._before
+        self._before, samples = self._stats._since(before)
         fresh = {
             key: [now - then for now, then in zip(numbers, before.get(key, [0] * len(numbers)), strict=True)]
             for key, numbers in self._before.items()
         }
-        return _nested(fresh) if any(numbers[0] for numbers in fresh.values()) else None
+        return _nested(fresh, samples) if any(numbers[0] for numbers in fresh.values()) else None
 
 
-def _nested(counts: _Counts) -> dict[str, Any]:
-    """Return the snapshot of these counts."""
+def _nested(counts: _Counts, samples: _Samples) -> dict[str, Any]:
+    """Return the snapshot of these counts and samples."""
     found: dict[str, Any] = {"ops": {}, "failures": {}}
     for (part, *names, last), numbers in counts.items():
         if not numbers[0]:
@@ -218,13 +247,14 @@ def _nested(counts: _Counts) -> dict[str, Any]:
         place = found.setdefault(part, {})
         for name in names:
             place = place.setdefault(name, {})
-        is_op = part == "ops"
-        place[last] = {**dict(zip(_FIGURES, numbers)), "buckets": numbers[4:]} if is_op else numbers[0]
+        place[last] = dict(zip(_FIGURES, numbers)) if part == "ops" else numbers[0]
+    for op, fresh in samples.items():
+        found["ops"][op]["samples"] = [list(sample) for sample in fresh]
     return found
 
 
-def _counts_in(snapshot: StatsSnapshot) -> _Counts:
-    """Return the counts of a snapshot.
+def _parts_of(snapshot: StatsSnapshot) -> tuple[_Counts, _Samples]:
+    """Return the counts and the samples of a snapshot.
 
     Raises:
         ValueError: it is not a snapshot.
@@ -234,12 +264,14 @@ def _counts_in(snapshot: StatsSnapshot) -> _Counts:
     except msgspec.ValidationError as e:
         raise ValueError(f"not a snapshot of transfer stats: {e}") from e
     found: _Counts = {}
+    samples: _Samples = {}
     for op, figures in parts.pop("ops").items():
-        found["ops", op] = [*(figures[name] for name in _FIGURES), *figures["buckets"]]
+        samples[op] = figures.get("samples", [])
+        found["ops", op] = [*(figures[name] for name in _FIGURES), len(samples[op])]
     for part, counts in parts.items():
         for name, count in counts.items():
             if isinstance(count, dict):
                 found |= {(part, name, last): [number] for last, number in count.items()}
             else:
                 found[part, name] = [count]
-    return found
+    return found, samples

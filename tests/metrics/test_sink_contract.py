@@ -19,5 +19,5 @@ class TestPrometheus(SinkContract):
             sample.value
             for metric in prometheus_client.REGISTRY.collect()
             for sample in metric.samples
-            if sample.name == "kvplug_transfers_total" and sample.labels["op"] == op
+            if sample.name == "kvplug_operations_total" and sample.labels["op"] == op
         )

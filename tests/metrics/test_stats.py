@@ -11,10 +11,10 @@ from hypothesis import given, strategies as st
 
 from kvplug import errors
 from kvplug.metrics.reasons import Op, Reason, reason_of
-from kvplug.metrics.stats import BOUNDS_S, StatsReader, TransferStats
+from kvplug.metrics.stats import MAX_SAMPLES, StatsReader, TransferStats
 from kvplug_testing.waits import Call
 
-FIGURES = {"count": 1, "bytes": 1, "tokens": 0, "seconds": 0.0, "buckets": [0] * (len(BOUNDS_S) + 1)}
+FIGURES = {"count": 1, "bytes": 1, "tokens": 0, "seconds": 0.0}
 
 CALLS = st.lists(
     st.tuples(
@@ -99,6 +99,28 @@ def test_readers_do_not_take_from_each_other() -> None:
         assert reader.take() is None
 
 
+def test_single_durations_of_requests_are_kept_for_each_reader_up_to_a_limit() -> None:
+    stats = TransferStats()
+    late = StatsReader(stats)
+    stats.record("get", 1, 0.5, trace_id="of a page")
+    stats.record("load", 1, 0.5)
+    assert stats.take() == stats.snapshot()
+    stats.record("load", 1, 0.25, trace_id="4b", count=2)
+    fresh = stats.take()
+    assert fresh is not None and "get" not in fresh["ops"]
+    assert fresh["ops"]["load"]["samples"] == [[0.25, "4b"], [0.25, "4b"]]
+    stats.merge(fresh)
+    both = late.take()
+    assert both is not None and "samples" not in both["ops"]["get"]
+    assert both["ops"]["load"]["samples"] == [[0.5, ""], *[[0.25, "4b"]] * 4]
+    for number in range(MAX_SAMPLES + 1):
+        stats.record("wait", seconds=number)
+    taken = stats.take()
+    assert taken is not None and taken["ops"]["wait"]["count"] == MAX_SAMPLES + 1
+    assert taken["ops"]["wait"]["samples"] == [[number, ""] for number in range(1, MAX_SAMPLES + 1)]
+    assert TransferStats.from_snapshot(taken).snapshot() == taken
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -107,7 +129,7 @@ def test_readers_do_not_take_from_each_other() -> None:
         {"ops": [], "failures": {}},
         {"ops": {"send": {}}, "failures": {}},
         {"ops": {}, "failures": {"send": {"timeout": -1}}},
-        {"ops": {"send": {**FIGURES, "buckets": [1]}}, "failures": {}},
+        {"ops": {"send": {**FIGURES, "samples": [[-1.0, ""]]}}, "failures": {}},
         {"ops": {"send": {**FIGURES, "count": -1}}, "failures": {}},
         {"ops": {"send": {**FIGURES, "seconds": float("nan")}}, "failures": {}},
     ],
@@ -144,7 +166,7 @@ def test_nothing_is_lost_when_many_threads_count_and_one_looks() -> None:
     done.set()
     looker.result(60)
     for found in (stats.snapshot(), taken.snapshot()):
-        assert found["ops"]["send"]["count"] == sum(found["ops"]["send"]["buckets"]) == 20_000
+        assert found["ops"]["send"]["count"] == 20_000
         assert found["ops"]["send"]["bytes"] == 60_000
         assert found["failures"] == {"recv": {"timeout": 20_000}}
 

@@ -87,16 +87,18 @@ class SchedulerConnector(abc.ABC):
         label_names: Sequence[str],
         label_values: Mapping[int, Sequence[str]],
         counter: Callable[..., Any] | None = None,
+        histogram: Callable[..., Any] | None = None,
     ) -> Mapping[int, Sink]:
         """Return Prometheus metrics of this connector: one sink for each engine (by index), with its labels.
 
         The default exports every figure of TransferStats. ``counter`` makes a counter from its name, text and
-        labels. It is the engine's own class if that wraps Prometheus, or ``functools.partial(Counter,
-        registry=...)``; ``None`` means ``prometheus_client.Counter``, in the global registry.
+        labels, and ``histogram`` a histogram, with ``buckets=`` also. They are the engine's own classes if
+        those wrap Prometheus, or ``functools.partial(Counter, registry=...)``; ``None`` for both means those
+        of ``prometheus_client``, in the global registry.
         """
         from kvplug.metrics.prometheus import prometheus_sinks
 
-        return prometheus_sinks(label_names, label_values, counter)
+        return prometheus_sinks(label_names, label_values, counter, histogram)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
         """Receive the results of the workers' ``get_handshake_metadata``, by rank. May be empty."""

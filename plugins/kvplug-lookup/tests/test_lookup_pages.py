@@ -85,6 +85,7 @@ def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> N
         decode.scheduler.wait_until_ready(10)
         prompt = request_of("stored", PROMPT)
         assert decode.matched(request_of("too early", PROMPT)) == (0, False)
+        decode.scheduler.get_stats()  # it may have waited for the peer's answer
         blocks = prefill.admit(prompt)
         planned = prefill.plan([(prompt, blocks, 0, 100)])
         prefill.worker.bind_connector_metadata(planned.metadata)  # it is declared now
@@ -97,6 +98,9 @@ def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> N
             prefill.visit(layer, planned)
         prefill.worker.wait_for_save()
         assert decode.ask(asking) == (96, False)
+        ops = decode.scheduler.get_stats()["ops"]
+        assert {op: ops[op]["count"] for op in ("match", "wait")} == {"match": 1, "wait": 1}
+        assert ops["wait"]["seconds"] > ops["match"]["seconds"]
         prefill.worker.clear_connector_metadata()
 
 
@@ -112,11 +116,15 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
         until(lambda: Presence.COMING in known(decode), what="the declared pages")
         asking = request_of("a", PROMPT)
         assert decode.matched(asking) == (0, False)
-        assert decode.scheduler.get_stats()["failures"]["match"]["expired"] == 1
+        stats = decode.scheduler.get_stats()
+        assert stats["failures"]["match"] == {"expired": 1} and "match" not in stats["ops"]
+        assert stats["ops"]["wait"]["count"] == 1 and stats["ops"]["wait"]["seconds"] >= 0.3
         assert decode.scheduler.get_num_new_matched_tokens(asking, 0)[0] == 0, "it waits no second time"
         prefill.worker.handle_preemptions(frozenset({"stored"}))  # given up: absent from now on
         until(lambda: known(decode) == [], what="the end of the declared pages")
         assert decode.matched(request_of("b", PROMPT)) == (0, False)
+        stats = decode.scheduler.get_stats()
+        assert stats["failures"]["match"] == {"absent": 1} and not stats["ops"], "a miss, without a wait"
         prefill.worker.clear_connector_metadata()
 
 

@@ -50,6 +50,8 @@ class _Tracked:
     num_computed: int = 0
     """Tokens that the engine had when it last asked."""
     num_promised: int = 0
+    waits_since: float = 0.0
+    """When the engine was first answered "not yet"; 0: it was not, or has had another answer since."""
     is_counted: bool = False
     """Its match, or the reason for none, is in the statistics."""
     is_over: bool = False
@@ -155,6 +157,16 @@ class P2PScheduler(SchedulerConnector):
         tracked.num_computed, tracked.num_promised = num_computed_tokens, 0
         if tracked.is_over:
             return 0, False
+        asked_at = time.perf_counter()
+        found, in_background = self._match(tracked)
+        if found is None:
+            tracked.waits_since = tracked.waits_since or asked_at
+        elif tracked.waits_since:
+            self._context.stats.record("wait", seconds=time.perf_counter() - tracked.waits_since)
+            tracked.waits_since = 0.0
+        return found, in_background
+
+    def _match(self, tracked: _Tracked) -> tuple[int | None, bool]:
         if tracked.claim is None and (answer := self._make_claim(tracked)) is not None:
             return answer
         claim = tracked.claim
@@ -165,12 +177,12 @@ class P2PScheduler(SchedulerConnector):
         if not claim.is_granted:
             return (None, False) if not claim.expires.expired else self._miss(tracked, "timeout")
         end = self._end_of(tracked, claim.reference)
-        new = max(0, end - num_computed_tokens)
+        new = max(0, end - tracked.num_computed)
         if not tracked.is_counted:
             tracked.is_counted = True
             seconds = time.perf_counter() - tracked.begun_at
             self._context.stats.record("match", seconds=seconds, tokens=new)
-            self._note_lease(request.request_id, claim)
+            self._note_lease(tracked.request.request_id, claim)
         tracked.num_promised = new
         return new, bool(new) and self._in_background
 

@@ -64,6 +64,8 @@ def test_a_claim_that_is_sooner_than_the_producers_next_step_waits_for_it() -> N
         assert asked.is_blocked(), f"answered with {asked.value} before the blocks were kept"
         prefill.step([])
         assert asked.result() == (96, False)
+        ops = decode.scheduler.get_stats()["ops"]
+        assert {op: ops[op]["count"] for op in ("match", "wait")} == {"match": 1, "wait": 1}
         assert loaded(decode, asking) == 96
         until_named(prefill, "stored")
 

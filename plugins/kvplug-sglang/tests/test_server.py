@@ -88,12 +88,12 @@ def test_corrupted_pages_are_computed_again_and_counted(server, pages):
     assert again.tokens == answer.tokens
     assert again.cached < WHOLE
     corrupt = {"op": "get", "reason": "corrupt"}
-    until(lambda: server.metric("kvplug_transfer_failures_total", **corrupt) >= 1, WAIT_S, "it is counted")
+    until(lambda: server.metric("kvplug_failures_total", **corrupt) >= 1, WAIT_S, "it is counted")
 
 
 def test_what_moved_is_among_the_servers_metrics(server):
     for op, least in (("put", NUM_PAGES), ("get", 2 * NUM_PAGES), ("lookup", 2 * NUM_PAGES)):
-        until(lambda op=op, least=least: server.metric("kvplug_transfers_total", op=op) >= least, WAIT_S, op)
+        until(lambda op=op, least=least: server.metric("kvplug_operations_total", op=op) >= least, WAIT_S, op)
     assert server.metric("sglang:prefetched_tokens_total") >= 2 * WHOLE
 
 

@@ -29,6 +29,7 @@ class KvplugPromMetrics(KVConnectorPromMetrics):
             labelnames,
             {index: [str(value) for value in values] for index, values in per_engine_labelvalues.items()},
             counter=metric_types[prometheus_client.Counter],
+            histogram=metric_types[prometheus_client.Histogram],
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

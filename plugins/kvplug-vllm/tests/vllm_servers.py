@@ -194,7 +194,7 @@ class Server(ServerProcess):
     def transfers(self, op: str) -> float:
         """How many operations of kvplug's have succeeded, by its Prometheus metrics."""
         lines = self.request("GET", "/metrics").read().decode().splitlines()
-        series = [line for line in lines if line.startswith("kvplug_transfers_total{")]
+        series = [line for line in lines if line.startswith("kvplug_operations_total{")]
         return sum(float(line.rpartition(" ")[2]) for line in series if f'op="{op}"' in line)
 
     def holdings(self) -> Holdings:

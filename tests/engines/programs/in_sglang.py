@@ -17,7 +17,7 @@ def answer(model_folder: str, asked: dict[str, Any]) -> tuple[list[Any], int]:
         result = server.ask(asked["prompt"], max_tokens=asked["max_tokens"])
         if not result.cached:
             limit = time.monotonic() + 60
-            while server.metric("kvplug_transfers_total", op="put") < len(asked["prompt"]) // 16:
+            while server.metric("kvplug_operations_total", op="put") < len(asked["prompt"]) // 16:
                 if time.monotonic() > limit:
                     raise AssertionError(f"the pages were not stored:\n{server.log[-5000:]}")
                 time.sleep(0.2)

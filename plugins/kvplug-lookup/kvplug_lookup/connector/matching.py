@@ -32,6 +32,11 @@ class Search:
     is_counted: bool = False
     """Whether missing pages were counted, and sources were sent the promises. The engine may ask again."""
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether the request has waited in vain."""
+        return self.waits_until == _HAS_WAITED
+
 
 @attrs.define(eq=False)
 class Matcher:
@@ -44,7 +49,7 @@ class Matcher:
     _wait_timeout_s: float
     """How long a request waits for pages that are coming, and for answers of sources."""
     _stats: TransferStats
-    """Counts requests that waited in vain, and pages that sources do not hold."""
+    """Counts pages that sources do not hold."""
     num_stores: int = 0
     """The number of leading sources that are the engine's own stores."""
     _unreadable: dict[tuple[str, bytes], float] = attrs.field(factory=dict, init=False)
@@ -140,9 +145,7 @@ class Matcher:
             search.waits_until = now + self._wait_timeout_s
         if now < search.waits_until:
             return True
-        if search.waits_until != _HAS_WAITED:
-            self._stats.fail("match", "expired")
-            search.waits_until = _HAS_WAITED
+        search.waits_until = _HAS_WAITED
         return False
 
 

@@ -246,7 +246,11 @@ class LookupScheduler(SchedulerConnector):
         begun = time.perf_counter()
         found = self._held(tracked, num_computed_tokens, usable)
         if found is None:
+            tracked.waits_since = tracked.waits_since or begun
             return None, False
+        if tracked.waits_since:
+            self._context.stats.record("wait", seconds=time.perf_counter() - tracked.waits_since)
+            tracked.waits_since = 0.0
         end, sources = found
         end = end // self._block_size * self._block_size
         # Both ends may lie inside a page. Together, at most one page is moved in vain.
@@ -254,14 +258,17 @@ class LookupScheduler(SchedulerConnector):
         if before + after > self._page_tokens:
             end = (end - end % self._page_tokens) // self._block_size * self._block_size
         new = end - num_computed_tokens
-        is_first, tracked.is_matched = not tracked.is_matched, True
-        if is_first:
-            self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=max(0, new))
+        reason = None
         if new <= 0:
-            return 0, False
-        if not self._should_load(sources):
-            if is_first:
-                self._context.stats.fail("match", "not_worth_it")
+            reason = "expired" if tracked.search.has_expired else "absent"
+        elif not self._should_load(sources):
+            reason = "not_worth_it"
+        is_first, tracked.is_matched = not tracked.is_matched, True
+        if is_first and reason is None:
+            self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=new)
+        elif is_first and reason is not None:
+            self._context.stats.fail("match", reason)
+        if reason is not None:
             return 0, False
         tracked.num_promised, tracked.sources = new, sources
         return new, self._in_background

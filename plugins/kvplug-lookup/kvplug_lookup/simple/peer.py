@@ -205,7 +205,10 @@ class PeerMatcher:
             except KvplugError as e:
                 self._set([], e)
             else:
-                stats.record("match", seconds=time.perf_counter() - began, tokens=found)
+                if found:
+                    stats.record("match", seconds=time.perf_counter() - began, tokens=found)
+                else:
+                    stats.fail("match", "absent")
                 return found
         stats.fail("match", reason_of(self._error or TimeoutError("there is no connection")))
         return 0
