@@ -140,7 +140,7 @@ class StoreRecorder:
         watch = None if op == "lookup" else self._watch
         shared = 0.0 if watch is None else watch.begin(started)
 
-        def count(results: Sequence[Any]) -> None:
+        def count(results: Sequence[Any], failure: str | None = None) -> None:
             now = time.perf_counter()
             if watch is not None and op != "lookup":
                 watch.end(op, shared, now, page_nbytes, results)
@@ -148,7 +148,7 @@ class StoreRecorder:
             for result, number in Counter(results).items():
                 reason = result
                 if op == "lookup":
-                    reason = None if result is Presence.HELD else "absent"
+                    reason = None if result is Presence.HELD else failure or "absent"
                 if reason is None:
                     self.stats.record(op, page_nbytes, now - started, count=number)
                 else:
@@ -159,7 +159,7 @@ class StoreRecorder:
         except BaseException:
             count(())
             raise
-        job.add_done_callback(lambda ended: count(ended.results() or ()))
+        job.add_done_callback(lambda ended: count(ended.results() or (), ended.failure))
         return job
 
     def close(self) -> None:

@@ -168,3 +168,17 @@ def test_a_refused_put_gives_back_its_memory_and_its_keys_and_a_closed_store_say
     store.close()
     with pytest.raises(ClosedError):
         store.submit_put(request)
+
+
+def test_a_lookup_that_fails_is_not_counted_as_a_miss() -> None:
+    class Breaks(PagePlace):
+        def has(self, keys: Sequence[bytes]) -> list[bool]:
+            raise ConnectionError("the server is gone")
+
+    stats = TransferStats()
+    for place in (PagePlace(MIB), Breaks(MIB)):
+        with ExecutedStore(place, name="theirs", seal=PageSeal()) as store:
+            store.recorder = StoreRecorder(stats, None)
+            found = store.submit_lookup(PAGES.request(store, "a", "b").keys).wait(5)
+            assert found == [Presence.ABSENT] * 2
+    assert stats.snapshot()["failures"] == {"lookup": {"absent": 2, "store_gone": 2}}

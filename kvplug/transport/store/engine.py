@@ -466,6 +466,7 @@ class JobTask(JobEngine.Steps):
                 return False
             self.is_over = True
             results = self.final(reason)
+            self.job.failure = reason
             is_settled = not self._copies
         if self._alarm is not None:
             self._alarm.cancel()

@@ -44,6 +44,7 @@ class Job(Generic[T]):
         "_settled_callbacks",
         "count",
         "deadline",
+        "failure",
     )
 
     def __init__(self, count: int, deadline: Deadline) -> None:
@@ -51,6 +52,9 @@ class Job(Generic[T]):
         """Number of keys."""
         self.deadline = deadline
         """When the store stops waiting for the pages that have not arrived."""
+        self.failure: MissReason | None = None
+        """Why the job ended before every key had a result; a lookup's results do not say so. Set by the
+        store."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None

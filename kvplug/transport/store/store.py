@@ -187,8 +187,7 @@ class Store(abc.ABC):
             "lookup",
             0,
             lambda: self._lookup(keys, lease_s, timeout),
-            # pages that cannot be loaded must not be promised
-            lambda: ended(Job(len(keys), _NOW), Presence.ABSENT),
+            lambda: self._refused_lookup(len(keys)),
         )
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
@@ -253,6 +252,12 @@ class Store(abc.ABC):
         if recorder.refuses("put" if op == "put" else "get") and not self.is_lost:
             submit = refuse
         return recorder.record(op, page_nbytes, submit)
+
+    def _refused_lookup(self, count: int) -> Job[Presence]:
+        """Pages that cannot be loaded must not be promised."""
+        job: Job[Presence] = Job(count, _NOW)
+        job.failure = MissReason.SLOW
+        return ended(job, Presence.ABSENT)
 
     def _refused_put(self, pages: PageRequest) -> Job[PutReason | None]:
         self.withdraw(pages.keys)
