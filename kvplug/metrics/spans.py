@@ -107,6 +107,11 @@ class SpanLog:
         """Return the ``traceparent`` for parts of a request in other processes; empty if it has ended."""
         return str(self._contexts.get(request_id, ""))
 
+    def trace_id_of(self, request_id: str) -> str:
+        """Return the id of a request's trace; empty if it has ended."""
+        context = self._contexts.get(request_id)
+        return "" if context is None else context.trace_id
+
     def record(
         self,
         name: str,

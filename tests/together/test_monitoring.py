@@ -54,3 +54,5 @@ def test_no_panel_is_empty_and_each_alert_fires_for_its_fault_and_in_no_good_run
             )
         ]
         assert not empty, json.dumps(empty, indent=1)
+        for op in ("load", "save", "match", "wait"):
+            assert run.exemplars(f"kvplug_{op}_duration_seconds_bucket"), f"no {op} has a trace"

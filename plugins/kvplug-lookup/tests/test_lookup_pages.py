@@ -101,6 +101,8 @@ def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> N
         ops = decode.scheduler.get_stats()["ops"]
         assert {op: ops[op]["count"] for op in ("match", "wait")} == {"match": 1, "wait": 1}
         assert ops["wait"]["seconds"] > ops["match"]["seconds"]
+        (trace_id,) = {ops[op]["samples"][0][1] for op in ("match", "wait")}
+        assert len(trace_id) == 32
         prefill.worker.clear_connector_metadata()
 
 

@@ -162,7 +162,9 @@ class P2PScheduler(SchedulerConnector):
         if found is None:
             tracked.waits_since = tracked.waits_since or asked_at
         elif tracked.waits_since:
-            self._context.stats.record("wait", seconds=time.perf_counter() - tracked.waits_since)
+            trace_id = self._context.spans.trace_id_of(request.request_id)
+            seconds = time.perf_counter() - tracked.waits_since
+            self._context.stats.record("wait", seconds=seconds, trace_id=trace_id)
             tracked.waits_since = 0.0
         return found, in_background
 
@@ -181,7 +183,8 @@ class P2PScheduler(SchedulerConnector):
         if not tracked.is_counted:
             tracked.is_counted = True
             seconds = time.perf_counter() - tracked.begun_at
-            self._context.stats.record("match", seconds=seconds, tokens=new)
+            trace_id = self._context.spans.trace_id_of(tracked.request.request_id)
+            self._context.stats.record("match", seconds=seconds, tokens=new, trace_id=trace_id)
             self._note_lease(tracked.request.request_id, claim)
         tracked.num_promised = new
         return new, bool(new) and self._in_background

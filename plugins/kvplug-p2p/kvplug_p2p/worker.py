@@ -278,7 +278,8 @@ class P2PWorker(WorkerConnector):
         spans.record_layers(pull.request_id, pull.began, pull.arrivals, load)
         if pull.error is None:
             seconds = time.perf_counter() - pull.began
-            stats.record("load", pull.nbytes, seconds, tokens=plan.end - plan.start)
+            tokens = plan.end - plan.start
+            stats.record("load", pull.nbytes, seconds, tokens=tokens, trace_id=load.trace_id)
             routes = {part.worker.route for part in pull.parts}
             self.last_route = f"the blocks of {plan.engine_id}: {', '.join(sorted(routes))}"
             return

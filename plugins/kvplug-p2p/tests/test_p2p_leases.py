@@ -66,6 +66,8 @@ def test_a_claim_that_is_sooner_than_the_producers_next_step_waits_for_it() -> N
         assert asked.result() == (96, False)
         ops = decode.scheduler.get_stats()["ops"]
         assert {op: ops[op]["count"] for op in ("match", "wait")} == {"match": 1, "wait": 1}
+        (trace_id,) = {ops[op]["samples"][0][1] for op in ("match", "wait")}
+        assert len(trace_id) == 32
         assert loaded(decode, asking) == 96
         until_named(prefill, "stored")
 

@@ -421,6 +421,12 @@ class Run:
         )["result"]
         return found
 
+    def exemplars(self, name: str) -> list[Any]:
+        """The traces that observations of a metric name."""
+        given = {"query": name, "start": self.begun_at, "end": time.time()}
+        found: list[Any] = self.prometheus.ask("query_exemplars", **given)
+        return found
+
 
 def panels_of(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((folder / "dashboard.json").read_text(encoding="utf-8"))[

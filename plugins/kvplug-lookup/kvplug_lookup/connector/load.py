@@ -268,14 +268,17 @@ class Load:
                 )
         elif self._error is not None and self._first_missed == len(self._chains):
             self._error = None  # everything had arrived before it was given up
+        failure = "" if self._error is None else self.reason or str(reason_of(self._error))
+        trace_id = self._record(ended, failure)
         if self._error is None:
             num_written = self._groups.num_written(plan.block_ids, plan.start, plan.end)
             nbytes = num_written * self._token_bytes()
-            self._stats.record("load", nbytes, ended - self._began_at, tokens=plan.end - plan.start)
-        self._record(ended, "" if self._error is None else self.reason or str(reason_of(self._error)))
+            num_tokens = plan.end - plan.start
+            self._stats.record("load", nbytes, ended - self._began_at, tokens=num_tokens, trace_id=trace_id)
 
-    def _record(self, ended: float, reason: str) -> None:
-        """Record the spans of the load, of its parts, and of the arrival of groups of layers."""
+    def _record(self, ended: float, reason: str) -> str:
+        """Record the spans of the load, of its parts, and of the arrival of groups of layers. Return the id
+        of the trace."""
         plan, request_id = self.plan, self.request_id
         load = self._spans.record(
             "kvplug.load",
@@ -310,6 +313,7 @@ class Load:
             if missed is None and num_layers > (arrivals[-1][0] if arrivals else 0):
                 arrivals = [*arrivals, (num_layers, part.ended_at)]  # the last ones came with the end
             self._spans.record_layers(request_id, part.begun_at, arrivals, get)
+        return load.trace_id
 
     def _token_bytes(self) -> int:
         """Bytes of one token in one layer."""

@@ -339,11 +339,7 @@ class Saver:
             kept = [reason is None for reason in results]
             seconds = time.perf_counter() - batch.started
             page_tokens = series.format.page_tokens
-            if any(kept):
-                self._stats.record(
-                    "save", sum(kept) * series.format.nbytes, seconds, tokens=sum(kept) * page_tokens
-                )
-            self._spans.record(
+            span = self._spans.record(
                 "kvplug.save",
                 batch.request_id,
                 batch.started,
@@ -351,6 +347,14 @@ class Saver:
                 attributes={"kvplug.source": self.first.name, "kvplug.num_pages": len(kept)},
                 reason=next((str(reason) for reason in results if reason is not None), ""),
             )
+            if any(kept):
+                self._stats.record(
+                    "save",
+                    sum(kept) * series.format.nbytes,
+                    seconds,
+                    tokens=sum(kept) * page_tokens,
+                    trace_id=span.trace_id,
+                )
             for reason, count in Counter(results).items():
                 if reason is not None:
                     self._stats.fail("save", str(reason), count=count)

@@ -243,13 +243,14 @@ class LookupScheduler(SchedulerConnector):
             return 0, False
         if self._reset or self._reset_step is not None:
             return 0, False  # the stores may still have pages from before the reset
-        begun = time.perf_counter()
+        begun, trace_id = time.perf_counter(), self._context.spans.trace_id_of(request.request_id)
         found = self._held(tracked, num_computed_tokens, usable)
         if found is None:
             tracked.waits_since = tracked.waits_since or begun
             return None, False
         if tracked.waits_since:
-            self._context.stats.record("wait", seconds=time.perf_counter() - tracked.waits_since)
+            seconds = time.perf_counter() - tracked.waits_since
+            self._context.stats.record("wait", seconds=seconds, trace_id=trace_id)
             tracked.waits_since = 0.0
         end, sources = found
         end = end // self._block_size * self._block_size
@@ -265,7 +266,8 @@ class LookupScheduler(SchedulerConnector):
             reason = "not_worth_it"
         is_first, tracked.is_matched = not tracked.is_matched, True
         if is_first and reason is None:
-            self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=new)
+            seconds = time.perf_counter() - begun
+            self._context.stats.record("match", seconds=seconds, tokens=new, trace_id=trace_id)
         elif is_first and reason is not None:
             self._context.stats.fail("match", reason)
         if reason is not None:
