@@ -205,7 +205,8 @@ def paged(setting: Setting, limit_s: float) -> Iterator[Row]:
 
 
 def staged(setting: Setting, limit_s: float) -> Iterator[Row]:
-    """Pages between the store "host" and a cache on the GPU, through pinned memory."""
+    """Pages between the store "host" and a cache on the GPU: read through pinned memory, and written straight
+    into the store's memory once it is pinned."""
     device, layers, tokens, times = ("cuda:0", 32, 1024, 5) if setting.gpus else ("simulated", 2, 64, 1)
     with peers.start(gpu_children.staged, device, layers, tokens, times, timeout_s=limit_s) as child:
         found = child.result(limit_s)

@@ -89,6 +89,7 @@ TESTS = {
     "cuda-ipc": ["plugins/kvplug-cuda-ipc/tests/test_cuda_ipc_gpu.py"],
     "the rest": [
         "tests/transport/store/test_staging_tensors.py",
+        "plugins/kvplug-host/tests/test_host_devices_tensors.py",
         "plugins/kvplug-lookup/tests/test_lookup_device.py",
         "plugins/kvplug-transformers/tests/test_demo.py",
         "plugins/kvplug-bench/tests/test_bench_device_tensors.py",

@@ -13,7 +13,9 @@ default. Figures are medians, shares medians of the shares within a round.
 
 `--saving` measures what saving costs the engine's thread instead: the connector "lookup" gathers all layers
 of the sequence into pages of the store in this process, one layer after the other, and hands the pages over.
-The rest happens in the store's threads. `--files` adds gets and puts of the store
+The rest happens in the store's threads. `--device` measures saving from the simulated device: straight into
+memory of the store, beside staging in pinned memory, which every page must survive with the default
+`staging_size`, and the device's own work. `--files` adds gets and puts of the store
 "fs", whose files are in the page cache.
 
 `--queued` counts what a step that saves queues on a device, which is simulated: each of a number of requests
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import itertools
 import logging
 import os
 import statistics
@@ -39,6 +42,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -48,7 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvplug
 from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageBlocks, SpanLog, TransferStats
-from kvplug.transport import PageRequest, Series, Store
+from kvplug.transport import PageBuffers, PageRequest, Series, Store
 from kvplug.transport.store.compiled import library
 from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.groups import Groups
@@ -283,6 +287,75 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
     return taken
 
 
+def measure_device(model: Model, *, num_tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of the processor for each page in each round: in all threads, and in the engine's."""
+    simulated.enable()
+    taken: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        count = num_tokens // PAGE_TOKENS
+        layout = KVLayout("BHTKD", {"T": BLOCK_TOKENS, "H": model.heads, "D": model.size})
+        form = layout.page_format(str(model.dtype).removeprefix("torch."), model.layers, PAGE_TOKENS)
+        shape = count, model.heads, BLOCK_TOKENS, 2 * model.size
+        caches = [torch.rand(shape).to(model.dtype).to("simulated") for _ in range(model.layers)]
+        views = BlockViews(layout.page_views(caches))
+        blocks = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+        host = torch.ones(count * form.layer_nbytes, dtype=torch.uint8)
+        scratch = host.to("simulated")
+        store = opened(stack, {"size": count * form.nbytes * 5 // 4 + (128 << 20)})
+        identities = [b"saved %d" % index for index in range(count)]
+        request = PageRequest(
+            series=Series(form, b"", store.seal.id),
+            keys=[foreign_key(b"benchmark", identity) for identity in identities],
+            identities=identities,
+            memory=PageBlocks(form, views, blocks, 0, count),
+        )
+
+        def save() -> float:
+            with simulated.stalled():  # else the engine's thread may do the device's work
+                with store.together():
+                    job = store.submit_put(request, timeout=600)
+                queued = time.thread_time()
+            assert not any(job.wait(600)), "a page was not kept"
+            assert job.wait_settled(600)
+            return queued
+
+        def staged() -> float:
+            with mock.patch.object(type(store), "_reserve", return_value=None):
+                return save()
+
+        def only_the_device() -> float:
+            """The gathering and the copies to the host, which the processor does for it."""
+            with simulated.stalled():
+                ids = torch.tensor(blocks).to("simulated")
+                for layer in views.stacked:
+                    assert layer is not None
+                    into = scratch.view(layer.dtype).view(len(views[0]), count, *layer.shape[2:])
+                    torch.index_select(layer, 1, ids, out=into)
+                    host.copy_(scratch, non_blocking=True)
+                queued = time.thread_time()
+            torch.get_device_module("simulated").synchronize()
+            return queued
+
+        ways = {"straight": save, "staged": staged, "the device alone": only_the_device}
+        for round_ in range(rounds + 2):  # in the first ones memory is touched, and pinned
+            for name in [*ways][:: 1 if round_ % 2 else -1]:
+                used, begun = time.process_time(), time.thread_time()
+                queued = ways[name]()
+                used = time.process_time() - used
+                if round_ > 1:
+                    taken.setdefault(name, []).append(1e6 * used / count)
+                    taken.setdefault(f"{name}, engine", []).append(1e6 * (queued - begun) / count)
+                if name != "the device alone":
+                    found = PageBuffers.empty(form, count)
+                    assert not any(store.submit_get(attrs.evolve(request, memory=found)).wait(600))
+                    for at in (0, count - 1):
+                        parts = [part[blocks[at]].cpu().contiguous() for layer in views for part in layer]
+                        expected = b"".join(part.numpy().tobytes() for part in parts)
+                        assert bytes(found.rows().row(at)) == expected, "the copies differ"
+                    store.submit_remove(None).wait(600)
+    return taken
+
+
 def check(pages: Sequence) -> None:
     """What was loaded is what was saved."""
     for theirs, ours in zip(pages.source, pages.target, strict=True):
@@ -330,6 +403,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="of the sequence (default 1,024)")
     parser.add_argument("--rounds", type=int, default=9, help="default 9")
     parser.add_argument("--saving", action="store_true", help="measure saving on the engine's thread")
+    parser.add_argument("--device", action="store_true", help="measure saving from the simulated device")
     parser.add_argument("--queued", action="store_true", help="count what saving queues on a device")
     parser.add_argument("--files", action="store_true", help='gets and puts of the store "fs", too')
     add_outputs(parser)
@@ -338,8 +412,8 @@ def main() -> int:
     if given.queued:
         write(given, f"{queued_tables()}\n\n{about}.")
         return 0
-    text = saving_table(given) if given.saving else copies_table(given)
-    write(given, f"{text}\n\n{about}, {given.rounds} rounds.")
+    table = device_table if given.device else saving_table if given.saving else copies_table
+    write(given, f"{table(given)}\n\n{about}, {given.rounds} rounds.")
     return 0
 
 
@@ -371,9 +445,12 @@ def noted_waits(waiting: list[streams.Stream]) -> Iterator[None]:
         streams.Stream.wait_event = wait_event
 
 
-def saving_step(num_requests: int, num_layers: int, staging_size: int) -> tuple[Counter[str], int, int, int]:
+def saving_step(
+    num_requests: int, num_layers: int, staging_size: int, *, is_straight: bool
+) -> tuple[Counter[str], int, int, int]:
     """What a step queues that completes six pages of each request, how often it makes the engine's stream
-    wait, and how many pages this step and one before it complete, and the store keeps.
+    wait, and how many pages this step and two before it complete, and the store keeps. ``is_straight``:
+    whether the device may write into the store's memory.
     """
     config = {"connector": "lookup", "role": "both", "stores": ["host"], "staging_size": staging_size}
     config["host"] = f"unix:@kvplug-benchmark-{os.getpid()}-{num_requests}-{num_layers}-{staging_size}"
@@ -383,7 +460,10 @@ def saving_step(num_requests: int, num_layers: int, staging_size: int) -> tuple[
         "num_blocks": 64 * num_requests,
         "device": "simulated",
     }
-    with FakeEngine(kvplug.Config.from_dict(config), **given) as engine:
+    with FakeEngine(kvplug.Config.from_dict(config), **given) as engine, ExitStack() as stack:
+        if not is_straight:
+            store_type = type(engine.worker.first_tier.store)
+            stack.enter_context(mock.patch.object(store_type, "_reserve", return_value=None))
 
         def step(first: int) -> tuple[Counter[str], int]:
             scheduled: list[Scheduled] = []
@@ -400,31 +480,32 @@ def saving_step(num_requests: int, num_layers: int, staging_size: int) -> tuple[
             engine.settle()
             return made.counts, num_waits
 
-        step(0)
-        counts, num_waits = step(num_requests)
+        step(0)  # the store's memory is pinned
+        step(num_requests)  # and memory on the device is allocated
+        counts, num_waits = step(2 * num_requests)
         while engine.worker.saver.bytes_unsaved:
             time.sleep(0.001)
-        return counts, num_waits, 12 * num_requests, engine.worker.first_tier.store.usage().num_pages
+        return counts, num_waits, 18 * num_requests, engine.worker.first_tier.store.usage().num_pages
 
 
 def queued_tables() -> str:
     lines = [
-        "| requests | layers | operations queued | of 2 a layer | allocations | waits |",
-        "| --- " * 6 + "|",
+        "| requests | layers | copied | operations queued | of 2 a layer | allocations | waits |",
+        "| --- " * 7 + "|",
     ]
-    for num_requests in (1, 4, 16):
-        for num_layers in (4, 32):
-            counts, num_waits, *_ = saving_step(num_requests, num_layers, 64 << 20)
-            num_queued = sum(counts[name] for name in ("index_select", "index", "copy_"))
-            num_new = sum(count for name, count in counts.items() if name.startswith(("empty", "new_empty")))
-            share = num_queued / (2 * num_layers)
-            lines.append(
-                f"| {num_requests} | {num_layers} | {num_queued} | {share:.2f} | {num_new} | {num_waits} |"
-            )
+    for num_requests, num_layers, is_straight in itertools.product((1, 4, 16), (4, 32), (False, True)):
+        counts, num_waits, *_ = saving_step(num_requests, num_layers, 64 << 20, is_straight=is_straight)
+        num_queued = sum(counts[name] for name in ("index_select", "index", "copy_"))
+        num_new = sum(count for name, count in counts.items() if name.startswith(("empty", "new_empty")))
+        share = num_queued / (2 * num_layers)
+        lines.append(
+            f"| {num_requests} | {num_layers} | {'straight' if is_straight else 'through staging memory'}"
+            f" | {num_queued} | {share:.2f} | {num_new} | {num_waits} |"
+        )
     lines += ["", "| requests | pages that fit the staging memory | pages completed | kept | share |"]
     lines.append("| --- " * 5 + "|")
     for num_requests in (1, 4, 16):
-        *_, num_pages, num_kept = saving_step(num_requests, 32, 1 << 20)
+        *_, num_pages, num_kept = saving_step(num_requests, 32, 1 << 20, is_straight=False)
         lines.append(
             f"| {num_requests} | {(1 << 20) // (2 * 32 * 16 * 2 * 8 * 4)} | {num_pages} | {num_kept}"
             f" | {num_kept / num_pages:.2f} |"
@@ -451,6 +532,33 @@ def saving_table(given: argparse.Namespace) -> str:
             )
             lines.append(f"| {model.name} | {axes} | {figures} | {share:.2f} | {low:.2f} to {high:.2f} |")
             print(lines[-1], file=sys.stderr)
+    return "\n".join(lines)
+
+
+def device_table(given: argparse.Namespace) -> str:
+    lines = [
+        "| cache | KiB | saved | processor, us a page | less the device | of staged | quartiles | engine |",
+        "| --- " * 8 + "|",
+    ]
+    for model in chosen(given):
+        taken = measure_device(model, num_tokens=given.tokens, rounds=given.rounds)
+        alone = taken["the device alone"]
+        own = {
+            name: [used - device for used, device in zip(taken[name], alone, strict=True)]
+            for name in ("straight", "staged")
+        }
+        kib = PAGE_TOKENS * model.layers * 2 * model.heads * model.size * model.dtype.itemsize >> 10
+        for name in ("straight", "staged", "the device alone"):
+            cells = ["", "", ""]
+            if name in own:
+                shares = (one / old for one, old in zip(own[name], own["staged"], strict=True))
+                low, share, high = quartiles(shares)
+                cells = [f"{statistics.median(own[name]):.0f}", f"{share:.2f}", f"{low:.2f} to {high:.2f}"]
+            used, engine = (statistics.median(taken[each]) for each in (name, f"{name}, engine"))
+            lines.append(
+                f"| {model.name} | {kib} | {name} | {used:.0f} | {' | '.join(cells)} | {engine:.1f} |"
+            )
+            print(lines[-1], flush=True)
     return "\n".join(lines)
 
 

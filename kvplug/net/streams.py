@@ -13,6 +13,7 @@ import ctypes
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.errors import TransportError
@@ -25,6 +26,7 @@ _DRIVER: Final = "libcuda.so.1"
 _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 _PINS: Final = frozenset({"cuda", "xpu"})
 """Devices for which torch can pin host memory."""
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: the memory counts as pinned for every device of the process
 _PRIORITIES: Final = {True: -1, False: 0}
 """Priorities of streams by urgency; 0 is the lowest and the default."""
 
@@ -133,6 +135,32 @@ def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     import torch
 
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type in _PINS)
+
+
+def pin_memory(address: int, nbytes: int, device: torch.device) -> Callable[[], object]:
+    """Register existing host memory with the device's driver, so that the device can copy from and to it
+    while the host continues. Takes about as long as filling the memory.
+
+    Returns a function that ends this. Call it before the memory is unmapped, and after the last copy.
+
+    Raises:
+        RuntimeError: the driver refuses, or torch cannot register memory for such a device.
+    """
+    import torch
+
+    module = torch.get_device_module(device)
+    if not hasattr(module, "cudart"):
+        raise RuntimeError(f"torch cannot register host memory for {device.type!r}")
+    runtime = module.cudart()
+
+    def unpin() -> None:
+        with module.device(device):  # else a context is made on the calling thread's device
+            runtime.cudaHostUnregister(address)
+
+    with module.device(device):
+        if result := int(runtime.cudaHostRegister(address, nbytes, _PORTABLE)):
+            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes returned {result}")
+    return unpin
 
 
 def _made(device: torch.device, priority: int) -> Any:

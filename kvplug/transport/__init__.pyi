@@ -68,6 +68,7 @@ from kvplug.transport.store.memory import (
     PageBuffers as PageBuffers,
     PageMemory as PageMemory,
     PageRows as PageRows,
+    ReservedPages as ReservedPages,
 )
 from kvplug.transport.store.results import (
     Presence as Presence,
@@ -181,6 +182,7 @@ from kvplug.net.memory.segment import (
 )
 from kvplug.net.streams import (
     DeviceMark as DeviceMark,
+    pin_memory as pin_memory,
 )
 from kvplug.net.threads import (
     BackgroundThread as BackgroundThread,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -194,6 +195,71 @@ class PageBlocks(PageMemory):
         return not ((first + pages.start * tokens) % size or (first + pages.stop * tokens) % size)
 
 
+def fits_rows(blocks: PageBlocks) -> bool:
+    """Whether :func:`gather_rows` can gather these pages: each is made of whole blocks, and its parts begin
+    at multiples of their elements."""
+    form = blocks.format
+    sizes = [view.element_size() for view in blocks._views[0]]
+    is_aligned = not any(
+        begin % size or form.layer_nbytes % size for (begin, _), size in zip(form.spans, sizes, strict=True)
+    )
+    return is_aligned and blocks._is_whole and blocks._has_whole_blocks(range(1))
+
+
+def have_same_views(first: PageBlocks, second: PageBlocks) -> bool:
+    """Whether both are in the same views of a cache."""
+    return first._views is second._views
+
+
+def gather_rows(sources: Sequence[tuple[PageBlocks, range]], rows: Tensor, pitch: int) -> None:
+    """Queue copies of pages out of a cache into rows on its device, one page in each. For each layer this
+    takes a single operation if the parts of the layer are equally spaced.
+
+    Args:
+        sources: some pages of several sequences with the same views, which :func:`fits_rows` allows.
+        rows: all bytes of a storage with at least as many rows.
+        pitch: the bytes from one row to the next.
+    """
+    import torch
+
+    form, views, block_size = sources[0][0].format, sources[0][0]._views, sources[0][0]._block_size
+    num_pages, per_page = sum(len(pages) for _, pages in sources), form.page_tokens // block_size
+    ids_of = _ids_by_layer(sources)
+    for layer in range(form.num_layers):
+        ids, stacked = ids_of(layer), views.stacked[layer]
+        each = [stacked] if stacked is not None else [as_bits(view)[None] for view in views[layer]]
+        for blocks, (begin, _) in zip(each, form.spans, strict=False):
+            num_parts, _, *shape = blocks.shape
+            strides = [math.prod(shape[axis:]) for axis in range(len(shape) + 1)]
+            itemsize = blocks.element_size()
+            into = rows.view(blocks.dtype).as_strided(
+                (num_parts, num_pages, per_page, *shape),
+                (per_page * strides[0], pitch // itemsize, *strides),
+                (layer * form.layer_nbytes + begin) // itemsize,
+            )
+            if per_page == 1:
+                torch.index_select(blocks, 1, ids, out=into[:, :, 0])
+            else:
+                torch.ops.aten.index.Tensor_out(blocks, [None, ids.view(num_pages, per_page)], out=into)
+
+
+def _ids_by_layer(sources: Sequence[tuple[PageBlocks, range]]) -> Callable[[int], Tensor]:
+    """Return a function that returns the block ids of a layer of all pages, on their device."""
+    known: dict[tuple[int, ...], Tensor] = {}
+    device = sources[0][0]._views[0][0].device
+
+    def ids_of(layer: int) -> Tensor:
+        tables = tuple(id(blocks._tables[layer]) for blocks, _ in sources)
+        if tables not in known:
+            block_ids = array("q")
+            for blocks, pages in sources:
+                block_ids += blocks._tables[layer][blocks._block_range(pages)]
+            known[tables] = ids_on(block_ids, device)
+        return known[tables]
+
+    return ids_of
+
+
 def gatherer(sources: Sequence[tuple[PageBlocks, range]]) -> Callable[[int, Sequence[Tensor]], None]:
     """Return a function that copies one layer of pages out of a cache, page after page.
 
@@ -207,7 +273,6 @@ def gatherer(sources: Sequence[tuple[PageBlocks, range]]) -> Callable[[int, Sequ
     import torch
 
     form, views = sources[0][0].format, sources[0][0]._views
-    device = views[0][0].device
     if not all(blocks._views is views and blocks._has_whole_blocks(pages) for blocks, pages in sources):
         movers = [
             (blocks.mover(pages.start, len(pages), into_cache=False), len(pages)) for blocks, pages in sources
@@ -222,16 +287,10 @@ def gatherer(sources: Sequence[tuple[PageBlocks, range]]) -> Callable[[int, Sequ
                 first += count
 
         return move
-    known: dict[tuple[int, ...], Tensor] = {}
+    ids_of = _ids_by_layer(sources)
 
     def gather(layer: int, parts: Sequence[Tensor]) -> None:
-        tables = tuple(id(blocks._tables[layer]) for blocks, _ in sources)
-        if tables not in known:
-            block_ids = array("q")
-            for blocks, pages in sources:
-                block_ids += blocks._tables[layer][blocks._block_range(pages)]
-            known[tables] = ids_on(block_ids, device)
-        stacked, ids = views.stacked[layer], known[tables]
+        stacked, ids = views.stacked[layer], ids_of(layer)
         if stacked is not None and _is_one_piece(parts):
             nbytes = sum(map(len, parts))
             into = parts[0].as_strided((nbytes,), (1,)).view(stacked.dtype)

@@ -211,6 +211,16 @@ class PageBuffers(PageMemory):
         )
 
 
+class ReservedPages(PageBuffers):
+    """Memory of a store for pages that a device copies there, see :meth:`Store._reserve`."""
+
+    pitch: int
+    """The bytes from one row to the next where rows are adjacent, a multiple of 16. The store owns the bytes
+    between them, and lets them be overwritten with zeros, so that one copy writes many rows."""
+    piece_bytes: int
+    """No copy may reach over a multiple of this in the buffer: the driver knows such pieces one by one."""
+
+
 class PagePieces(PageMemory):
     """Pages in pieces anywhere in this process's memory, in the format that ``pieces_format`` makes."""
 

@@ -20,7 +20,7 @@ from kvplug.transport.store.events import PageEvent
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
-from kvplug.transport.store.memory import PageBuffers, PageMemory
+from kvplug.transport.store.memory import PageBuffers, PageMemory, ReservedPages
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
 
 if TYPE_CHECKING:
@@ -274,6 +274,15 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def _put(self, pages: PageRequest, timeout: Timeout) -> Job[PutReason | None]:
         """:meth:`submit_put`."""
+
+    def _reserve(self, pages: PageRequest, which: range) -> ReservedPages | None:
+        """Return pinned memory of the store for some of these pages, which are on a device, or for the first
+        ones of them. ``None``: staging copies them through memory of its own.
+
+        The device fills the memory, then :meth:`_put` gets it. If it is not put, :meth:`free` gets it, or it
+        is dropped, once no device writes it any more.
+        """
+        return None
 
     @abc.abstractmethod
     def _get(self, pages: PageRequest, timeout: Timeout) -> GetJob:

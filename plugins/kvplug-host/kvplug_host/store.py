@@ -21,6 +21,7 @@ from kvplug.transport import (
     PageSeal,
     Presence,
     PutReason,
+    ReservedPages,
     Series,
     Store,
     Timeout,
@@ -108,6 +109,16 @@ class HostStore(Store):
         put = SlotPut(job, pages, self.seal, self.pages)
         self._jobs.submit(put)
         return job
+
+    def _reserve(self, pages: PageRequest, which: range) -> ReservedPages | None:
+        import torch
+
+        self._jobs.check_open()
+        form, some = pages.series.format, slice(which.start, which.stop)
+        longest = max(pages.identities[some], key=len)
+        header_bytes = self.seal.header_length(form, longest)
+        device = torch.device(pages.memory.device)
+        return self.pages.reserve_pinned(form, pages.keys[some], header_bytes, device)
 
     def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
         job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))

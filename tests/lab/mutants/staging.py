@@ -92,6 +92,61 @@ class TestForgetsTheDeadline(Mutant):
         monkeypatch.setattr(transfers.Put, "end", wait)
 
 
+class TestKeepsPagesThatWereNotCopied(Mutant):
+    """A failed copy goes unnoticed, and the store keeps what was in the memory before."""
+
+    breaks = ("STORE-11",)
+    caught_by = "test_pages_whose_copies_failed_are_not_kept"
+
+    @pytest.fixture(autouse=True)
+    def _careless(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        do = transfers.Put.do
+
+        def forget_and_do(put: transfers.Put, step: int) -> None:
+            put.pieces[step].error = None
+            do(put, step)
+
+        monkeypatch.setattr(transfers.Put, "do", forget_and_do)
+        monkeypatch.setattr(staging.Staging, "note_free_memory", _note_free_memory)
+
+
+def _note_free_memory(staging: staging.Staging) -> None:
+    """As :meth:`Staging.note_free_memory`, but no put ends because its copies failed."""
+    for put in staging._puts.tasks():
+        with staging._staging:
+            transfers.stage_together([put])
+        if put.has_steps():
+            staging._add(staging._puts, put)
+
+
+class TestKeepsPagesThatWereNotCopiedIntoTheStore(TestKeepsPagesThatWereNotCopied):
+    """The same in memory of the store."""
+
+    store = "host"
+    reached_by = ""
+
+
+class TestReusesMemoryOfTheStoreThatIsWritten(Mutant):
+    """Memory of the store is free when the put has ended, and not when the device has written it."""
+
+    store = "host"
+    reached_by = ""
+    breaks = ("STORE-11",)
+    caught_by = "test_requests_end_while_the_device_does_nothing_and_settle_when_it_goes_on"
+
+    @pytest.fixture(autouse=True)
+    def _hasty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = transfers.Put.ended
+
+        def free_and_end(put: transfers.Put) -> None:
+            for piece in put.pieces:
+                if piece.staged is not None and not isinstance(piece.staged, StagedPages):
+                    put._store.free(piece.staged)
+            ended(put)
+
+        monkeypatch.setattr(transfers.Put, "ended", free_and_end)
+
+
 class ConnectorMutant(ConnectorContract):
     """The same in engines with the connector "lookup"."""
 
@@ -169,4 +224,12 @@ class TestConnectorHasNoFault(ConnectorMutant):
 class TestHasNoFault(Mutant):
     """Staging as it is."""
 
+    is_control = True
+
+
+class TestHostHasNoFault(Mutant):
+    """Staging as it is, with memory of the store."""
+
+    store = "host"
+    reached_by = ""
     is_control = True

@@ -6,14 +6,14 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvplug.net.streams import on_stream, pinned_bytes
-from kvplug.transport.store.cache_blocks import PageBlocks, gatherer
+from kvplug.transport.store.cache_blocks import PageBlocks, gather_rows, gatherer
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.memory import PageMemory, PagePlaces, begins_of, flat_parts
+from kvplug.transport.store.memory import PageMemory, PagePlaces, ReservedPages, begins_of, flat_parts
 
 if TYPE_CHECKING:
     import torch
@@ -241,3 +241,46 @@ def queue_gather(
             on_device = scratch[: len(here)]
             gather(layer, staged.parts_of(on_device))
             here.copy_(on_device, non_blocking=True)
+
+
+def queue_gather_rows(
+    reserved: Sequence[ReservedPages],
+    sources: Sequence[tuple[PageBlocks, range]],
+    scratch: Tensor,
+    stream: Any,
+) -> None:
+    """Queue copies from a cache into memory of a store: for each layer one operation that gathers all pages
+    on the device, if the cache allows it, and then one copy for each run of adjacent rows.
+
+    Args:
+        reserved: the memory for the pages of each source, all with the same pitch.
+        scratch: memory on the device for as many rows, with zeros between the pages, used by this stream
+            only.
+    """
+    import torch
+
+    pitch, nbytes = reserved[0].pitch, reserved[0].format.nbytes
+    with on_stream(stream):
+        gather_rows(sources, scratch, pitch)
+        first = 0
+        for buffer, begin, count in _runs_of(reserved):
+            length = (count - 1) * pitch + nbytes
+            there = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=length)
+            there.copy_(scratch[first * pitch : first * pitch + length], non_blocking=True)
+            first += count
+
+
+def _runs_of(reserved: Sequence[ReservedPages]) -> Iterator[tuple[memoryview, int, int]]:
+    """Yield the runs of rows that one copy can write: their buffer, the first byte, and their number."""
+    buffer, begin, count = memoryview(b""), 0, 0
+    for pages in reserved:
+        rows = pages.rows()
+        for offset in rows.offsets:
+            is_next = rows.buffer is buffer and offset == begin + count * pages.pitch
+            if count and is_next and offset // pages.piece_bytes == begin // pages.piece_bytes:
+                count += 1
+                continue
+            if count:
+                yield buffer, begin, count
+            buffer, begin, count = rows.buffer, offset, 1
+    yield buffer, begin, count

@@ -177,13 +177,16 @@ class Staging:
             if isinstance(task, Put):
                 waiting.setdefault((task.lane, task.form), []).append(task)
         for (lane, _), puts in waiting.items():
-            with self._staging, lane.on_device():
-                failed = stage_together(puts)
-            for put, error in failed.items():
-                put.end(put.fault(error))
-            for put in puts:
-                if put.has_steps():
-                    self._add(self._puts, put)
+            failed: dict[Put, Exception] = {}
+            try:
+                with self._staging, lane.on_device():
+                    failed = stage_together(puts)
+            finally:
+                for put, error in failed.items():
+                    put.end(put.fault(error))
+                for put in puts:
+                    if put.has_steps():
+                        self._add(self._puts, put)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Requests for pages in memory on a device, in pieces that pass through pinned host memory.
+"""Requests for pages in memory on a device, in pieces that pass through pinned host memory, or are written
+straight into memory of the store.
 
 Each step of a request moves one piece, and waits for the store and for the device. The job is done at its
 deadline whatever its steps wait for, and settles when the last copy on the device has ended.
@@ -11,25 +12,39 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplug.errors import ClosedError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.streams import DeviceMark, on_stream
-from kvplug.transport.store.cache_blocks import PageBlocks
+from kvplug.transport.store.cache_blocks import PageBlocks, fits_rows, have_same_views
 from kvplug.transport.store.engine import JobTask
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
+from kvplug.transport.store.memory import ReservedPages
 from kvplug.transport.store.results import MissReason, PutReason
-from kvplug.transport.store.staging.memory import PinnedMemory, StagedPages, queue_gather, queue_scatter
+from kvplug.transport.store.staging.memory import (
+    PinnedMemory,
+    StagedPages,
+    queue_gather,
+    queue_gather_rows,
+    queue_scatter,
+)
 from kvplug.transport.store.store import PageRequest, Store
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
+
+_ROWS_BYTES: Final = 64 << 20
+"""Bytes of the pages that are gathered at once for memory of a store: as many as fit, and at least one."""
+
+_written: Final[set[ReservedPages]] = set()
+"""Memory of stores that devices may still write. What is in here is neither reused nor unmapped."""
 
 
 @attrs.define(eq=False)
@@ -41,6 +56,12 @@ class Lane:
     memory: PinnedMemory
     _scratch: torch.Tensor | None = None
     """Memory on the device for one layer of the pages that are gathered."""
+    _rows: torch.Tensor | None = None
+    """Memory on the device for all layers of pages that are gathered for memory of a store."""
+    _rows_of: tuple[PageFormat, int] | None = None
+    """The pages that it was used for, and their pitch."""
+    _has_no_rows: bool = False
+    """Whether the device has no memory for it."""
     _gathering: threading.Lock = attrs.field(factory=threading.Lock)
 
     def gather(self, staged: StagedPages, sources: Sequence[tuple[PageBlocks, range]]) -> None:
@@ -57,6 +78,40 @@ class Lane:
                 with on_stream(self.stream):
                     self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             queue_gather(staged, sources, self._scratch, self.stream)
+
+    def make_rows(self, nbytes: int) -> bool:
+        """Return whether :meth:`gather_rows` has that much memory on the device."""
+        import torch
+
+        with self._gathering:
+            is_short = self._rows is None or len(self._rows) < nbytes
+            if is_short and not self._has_no_rows:
+                try:
+                    with on_stream(self.stream):
+                        self._rows = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                    self._rows_of = None
+                except RuntimeError as e:
+                    self._has_no_rows = True
+                    _log.warning("pages are staged, since %s lacks %d bytes: %s", self.device, nbytes, str(e))
+            return not self._has_no_rows
+
+    def gather_rows(
+        self, reserved: Sequence[ReservedPages], sources: Sequence[tuple[PageBlocks, range]]
+    ) -> None:
+        """Queue copies of several sequences' pages into memory of a store, after :meth:`make_rows`. After an
+        error some may be queued.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        with self._gathering:
+            assert self._rows is not None
+            rows_of = reserved[0].format, reserved[0].pitch
+            if self._rows_of != rows_of:  # there must be zeros between the pages
+                with on_stream(self.stream):
+                    self._rows.zero_()
+                self._rows_of = rows_of
+            queue_gather_rows(reserved, sources, self._rows, self.stream)
 
     def on_device(self) -> Any:
         """Return a context that makes this the calling thread's current device, as queries of events need."""
@@ -92,13 +147,16 @@ class _Piece:
     """Pages of one request that are staged together."""
 
     pages: range
-    staged: StagedPages | None = None
+    staged: StagedPages | ReservedPages | None = None
+    """The host memory, or the store's own memory, that has them."""
     job: Any = None
     """The store's job, or ``None`` if it was not submitted yet."""
-    error: BaseException | None = None
+    error: Exception | None = None
     """For a put: why some of its copies could not be queued."""
     mark: DeviceMark | None = None
     """For a put: the end of its copies on the device."""
+    is_read: bool = False
+    """For a put: whether they have certainly ended."""
     num_landed: int = 0
     """For a get: number of layers that are in the cache."""
 
@@ -184,8 +242,10 @@ class Transfer(JobTask):
             piece.job.cancel()
             piece.job.wait_settled()
         staged, piece.staged = piece.staged, None
-        if staged is not None:
+        if isinstance(staged, StagedPages):
             self.lane.memory.give_back(staged.memory)
+        elif staged is not None:
+            self._store.free(staged)
 
     def ended(self) -> None:
         for piece in self.pieces:
@@ -205,14 +265,14 @@ class Get(Transfer):
 
     def do(self, step: int) -> None:
         piece = self.pieces[step]
-        piece.staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
-        if piece.staged is None:
+        staged = piece.staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
+        if staged is None:
             return
         try:
             self._follow(piece, self._store._get(self._part(piece), self.job.deadline.remaining()))
             while piece.num_landed < self._request.series.format.num_layers:
                 piece.job.wait_for_layer(piece.num_landed)
-                self._land(piece, piece.staged)
+                self._land(piece, staged)
             self._note_results(piece)
         finally:
             self._give_back(piece)
@@ -257,10 +317,10 @@ def _found(results: Sequence[MissReason | None]) -> list[range]:
 class Put(Transfer):
     """A transfer of pages out of a cache on a device.
 
-    :func:`stage_together` queues the copies of as many pages as there is host memory for. The others wait,
-    behind every waiting get, until memory is given back, at most until the deadline. The job settles when the
-    device has read all pages. Other work of the device does not wait for that, unless the caller takes the
-    blocks back.
+    :func:`stage_together` queues the copies of the first pages, for which the store has reserved its own
+    memory, and of as many others as there is pinned memory for. The rest waits, behind every waiting get,
+    until memory is given back, at most until the deadline. The job settles when the device has read all
+    pages. Other work of the device does not wait for that, unless the caller takes the blocks back.
     """
 
     is_put = True
@@ -278,6 +338,23 @@ class Put(Transfer):
     def queue(self) -> None:
         self.lane.wait_for(self._blocks.after)
         self.lane.wait_for(DeviceMark(self.lane.device))
+        if fits_rows(self._blocks):
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Ask the store for memory for as many of the pages as it has."""
+        pieces, begin, count = list[_Piece](), 0, self.job.count
+        while begin < count:
+            reserved = self._store._reserve(self._request, range(begin, min(begin + self.max_rows, count)))
+            if reserved is None:
+                break
+            if not self.lane.make_rows(self.max_rows * reserved.pitch):
+                self._store.free(reserved)
+                break
+            pieces.append(_Piece(range(begin, begin + len(reserved)), reserved))
+            begin += len(reserved)
+        self.pieces = [*pieces, *self._cut(range(begin, count))]
+        self._num_steps = len(self.pieces)
 
     @property
     def form(self) -> PageFormat:
@@ -290,17 +367,34 @@ class Put(Transfer):
             return range(0)
         return range(self.pieces[self._num_staged].pages.start, self.job.count)
 
-    def begin_reading(self, pages: range, staged: StagedPages) -> tuple[PageBlocks, range]:
+    @property
+    def max_rows(self) -> int:
+        """How many pages are gathered together for memory of the store."""
+        return min(self.max_pages, max(1, _ROWS_BYTES // self.form.nbytes))
+
+    def reserved(self) -> tuple[range, ReservedPages | None]:
+        """With the lock: return the pages of the next piece, and the store's memory for it, if it has any."""
+        piece = self.pieces[self._num_staged]
+        return piece.pages, piece.staged if isinstance(piece.staged, ReservedPages) else None
+
+    def has_views_of(self, other: Put) -> bool:
+        """Whether both are puts out of the same views of a cache."""
+        return have_same_views(self._blocks, other._blocks)
+
+    def begin_reading(self, pages: range, staged: StagedPages | ReservedPages) -> tuple[PageBlocks, range]:
         """With the lock: make these pages, whose copies are about to be queued, the next piece. Returns their
         source."""
         if self._num_read == self._num_staged:
             self._reading.enter_context(self.copying())
-        rest = self._cut(range(pages.stop, self.job.count))
-        self.pieces[self._num_staged :] = [_Piece(pages, staged), *rest]
-        self._num_steps = len(self.pieces)
+        if isinstance(staged, ReservedPages):  # the piece is there already
+            _written.add(staged)
+        else:
+            rest = self._cut(range(pages.stop, self.job.count))
+            self.pieces[self._num_staged :] = [_Piece(pages, staged), *rest]
+            self._num_steps = len(self.pieces)
         return self._blocks, pages
 
-    def copies_queued(self, mark: DeviceMark | None, error: BaseException | None) -> None:
+    def copies_queued(self, mark: DeviceMark | None, error: Exception | None) -> None:
         """With the lock: note that the next piece's copies end with the mark, so that its step can begin.
         With an error some copies are missing, and the step only gives the memory back."""
         piece = self.pieces[self._num_staged]
@@ -314,6 +408,7 @@ class Put(Transfer):
             given_up = self.unstaged()
             for at in given_up:
                 self.note(at, PutReason.CANCELLED)
+            dropped = self.pieces[self._num_staged :] if given_up else []
             if given_up:
                 del self.pieces[self._num_staged :]
                 self._num_steps = len(self.pieces)
@@ -321,6 +416,8 @@ class Put(Transfer):
             copied = None if is_read else self.pieces[self._num_staged - 1].mark
         if copied is not None:
             self.lane.make_caller_wait_for(copied)
+        for piece in dropped:
+            super()._give_back(piece)
         if given_up:
             self._store.withdraw(self._request.keys[given_up.start : given_up.stop])
         if is_finished:
@@ -337,6 +434,7 @@ class Put(Transfer):
             try:
                 if piece.mark is not None:
                     piece.mark.wait()
+                    piece.is_read = True
             finally:
                 self._note_read()
             if piece.error is not None:
@@ -348,6 +446,11 @@ class Put(Transfer):
             self._note_results(piece)
         finally:
             self._give_back(piece)
+
+    def _give_back(self, piece: _Piece) -> None:
+        if piece.is_read:  # else the device has failed, and may still write there
+            _written.discard(piece.staged)
+            super()._give_back(piece)
 
     def _note_read(self) -> None:
         with self.lock:
@@ -386,11 +489,14 @@ class Put(Transfer):
             for piece in self.pieces:
                 if piece.job is None:
                     self._store.withdraw(self._request.keys[piece.pages.start : piece.pages.stop])
+        for piece in self.pieces[self._num_staged :]:  # whose copies are never queued
+            super()._give_back(piece)
         super().ended()
 
 
 def stage_together(puts: Sequence[Put]) -> dict[Put, Exception]:
-    """For all puts at once, queue copies of as many waiting pages as there is host memory for.
+    """For all puts at once, queue copies of all pages for which the store has memory, and of as many others
+    as there is pinned memory for.
 
     Only one thread at a time may call this. Afterwards the steps of the queued pieces can begin.
 
@@ -401,37 +507,67 @@ def stage_together(puts: Sequence[Put]) -> dict[Put, Exception]:
         For each put whose copies failed on the device, the error. The put's job must end.
     """
     failed: dict[Put, Exception] = {}
-    lane, form, most = puts[0].lane, puts[0].form, puts[0].max_pages
     with contextlib.ExitStack() as locks:
         for put in puts:
             locks.enter_context(put.lock)
         while True:
-            chosen: list[tuple[Put, range]] = []
-            room = most
-            for put in puts:
-                if put not in failed and (pages := put.unstaged()[:room]):
-                    chosen.append((put, pages))
-                    room -= len(pages)
-            staged = lane.pages(form, most - room) if chosen else None
-            if staged is None:
+            left = [put for put in puts if put not in failed and put.unstaged()]
+            reserved = _reserved_batch(left)
+            staged, rest = (None, []) if reserved else _staged_batch(left)
+            batch: Sequence[tuple[Put, range, ReservedPages | StagedPages]] = reserved or rest
+            if not batch:
                 return failed
-            lane.memory.share(staged.memory, len(chosen))
-            sources, first = [], 0
-            for put, pages in chosen:
-                part = staged.part_of(range(first, first + len(pages)))
-                sources.append(put.begin_reading(pages, part))
-                first += len(pages)
-            mark, error = None, None
+            lane, mark, error = puts[0].lane, None, None
             try:
                 try:
-                    lane.gather(staged, sources)
+                    sources = [put.begin_reading(pages, memory) for put, pages, memory in batch]
+                    if staged is None:
+                        lane.gather_rows([memory for _, _, memory in reserved], sources)
+                    else:
+                        lane.gather(staged, sources)
                 finally:  # some copies may be queued even if others could not be
                     mark = lane.mark()
+            except Exception as e:
+                error = e.with_traceback(None)  # whose frames would keep the store's memory
+                failed.update(dict.fromkeys((put for put, _, _ in batch), error))
             except BaseException as e:
-                error = e
-                if not isinstance(e, Exception):
-                    raise
-                failed.update(dict.fromkeys((put for put, _ in chosen), e))
+                error = RuntimeError(f"interrupted by {e!r}")
+                raise
             finally:
-                for put, _ in chosen:
+                for put, _, _ in batch:
                     put.copies_queued(mark, error)
+
+
+def _reserved_batch(puts: Sequence[Put]) -> list[tuple[Put, range, ReservedPages]]:
+    """Return pages for which the store has reserved memory, and which one call can gather."""
+    batch: list[tuple[Put, range, ReservedPages]] = []
+    room = puts[0].max_rows if puts else 0
+    for put in puts:
+        pages, memory = put.reserved()
+        if memory is None or len(pages) > room:
+            continue
+        first, _, like = batch[0] if batch else (put, pages, memory)
+        if put.has_views_of(first) and memory.pitch == like.pitch:
+            batch.append((put, pages, memory))
+            room -= len(pages)
+    return batch
+
+
+def _staged_batch(puts: Sequence[Put]) -> tuple[StagedPages | None, list[tuple[Put, range, StagedPages]]]:
+    """Return a piece of pinned memory, and the pages that share it."""
+    chosen: list[tuple[Put, range]] = []
+    room = puts[0].max_pages if puts else 0
+    for put in puts:
+        if pages := put.unstaged()[:room]:
+            chosen.append((put, pages))
+            room -= len(pages)
+    count = sum(len(pages) for _, pages in chosen)
+    staged = puts[0].lane.pages(puts[0].form, count) if chosen else None
+    if staged is None:
+        return None, []
+    puts[0].lane.memory.share(staged.memory, len(chosen))
+    ends = accumulate(len(pages) for _, pages in chosen)
+    return staged, [
+        (put, pages, staged.part_of(range(end - len(pages), end)))
+        for (put, pages), end in zip(chosen, ends, strict=True)
+    ]

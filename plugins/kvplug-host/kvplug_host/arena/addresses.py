@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvplug.net.wire.copying import address_of
@@ -15,6 +16,12 @@ _MAP_NORESERVE: Final = 0x4000
 
 class _Reserved(mmap.mmap):
     """Addresses of this process. A forked child does not have them, and must not unmap what lies there."""
+
+    before_unmapping: Sequence[Callable[[], object]] = ()
+
+    def __del__(self) -> None:
+        for call in self.before_unmapping:
+            call()
 
     def _after_fork_in_child(self) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # never freed in the child
@@ -39,6 +46,9 @@ class AddressSpace:
         self.view = memoryview(memory)
         """Flat bytes. Parts that are not mapped yet must not be used."""
         self._address = address_of(self.view)
+        self.before_unmapping: list[Callable[[], object]] = []
+        """Called when the memory is about to be unmapped, in any thread. Must not raise."""
+        memory.before_unmapping = self.before_unmapping
 
     def place(self, fd: int, at: int, nbytes: int, *, writable: bool) -> None:
         """Map shared memory at ``at``. Whole pages. Needs the descriptor no more.

@@ -10,11 +10,15 @@ import contextlib
 import os
 import secrets
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvplug import CapacityError, KvplugError
-from kvplug.transport import Memfd, NamedExhaustion, close_after_fork
+from kvplug.net.wire.copying import address_of
+from kvplug.transport import Memfd, NamedExhaustion, close_after_fork, pin_memory
 from kvplug_host.arena.addresses import AddressSpace
+
+if TYPE_CHECKING:
+    import torch
 
 WORD: Final = 8
 """Bytes of a generation."""
@@ -82,6 +86,17 @@ class Segments:
             OSError: this process has no descriptor left.
         """
         return os.dup(self._descriptors[number])
+
+    def pin(self, number: int, device: torch.device) -> None:
+        """Pin a segment for the device, until the memory is unmapped. Takes long.
+
+        Raises:
+            RuntimeError: it cannot be pinned.
+        """
+        space = self._space
+        if space is not None:
+            unpin = pin_memory(address_of(space.view) + number * self.nbytes, self.nbytes, device)
+            space.before_unmapping.append(unpin)
 
     # -- generations ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvplug import CapacityError, ResourceExhaustedError
 from kvplug.transport import (
@@ -29,6 +29,7 @@ from kvplug.transport import (
     Usage,
     close_after_fork,
 )
+from kvplug_host.arena.pinned import PinnedSegments
 from kvplug_host.arena.segments import Segments
 from kvplug_host.arena.slots import Slot, SlotTable
 from kvplug_host.jobs import Put
@@ -38,6 +39,9 @@ from kvplug_host.pages.slot_buffers import SlotBuffers
 from kvplug_host.pages.snapshot import Snapshot
 from kvplug_host.pages.subscribers import Subscribers, Subscription
 from kvplug_host.pages.yielding_lock import YieldingLock
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -70,6 +74,7 @@ class Pages:
         self.lock = YieldingLock()
         """Protects the index and the slots."""
         self.is_closed = False
+        self._pinned = PinnedSegments(self.segments, jobs)
         self._subscribers = Subscribers()
         self._abandoned: deque[list[Slot | None]] = deque()
         self._expiry: JobEngine.Alarm | None = None
@@ -365,13 +370,38 @@ class Pages:
 
     def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
         """Return slots for pages that the caller fills, or ``None`` if there is no room."""
+        slots = self._take(form.nbytes + header_bytes, count)
+        if len(slots) < count:
+            self.give_back(slots)
+            return None
+        return self._buffers(form, self.segments.view, slots)
+
+    def reserve_pinned(
+        self, form: PageFormat, keys: Sequence[bytes], header_bytes: int, device: torch.device
+    ) -> SlotBuffers | None:
+        """Return slots in pinned memory for the first of these pages, or ``None`` if there are none. Also if
+        the store has one of the pages: it needs no copy."""
+        view, nbytes = self.segments.view, self.segments.nbytes
+        num_held = 0
+        for index, part in self._slices(keys, LOOKUP_SLICE):
+            num_held += sum(key in index.pages for key in part)
+        if num_held or self.is_closed:
+            return None
+        slots: dict[bool, list[Slot]] = {True: [], False: []}
+        for slot in sorted(self._take(form.nbytes + header_bytes, len(keys)), key=lambda slot: slot.offset):
+            slots[self._pinned.has(slot.offset // nbytes, device)].append(slot)
+        self.give_back(slots[False])
+        return self._buffers(form, view, slots[True]) if slots[True] else None
+
+    def _take(self, nbytes: int, count: int) -> list[Slot]:
+        """Return slots of ``nbytes`` bytes, at most ``count``, and less if there is no room."""
         slots: list[Slot] = []
         has_room = True
         try:
             while has_room and len(slots) < count:
                 with self.changing() as index:
                     for _ in range(min(SLICE, count - len(slots))):
-                        found = self._new_slot(index, form.nbytes + header_bytes)
+                        found = self._new_slot(index, nbytes)
                         if not isinstance(found, Slot):
                             has_room = found is None
                             break
@@ -380,10 +410,10 @@ class Pages:
         except BaseException:
             self.give_back(slots)
             raise
-        if not has_room:
-            self.give_back(slots)
-            return None
-        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
+        return slots
+
+    def _buffers(self, form: PageFormat, view: memoryview, slots: Sequence[Slot]) -> SlotBuffers:
+        return SlotBuffers(form, view, slots, self.segments.nbytes, self._abandoned.append)
 
     def free(self, memory: PageMemory) -> None:
         """Free the slots of memory of :meth:`allocate` that hold no page."""

@@ -5,23 +5,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from kvplug.transport import PageBuffers, PageFormat, PageRows
+from kvplug.transport import PageFormat, PageRows, ReservedPages
 from kvplug_host.arena.slots import Slot
 
 
-class SlotBuffers(PageBuffers):
-    """Pages in slots that belong to the caller of ``allocate`` until they are put or freed."""
+class SlotBuffers(ReservedPages):
+    """Pages in slots of one size that belong to the caller of ``allocate`` until they are put or freed."""
 
     def __init__(
         self,
         form: PageFormat,
         buffer: memoryview,
         slots: Sequence[Slot],
+        segment_bytes: int,
         abandon: Callable[[list[Slot | None]], None],
     ) -> None:
         """``abandon``: called with the slots that are left when the caller drops this object, in any thread
         and at any moment."""
         super().__init__(form, PageRows(buffer, [slot.offset for slot in slots], form.nbytes))
+        self.pitch = slots[0].chunk.size.slot_bytes if slots else 0
+        self.piece_bytes = segment_bytes
         self._slots: list[Slot | None] = [*slots]
         self.is_put = False
         weakref.finalize(self, abandon, self._slots).atexit = False

@@ -7,9 +7,9 @@ and nothing that was queued for it runs until something has to wait for it, or a
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvplug_testing.simulated.streams import Event, Stream, choosing, stalled
+from kvplug_testing.simulated.streams import Event, Stream, choosing, failing, stalled
 
-__all__ = ["Event", "Stream", "enable", "seeded", "stalled"]
+__all__ = ["Event", "Stream", "enable", "failing", "seeded", "stalled"]
 
 
 def enable() -> None:

@@ -8,6 +8,7 @@ order in which streams run is another with each seed, and mostly late.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -24,6 +25,8 @@ _changed: Final = threading.Condition()
 _streams: Final[list[Stream]] = []
 _choice = random.Random(0)
 _num_stalls = 0
+_num_until_failure = math.inf
+"""How many more pieces of work can be queued before the device fails."""
 _mine: Final = threading.local()
 
 
@@ -46,7 +49,11 @@ class Stream:
 
     def queue(self, work: Callable[[], object]) -> None:
         """Queue a function without arguments, which runs when the stream comes to it."""
+        global _num_until_failure
         with _changed:
+            _num_until_failure -= 1
+            if _num_until_failure < 0:
+                raise RuntimeError("the simulated device fails")
             self._queue.append(work)
             self.num_queued += 1
             _run_ahead()
@@ -191,3 +198,14 @@ def stalled() -> Iterator[None]:
         with _changed:
             _num_stalls -= 1
             _changed.notify_all()
+
+
+@contextmanager
+def failing(after: int) -> Iterator[None]:
+    """In the block the device takes so many pieces of work, and then fails."""
+    global _num_until_failure
+    _num_until_failure = after
+    try:
+        yield
+    finally:
+        _num_until_failure = math.inf

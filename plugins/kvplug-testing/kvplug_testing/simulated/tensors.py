@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from kvplug_testing.simulated import streams
+from kvplug_testing.simulated import registered, streams
 
 NAME: Final = "simulated"
 _UNSET: Final = 0xA5
@@ -155,6 +155,7 @@ _MODULE: Final = SimpleNamespace(
     default_stream=streams.default_stream,
     stream=streams.on_stream,
     synchronize=streams.synchronize,
+    cudart=lambda: registered,
     device=lambda device: contextlib.nullcontext(),
     is_initialized=lambda: True,
     is_available=lambda: True,
