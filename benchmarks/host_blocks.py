@@ -14,9 +14,9 @@ default. Figures are medians, shares medians of the shares within a round.
 `--saving` measures what saving costs the engine's thread instead: the connector "lookup" gathers all layers
 of the sequence into pages of the store in this process, one layer after the other, and hands the pages over.
 The rest happens in the store's threads. `--device` measures saving from the simulated device: straight into
-memory of the store, beside staging in pinned memory, which every page must survive with the default
-`staging_size`, and the device's own work. `--files` adds gets and puts of the store
-"fs", whose files are in the page cache.
+memory of the store, beside staging in pinned memory, where every page must be kept with the default
+`staging_size`. "Store" is the processor time of the store's threads. `--files` adds gets and puts of the
+store "fs", whose files are in the page cache.
 
 `--queued` counts what a step that saves queues on a device, which is simulated: each of a number of requests
 completes six pages. "Waits" are those of the engine's stream, hence of the next forward pass. In the second
@@ -55,6 +55,7 @@ from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageB
 from kvplug.transport import PageBuffers, PageRequest, Series, Store
 from kvplug.transport.store.compiled import library
 from kvplug.transport.store.keys import foreign_key
+from kvplug_host.pages.slot_put import SlotPut
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.save import Saver, Tier
@@ -288,7 +289,9 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
 
 
 def measure_device(model: Model, *, num_tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of the processor for each page in each round: in all threads, and in the engine's."""
+    """Microseconds of the processor for each page in each round: of all threads, which do the device's work,
+    too, of the store's and of the engine's.
+    """
     simulated.enable()
     taken: dict[str, list[float]] = {}
     with ExitStack() as stack:
@@ -299,8 +302,6 @@ def measure_device(model: Model, *, num_tokens: int, rounds: int) -> dict[str, l
         caches = [torch.rand(shape).to(model.dtype).to("simulated") for _ in range(model.layers)]
         views = BlockViews(layout.page_views(caches))
         blocks = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
-        host = torch.ones(count * form.layer_nbytes, dtype=torch.uint8)
-        scratch = host.to("simulated")
         store = opened(stack, {"size": count * form.nbytes * 5 // 4 + (128 << 20)})
         identities = [b"saved %d" % index for index in range(count)]
         request = PageRequest(
@@ -323,36 +324,32 @@ def measure_device(model: Model, *, num_tokens: int, rounds: int) -> dict[str, l
             with mock.patch.object(type(store), "_reserve", return_value=None):
                 return save()
 
-        def only_the_device() -> float:
-            """The gathering and the copies to the host, which the processor does for it."""
-            with simulated.stalled():
-                ids = torch.tensor(blocks).to("simulated")
-                for layer in views.stacked:
-                    assert layer is not None
-                    into = scratch.view(layer.dtype).view(len(views[0]), count, *layer.shape[2:])
-                    torch.index_select(layer, 1, ids, out=into)
-                    host.copy_(scratch, non_blocking=True)
-                queued = time.thread_time()
-            torch.get_device_module("simulated").synchronize()
-            return queued
+        spent: list[float] = []
 
-        ways = {"straight": save, "staged": staged, "the device alone": only_the_device}
+        def timed(put: SlotPut, step: int, do: Callable[..., None] = SlotPut.do) -> None:
+            begun = time.thread_time()
+            do(put, step)
+            spent.append(time.thread_time() - begun)
+
+        stack.enter_context(mock.patch.object(SlotPut, "do", timed))
+        ways = {"straight": save, "staged": staged}
         for round_ in range(rounds + 2):  # in the first ones memory is touched, and pinned
             for name in [*ways][:: 1 if round_ % 2 else -1]:
+                spent.clear()
                 used, begun = time.process_time(), time.thread_time()
                 queued = ways[name]()
                 used = time.process_time() - used
                 if round_ > 1:
-                    taken.setdefault(name, []).append(1e6 * used / count)
-                    taken.setdefault(f"{name}, engine", []).append(1e6 * (queued - begun) / count)
-                if name != "the device alone":
-                    found = PageBuffers.empty(form, count)
-                    assert not any(store.submit_get(attrs.evolve(request, memory=found)).wait(600))
-                    for at in (0, count - 1):
-                        parts = [part[blocks[at]].cpu().contiguous() for layer in views for part in layer]
-                        expected = b"".join(part.numpy().tobytes() for part in parts)
-                        assert bytes(found.rows().row(at)) == expected, "the copies differ"
-                    store.submit_remove(None).wait(600)
+                    of = {"": used, ", store": sum(spent), ", engine": queued - begun}
+                    for what, seconds_ in of.items():
+                        taken.setdefault(name + what, []).append(1e6 * seconds_ / count)
+                found = PageBuffers.empty(form, count)
+                assert not any(store.submit_get(attrs.evolve(request, memory=found)).wait(600))
+                for at in (0, count - 1):
+                    parts = [part[blocks[at]].cpu().contiguous() for layer in views for part in layer]
+                    expected = b"".join(part.numpy().tobytes() for part in parts)
+                    assert bytes(found.rows().row(at)) == expected, "the copies differ"
+                store.submit_remove(None).wait(600)
     return taken
 
 
@@ -537,26 +534,20 @@ def saving_table(given: argparse.Namespace) -> str:
 
 def device_table(given: argparse.Namespace) -> str:
     lines = [
-        "| cache | KiB | saved | processor, us a page | less the device | of staged | quartiles | engine |",
-        "| --- " * 8 + "|",
+        "| cache | saved | store, us a page | of staged | quartiles | engine's thread | all threads |",
+        "| --- " * 7 + "|",
     ]
     for model in chosen(given):
         taken = measure_device(model, num_tokens=given.tokens, rounds=given.rounds)
-        alone = taken["the device alone"]
-        own = {
-            name: [used - device for used, device in zip(taken[name], alone, strict=True)]
-            for name in ("straight", "staged")
-        }
-        kib = PAGE_TOKENS * model.layers * 2 * model.heads * model.size * model.dtype.itemsize >> 10
-        for name in ("straight", "staged", "the device alone"):
-            cells = ["", "", ""]
-            if name in own:
-                shares = (one / old for one, old in zip(own[name], own["staged"], strict=True))
-                low, share, high = quartiles(shares)
-                cells = [f"{statistics.median(own[name]):.0f}", f"{share:.2f}", f"{low:.2f} to {high:.2f}"]
-            used, engine = (statistics.median(taken[each]) for each in (name, f"{name}, engine"))
+        for name in ("straight", "staged"):
+            shares = zip(taken[f"{name}, store"], taken["staged, store"], strict=True)
+            low, share, high = quartiles(one / old for one, old in shares)
+            own, engine, every = (
+                statistics.median(taken[name + what]) for what in (", store", ", engine", "")
+            )
             lines.append(
-                f"| {model.name} | {kib} | {name} | {used:.0f} | {' | '.join(cells)} | {engine:.1f} |"
+                f"| {model.name} | {name} | {own:.0f} | {share:.2f} | {low:.2f} to {high:.2f}"
+                f" | {engine:.0f} | {every:.0f} |"
             )
             print(lines[-1], flush=True)
     return "\n".join(lines)
