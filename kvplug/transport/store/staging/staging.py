@@ -1,9 +1,9 @@
 """Lets a store serve caches on a device by staging pages through pinned host memory.
 
 For a get, the store reads pages into host memory and verifies them there. Each layer is copied to the device
-once the store has it for all pages. For a put, the pages are copied into host memory, and then given to the
-store. Copies run on one stream for each direction, so that they and the engine's kernels do not wait for each
-other except where they must:
+once the store has it for all pages. For a put, the pages are copied into host memory, or straight into memory
+of the store if it reserves some, and then given to the store. Copies run on one stream for each direction, so
+that they and the engine's kernels do not wait for each other except where they must:
 
 - A get's copies run after earlier uses of the blocks (``PageBlocks.after``, or what the calling thread has
   queued). A layer is ready when the device has finished its copy.
