@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +22,7 @@ from kvplug.assembly.resolve import (
     credentials_of,
     labels_of,
 )
+from kvplug.assembly.state import ProcessState
 from kvplug.assembly.stores import StoreOpener
 from kvplug.assembly.watching import WatchPoint
 from kvplug.config.config import Config
@@ -167,6 +167,8 @@ def build_connector(
         weights = ModelInfo.unknown_weights(model.name, begun, warns=which is Side.SCHEDULER)
     model = attrs.evolve(model, weights=weights)
     stats = TransferStats()
+    labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
+    state = ProcessState(stats, labels)
     settings = LinkSettings(
         resolved=resolved,
         stats=stats,
@@ -174,18 +176,14 @@ def build_connector(
         moves_kv=which is Side.WORKER,
         device=resolved.device_of_links,
         wrap_pipe=wrap_pipe,
+        state=state,
     )
     spans = spans or SpanLog()
-    stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats, spans=spans))
+    stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats, state=state, spans=spans))
     peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
     members = members_of(resolved, parallelism=parallelism, model=model, stats=stats)
-    labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
     tracing = Tracing(spans, config.tracing, labels) if config.tracing else None
-
-    def state() -> dict[str, Any]:
-        return {**labels, "pid": os.getpid(), "stats": stats.snapshot()}
-
-    watch_point = None if config.doctor == "off" else WatchPoint(state, spans)
+    watch_point = None if config.doctor == "off" else WatchPoint(state.plain, spans)
     reporter = Reporter(stats, tuple(sinks), labels, owned=resolved.sinks())
 
     def close() -> None:
@@ -226,6 +224,7 @@ def build_connector(
     except BaseException:
         close()
         raise
+    state.set_connector(connector)
     return connector
 
 

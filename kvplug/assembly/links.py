@@ -17,6 +17,7 @@ import attrs
 
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.assembly.slow_path import SlowPathAlarm
+from kvplug.assembly.state import ProcessState
 from kvplug.config.config import Config
 from kvplug.engine.context import PeerLink
 from kvplug.errors import (
@@ -80,13 +81,19 @@ class LinkSettings:
     """Wraps each pipe between the transport and the metrics, for fault injection."""
     engine_facts: Mapping[str, str | int] = attrs.field(factory=dict)
     """Facts of an engine that is not running, given to `kvplug doctor --serve` for a doctor to compare."""
+    state: ProcessState = attrs.field(
+        default=attrs.Factory(lambda self: ProcessState(self.stats), takes_self=True)
+    )
+    """Describes the links and pipes to programs that watch this process."""
     on_pipe: Callable[[], Callable[[bool], object]] = unreported
     """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.PipeRecorder`."""
 
     def uncounted(self) -> LinkSettings:
         """Return the settings for a doctor's link, whose pipes are neither counted nor compared."""
         config = attrs.evolve(self.config, slow_path="off")
-        return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=unreported)
+        stats = TransferStats()
+        state = ProcessState(stats)
+        return attrs.evolve(self, config=config, stats=stats, state=state, on_pipe=unreported)
 
     def hello(self, purpose: str) -> Hello:
         """Return the Hello of this end for a purpose."""
@@ -129,7 +136,7 @@ class LinkSettings:
         )
         return agreement
 
-    def wrapped(self, pipe: Pipe, agreement: Agreement, transport: str, device: str) -> Pipe:
+    def wrapped(self, pipe: Pipe, label: str, agreement: Agreement, transport: str, device: str) -> Pipe:
         """Prepare a pipe for its user: count its transfers, and compare its rate with the expected one.
 
         Raises:
@@ -155,6 +162,7 @@ class LinkSettings:
             pipe.abort()
             raise
         pipe.recorder = PipeRecorder(self.stats, on_end, watch)
+        self.state.add_pipe(pipe, label, transport, device)
         return pipe
 
 
@@ -182,6 +190,12 @@ class ControlLink(PeerLink):
         self._opening: PipeListener | None = None
         self._outcome: _Outcome | None = None
         self._closed = False
+        settings.state.add_link(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
 
     def __repr__(self) -> str:
         return f"<ControlLink with {self.channel.peer}>"
@@ -209,8 +223,8 @@ class ControlLink(PeerLink):
                 self.channel.check_not_declined(_LAST_WORD_S)
             raise
 
-    def _wrapped(self, pipe: Pipe, transport: str, device: str) -> Pipe:
-        return self._settings.wrapped(pipe, self.agreement, transport, device.partition(":")[0])
+    def _wrapped(self, pipe: Pipe, label: str, transport: str, device: str) -> Pipe:
+        return self._settings.wrapped(pipe, label, self.agreement, transport, device.partition(":")[0])
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         self._outcome = None
@@ -231,7 +245,7 @@ class ControlLink(PeerLink):
             if (error := self._outcome.wait()) is not None:
                 pipe.abort()
                 raise error
-            return self._wrapped(pipe, transport, device)
+            return self._wrapped(pipe, label, transport, device)
         finally:
             self._opening = None
             listener.close()
@@ -244,7 +258,7 @@ class ControlLink(PeerLink):
         try:
             endpoint = self._settings.resolved.pipe_endpoint(transport, device)
             bare = endpoint.connect(offer.contact, timeout=deadline.remaining())
-            pipe = self._wrapped(bare, transport, device)
+            pipe = self._wrapped(bare, label, transport, device)
         except Exception as e:
             shortage = NamedExhaustion.of(e)
             lacks = shortage.resource if shortage is not None else ""

@@ -13,12 +13,15 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.making import made
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.assembly.resolve import ResolvedConfig, labels_of
 from kvplug.assembly.slow_path import watch_store
+from kvplug.assembly.state import ProcessState
+from kvplug.assembly.watching import WatchPoint
 from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
 from kvplug.errors import ClosedError, PluginError
 from kvplug.metrics.record import StoreRecorder
+from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.log import LogEvent
@@ -88,6 +91,7 @@ class StoreOpener:
                 store = ExecutedStore(store, name=spec.name, seal=seal, timeout_s=config.timeout_s)
         store.staging = Staging(store, timeout_s=config.timeout_s, memory=self._memory)
         store.recorder = StoreRecorder(stats, watch_store(store, spec.name, config, stats))
+        self._settings.state.add_store(store, spec.name)
         return store
 
     def _on_served(self, traceparent: str, begun: float, num_pages: int) -> None:
@@ -142,7 +146,10 @@ class StoreServer(LinkServer[None]):
         """The store's name, as configs use it."""
         self._links: set[ControlLink] = set()
         address = address or settings.config.control_address()
+        self._watch_point: WatchPoint | None = None
         super().__init__(settings, address, self._serve_link, max_served=_MAX_CLIENTS)
+        if settings.config.doctor != "off":
+            self._watch_point = WatchPoint(settings.state.plain, settings.spans)
 
     @property
     def num_clients(self) -> int:
@@ -194,6 +201,8 @@ class StoreServer(LinkServer[None]):
 
     def close(self) -> None:
         super().close()
+        if self._watch_point is not None:
+            self._watch_point.close()
         self.store.close()
 
 
@@ -219,8 +228,10 @@ def serve_store(
     if address is not None:
         config = attrs.evolve(config, host=_host_of(address))  # pipes listen where the link does
     resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "integrity")
-    settings = LinkSettings(resolved=resolved)
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
+    stats = TransferStats()
+    labels = labels_of(config, connector="", side="store", rank=0)
+    settings = LinkSettings(resolved=resolved, stats=stats, state=ProcessState(stats, labels))
     if spec.client is None:
         raise PluginError(f"the store {spec.name!r} cannot be served to other processes")
     settings.hello(PURPOSE)  # loads the pipes and torch now, so that the first program does not wait for them

@@ -1,8 +1,8 @@
 """Answers other programs of the same user what an engine does, and what became of its requests.
 
-Each side of a connector listens at a Unix socket in the user's runtime folder. So a command finds every
-engine of the user on this host, also one that serves no peer. Nothing is recorded for it: it reads what is in
-memory anyway. The questions, over an authenticated channel::
+Each side of a connector, and each server of a store, listens at a Unix socket in the user's runtime folder.
+So a command finds every engine of the user on this host, also one that serves no peer. Nothing is recorded
+for it: it reads what is in memory anyway. The questions, over an authenticated channel::
 
     {"watch": "state"}                  {"state": {...}}
     {"watch": "request", "id": "..."}   {"spans": [...]}: also for the id of a trace
@@ -110,6 +110,20 @@ class WatchPoint:
 # -- programs that watch -------------------------------------------------------------------------------
 
 
+def watched_sockets() -> list[Path]:
+    """Return the sockets of this user's processes. Some of the processes may be gone.
+
+    Raises:
+        TransportError: as :func:`runtime_folder`.
+    """
+    return sorted(runtime_folder().glob("*-*"))
+
+
+def pid_of(path: Path) -> int:
+    """Return the process that listens at this socket."""
+    return int(path.name.partition("-")[0])
+
+
 @attrs.frozen
 class _Spans:
     spans: tuple[Span, ...]
@@ -124,20 +138,33 @@ class Watched:
 
     @classmethod
     def all(cls) -> Iterator[Watched]:
-        """Connect to every process of this user on this host. Removes the sockets of processes that are gone.
+        """Connect to every process of this user on this host.
 
         Raises:
             TransportError: as :func:`runtime_folder`.
         """
-        for path in sorted(runtime_folder().glob("*-*")):
+        for path in watched_sockets():
             try:
-                connection = Connection.dial(f"unix:{path}", Credentials(), _PURPOSE, _TIMEOUT_S)
+                yield cls.at(path)
             except PeerGoneError:
-                path.unlink(missing_ok=True)
+                continue
             except KvplugError as e:
-                _log.warning("process %s does not answer: %s", path.name.partition("-")[0], e)
-            else:
-                yield cls(int(path.name.partition("-")[0]), Channel(connection))
+                _log.warning("process %s does not answer: %s", pid_of(path), e)
+
+    @classmethod
+    def at(cls, path: Path) -> Watched:
+        """Connect to the process that listens at this socket. If the process is gone, remove the socket.
+
+        Raises:
+            PeerGoneError: the process is gone.
+            KvplugError: it does not answer.
+        """
+        try:
+            connection = Connection.dial(f"unix:{path}", Credentials(), _PURPOSE, _TIMEOUT_S)
+        except PeerGoneError:
+            path.unlink(missing_ok=True)
+            raise
+        return cls(pid_of(path), Channel(connection))
 
     def _ask(self, question: Mapping[str, Any], answer: str) -> Any:
         deadline = Deadline.after(_TIMEOUT_S)

@@ -139,6 +139,13 @@ class Rate:
         self._newer: dict[int, list[float]] = {}
         """The rates since the usual rate was last set, by the same sizes."""
         self._alarmed = False
+        self.latest_gb_per_s: float | None = None
+        """The rate of the latest batch; ``None`` before the first."""
+
+    @property
+    def claimed_gb_per_s(self) -> float | None:
+        """The rate that the transport claims, if it claims one."""
+        return None if self._claim is None else self._claim.gb_per_s
 
     def add(self, nbytes: int, seconds: float) -> SlowRate | None:
         """Add a transfer. ``seconds``: the time that it would have taken alone. Returns a slow rate to warn
@@ -161,6 +168,7 @@ class Rate:
     def _judge(self, batch: _Moved) -> SlowRate | None:
         seconds, size = max(batch.seconds, 1e-9), batch.nbytes // batch.count
         rate, order = batch.nbytes / 1e9 / seconds, size.bit_length() // 2
+        self.latest_gb_per_s = rate
         usual = self._usual.get(order, 0.0)
         claimed_s = batch.count * self._claim.seconds(size) if self._claim is not None else float("inf")
         excess = seconds / claimed_s / CLAIM_FACTOR, usual / rate / self._factor
@@ -246,7 +254,8 @@ class PathWatch:
     """
 
     def __init__(self, rate: Rate, alarm: Callable[[SlowRate], Exception | None]) -> None:
-        self._rate = rate
+        self.rate = rate
+        """The rate of the pipe's path, which other pipes may share."""
         self._alarm = alarm
         self._lock = threading.RLock()
         self._large: deque[LargeSend] = deque()
@@ -288,7 +297,7 @@ class PathWatch:
         if not nbytes:
             return
         took = max(now - sending.began, 1e-9)
-        found = self._rate.add(nbytes, max(0.0, now - alone_since) * min(1.0, shared / took))
+        found = self.rate.add(nbytes, max(0.0, now - alone_since) * min(1.0, shared / took))
         if found is not None:
             self._found = found
             self.due = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,6 +47,9 @@ class PipeRecorder:
         self.stats = stats
         """The counters of this pipe; other pipes may share them."""
         self.watch = watch
+        self._lock = threading.Lock()
+        self.sent_bytes = self.received_bytes = 0
+        """Bytes of the messages that this pipe has moved."""
         self._on_end = on_end
 
     def sent(self, pipe: Pipe, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
@@ -64,6 +68,8 @@ class PipeRecorder:
             error, now = ended.error(), time.perf_counter()
             if error is None:
                 self.stats.record("send", sent, now - started)
+                with self._lock:  # transfers may end in several threads at once
+                    self.sent_bytes += sent
             else:
                 self.stats.fail("send", reason_of(error))
             if sending is not None and watch is not None:
@@ -93,7 +99,10 @@ class PipeRecorder:
             if not (isinstance(e, PeerGoneError) and e.closed):
                 self.stats.fail("recv", reason_of(e))
             raise
-        self.stats.record("recv", nbytes(received), time.perf_counter() - started)
+        size = nbytes(received)
+        self.stats.record("recv", size, time.perf_counter() - started)
+        with self._lock:
+            self.received_bytes += size
         return received
 
     def _give_alarm(self, pipe: Pipe, watch: PathWatch) -> None:

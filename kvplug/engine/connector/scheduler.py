@@ -191,6 +191,19 @@ class SchedulerConnector(abc.ABC):
         """Return this side's TransferStats since the last call, or ``None`` if nothing was counted."""
         return None
 
+    def get_status(self) -> Mapping[str, Plain]:
+        """Return what this side does now, for people who watch the engine (``kvplug top``).
+
+        Any thread calls it, at any time. Never waits, and takes no lock for long. These keys have a meaning
+        to ``kvplug top``; a side leaves out those it has no use for:
+
+        - ``loads``: those in flight, each a mapping with ``request_id``, ``source`` and the age in
+          ``seconds``;
+        - ``waiting``: requests that are not matched yet, each with ``request_id`` and ``seconds``;
+        - ``num_held``: requests that have ended and whose blocks are kept.
+        """
+        return {}
+
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Stop all work and free everything. Idempotent; bounded in time. A killed engine never calls it."""

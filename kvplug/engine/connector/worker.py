@@ -137,6 +137,10 @@ class WorkerConnector(abc.ABC):
         """Return the TransferStats since the last call, or ``None`` if nothing was counted."""
         return None
 
+    def get_status(self) -> Mapping[str, Plain]:
+        """Return what this side does now; see :meth:`SchedulerConnector.get_status`."""
+        return {}
+
     def take_events(self) -> Iterable[CacheEvent]:
         """Return cache events that only the worker sees."""
         return ()

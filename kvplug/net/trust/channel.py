@@ -62,6 +62,10 @@ class Channel:
         self._timeout_s = timeout_s
         self.peer: PeerIdentity = connection.peer
         """The process at the other end."""
+        self.address: str = connection.address
+        """The listener's address."""
+        self.since: float = connection.since
+        """When both ends had proved themselves, by ``time.monotonic``."""
         self.purpose = connection.purpose
         """The purpose that both ends have proved."""
         self._closed = False

@@ -136,6 +136,15 @@ class P2PScheduler(SchedulerConnector):
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
 
+    def get_status(self) -> Mapping[str, Plain]:
+        now = time.perf_counter()
+        waiting = [
+            {"request_id": each.request.request_id, "seconds": now - each.begun_at}
+            for each in list(self._tracked.values())
+            if not (each.is_over or each.is_counted)
+        ]
+        return {"waiting": waiting, "num_held": self.num_held}
+
     # -- a request that may be pulled ----------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:

@@ -327,3 +327,11 @@ class P2PWorker(WorkerConnector):
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
+
+    def get_status(self) -> Mapping[str, Plain]:
+        now = time.perf_counter()
+        loads = [
+            {"request_id": pull.request_id, "source": pull.plan.engine_id, "seconds": now - pull.began}
+            for pull in list(self._pulls.values())
+        ]
+        return {"loads": loads, "num_held": self.num_held}

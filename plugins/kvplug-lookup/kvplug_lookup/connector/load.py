@@ -110,6 +110,12 @@ class Load:
         pages = slice(part.first, part.first + part.count)
         return self._chains[pages], self._identities[pages]
 
+    def status(self) -> dict[str, str | float]:
+        """Return what it is and how long it has run, for display."""
+        sources = ", ".join(dict.fromkeys(part.source for part in self.parts))
+        seconds = time.monotonic() - self._began_at
+        return {"request_id": self.request_id, "source": sources, "seconds": seconds}
+
     # -- asking --------------------------------------------------------------------------------
 
     def begin(self, part: Part, store: Store, series: Series) -> None:

@@ -208,6 +208,15 @@ class LookupScheduler(SchedulerConnector):
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
 
+    def get_status(self) -> Mapping[str, Plain]:
+        began = time.monotonic() + self._context.options.wait_timeout_s
+        waiting = [
+            {"request_id": request_id, "seconds": began - until}
+            for request_id, tracked in list(self._tracked.items())
+            if (until := tracked.search.waits_until) > 0
+        ]
+        return {"waiting": waiting, "num_held": len(self._kept)}
+
     # -- of one request ------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:

@@ -449,3 +449,6 @@ class LookupWorker(WorkerConnector):
                 self._num_evicted[name] = evicted
                 self._context.stats.record("evict", count=new)
         return self._context.stats.take()
+
+    def get_status(self) -> Mapping[str, Plain]:
+        return {"loads": [load.status() for load in list(self._loads.values())], "num_held": len(self._ended)}

@@ -42,6 +42,8 @@ class SimpleWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._failed: list[str] = []
         self._is_refused = False
+        self._loading: tuple[str, float] | None = None
+        """The request whose load is under way, and when it began."""
         self._entries = Entries(context) if context.config.require_role().produces else None
         self._source: Entries | PeerBuffer = self._entries or PeerBuffer(context)
         """The source of this rank's loads."""
@@ -85,8 +87,12 @@ class SimpleWorker(WorkerConnector):
         if loads and not self._caches:
             raise LayoutError("there is no cache to load into: call register_kv_caches first")
         deadline = Deadline.after(self._context.options.load_timeout_s)
-        for load in loads:
-            self._load(load, deadline)
+        try:
+            for load in loads:
+                self._loading = load["request"], time.perf_counter()
+                self._load(load, deadline)
+        finally:
+            self._loading = None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return None  # start_load_kv has loaded every layer
@@ -115,6 +121,14 @@ class SimpleWorker(WorkerConnector):
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
+
+    def get_status(self) -> Mapping[str, Plain]:
+        loading = self._loading  # one at a time
+        if loading is None:
+            return {"loads": []}
+        request_id, began = loading
+        load = {"request_id": request_id, "source": "peer", "seconds": time.perf_counter() - began}
+        return {"loads": [load]}
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self._source.reached(Deadline.after(timeout, self._context.config.connect_timeout_s), retry=True)

@@ -4,6 +4,7 @@ and what counts as saved (CONN-11).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from kvplug_testing.contract.connector.suite import (
     failed,
 )
 from kvplug_testing.engine import MODEL, FakeEngine, PagedCache, request_of
+from kvplug_testing.engine.fake import roundtrip
 from kvplug_testing.waits import Call, raises
 
 _LONG_S = 60.0
@@ -127,6 +129,27 @@ class Promises(ConnectorSuite):
         assert not done(late, "load") + failed(late, "load"), f"nothing was loaded since, and it says {late}"
         self.skip_unless_injected()
         assert num_failed == 2, f"2 loads were made to fail, and {num_failed} have"
+
+    @law("CONN-8")
+    @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+    def test_the_status_of_a_side_is_plain_and_comes_at_any_time(self, background: bool) -> None:
+        self.skip_unless_possible(background)
+        prefill, decode = self.pair(background=background, num_blocks=128)
+        sides = [prefill.scheduler, prefill.worker, decode.scheduler, decode.worker]
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.001):
+                for side in sides:
+                    roundtrip(side.get_status(), f"the status of {type(side).__name__}")
+
+        watching = Call(watch)
+        for number in range(4):
+            tokens = range(1000 * number, 1000 * number + 100)
+            params = self.stored(prefill, tokens, f"s{number}")
+            self.run_load(self.promised(decode, request_of(f"r{number}", tokens, params=params)))
+        is_over.set()
+        watching.result(1.0)
 
     # -- what counts as saved --------------------------------------------------------------------
 

@@ -1,0 +1,223 @@
+"""What one process does now: its links, pipes, stores, requests and counters.
+
+`kvplug top` asks for it. Nothing is recorded for it, and no answer waits for another process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from kvplug.errors import KvplugError
+from kvplug.metrics.record import PipeRecorder
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.peer_text import peer_texts
+from kvplug.net.wire import encode, to_plain
+
+if TYPE_CHECKING:
+    from kvplug.assembly.links import ControlLink
+    from kvplug.engine.connector.scheduler import SchedulerConnector
+    from kvplug.engine.connector.worker import WorkerConnector
+    from kvplug.transport.pipe import Pipe
+    from kvplug.transport.store.store import Store
+
+_log = logging.getLogger(__name__)
+
+_MAX_CHARACTERS: Final = 200
+_MAX_THINGS: Final = 64
+"""The most links, pipes, stores, and elements of a connector's list in one answer. The latest are kept."""
+
+
+@attrs.frozen(kw_only=True)
+class LinkState:
+    """An open control channel to another process."""
+
+    peer: str
+    address: str
+    """The address that the dialling end dialled."""
+    engine_id: str
+    """That of the peer."""
+    purpose: str
+    seconds: float
+    """Its age."""
+
+
+@attrs.frozen(kw_only=True)
+class PipeState:
+    """An open pipe. Rates are in 10^9 bytes per second."""
+
+    label: str
+    transport: str
+    device: str
+    peer: str
+    route: str
+    sent_bytes: int
+    received_bytes: int
+    gb_per_s: float | None
+    """The latest rate at which this process sent to the peer; ``None``: not measured."""
+    claimed_gb_per_s: float | None
+    """The rate that the transport claims; ``None``: it claims none, or rates are not compared."""
+
+
+@attrs.frozen(kw_only=True)
+class StoreState:
+    """An open store, as far as this process knows it."""
+
+    name: str
+    medium: str
+    num_pages: int
+    used_bytes: int
+    budget_bytes: int | None
+
+
+@attrs.frozen(kw_only=True)
+class SideState:
+    """One side of a connector, or the server of a store (its ``side`` is ``"store"``)."""
+
+    connector: str = ""
+    side: str = ""
+    role: str = ""
+    rank: str = ""
+    engine_id: str = ""
+    pid: int = 0
+    seconds: float = 0.0
+    """Its age."""
+    links: tuple[LinkState, ...] = ()
+    num_links: int = 0
+    """The number of all links. An answer describes the latest ones only; so for pipes."""
+    pipes: tuple[PipeState, ...] = ()
+    num_pipes: int = 0
+    stores: tuple[StoreState, ...] = ()
+    status: Mapping[str, Any] = attrs.field(factory=dict)
+    """What the connector's ``get_status`` returned."""
+    stats: Mapping[str, Any] = attrs.field(factory=dict)
+    """A snapshot of the counters."""
+
+
+class ProcessState:
+    """Reads the state of one side of a connector, or of a store's server.
+
+    It keeps weak references to what was opened. Any thread may call it.
+    """
+
+    def __init__(self, stats: TransferStats, labels: Mapping[str, str] | None = None) -> None:
+        """``labels``: name the process, as those of its metrics do."""
+        self._stats = stats
+        self._labels = labels or {}
+        self._began = time.monotonic()
+        self._numbers = itertools.count()
+        self._things: dict[int, tuple[weakref.ref[Any], Callable[[Any], Any]]] = {}
+        """What was opened, oldest first, and what reads its state."""
+        self._connector: Callable[[], SchedulerConnector | WorkerConnector | None] = lambda: None
+
+    def set_connector(self, connector: SchedulerConnector | WorkerConnector) -> None:
+        """Include the status of this side of a connector."""
+        self._connector = weakref.ref(connector)
+
+    def add_link(self, link: ControlLink) -> None:
+        """Include the link until it is closed."""
+        self._add(link, _of_link)
+
+    def add_pipe(self, pipe: Pipe, label: str, transport: str, device: str) -> None:
+        """Include the pipe until it is closed. Its recorder must be set."""
+        self._add(pipe, lambda pipe: _of_pipe(pipe, label, transport, device))
+
+    def add_store(self, store: Store, name: str) -> None:
+        """Include the store until it is closed."""
+        self._add(store, lambda store: _of_store(store, name))
+
+    def _add(self, thing: Any, read: Callable[[Any], Any]) -> None:
+        number, things = next(self._numbers), self._things
+        things[number] = weakref.ref(thing, lambda _: things.pop(number, None)), read
+
+    def plain(self) -> dict[str, Any]:
+        """Return a :class:`SideState` as plain values."""
+        things = [
+            _try(read, thing) for ref, read in list(self._things.values()) if (thing := ref()) is not None
+        ]
+        links = [each for each in things if isinstance(each, LinkState)]
+        pipes = [each for each in things if isinstance(each, PipeState)]
+        stores = [each for each in things if isinstance(each, StoreState)]
+        connector = self._connector()
+        status = None if connector is None else _try(_status_of, connector)
+        side = SideState(
+            **self._labels,
+            pid=os.getpid(),
+            seconds=time.monotonic() - self._began,
+            links=tuple(links[-_MAX_THINGS:]),
+            num_links=len(links),
+            pipes=tuple(pipes[-_MAX_THINGS:]),
+            num_pipes=len(pipes),
+            stores=tuple(stores[-_MAX_THINGS:]),
+            status=status or {},
+            stats=self._stats.snapshot(),
+        )
+        plain: dict[str, Any] = to_plain(side)
+        return plain
+
+
+def _try(read: Callable[[Any], Any], thing: Any) -> Any:
+    """Return the state of ``thing``, or ``None`` if it is closed or its code fails."""
+    try:
+        return read(thing)
+    except Exception as e:  # a plugin's fault must not hide the rest
+        if not isinstance(e, KvplugError):
+            _log.debug("the state of %r cannot be read", thing, exc_info=True)
+        return None
+
+
+def _status_of(connector: SchedulerConnector | WorkerConnector) -> Mapping[str, Any]:
+    status: Mapping[str, Any] = peer_texts(connector.get_status(), _MAX_CHARACTERS, _MAX_THINGS)
+    encode(status)  # raises if it is not plain
+    return dict(status)
+
+
+def _of_link(link: ControlLink) -> LinkState | None:
+    if link.closed:
+        return None
+    channel = link.channel
+    return LinkState(
+        peer=str(channel.peer),
+        address=channel.address,
+        engine_id=link.agreement.remote.engine_id,
+        purpose=link.agreement.purpose,
+        seconds=time.monotonic() - channel.since,
+    )
+
+
+def _of_pipe(pipe: Pipe, label: str, transport: str, device: str) -> PipeState | None:
+    recorder = pipe.recorder
+    if pipe.closed or not isinstance(recorder, PipeRecorder):
+        return None
+    rate = None if recorder.watch is None else recorder.watch.rate
+    return PipeState(
+        label=label,
+        transport=transport,
+        device=device,
+        peer=pipe.peer,
+        route=pipe.route,
+        sent_bytes=recorder.sent_bytes,
+        received_bytes=recorder.received_bytes,
+        gb_per_s=None if rate is None else rate.latest_gb_per_s,
+        claimed_gb_per_s=None if rate is None else rate.claimed_gb_per_s,
+    )
+
+
+def _of_store(store: Store, name: str) -> StoreState | None:
+    if store.is_lost:
+        return None
+    usage = store.usage()  # does not wait
+    return StoreState(
+        name=name,
+        medium=store.medium,
+        num_pages=usage.num_pages,
+        used_bytes=usage.used_bytes,
+        budget_bytes=usage.budget_bytes,
+    )

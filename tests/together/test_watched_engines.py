@@ -1,0 +1,121 @@
+"""What an engine, or the server of a store, does now, as other programs see it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug import Config
+from kvplug.assembly.state import SideState
+from kvplug.assembly.stores import build_store, serve_store
+from kvplug.assembly.watching import Watched
+from kvplug.net.wire import from_plain
+from kvplug_testing import waits
+from kvplug_testing.engine import FakeEngine, request_of
+
+pytestmark = pytest.mark.timeout(60)
+
+PROMPT = range(100)
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines of this test are the only ones of this user."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def an_address() -> str:
+    return f"unix:@kvplug-watched-{os.getpid()}-{next(_numbers)}"
+
+
+@contextlib.contextmanager
+def engines(**config: Any) -> Iterator[tuple[FakeEngine, FakeEngine, str]]:
+    """A pair that has moved the KV of one prompt, and the address of its producer."""
+    host = an_address()
+    options = {"p2p": {"async_load": False}}
+    given = {"connector": "p2p", "transport": "cpu", "timeout_s": 20, "options": options, **config}
+    producer = Config.from_dict({**given, "role": "producer", "host": host, "engine_id": "prefill"})
+    peers = {"peers": [f"{host}-0"], "host": an_address()}
+    consumer = Config.from_dict({**given, **peers, "role": "consumer", "engine_id": "decode"})
+    with FakeEngine(producer, seed=1) as prefill, FakeEngine(consumer, seed=2) as decode:
+        decode.scheduler.wait_until_ready(20)
+        _, params = prefill.hand_off(request_of("stored", PROMPT))
+        _, found, _ = decode.load(request_of("a", PROMPT, params=params))
+        assert found == 96
+        yield prefill, decode, f"{host}-0"
+
+
+def read(plain: object) -> SideState:
+    return from_plain(plain, SideState, "the state")
+
+
+def here() -> dict[tuple[str, str], SideState]:
+    """The state of each process of this user, by engine and side."""
+    found = {}
+    for each in Watched.all():
+        with contextlib.closing(each):
+            side = read(each.state())
+            found[side.engine_id, side.side] = side
+    return found
+
+
+def test_every_side_says_what_is_open_and_what_was_moved() -> None:
+    with engines():
+        found = here()
+        assert {*found} == {*itertools.product(("prefill", "decode"), ("scheduler", "worker"))}
+        for side in found.values():
+            assert (side.connector, side.rank, side.pid) == ("p2p", "0", os.getpid())
+            assert side.seconds > 0
+        prefill, decode = found["prefill", "worker"], found["decode", "worker"]
+        assert {(link.purpose, link.engine_id) for link in prefill.links} == {
+            ("p2p-ask", "decode"),
+            ("p2p-pull", "decode"),
+        }
+        assert [link.purpose for link in decode.links] == ["p2p-pull"]
+        (ours,), (theirs,) = decode.pipes, prefill.pipes
+        nbytes = decode.stats["ops"]["load"]["bytes"]
+        assert (ours.transport, ours.device) == (theirs.transport, theirs.device) == ("cpu", "cpu")
+        assert (ours.sent_bytes, ours.received_bytes) == (0, nbytes)
+        assert (theirs.sent_bytes, theirs.received_bytes) == (nbytes, 0)
+        assert theirs.claimed_gb_per_s is not None and theirs.claimed_gb_per_s > 0
+        assert found["prefill", "scheduler"].status["num_held"] == 1
+    assert not here()
+
+
+def test_a_load_in_flight_is_named_with_its_source() -> None:
+    with engines(options={"p2p": {"async_load": True}}) as (prefill, decode, _):
+        prompt = request_of("b", PROMPT, params=prefill.hand_off(request_of("again", PROMPT))[1])
+        num, is_async = decode.matched(prompt)
+        decode.scheduler.update_state_after_alloc(prompt, (decode.allocate(100),), num)
+        planned = decode.plan([])
+        decode.worker.bind_connector_metadata(planned.metadata)
+        decode.worker.start_load_kv()
+        loads = {load["request_id"]: load for load in here()["decode", "worker"].status["loads"]}
+        assert is_async and loads["b"]["source"] == "prefill" and loads["b"]["seconds"] > 0
+
+
+def test_a_pipe_that_is_closed_is_gone_from_the_answer() -> None:
+    with engines() as (_, decode, _):
+        decode.worker.shutdown()
+        waits.until(lambda: not here()["prefill", "worker"].pipes, what="the end of the pipe")
+        assert [link.purpose for link in here()["prefill", "worker"].links] == ["p2p-ask"]
+
+
+def test_the_server_of_a_store_says_what_it_holds_and_who_uses_it() -> None:
+    address = an_address()
+    config = Config.from_dict({"stores": ["host"], "options": {"host": {"size": "4 MiB"}}})
+    used = Config.from_dict({"stores": ["host"], "options": {"host": {"contact": address}}})
+    with serve_store(config, "host", address), build_store(used) as client:
+        assert client.usage().num_pages == 0
+        ((key, side),) = here().items()
+        waits.until(lambda: here()[key].num_links == 1, what="the link of the client")
+        (store,) = side.stores
+        assert (side.side, store.name, store.medium, store.budget_bytes) == ("store", "host", "host", 4 << 20)
+    assert not here()
