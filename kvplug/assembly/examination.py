@@ -3,6 +3,7 @@
 The doctor asks, the listener answers::
 
     {"doctor": "report"}                    {"report": a Report}
+    {"doctor": "state"}                     {"state": {...}}: what `kvplug top` shows
     {"doctor": "measure", "device": "cpu"}  {"measuring": true}, then a pipe is opened
                                             {"measuring": false, "why": ...}
     {"doctor": "bye"}
@@ -175,6 +176,8 @@ def _answer_questions(
         answered: dict[str, Any] = {"unknown": True}
         if what == "report":
             answered = {"report": to_plain(Report.of(settings))}
+        elif what == "state" and settings.config.doctor != "off":
+            answered = {"state": settings.state.plain()}
         elif what == "measure":
             why = _why_not_measured(settings.config, link, asked.get("device"), is_measured)
             if not why and link is not None:

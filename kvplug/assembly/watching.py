@@ -7,7 +7,8 @@ for it: it reads what is in memory anyway. The questions, over an authenticated 
     {"watch": "state"}                  {"state": {...}}
     {"watch": "request", "id": "..."}   {"spans": [...]}: also for the id of a trace
 
-A config with ``doctor = "off"`` answers nobody.
+At its address an engine answers a doctor that asks for the state (:mod:`kvplug.assembly.examination`). With
+``doctor = "off"`` in its config it answers nobody.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ OWN = {
         ("list", "list:list_plugins", "List plugins, what they offer, and what works here."),
         ("new", "new:new", "Generate the package of a plugin."),
         ("store", "store:store", "Serve a store of KV pages to other programs, or ask one what it holds."),
+        ("top", "top:top", "Show what engines and stores do now, again and again."),
     )
 }
 """The commands of the core. Plugins cannot take their names."""

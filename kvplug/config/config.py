@@ -335,7 +335,8 @@ class Config:
     )
     doctor: Literal["off", "look", "measure"] = option(
         "measure",
-        help="What `kvplug doctor` at a peer may learn from this host. look: its limits and versions."
+        help="What `kvplug doctor` and `kvplug top` at a peer may learn from this host. look: its limits,"
+        " versions, links, requests and counters."
         " measure: also the rate of a pipe, by moving up to 64 MiB in a second. off: only the facts of every"
         " handshake.",
     )

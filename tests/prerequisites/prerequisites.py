@@ -57,6 +57,7 @@ TOOLS: Final = {
     "ip": "iproute2",
     "openssl": "openssl",
     "systemd-analyze": "systemd",
+    "tmux": "tmux",
     "unshare": "util-linux",
 }
 """Other programs, and the Debian package of each."""

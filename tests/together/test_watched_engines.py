@@ -8,12 +8,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kvplug import Config
+from kvplug import AuthenticationError, Config, TransportError
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.state import SideState
 from kvplug.assembly.stores import build_store, serve_store
+from kvplug.assembly.watched_peer import WatchedPeer
 from kvplug.assembly.watching import Watched
 from kvplug.net.wire import from_plain
 from kvplug_testing import waits
@@ -101,11 +104,58 @@ def test_a_load_in_flight_is_named_with_its_source() -> None:
         assert is_async and loads["b"]["source"] == "prefill" and loads["b"]["seconds"] > 0
 
 
+@pytest.mark.parametrize(
+    "status", [{"loads": object()}, ["no mapping"], RuntimeError("wrong")], ids=["not plain", "list", "error"]
+)
+def test_a_wrong_status_of_a_connector_hides_nothing_else(
+    status: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engines() as (_, decode, _):
+        monkeypatch.setattr(decode.worker, "get_status", Mock(side_effect=[status]))
+        worker = here()["decode", "worker"]
+        assert not worker.status and len(worker.pipes) == 1
+
+
 def test_a_pipe_that_is_closed_is_gone_from_the_answer() -> None:
     with engines() as (_, decode, _):
         decode.worker.shutdown()
         waits.until(lambda: not here()["prefill", "worker"].pipes, what="the end of the pipe")
         assert [link.purpose for link in here()["prefill", "worker"].links] == ["p2p-ask"]
+
+
+# -- at an address -------------------------------------------------------------------------------------
+
+
+def at(address: str) -> WatchedPeer:
+    return WatchedPeer(ResolvedConfig(Config()), address)
+
+
+@pytest.mark.parametrize("doctor", ["look", "measure"])
+def test_an_engine_answers_at_its_address_as_often_as_it_is_asked(doctor: str) -> None:
+    with engines(doctor=doctor) as (prefill, _, address), contextlib.closing(at(address)) as peer:
+        failures = prefill.worker.get_stats()["failures"]
+        for _ in range(20):  # one conversation has at most 16 questions
+            side = read(peer.state())
+            assert (side.engine_id, side.side, len(side.links)) == ("prefill", "worker", 2)
+        assert not failures and not side.stats["failures"]
+
+
+def test_an_engine_without_a_doctor_answers_nobody() -> None:
+    with engines(doctor="off") as (_, _, address), contextlib.closing(at(address)) as peer:
+        assert not here()
+        with pytest.raises(TransportError, match="doctor = 'off'"):
+            peer.state()
+
+
+def test_without_the_secret_nobody_gets_an_answer_over_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.from_dict({"stores": ["host"], "options": {"host": {"size": "4 MiB"}}})
+    monkeypatch.setenv("KVPLUG_SECRET", "5" * 32)
+    with serve_store(config, "host", "127.0.0.1:0") as server:
+        with contextlib.closing(at(server.contact)) as peer:
+            assert read(peer.state()).side == "store"
+        monkeypatch.setenv("KVPLUG_SECRET", "6" * 32)
+        with contextlib.closing(at(server.contact)) as stranger, pytest.raises(AuthenticationError):
+            stranger.state()
 
 
 def test_the_server_of_a_store_says_what_it_holds_and_who_uses_it() -> None:
@@ -118,4 +168,6 @@ def test_the_server_of_a_store_says_what_it_holds_and_who_uses_it() -> None:
         waits.until(lambda: here()[key].num_links == 1, what="the link of the client")
         (store,) = side.stores
         assert (side.side, store.name, store.medium, store.budget_bytes) == ("store", "host", "host", 4 << 20)
+        with contextlib.closing(at(address)) as peer:
+            assert read(peer.state()).stores == (store,)
     assert not here()

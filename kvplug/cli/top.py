@@ -1,0 +1,383 @@
+"""``kvplug top``: what engines and stores do now, again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import click
+
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.assembly.state import PipeState, SideState
+from kvplug.assembly.watched_peer import WatchedPeer
+from kvplug.assembly.watching import Watched, pid_of, runtime_folder, watched_sockets
+from kvplug.cli import options
+from kvplug.cli.duration import Duration
+from kvplug.cli.output import paragraph, show_json
+from kvplug.config.config import Config
+from kvplug.errors import KvplugError, PeerGoneError
+from kvplug.net.peer_text import printable
+from kvplug.net.wire import from_plain
+
+_INTERVAL_S: Final = 2.0
+_MAX_ASKED: Final = 16
+"""The most processes that are asked at once."""
+_MOST: Final = 5
+"""The most links, pipes, loads and other details of one kind that are shown for a process."""
+_BAR: Final = 10
+_ID: Final = 12
+"""The first characters of an engine's id, which are shown."""
+_HEAD: Final = (
+    f"{'':12}{'PID':>8}{'UP':>6}{'MATCHED':>9}{'TOKENS':>9}"
+    f"{'IN GB/s':>9}{'OUT GB/s':>9}{'LOADS':>6}{'WAIT':>5}{'HELD':>5}"
+)
+
+Stats = Mapping[str, Any]
+
+
+@click.command("top")
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
+@click.option("--once", is_flag=True, help="Print the state once, with counts since each process started.")
+@click.option(
+    "--interval",
+    metavar="DURATION",
+    type=Duration(),
+    default=_INTERVAL_S,
+    help=f"The time between two refreshes, such as 5 or 500ms. Default: {_INTERVAL_S:g} s.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON once, for programs.")
+@options.sets_config
+def top(addresses: tuple[str, ...], once: bool, interval: float, as_json: bool, config: Config) -> None:
+    """Show what engines and stores do now, until Ctrl-C.
+
+    Shows every engine and every `kvplug store serve` that this user runs on this host, or those at each
+    ADDRESS (host:port, unix:@name): that of a worker of an engine, or of a store. The secret and TLS files of
+    the configuration prove who asks. Nothing has to be restarted, and asking costs an engine next to nothing.
+
+    For each process: requests matched and their tokens found elsewhere, and the bytes that came in and went
+    out, since the last refresh; loads in flight, requests that wait for an answer, and requests whose blocks
+    are held; then its links, pipes with the rate measured beside the one claimed, stores, and failures. If
+    the output is not a terminal, it is printed once. Exit code 1: nothing was found.
+
+    \b
+    kvplug top
+    kvplug top 10.0.0.5:29555 10.0.0.6:29555 --config kvplug.toml
+    kvplug top --once --json
+    """
+    with contextlib.closing(_Sources(config, addresses)) as sources:
+        if once or as_json or not sys.stdout.isatty():
+            sys.exit(0 if _show_once(sources, as_json=as_json) else 1)
+        _show_live(sources, interval)
+
+
+def _show_once(sources: _Sources, *, as_json: bool) -> bool:
+    """Print the state, and return whether any process answered."""
+    found = sources.ask()
+    if as_json:
+        show_json([each.as_json() for each in found])
+    elif not found:
+        click.echo(paragraph("", sources.nothing))
+    else:
+        width = max(shutil.get_terminal_size().columns, len(_HEAD))
+        for line in lines_of(found):
+            click.echo(_cut(line, width))
+        for each in found:
+            if each.error:
+                click.echo(paragraph("", each.problem))
+    return not all(each.error for each in found)
+
+
+def _show_live(sources: _Sources, interval: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            found = sources.ask()
+            head = f"kvplug top  {time.strftime('%H:%M:%S')}  every {interval:g} s; Ctrl-C ends it"
+            silent = [each.problem for each in found if each.error]
+            if not found:
+                silent = paragraph("", sources.nothing).splitlines()
+            lines = [head, "", *lines_of(found), *silent]
+            height, width = console.size.height, console.size.width
+            if len(lines) > height:
+                lines = [*lines[: height - 1], f"... and {len(lines) - height + 1} more lines"]
+            live.update(Text("\n".join(_cut(line, width) for line in lines), no_wrap=True), refresh=True)
+            time.sleep(interval)
+
+
+def _cut(line: str, width: int) -> str:
+    from rich.text import Text
+
+    text = Text(printable(line).translate({ord("\n"): " ", ord("\t"): " "}))
+    text.truncate(width, overflow="ellipsis")  # counts wide characters twice, as a terminal does
+    return text.plain.rstrip()
+
+
+# -- the processes -------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class Shown:
+    """A process, and what it answered at the last two times."""
+
+    name: str
+    """The address, or the pid, by which it was asked."""
+    side: SideState = attrs.field(factory=SideState)
+    """What it answered."""
+    error: str = ""
+    """Why it did not answer."""
+    at: float = 0.0
+    before: Stats | None = None
+    """Its counters one refresh earlier."""
+    elapsed_s: float = 0.0
+
+    @property
+    def problem(self) -> str:
+        """A sentence on why it did not answer."""
+        return f"{self.name} does not answer: {self.error}"
+
+    def answer(self, side: SideState) -> None:
+        """Note what the process has answered."""
+        now, last = time.monotonic(), self.side
+        self.before = last.stats if last.pid == side.pid and last.seconds <= side.seconds else None
+        self.elapsed_s, self.at = now - self.at, now
+        self.side, self.error = side, ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the whole state, or why there is none."""
+        return {"name": self.name, "error": self.error, **({} if self.error else attrs.asdict(self.side))}
+
+    def new(self, *names: str) -> float:
+        """Return how much a counter has grown since the last refresh, or since the start at the first."""
+        return max(0, _number(self.side.stats, names) - _number(self.before or {}, names))
+
+    def gb_per_s(self, *ops: str) -> str:
+        """Return the highest rate among these operations, which count the same bytes at different places."""
+        if self.before is None or self.side.side == "scheduler":
+            return "-"
+        return f"{max(self.new('ops', op, 'bytes') for op in ops) / 1e9 / self.elapsed_s:.3f}"
+
+
+def _number(stats: Stats, names: Sequence[str]) -> float:
+    """Return a number in a snapshot; 0 if it is not there."""
+    found: Any = stats
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int | float) else 0
+
+
+class _Sources:
+    """The processes that are asked, with a connection to each."""
+
+    def __init__(self, config: Config, addresses: Sequence[str]) -> None:
+        self._peers: dict[str, WatchedPeer] = {}
+        if addresses:
+            resolved = ResolvedConfig(config)
+            self._peers = {address: WatchedPeer(resolved, address) for address in addresses}
+        self._local: dict[Path, Watched] = {}
+        self._shown: dict[Path | str, Shown] = {}
+        self._pool = ThreadPoolExecutor(_MAX_ASKED, "kvplug-top")
+
+    @property
+    def nothing(self) -> str:
+        """The sentence to show if nothing was found."""
+        folder = runtime_folder()
+        return (
+            f"no engine or store of this user runs here: no process listens in {folder}. Those of other users"
+            " and hosts: kvplug top ADDRESS. An engine with doctor = 'off' is not shown."
+        )
+
+    def ask(self) -> list[Shown]:
+        """Ask all processes at once, and return those that are still there."""
+        keys: list[Path | str] = [*self._peers] or [*watched_sockets()]
+        for gone in self._shown.keys() - {*keys}:
+            self._drop(gone)
+        return [shown for shown in self._pool.map(self._ask, keys) if shown is not None]
+
+    def _ask(self, key: Path | str) -> Shown | None:
+        name = key if isinstance(key, str) else f"process {pid_of(key)}"
+        shown = self._shown.setdefault(key, Shown(name))
+        try:
+            if isinstance(key, str):
+                plain = self._peers[key].state()
+            else:
+                plain = self._local.setdefault(key, self._local.get(key) or Watched.at(key)).state()
+            shown.answer(from_plain(plain, SideState, f"the state of {name}"))
+        except KvplugError as e:
+            self._drop(key)
+            if isinstance(e, PeerGoneError) and not isinstance(key, str):
+                return None  # the process has ended
+            self._shown[key] = shown = Shown(name, error=str(e))
+        return shown
+
+    def _drop(self, key: Path | str) -> None:
+        self._shown.pop(key, None)
+        if isinstance(key, Path) and (watched := self._local.pop(key, None)) is not None:
+            watched.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for key in [*self._local]:
+            self._drop(key)
+        for peer in self._peers.values():
+            peer.close()
+
+
+# -- the lines -----------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class _Request:
+    request_id: str
+    source: str = ""
+    seconds: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class _Status:
+    """The keys of a connector's status that are shown."""
+
+    loads: tuple[_Request, ...] = ()
+    waiting: tuple[_Request, ...] = ()
+    num_held: int = 0
+
+
+def lines_of(found: Iterable[Shown]) -> Iterator[str]:
+    """Yield the lines for the processes that have answered: a block for each engine."""
+    engines: dict[tuple[str, str, str], list[Shown]] = {}
+    for each in found:
+        if not each.error:
+            side = each.side
+            engines.setdefault((side.engine_id, side.connector, side.role), []).append(each)
+    if engines:
+        yield _HEAD
+    for (engine_id, connector, role), sides in sorted(engines.items(), key=lambda each: each[0][1] == ""):
+        name = engine_id[:_ID]
+        yield f"engine {name}: {connector}, {role}" if connector else f"store server {name}"
+        for each in sorted(sides, key=lambda each: (each.side.side, each.side.rank.zfill(_ID), each.name)):
+            yield from _lines_of(each)
+        yield ""
+
+
+def _lines_of(shown: Shown) -> Iterator[str]:
+    state = shown.side
+    try:
+        status = from_plain(state.status, _Status, "its status")
+    except KvplugError:  # of a connector with another status
+        status = _Status()
+    numbers = (len(status.loads), len(status.waiting), status.num_held)
+    loads, waiting, held = (str(each) if each else "-" for each in numbers)
+    is_scheduler = state.side == "scheduler"
+    matched = _short(shown.new("ops", "match", "count")) if is_scheduler else "-"
+    tokens = _short(shown.new("ops", "match", "tokens")) if is_scheduler else "-"
+    yield (
+        f"{f'{state.side} {state.rank}':<12}{state.pid:>8}{_age(state.seconds):>6}{matched:>9}{tokens:>9}"
+        f"{shown.gb_per_s('load', 'recv'):>9}{shown.gb_per_s('save', 'send'):>9}"
+        f"{loads:>6}{waiting:>5}{held:>5}"
+    )
+    details = {
+        "missed": _missed(shown),
+        "link": [
+            f"{each.peer} (engine {each.engine_id[:_ID]}), {each.purpose}, {_age(each.seconds)}"
+            for each in reversed(state.links)
+        ],
+        "pipe": [_pipe(each) for each in reversed(state.pipes)],
+        "store": [
+            f"{each.name} ({each.medium}) {_fill(each.used_bytes, each.budget_bytes)},"
+            f" {_short(each.num_pages)} pages"
+            for each in state.stores
+        ],
+        "load": [f"{each.request_id} from {each.source}, {each.seconds:.1f} s" for each in status.loads],
+        "waits": [f"{each.request_id}, {each.seconds:.1f} s" for each in status.waiting],
+        "failed": _failed(state.stats),
+    }
+    hidden = {"link": state.num_links - len(state.links), "pipe": state.num_pipes - len(state.pipes)}
+    for kind, lines in details.items():
+        for line in lines[:_MOST]:
+            yield f"  {kind:<7} {line}"
+        if more := len(lines[_MOST:]) + hidden.get(kind, 0):
+            yield f"  {kind:<7} ... and {more} more"
+
+
+def _missed(shown: Shown) -> list[str]:
+    """Return why requests were not matched, and where their pages are not, since the last refresh."""
+    stats = shown.side.stats
+    reasons = _names(stats, "failures", "match")
+    found = [f"{reason} {new:.0f}" for reason in reasons if (new := shown.new("failures", "match", reason))]
+    pages = [
+        f"{new:.0f} pages not in {name}"
+        for name in _names(stats, "not_held")
+        if (new := shown.new("not_held", name))
+    ]
+    return [", ".join([*found, *pages])] if found or pages else []
+
+
+def _failed(stats: Stats) -> list[str]:
+    """Return the most frequent failures since the start, apart from misses."""
+    counts = {
+        f"{op} {reason}": _number(stats, ("failures", op, reason))
+        for op in _names(stats, "failures")
+        if op not in ("match", "lookup")
+        for reason in _names(stats, "failures", op)
+    }
+    worst = sorted(counts.items(), key=lambda each: -each[1])[:_MOST]
+    return [", ".join(f"{name} {_short(count)}" for name, count in worst)] if worst else []
+
+
+def _names(stats: Stats, *path: str) -> list[str]:
+    found: Any = stats
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return [name for name in found if isinstance(name, str)] if isinstance(found, Mapping) else []
+
+
+def _pipe(pipe: PipeState) -> str:
+    rate = "" if pipe.gb_per_s is None else f" {pipe.gb_per_s:.3g} GB/s"
+    claim = "" if pipe.claimed_gb_per_s is None else f" (claims {pipe.claimed_gb_per_s:.3g} GB/s)"
+    moved = f"{_bytes(pipe.sent_bytes)} out, {_bytes(pipe.received_bytes)} in"
+    where = ", ".join(filter(None, (pipe.peer.partition(" (")[0], pipe.route)))
+    return f"{pipe.transport}{rate}{claim}, {moved}, {where}"
+
+
+def _fill(used: int, budget: int | None) -> str:
+    if not budget:
+        return _bytes(used)
+    share = min(1.0, used / budget)
+    full = round(share * _BAR)
+    return f"[{'#' * full}{'.' * (_BAR - full)}] {share:.0%} of {_bytes(budget)}"
+
+
+def _bytes(number: float) -> str:
+    return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _short(number: float) -> str:
+    """Return a count in at most 6 characters."""
+    return _scaled(number, 1000, ("", "k", "M", "G", "T"))
+
+
+def _scaled(number: float, factor: int, units: Sequence[str]) -> str:
+    at = 0
+    while number >= factor and at < len(units) - 1:
+        number, at = number / factor, at + 1
+    return f"{number:.0f}{units[at]}" if number >= 100 else f"{number:.3g}{units[at]}"
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
