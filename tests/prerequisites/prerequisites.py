@@ -56,6 +56,8 @@ TOOLS: Final = {
     "git": "git",
     "ip": "iproute2",
     "openssl": "openssl",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
     "systemd-analyze": "systemd",
     "tmux": "tmux",
     "unshare": "util-linux",
