@@ -94,7 +94,7 @@ def test_check_tells_every_fault_at_once_names_and_options_too(birds: Any) -> No
         "connector: no connector named 'leter'; did you mean 'letter'?",
         "prt: not a known key; did you mean 'port'?",
         "options.carrier-pigeon.bird: not a known key; did you mean 'birds'?",
-        "options.owl: nothing of that name is installed",
+        "options.owl: nothing with that name is installed",
         "'flock' takes no options",
         "secret_file /nowhere/at/all: No such file",
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import signal
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -59,7 +58,7 @@ def interrupting(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> Abs
 
     def interrupted(*args: Any) -> Any:
         if next(calls) == 1:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return method(*args)
 
     monkeypatch.setattr(owner, name, interrupted)

@@ -265,7 +265,7 @@ def test_pages_in_memory_that_a_process_has_added_go_with_it(opened: Any, tmp_pa
         assert got(store, "a") == [None]
         holder.close()
         assert set(got(store, "a")) <= LOST
-        assert put(store, "b") == [PutReason.NO_ROOM]
+        waits.until(lambda: put(store, "b") == [PutReason.NO_ROOM], 10, "the pool to notice")
 
 
 # -- who may write into it -----------------------------------------------------------------------
