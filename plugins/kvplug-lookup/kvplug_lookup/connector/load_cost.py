@@ -30,9 +30,15 @@ _TRY_EVERY: Final = 32
 
 @attrs.define
 class _Line:
-    """``seconds = fixed + per_token * tokens``, fitted to measurements; older ones count less."""
+    """``seconds = fixed + per_token * tokens``, fitted to measurements; older ones count less.
+
+    Measurements of similar sizes cannot separate the two. While all recent ones are similar, ``fixed`` keeps
+    its value and only ``per_token`` changes. Åström and Wittenmark call this "conditional updating" (Adaptive
+    Control, 2nd edition, 1995, chapter 11): it avoids that the weights forget what new data do not replace.
+    """
 
     num: int = 0
+    _fixed: float = 0.0
     _weight: float = 0.0
     _tokens: float = 0.0
     _seconds: float = 0.0
@@ -47,6 +53,11 @@ class _Line:
         self._seconds = kept * self._seconds + seconds
         self._tokens_squared = kept * self._tokens_squared + num_tokens**2
         self._product = kept * self._product + num_tokens * seconds
+        mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
+        spread = self._tokens_squared / self._weight - mean_tokens**2
+        if spread > (mean_tokens / 8) ** 2:
+            slope = (self._product / self._weight - mean_tokens * mean_seconds) / spread
+            self._fixed = max(0.0, mean_seconds - max(0.0, slope) * mean_tokens)
 
     def through_origin(self) -> tuple[float, float]:
         """``fixed`` (0) and ``per_token``. Measurements of many tokens weigh more."""
@@ -54,13 +65,8 @@ class _Line:
 
     def fitted(self) -> tuple[float, float]:
         """``fixed`` and ``per_token``, both at least 0."""
-        tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
-        spread = self._tokens_squared / self._weight - tokens**2
-        per_token = seconds / tokens
-        if spread > (tokens / 8) ** 2:  # otherwise the sizes are too similar to separate the two
-            slope = (self._product / self._weight - tokens * seconds) / spread
-            per_token = min(per_token, max(0.0, slope))
-        return seconds - per_token * tokens, per_token
+        fixed = min(self._fixed, self._seconds / self._weight)
+        return fixed, (self._seconds - fixed * self._weight) / self._tokens
 
 
 class MeasuredCosts:
