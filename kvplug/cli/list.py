@@ -14,7 +14,6 @@ from kvplug.assembly.registry.discovery import normalised
 from kvplug.cli import options
 from kvplug.cli.completion import offers
 from kvplug.cli.output import paragraph, show_json, show_table
-from kvplug.config.options import describe_options, format_value
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError
 from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, Spec, StoreSpec, TransportSpec
@@ -168,6 +167,8 @@ def _show_by_kind(rows: Sequence[Row]) -> None:
 
 def _whole(row: Row) -> str:
     """Format all values that ``--json`` prints for an offer, without empty ones."""
+    from kvplug.config.options import format_value
+
     able = row["capabilities"] or {}
     shown = {**row, **able, **able.get("cost", {})}
     if row["kind"] not in ("command", "plugin"):
@@ -184,6 +185,8 @@ def _whole(row: Row) -> str:
 
 def _show_options(registry: Registry, name: str, as_json: bool) -> None:
     """Print the options of everything that is called ``name``, or ``distribution:name``."""
+    from kvplug.config.options import describe_options
+
     distribution, _, bare = name.rpartition(":")
     every = [(plugin, spec) for plugin, spec in registry if not isinstance(spec, CommandSpec)]
     described = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -106,7 +105,7 @@ def _registry(ctx: click.Context) -> Registry:
 @click.version_option(
     kvplug.__version__,
     message="%(prog)s %(version)s, plugin API {}.{}, Python {}".format(
-        *PLUGIN_API, platform.python_version()
+        *PLUGIN_API, sys.version.partition(" ")[0]
     ),
     help="Show versions and exit.",
 )

@@ -15,7 +15,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvplug.cli.completion import files, overrides as complete_keys
-from kvplug.config.config import Config
 
 S = TypeVar("S")
 Command = Callable[..., None]
@@ -48,6 +47,8 @@ def reads_config(command: Command) -> Command:
     @click.argument("given", nargs=-1, metavar="[FILE] [KEY=VALUE]...", shell_complete=_complete)
     @functools.wraps(command)
     def with_config(path: str | None, given: tuple[str, ...], **others: Any) -> None:
+        from kvplug.config.config import Config
+
         overrides = tuple(each for each in given if "=" in each[1:])  # "=x" has no key
         named = [each for each in given if each not in overrides]
         if wrong := [each for each in named if not each.endswith((".toml", ".json"))]:
@@ -76,6 +77,8 @@ def sets_config(command: Command) -> Command:
     )
     @functools.wraps(command)
     def with_config(path: str | None, overrides: tuple[str, ...], **others: Any) -> None:
+        from kvplug.config.config import Config
+
         command(config=Config.load(path, overrides=overrides), **others)
 
     return with_config

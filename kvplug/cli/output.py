@@ -6,12 +6,14 @@ import json
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvplug.assembly.doctor.finding import Finding
 from kvplug.net.peer_text import printable
+
+if TYPE_CHECKING:
+    from kvplug.assembly.doctor.finding import Finding
 
 _COLOURS: Final = {"ok": "green", "note": "yellow", "problem": "red"}
 _WIDTH: Final = 80

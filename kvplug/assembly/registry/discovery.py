@@ -112,7 +112,8 @@ def _plugins_of(distribution: metadata.Distribution) -> Iterator[PluginInfo]:
     text = distribution.read_text("entry_points.txt")
     if not text or f"[{PROJECT}]" not in text:  # a quick test, since parsing every file is slow
         return
-    name, version = (distribution.metadata[key] or "unknown" for key in ("Name", "Version"))
+    about = distribution.metadata  # parsed at each access
+    name, version = (about[key] or "unknown" for key in ("Name", "Version"))
     for each in distribution.entry_points:
         if each.group == PROJECT:
             module = each.value.partition("[")[0].strip()
