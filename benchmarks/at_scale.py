@@ -1,8 +1,9 @@
 """What 8, 100 and 1,000 engines cost: constants that are measured, a model, and a simulation with them.
 
     python benchmarks/at_scale.py measure
-    python benchmarks/at_scale.py check [--requests N]
+    python benchmarks/at_scale.py check [--requests N] [--markdown FILE] [--json FILE]
     python benchmarks/at_scale.py simulate [--engines 8,100,1000] [--rate R] [--plot FILE] [--markdown FILE]
+        [--json FILE]
 
 ``measure`` runs kvplug's own code in processes of their own, over TCP on loopback, for some minutes, and
 writes the constants into ``scale/constants.json``. ``check`` runs eight engines (the kit's fakes) in a full
@@ -19,14 +20,16 @@ import sys
 import time
 from pathlib import Path
 
+from fs import add_outputs, write
 from scale import report
 from scale.constants import FILE, Constants
 from scale.simulate import Workload
 
 
-def check(known: Constants, count: int, engines: int) -> int:
+def check(known: Constants, given: argparse.Namespace) -> int:
     from scale import eight
 
+    count, engines = given.requests, given.engines
     requests = eight.trace(count, engines)
     began = time.monotonic()
     alone = eight.counted([], 1)[0][1]
@@ -60,9 +63,9 @@ def check(known: Constants, count: int, engines: int) -> int:
         "threads",
         "descriptors",
     )
-    print(f"{engines} engines, {count} requests, {took:.0f} s: counted / predicted\n")
-    print(report.table(head, rows))
-    print("\nevents, links and loads are as predicted" if is_same else "\nNOT as predicted")
+    title = f"{engines} engines, {count} requests, {took:.0f} s: counted / predicted"
+    verdict = "events, links and loads are as predicted" if is_same else "NOT as predicted"
+    write(given, "\n\n".join([title, report.table(head, rows), verdict]))
     return 0 if is_same else 1
 
 
@@ -89,10 +92,7 @@ def simulate(known: Constants, given: argparse.Namespace) -> int:
         "Membership:",
         report.membership_table(known, [int(each) for each in given.engines.split(",")]),
     ]
-    text = "\n\n".join(parts) + "\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text, encoding="utf-8")
+    write(given, "\n\n".join(parts))
     if given.plot:
         report.plot(given.plot, known, load, rows)
     return 0
@@ -116,7 +116,8 @@ def main() -> int:
     )
     simulating.add_argument("--seconds", type=float, default=200.0, help="simulated seconds that are")
     simulating.add_argument("--plot", type=Path, help="draw a picture (needs matplotlib)")
-    simulating.add_argument("--markdown", type=Path, help="write the tables to this file, too")
+    for each in (checking, simulating):
+        add_outputs(each)
     given = parser.parse_args()
     if given.part == "measure":
         from scale.measure import measured
@@ -127,7 +128,7 @@ def main() -> int:
         return 0
     known = Constants.load(given.constants)
     if given.part == "check":
-        return check(known, given.requests, given.engines)
+        return check(known, given)
     return simulate(known, given)
 
 
