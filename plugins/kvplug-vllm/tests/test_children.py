@@ -62,8 +62,8 @@ def test_children_of_a_multi_connector_save_and_load_each_on_its_own_port(start,
         assert (answer.tokens, answer.num_cached) == (alone[300], 288), "from the second child"
         assert decode.one(prompts[100]).tokens == alone[100], "which was not saved"
         assert prefill.one(prompts[100]).tokens == alone[100]
-        assert decode.count("transfers", "op=load") == 3
-        assert prefill.count("transfers", "op=save") >= 6, "each prompt by both"
+        assert decode.count("operations", "op=load") == 3
+        assert prefill.count("operations", "op=save") >= 6, "each prompt by both"
         line = kv_transfer_line(decode)
     assert "KvplugConnector={" in line
     assert "'load count': 3" in line

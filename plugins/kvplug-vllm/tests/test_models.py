@@ -109,7 +109,7 @@ def test_tokens_are_those_of_one_engine_alone(kind, pair, prompts, expected):
         answers = decode.generate(list(prompts.values()), salt="another tenant")
         assert [answer.tokens for answer in answers] == list(expected.values())
         assert all(answer.num_cached > 0 for answer in answers)
-        loads = decode.count("transfers", "op=load")
+        loads = decode.count("operations", "op=load")
         assert loads == 7 or kind != PLAIN, "four, and three: one of the second was cached by vLLM itself"
         if hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):  # it counts by source
             sources = decode.ask("cached_by_source")
@@ -150,7 +150,7 @@ def test_a_failed_load_of_groups_is_recomputed(groups, pair, prompts, expected):
         prefill.ask("faults:switch", corrupt=True)
         prefill.one(prompts[1500], max_tokens=1)
         assert decode.one(prompts[1500]).tokens == expected[1500]
-        assert decode.count("transfer_failures", "op=load", "reason=corrupt") == 1
+        assert decode.count("failures", "op=load", "reason=corrupt") == 1
 
 
 @pytest.mark.parametrize("kind", [PLAIN], indirect=True)

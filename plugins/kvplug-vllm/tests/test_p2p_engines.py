@@ -97,7 +97,7 @@ def test_beside_lookup_a_prompt_is_handed_off_and_a_prefix_comes_from_the_store(
         assert (answer.tokens, answer.num_cached) == (alone, 288)
         gives_back(prefill, prompts[300])
         assert decode.state()["used_blocks"] == 0
-        assert prefill.count("transfers", "op=save") >= 2 * len(prompts), "each prompt by both"
+        assert prefill.count("operations", "op=save") >= 2 * len(prompts), "each prompt by both"
 
 
 def test_a_reference_of_an_earlier_start_is_a_miss_whatever_the_policy(begin, prompts, port):
@@ -108,9 +108,9 @@ def test_a_reference_of_an_earlier_start_is_a_miss_whatever_the_policy(begin, pr
         return begin(p2p("kv_producer", port, engine_id="prefill"))
 
     def is_met(prefill: Any, decode: Any) -> bool:
-        loads = decode.count("transfers", "op=load")
+        loads = decode.count("operations", "op=load")
         handed_off(prefill, decode, prompt)
-        return bool(decode.count("transfers", "op=load") > loads)
+        return bool(decode.count("operations", "op=load") > loads)
 
     with (
         begin(p2p("kv_consumer", port, kv_load_failure_policy="fail")) as first,
@@ -124,8 +124,8 @@ def test_a_reference_of_an_earlier_start_is_a_miss_whatever_the_policy(begin, pr
                 alone = decode.one(prompt, salt=new_salt())
                 answer = decode.one(prompt, salt=salt, params=stale)
                 assert (answer.tokens, answer.finish_reason) == (alone.tokens, "length")
-                assert decode.count("transfer_failures", "op=match", "reason=forged") == 1
-                assert decode.count("transfer_failures", "op=load") == 0
+                assert decode.count("failures", "op=match", "reason=forged") == 1
+                assert decode.count("failures", "op=load") == 0
 
 
 @pytest.mark.parametrize("old_role", ["kv_producer", "kv_consumer"])
@@ -155,10 +155,10 @@ def test_with_as_many_workers_each_pulls_its_heads_and_otherwise_the_size_is_ref
     with workers("kv_producer", 2) as prefill:
         with workers("kv_consumer", 2) as decode:
             all_handed_off(prefill, decode, prompts)
-            assert decode.count("transfers", "op=load") == 2 * len(prompts)
+            assert decode.count("operations", "op=load") == 2 * len(prompts)
         with workers("kv_consumer", 1) as decode:
             handed_off(prefill, decode, prompts[300])
-            assert decode.count("transfer_failures", "op=match", "reason=refused") == 1
+            assert decode.count("failures", "op=match", "reason=refused") == 1
             assert decode.counter("external_prefix_cache_hits") == 0
             refusal = (
                 "tensor_parallel_size: ours 1, theirs 2; split the heads over the same number of workers"

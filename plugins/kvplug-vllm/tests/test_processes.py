@@ -83,7 +83,7 @@ def test_tokens_are_those_of_an_engine_of_as_many_processes_alone(prefill, decod
     answers = decode.generate(asked, salt=salt)
     assert [answer.tokens for answer in answers] == expected
     assert [answer.num_cached for answer in answers] == [(len(prompt) - 1) // 32 * 32 for prompt in asked]
-    assert decode.count("transfers", "op=load") == len(asked) * len(WORKERS)
+    assert decode.count("operations", "op=load") == len(asked) * len(WORKERS)
 
 
 def test_what_fails_to_load_at_one_worker_is_computed_by_all(
@@ -92,15 +92,15 @@ def test_what_fails_to_load_at_one_worker_is_computed_by_all(
     asked = list(prompts.values())
     salt = f"failed, {decode.peer.pid}"
     prefill.generate(asked, max_tokens=1, salt=salt)
-    loads = decode.count("transfers", "op=load")
+    loads = decode.count("operations", "op=load")
     switch = faulty_worker.folder / "corrupt"
     switch.touch()
     answers = decode.generate(asked, salt=salt)
     switch.unlink()
     assert [answer.tokens for answer in answers] == expected
     assert {answer.finish_reason for answer in answers} == {"length"}
-    assert decode.count("transfer_failures", "op=load") == len(asked), "at the one"
-    assert decode.count("transfers", "op=load") - loads == len(asked), "at the other"
+    assert decode.count("failures", "op=load") == len(asked), "at the one"
+    assert decode.count("operations", "op=load") - loads == len(asked), "at the other"
     assert [answer.tokens for answer in decode.generate(asked, salt=salt)] == expected
 
 

@@ -108,11 +108,11 @@ def test_requests_that_are_preempted(kind, prefill, decode, text, expected):
     asked = [text[at : at + 490 + at] for at in (0, 10, 20, 30)]
     salt = f"preempted, {kind}"
     for engine in (prefill, decode):
-        before, loads = engine.counter("num_preemptions"), engine.count("transfers", "op=load")
+        before, loads = engine.counter("num_preemptions"), engine.count("operations", "op=load")
         answers = engine.generate(asked, max_tokens=64, salt=salt)
         assert [answer.tokens for answer in answers] == expected(asked, 64)
         assert engine.counter("num_preemptions") > before
-    assert engine.count("transfers", "op=load") - loads >= len(asked)
+    assert engine.count("operations", "op=load") - loads >= len(asked)
 
 
 def test_a_prefix_that_the_engine_has_and_a_longer_one_that_its_peer_has(
@@ -122,12 +122,12 @@ def test_a_prefix_that_the_engine_has_and_a_longer_one_that_its_peer_has(
     short, long = text[3:323], text[3:703]
     assert [decode.one(short, salt=salt).tokens] == expected([short])
     prefill.one(long, max_tokens=1, salt=salt)
-    before = decode.count("transfer_tokens", "op=load")
+    before = decode.count("operation_tokens", "op=load")
     answer = decode.one(long, salt=salt)
     assert [answer.tokens] == expected([long])
     assert answer.num_cached == whole(699)
     had = whole(320) if CONSUMERS[kind].get("enable_prefix_caching", True) else 0
-    assert decode.count("transfer_tokens", "op=load") - before == whole(699) - had
+    assert decode.count("operation_tokens", "op=load") - before == whole(699) - had
 
 
 def test_loads_that_fail_beside_requests_that_load_nothing(kind, prefill, decode, text, expected):
@@ -135,13 +135,13 @@ def test_loads_that_fail_beside_requests_that_load_nothing(kind, prefill, decode
     stored = [text[5:705], text[9:309]]
     prefill.generate(stored, max_tokens=1, salt=salt)
     asked = [stored[0], text[11:200], stored[1], text[13:400]]
-    before = decode.count("transfer_failures", "op=load", "reason=corrupt")
+    before = decode.count("failures", "op=load", "reason=corrupt")
     switch(prefill, corrupt=True)
     answers = decode.generate(asked, salt=salt)
     switch(prefill)
     assert {answer.finish_reason for answer in answers} == {"length"}
     assert [answer.tokens for answer in answers] == expected(asked)
-    assert decode.count("transfer_failures", "op=load", "reason=corrupt") - before == len(stored)
+    assert decode.count("failures", "op=load", "reason=corrupt") - before == len(stored)
     assert [answer.tokens for answer in decode.generate(asked, salt=salt)] == expected(asked)
     prefill.one(text[15:415], max_tokens=1, salt=salt)
     assert decode.one(text[15:415], salt=salt).num_cached == whole(399), "it loads again"
@@ -195,8 +195,8 @@ def test_drafted_tokens_are_those_of_an_engine_that_drafts_nothing(start, port, 
             for engine in (prefill, decode):
                 answers = engine.generate(asked, salt=f"spoilt: {is_spoilt}")
                 assert [answer.tokens for answer in answers] == tokens
-            assert decode.count("transfers", "op=load") == len(asked)
-            assert decode.count("transfer_failures", "op=load") == (len(asked) if is_spoilt else 0)
+            assert decode.count("operations", "op=load") == len(asked)
+            assert decode.count("failures", "op=load") == (len(asked) if is_spoilt else 0)
         assert decode.counter("spec_decode_num_accepted_tokens") > 0
 
 
@@ -228,7 +228,7 @@ def reset(engine: Any) -> None:
 
 def test_what_an_engine_stored_itself_is_loaded_and_not_stored_anew(both, text, expected):
     asked = (text[:700], text[100:500])
-    saved = both.count("transfer_tokens", "op=save")
+    saved = both.count("operation_tokens", "op=save")
     for prompt in asked:
         for cached in (0, whole(len(prompt) - 1), whole(len(prompt) - 1)):
             answer = both.one(prompt)
@@ -236,6 +236,6 @@ def test_what_an_engine_stored_itself_is_loaded_and_not_stored_anew(both, text, 
             assert answer.num_cached == cached
             reset(both)
     # What was stored is counted by now: the last of it was waited for and loaded.
-    assert both.count("transfer_tokens", "op=save") - saved == sum(
+    assert both.count("operation_tokens", "op=save") - saved == sum(
         whole(len(prompt) + 15) for prompt in asked
     )
