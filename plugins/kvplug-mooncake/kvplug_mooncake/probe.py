@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import sys
-from pathlib import Path
 from typing import Final
 
 from kvplug.transport import Probe
@@ -20,8 +18,6 @@ LIBRARIES: Final = {
     "libcurl.so.4": "libcurl4",
 }
 """System libraries that Mooncake's wheel needs, and their Debian packages."""
-
-_LINKER_CACHE: Final = Path("/etc/ld.so.cache")
 
 
 def probe() -> Probe:
@@ -43,10 +39,6 @@ def probe() -> Probe:
 
 
 def _is_there(library: str) -> bool:
-    """Whether the dynamic linker can find a library. Its cache is read first: to load libcurl takes 6 ms."""
-    with contextlib.suppress(OSError):
-        if f"/{library}\0".encode() in _LINKER_CACHE.read_bytes():
-            return True
     try:
         ctypes.CDLL(library)
     except OSError:
