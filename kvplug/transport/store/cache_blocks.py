@@ -219,6 +219,9 @@ def gather_rows(sources: Sequence[tuple[PageBlocks, range]], rows: Tensor, pitch
         sources: some pages of several sequences with the same views, which :func:`fits_rows` allows.
         rows: all bytes of a storage with at least as many rows.
         pitch: the bytes from one row to the next.
+
+    Raises:
+        LayoutError: the views do not fit the format. Some copies may be queued.
     """
     import torch
 
@@ -227,11 +230,18 @@ def gather_rows(sources: Sequence[tuple[PageBlocks, range]], rows: Tensor, pitch
     ids_of = _ids_by_layer(sources)
     for layer in range(form.num_layers):
         ids, stacked = ids_of(layer), views.stacked[layer]
-        each = [stacked] if stacked is not None else [as_bits(view)[None] for view in views[layer]]
-        for blocks, (begin, _) in zip(each, form.spans, strict=False):
+        if stacked is None:
+            each, spans = [as_bits(view)[None] for view in views[layer]], form.spans
+        else:
+            each, spans = [stacked], ((0, form.layer_nbytes),)
+        for blocks, (begin, nbytes) in zip(each, spans, strict=True):
             num_parts, _, *shape = blocks.shape
             strides = [math.prod(shape[axis:]) for axis in range(len(shape) + 1)]
             itemsize = blocks.element_size()
+            if num_parts * per_page * strides[0] * itemsize != nbytes:
+                raise LayoutError(
+                    f"views of shape {[*blocks.shape]} in layer {layer} do not fit {form.parts}"
+                )
             into = rows.view(blocks.dtype).as_strided(
                 (num_parts, num_pages, per_page, *shape),
                 (per_page * strides[0], pitch // itemsize, *strides),

@@ -301,6 +301,17 @@ def test_pages_are_staged_where_the_device_lacks_memory_to_order_them(opened: An
     assert staged(store, paged, batch(6, FORM, seal=store.seal)) == 6
 
 
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_pages_in_views_that_do_not_fit_their_format_are_not_kept(opened: Any, num_heads: int) -> None:
+    store, paged = opened(), Paged()
+    shape = *paged.on_host.shape[:4], num_heads, paged.on_host.shape[5]
+    paged.views = BlockViews([[*layer] for layer in torch.rand(shape).half().to("simulated")])
+    pages = batch(4, FORM, seal=store.seal)
+    job = store.submit_put(paged.request(pages, range(4)))
+    assert job.wait(waits.patience_s) == [PutReason.OTHER] * 4
+    assert store.submit_lookup(pages.keys).wait(waits.patience_s) == [Presence.ABSENT] * 4
+
+
 def test_pages_that_the_store_has_evict_nothing(opened: Any) -> None:
     store, paged = opened(is_pinned=False), Paged()
     pages = batch(6, FORM, seal=store.seal)
@@ -399,8 +410,13 @@ def test_pages_whose_copies_failed_are_not_kept_and_their_slots_are_free_again(
 def test_slots_whose_last_copy_has_no_known_end_are_never_used_again(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("the device failed")
+    record, marks = simulated.Event.record, list[simulated.Event]()
+
+    def fail(event: simulated.Event, stream: simulated.Stream | None = None) -> None:
+        marks.append(event)
+        if len(marks) > 1:  # the first one is before the copies
+            raise RuntimeError("the device failed")
+        record(event, stream)
 
     store, paged = opened(), Paged()
     pages, others = batch(6, FORM, seal=store.seal), batch(6, FORM, seal=store.seal)
@@ -415,6 +431,8 @@ def test_slots_whose_last_copy_has_no_known_end_are_never_used_again(
     stream.synchronize()
     assert kept(store, others) == b"".join(others.contents)
     assert store.submit_lookup(pages.keys).wait(waits.patience_s) == [Presence.ABSENT] * 6
+    assert len(marks) > 1
+    registered.clear()  # what may be written stays pinned until the process ends
 
 
 def test_an_interrupt_while_copies_are_queued_ends_the_put_and_its_slots_are_free_again(
