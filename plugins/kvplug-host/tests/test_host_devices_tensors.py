@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ from kvplug_host.store import HostStore
 from kvplug_testing import peers, simulated, waits
 from kvplug_testing.contract.store.pages import Batch, batch, kv_format
 from kvplug_testing.memory.store import MemoryStore
+from kvplug_testing.simulated import registered as registered_memory
 from kvplug_testing.simulated.registered import registered
 
 pytestmark = pytest.mark.timeout(60)
@@ -299,6 +301,28 @@ def test_pages_are_staged_where_the_device_lacks_memory_to_order_them(opened: An
     assert job.wait(waits.patience_s) == [None] * 6
     assert kept(store, pages) == paged.bytes_of(range(6))
     assert staged(store, paged, batch(6, FORM, seal=store.seal)) == 6
+
+
+def test_gets_are_served_while_memory_is_pinned(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver takes long for each of four segments, and the store has two threads."""
+    register, go = registered_memory.cudaHostRegister, threading.Event()
+
+    def register_late(*given: int) -> int:
+        go.wait(waits.patience_s)
+        return register(*given)
+
+    monkeypatch.setattr(registered_memory, "cudaHostRegister", register_late)
+    store = opened(is_pinned=False, segment_bytes=1 << 14, size=1 << 16)
+    pages, more = batch(4, FORM, seal=store.seal), batch(48, FORM, seal=store.seal)
+    assert store.submit_put(pages.filled()).wait(waits.patience_s) == [None] * 4
+    try:
+        assert store._reserve(Paged().request(more, range(48)), range(48)) is None  # noqa: SLF001
+        job = store.submit_get(request := pages.empty())
+        assert job.wait(waits.patience_s / 2) == [None] * 4
+        assert bytes(request.memory.rows().buffer) == b"".join(pages.contents)
+    finally:
+        go.set()
+    pin(store, 48)
 
 
 @pytest.mark.parametrize("num_heads", [1, 4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvplug.transport import JobEngine
@@ -16,61 +15,60 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class PinnedSegments:
+class PinnedSegments(JobEngine.Steps):
     """Pins segments in the store's threads, each when its memory is first wanted for a device.
 
-    It takes long, like the first use of as much memory; what is wanted meanwhile is staged.
+    It takes long, like the first use of as much memory; what is wanted meanwhile is staged. Segments are
+    pinned one at a time, in turns with the store's jobs.
     """
 
     def __init__(self, segments: Segments, jobs: JobEngine) -> None:
         self._segments = segments
         self._jobs = jobs
         self._lock = threading.Lock()
-        self._pinned: dict[tuple[str, int], bool] = {}
-        """Whether each segment that was wanted for a kind of device is pinned by now."""
+        self._pinned: set[tuple[str, int]] = set()
+        """The kinds of devices and the segments that are pinned for them."""
+        self._wanted: dict[tuple[str, int], torch.device] = {}
+        """Those that are to be pinned."""
         self._refusing: set[str] = set()
         """Kinds of devices for which memory cannot be pinned."""
+        self._is_pinning = False
 
     def has(self, number: int, device: torch.device) -> bool:
         """Whether the device may copy into the segment. If not, it may be so later. Does not wait."""
-        wanted = device.type, number
         with self._lock:
-            is_new = wanted not in self._pinned and device.type not in self._refusing
-            is_pinned = self._pinned.setdefault(wanted, False)
-        if is_new and not self._jobs.add(_Call(lambda: self._pin(number, device))):
-            with self._lock:
-                del self._pinned[wanted]
-        return is_pinned
+            if (device.type, number) in self._pinned:
+                return True
+            is_new = (device.type, number) not in self._wanted and device.type not in self._refusing
+            if is_new:
+                self._wanted[device.type, number] = device
+        if is_new:
+            self._jobs.add(self)
+        return False
 
-    def _pin(self, number: int, device: torch.device) -> None:
-        if device.type in self._refusing:
-            return
+    def next_step(self) -> int | None:
+        if not self.has_steps():
+            return None
+        self._is_pinning = True
+        return 0
+
+    def has_steps(self) -> bool:
+        return bool(self._wanted) and not self._is_pinning
+
+    def run(self, step: int) -> None:
+        with self._lock:
+            (kind, number), device = next(iter(self._wanted.items()))
         try:
             self._segments.pin(number, device)
         except Exception as e:
+            _log.warning("pages on %s are staged, since the store's memory is not pinned: %s", device, e)
             with self._lock:
-                is_first = device.type not in self._refusing
-                self._refusing.add(device.type)
-            if is_first:
-                _log.warning("pages on %s are staged, since the store's memory is not pinned: %s", device, e)
-            return
-        with self._lock:
-            self._pinned[device.type, number] = True
-
-
-class _Call(JobEngine.Steps):
-    """A single step, which calls a function."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-
-    def next_step(self) -> int | None:
-        return 0 if self.has_steps() else None
-
-    def has_steps(self) -> bool:
-        return self._call is not None
-
-    def run(self, step: int) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
+                self._refusing.add(kind)
+                self._wanted = {each: of for each, of in self._wanted.items() if each[0] != kind}
+        else:
+            with self._lock:
+                self._pinned.add((kind, number))
+                del self._wanted[kind, number]
+        self._is_pinning = False
+        if self._wanted:
+            self._jobs.add(self)
