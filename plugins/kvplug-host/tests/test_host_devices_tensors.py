@@ -40,6 +40,7 @@ from kvplug.transport import (
 )
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.staging import MAX_BYTES
+from kvplug_host.arena.pinned import PinnedSegments
 from kvplug_host.options import HostOptions
 from kvplug_host.store import HostStore
 from kvplug_testing import peers, simulated, waits
@@ -498,6 +499,21 @@ def test_an_interrupt_before_a_put_has_begun_gives_its_slots_back(
     gc.collect()
     assert not store.usage().used_bytes
     assert store.submit_put(paged.request(pages, range(6))).wait(waits.patience_s) == [None] * 6
+
+
+def test_an_interrupt_while_slots_are_chosen_leaves_none_taken(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    store, paged = opened(), Paged()
+    pages = batch(6, FORM, seal=store.seal)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PinnedSegments, "has", interrupt)
+        store.submit_put(paged.request(pages, range(6)))
+    gc.collect()
+    assert not store.usage().used_bytes
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])

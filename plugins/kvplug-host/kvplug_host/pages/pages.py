@@ -387,14 +387,16 @@ class Pages:
             num_held += sum(key in index.pages for key in part)
         if num_held or self.is_closed:
             return None
-        slots: dict[bool, list[Slot]] = {True: [], False: []}
-        for slot in sorted(self._take(form.nbytes + header_bytes, len(keys)), key=lambda slot: slot.offset):
-            slots[self._pinned.has(slot.offset // nbytes, device)].append(slot)
-        self.give_back(slots[False])
-        return self._buffers(form, view, slots[True]) if slots[True] else None
+        slots = self._take(form.nbytes + header_bytes, len(keys))
+        found = self._buffers(form, view, slots)  # which frees them after an interrupt, too
+        pinned = [at for at, slot in enumerate(slots) if self._pinned.has(slot.offset // nbytes, device)]
+        if 0 < len(pinned) < len(slots):
+            return self._buffers(form, view, [slot for at in pinned if (slot := found.take(at, 0))])
+        return found if pinned else None
 
     def _take(self, nbytes: int, count: int) -> list[Slot]:
-        """Return slots of ``nbytes`` bytes, at most ``count``, and less if there is no room."""
+        """Return at most ``count`` slots of ``nbytes`` bytes, in the order of their places; fewer if there is
+        no room."""
         slots: list[Slot] = []
         has_room = True
         try:
@@ -407,6 +409,7 @@ class Pages:
                             break
                         slots.append(found)
                 self.lock.give_way()
+            slots.sort(key=lambda slot: slot.offset)
         except BaseException:
             self.give_back(slots)
             raise

@@ -22,12 +22,12 @@ class SlotBuffers(ReservedPages):
     ) -> None:
         """``abandon``: called with the slots that are left when the caller drops this object, in any thread
         and at any moment."""
+        self._slots: list[Slot | None] = [*slots]
+        weakref.finalize(self, abandon, self._slots).atexit = False  # before an interrupt can lose them
         super().__init__(form, PageRows(buffer, [slot.offset for slot in slots], form.nbytes))
         self.pitch = slots[0].chunk.size.slot_bytes if slots else 0
         self.piece_bytes = segment_bytes
-        self._slots: list[Slot | None] = [*slots]
         self.is_put = False
-        weakref.finalize(self, abandon, self._slots).atexit = False
 
     def take(self, index: int, nbytes: int) -> Slot | None:
         """With the store's lock: the slot of a page, which is the store's from now on.
