@@ -38,7 +38,7 @@ from kvplug.transport import (
     PutReason,
     Store,
 )
-from kvplug.transport.store.staging import transfers
+from kvplug.transport.store.staging import staging, transfers
 from kvplug.transport.store.staging.staging import MAX_BYTES
 from kvplug_host.arena.pinned import PinnedSegments
 from kvplug_host.options import HostOptions
@@ -337,6 +337,18 @@ def test_pages_in_views_that_do_not_fit_their_format_are_not_kept(opened: Any, n
     assert store.submit_lookup(pages.keys).wait(waits.patience_s) == [Presence.ABSENT] * 4
 
 
+def test_declared_pages_of_a_put_that_the_device_refuses_are_not_awaited(opened: Any) -> None:
+    store, paged = opened(), Paged()
+    pages = batch(4, FORM, seal=store.seal)
+    store.declare(pages.series, pages.keys)
+    with simulated.stalled():
+        paged.views[0][0].neg_()  # the put has to wait for it
+        with simulated.failing(0):
+            job = store.submit_put(paged.request(pages, range(4)))
+        assert job.wait(waits.patience_s) == [PutReason.OTHER] * 4
+    assert store.submit_lookup(pages.keys).wait(waits.patience_s) == [Presence.ABSENT] * 4
+
+
 def test_pages_that_the_store_has_evict_nothing(opened: Any) -> None:
     store, paged = opened(is_pinned=False), Paged()
     pages = batch(6, FORM, seal=store.seal)
@@ -514,6 +526,46 @@ def test_an_interrupt_while_slots_are_chosen_leaves_none_taken(
         store.submit_put(paged.request(pages, range(6)))
     gc.collect()
     assert not store.usage().used_bytes
+
+
+@pytest.mark.parametrize("method", ["copies_queued", "has_steps"])
+def test_an_interrupt_after_copies_were_queued_frees_no_slot_that_the_device_writes(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    store, paged = opened(), Paged()
+    pages, others = batch(6, FORM, seal=store.seal), batch(6, FORM, seal=store.seal)
+    with simulated.stalled():
+        with pytest.raises(KeyboardInterrupt):
+            monkeypatch.setattr(transfers.Put, method, interrupt)
+            store.submit_put(paged.request(pages, range(6)))
+        taken = store.usage().used_bytes
+        assert store.submit_put(others.filled()).wait(waits.patience_s) == [None] * 6
+    simulated.streams.synchronize()
+    assert kept(store, others) == b"".join(others.contents)
+    if method == "has_steps":  # the end of the copies is known
+        waits.until(lambda: store.usage().used_bytes == taken, what="that the slots are free")
+    registered.clear()  # what may be written stays pinned until the process ends
+
+
+def test_a_put_whose_caller_was_interrupted_keeps_nothing_that_is_written_into_its_blocks_later(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    store, paged = opened(), Paged()
+    pages, others = batch(6, FORM, seal=store.seal), batch(6, FORM, seal=store.seal)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(staging, "stage_together", interrupt)
+        store.submit_put(paged.request(pages, range(6)))  # it returns no job to wait for
+    for view in (view for layer in paged.views for view in layer):
+        view.neg_()
+    assert store.submit_put(paged.request(others, range(6, 12))).wait(waits.patience_s) == [None] * 6
+    assert store.submit_lookup(pages.keys).wait(waits.patience_s) == [Presence.ABSENT] * 6
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])

@@ -117,13 +117,20 @@ class Staging:
         except ClosedError:
             raise
         except Exception as e:  # an error of the device
+            if kind is Put:
+                self._store.withdraw(pages.keys)
             _log.warning("cannot copy pages of a cache on %s: %s", pages.memory.device, e)
             return ended(job, reasons.NO_MEMORY if NamedExhaustion.of(e) else reasons.OTHER)
-        engine.begin(task)
-        if kind is Get:
-            self._add(engine, task)
-        elif not getattr(self._held, "puts", False):
-            self.note_free_memory()
+        try:
+            engine.begin(task)
+            if kind is Get:
+                self._add(engine, task)
+            elif not getattr(self._held, "puts", False):
+                self.note_free_memory()
+        except BaseException:  # the caller has no job to wait for, and may use the blocks again
+            task.end(MissReason.CANCELLED)
+            engine.add(task)  # its steps give memory back
+            raise
         return job
 
     @contextlib.contextmanager

@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 _ROWS_BYTES: Final = 64 << 20
 """Bytes of the pages that are gathered at once for memory of a store: as many as fit, and at least one."""
 
-_written: Final[set[ReservedPages]] = set()
-"""Memory of stores that devices may still write. What is in here is neither reused nor unmapped."""
+_written: Final[set[ReservedPages | StagedPages]] = set()
+"""Host memory that devices may still write. What is in here is neither reused nor unmapped."""
 
 
 @attrs.define(eq=False)
@@ -386,9 +386,8 @@ class Put(Transfer):
         source."""
         if self._num_read == self._num_staged:
             self._reading.enter_context(self.copying())
-        if isinstance(staged, ReservedPages):  # the piece is there already
-            _written.add(staged)
-        else:
+        _written.add(staged)
+        if not isinstance(staged, ReservedPages):  # else the piece is there already
             rest = self._cut(range(pages.stop, self.job.count))
             self.pieces[self._num_staged :] = [_Piece(pages, staged), *rest]
             self._num_steps = len(self.pieces)
@@ -417,7 +416,7 @@ class Put(Transfer):
         if copied is not None:
             self.lane.make_caller_wait_for(copied)
         for piece in dropped:
-            super()._give_back(piece)
+            self._give_back(piece)
         if given_up:
             self._store.withdraw(self._request.keys[given_up.start : given_up.stop])
         if is_finished:
@@ -448,8 +447,9 @@ class Put(Transfer):
             self._give_back(piece)
 
     def _give_back(self, piece: _Piece) -> None:
-        if piece.is_read:  # else the device has failed, and may still write there
+        if piece.staged is not None and piece.is_read:
             _written.discard(piece.staged)
+        if piece.staged not in _written:  # else the device has failed, or an interrupt came
             super()._give_back(piece)
 
     def _note_read(self) -> None:
@@ -489,8 +489,8 @@ class Put(Transfer):
             for piece in self.pieces:
                 if piece.job is None:
                     self._store.withdraw(self._request.keys[piece.pages.start : piece.pages.stop])
-        for piece in self.pieces[self._num_staged :]:  # whose copies are never queued
-            super()._give_back(piece)
+        for piece in self.pieces[self._num_staged :]:  # which have no steps
+            self._give_back(piece)
         super().ended()
 
 
