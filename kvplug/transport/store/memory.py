@@ -216,7 +216,7 @@ class ReservedPages(PageBuffers):
 
     pitch: int
     """The bytes from one row to the next where rows are adjacent, a multiple of 16. The store owns the bytes
-    between them, and lets them be overwritten with zeros, so that one copy writes many rows."""
+    between them, and allows zeros to be written there, so that one copy writes many rows."""
     piece_bytes: int
     """No copy may reach over a multiple of this in the buffer: the driver knows such pieces one by one."""
 

@@ -276,8 +276,8 @@ class Store(abc.ABC):
         """:meth:`submit_put`."""
 
     def _reserve(self, pages: PageRequest, which: range) -> ReservedPages | None:
-        """Return pinned memory of the store for some of these pages, which are on a device, or for the first
-        ones of them. ``None``: staging copies them through memory of its own.
+        """Return pinned memory of the store for the pages ``which``, which are on a device, or for only the
+        first of them. ``None``: staging copies them through memory of its own.
 
         The device fills the memory, then :meth:`_put` gets it. If it is not put, :meth:`free` gets it, or it
         is dropped, once no device writes it any more.

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class PinnedSegments(JobEngine.Steps):
     """Pins segments in the store's threads, each when its memory is first wanted for a device.
 
-    It takes long, like the first use of as much memory; what is wanted meanwhile is staged. Segments are
+    It takes long, like the first use of as much memory; pages that need it meanwhile are staged. Segments are
     pinned one at a time, in turns with the store's jobs.
     """
 
