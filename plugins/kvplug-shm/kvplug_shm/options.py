@@ -34,7 +34,8 @@ class ShmPipeOptions(_ShmOptions):
         unit="slots",
         at_least=1,
         help="Slots in each of a pipe's two rings, one per direction. More let the sender run further ahead"
-        " of the receiver. The accepting end's value is used.",
+        " of the receiver. Beside busy processes the ring grows to up to eight times as many. The accepting"
+        " end's value is used.",
     )
     slot_bytes: int = option(
         default=256 * 1024,

@@ -83,16 +83,18 @@ static void check(const unsigned char *memory, const struct shape *shape, int nu
 
 /* Until the reader has moved: a sleep, or a spin. */
 static void wait_for_room(struct end *end, int sleeps) {
-    kvplug_poll_room(end, LINE, sleeps ? 0 : 100000, sleeps ? 1000000000 : 0);
+    kvplug_poll_room(end, kvplug_gap(end) + LINE, sleeps ? 0 : 100000, sleeps ? 1000000000 : 0);
 }
 
 static void *write_all(void *given) {
     const struct round *round = given;
-    struct end end = {round->words, round->bytes, round->places, 0, 1};
+    struct end end = {round->words, round->bytes, round->places, 0, 1, .window = round->places};
+    struct draw windows = {round->seed};
     struct draw from = {round->seed};
     char prefix[LINE];
     for (int number = 0; number < round->messages; number++) {
         struct shape shape = next_shape(&from, round->largest);
+        end.window = end.least_window = (draw(&windows) % (round->places / LINE - 1) + 2) * LINE;
         unsigned char *source = memory_of(&shape);
         struct span span = {.flat = source};
         fill(source, &shape);
@@ -126,7 +128,7 @@ static void wait_for_units(struct end *end, int64_t count, int sleeps) {
 
 static void *read_all(void *given) {
     const struct round *round = given;
-    struct end end = {round->words, round->bytes, round->places, 0, 0};
+    struct end end = {.words = round->words, .bytes = round->bytes, .places = round->places};
     struct draw from = {round->seed};
     unsigned char line[LINE];
     for (int number = 0; number < round->messages; number++) {
@@ -178,11 +180,11 @@ int main(int argc, char **argv) {
         round.places = large ? 1 << 21 : (draw(&from) % 64 + 4) * LINE;
         round.largest = large ? STREAM_FROM_MOST + 1000 : (int64_t)round.places * 3;
         round.messages = large ? LARGE_MESSAGES : MESSAGES;
-        round.words = aligned_alloc(LINE, 5 * LINE);
+        round.words = aligned_alloc(LINE, (JUMP + 1) * LINE);
         round.bytes = aligned_alloc(LINE, round.places);
         if (!round.words || !round.bytes)
             abort();
-        memset(round.words, 0, 5 * LINE);
+        memset(round.words, 0, (JUMP + 1) * LINE);
         pthread_t writer, reader;
         if (pthread_create(&writer, NULL, write_all, &round) || pthread_create(&reader, NULL, read_all, &round))
             abort();

@@ -54,11 +54,16 @@ static void wake(unsigned char *words, int64_t word) {
     answered(WAKE, word, 0);
 }
 
+/* Units are counted singly. */
+#define LINE 1
 #include RING_C
 
 #define STOPPED INT64_MIN
 
-enum step { PUBLISH, RELEASE, END_WRITING, END_READING, EVICT, EVICT_WRITER, EVICTED, ROOM, AVAILABLE, POLL_ROOM, POLL_UNITS };
+enum step {
+    PUBLISH, RELEASE, END_WRITING, END_READING, EVICT, EVICT_WRITER, EVICTED, ROOM, AVAILABLE, POLL_ROOM, POLL_UNITS,
+    PUBLISH_BEHIND, ARRIVED_NEXT
+};
 
 int64_t explored(int step, struct end *end, int64_t count, int64_t nap_ns, const uint64_t *given, int64_t num_given) {
     answers = given;
@@ -76,6 +81,8 @@ int64_t explored(int step, struct end *end, int64_t count, int64_t nap_ns, const
     case EVICTED: return kvplug_evicted(end);
     case ROOM: return kvplug_room(end);
     case AVAILABLE: return kvplug_available(end);
+    case PUBLISH_BEHIND: publish_behind(end, gap_of(end), count); return 0;
+    case ARRIVED_NEXT: return arrived_next(end);
     /* Without the look after a sleep, which is that of the next call. */
     case POLL_ROOM: return sleep_for_room(end, count, 0, nap_ns);
     default: return sleep_for_units(end, count, 0, nap_ns);

@@ -46,12 +46,15 @@ def build(folder: Path, *changes: Change, flags: Sequence[str] = ()) -> Path:
 
 
 @functools.cache
-def explored(*, has_fence: bool = True) -> ctypes.CDLL:
-    """The steps of ring.c for the explorer (ring_explored.c), with or without an announcement's fence."""
+def explored(*changes: Change, has_fence: bool = True) -> ctypes.CDLL:
+    """The steps of ring.c for the explorer (ring_explored.c), with these changes, and with or without an
+    announcement's fence.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "explored.so")
+        made, ring = Path(folder, "explored.so"), Path(folder, "ring.c")
+        ring.write_text(changed(*changes), encoding="utf-8")
         defined = [
-            f'-DRING_C="{SOURCE}"',
+            f'-DRING_C="{ring}"',
             '-DRING_MEMORY="/dev/null"',
             *([] if has_fence else ["-DNO_FENCE"]),
         ]

@@ -33,7 +33,7 @@ class _Stopped(BaseException):
 
 STEPS = (
     *("publish", "release", "end_writing", "end_reading", "evict", "evict_writer", "evicted", "room"),
-    *("available", "poll_room", "poll_units"),
+    *("available", "poll_room", "poll_units", "publish_behind", "arrived_next"),
 )
 """In the order of ring_explored.c."""
 _OPS = (LOAD, STORE, FENCE, WAIT, WAKE)

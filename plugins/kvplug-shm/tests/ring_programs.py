@@ -28,6 +28,7 @@ class Case(NamedTuple):
     writer_suspected: bool = False
     writer_vanishes: bool = False  # it does not say that it is over
     watchers: int = 1  # of each end that is watched
+    jumps: bool = False  # the writer streams, and jumps to the first place whenever it likes
 
     def __str__(self) -> str:
         said = self._asdict().items()
@@ -51,6 +52,9 @@ CASES = [
     Case(sizes=ONE * 3, places=1, reader_suspected=True),
     Case(sizes=ONE * 2, places=2, writer_suspected=True),
     Case(sizes=ONE, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
+    Case(sizes=ONE * 5, places=3, jumps=True),
+    Case(sizes=ONE * 2, places=2, jumps=True, reader_dies=True),
+    Case(sizes=ONE * 3, places=2, jumps=True, writer_dies=True),
 ]
 """Those that find most, and fast, first."""
 
@@ -61,17 +65,22 @@ class Programs:
     def __init__(self, case: Case, protocol: ModuleType, ends: ModuleType) -> None:
         self.case = case
         self._protocol, self._ends = protocol, ends
-        self._first_place = protocol.num_words(case.readers)
+        self._first_place = protocol.num_words(case.readers) + case.jumps
         self._first_own = self._first_place + case.places
         self.num_words = self._first_own + case.readers
 
     def all(self) -> list[Program]:
         case = self.case
         killable = (case.writer_dies or case.writer_suspected) and not case.writer_vanishes
-        found = [Program("writer", self._stream if case.streams else self._write, killable=killable)]
+        write: Turn = self._stream if case.streams else self._write
+        start = (0, 0, 0) if case.jumps else 0
+        if case.jumps:
+            write = self._write_with_jumps
+        found = [Program("writer", write, start, killable)]
         for reader in range(case.readers):
             killable = reader == 0 and (case.reader_dies or case.reader_suspected)
-            found.append(Program(f"reader {reader}", self._reader(reader), killable=killable))
+            read: Turn = self._read_with_jumps if case.jumps else self._reader(reader)
+            found.append(Program(f"reader {reader}", read, start, killable))
         if case.reader_dies or case.reader_suspected:
             found += [Program("writer's watcher", self._evict_reader)] * case.watchers
         if case.writer_dies or case.writer_suspected:
@@ -126,6 +135,46 @@ class Programs:
     def _write_units(self, memory: Any, first: int, size: int) -> None:
         for number in range(first, first + size):
             memory.words[self._first_place + number % self.case.places] = number + 1
+
+    def _write_with_jumps(self, at: tuple[int, int, int], memory: Any) -> tuple[int, int, int] | None:
+        """``at``: units sent with those left out and without, and the count at the last jump."""
+        sent, number, jump = at
+        end = self._writing_end(memory, sent)
+        if number == self.case.total:
+            end.end()
+            return None
+        end.state.jump = jump
+        left_out = -sent % self.case.places if memory.choose() else 0
+        if left_out:
+            end.state.window = 1
+        if _honest(end.room) <= left_out:
+            end.poll(left_out + 1, nap_s=None)
+            return at
+        memory.words[self._first_place + (sent + left_out) % self.case.places] = number + 1
+        memory.steps.publish_behind(end.pointer, 1)
+        assert end.sent == sent + left_out + 1
+        return end.sent, number + 1, end.state.jump
+
+    def _read_with_jumps(self, at: tuple[int, ...], memory: Any) -> tuple[int, int] | None:
+        """``at``: units released with those left out, and units read."""
+        released, number, *_ = at
+        end = self._reading_end(memory, 0, released)
+        if end.writer_over():
+            self._all_read(0, number)
+            end.end()
+            return None
+        if not end.poll(nap_s=None):
+            return at
+        size = memory.steps.arrived_next(end.pointer)
+        if size < 1:
+            raise LawError(f"{size} units have arrived at once")
+        units = self._take(memory, end, size)
+        if units is None:
+            end.end()
+            return None
+        if units != list(range(number + 1, number + size + 1)):
+            raise LawError(f"the reader got {units} after {number}")
+        return end.read, number + size
 
     def _reader(self, reader: int) -> Turn:
         case = self.case

@@ -19,8 +19,8 @@ from ring_processes import Steps
 from ring_programs import CASES, ONE, Case, LawError, Programs
 
 
-def explore(programs: Programs, *, has_fence: bool = True, **how: Any) -> int:
-    steps = Steps(ring_library.explored(has_fence=has_fence))
+def explore(programs: Programs, *changes: ring_library.Change, has_fence: bool = True, **how: Any) -> int:
+    steps = Steps(ring_library.explored(*changes, has_fence=has_fence))
     return Explorer(programs.num_words, programs.all(), steps, **how).explore(programs.check)
 
 
@@ -34,7 +34,7 @@ def marked(marks: Any, *cases: Case) -> list[Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        *marked((), *CASES[:7], *CASES[8:10]),
+        *marked((), *CASES[:7], *CASES[8:10], *CASES[11:]),
         *marked(
             pytest.mark.full,
             CASES[7],
@@ -99,6 +99,23 @@ class ReleasedEarly(Programs):
 def test_an_end_that_is_used_in_the_wrong_order_is_found() -> None:
     with pytest.raises(LawError):
         explore(ReleasedEarly(Case(sizes=ONE * 2, places=1), protocol, ends))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (
+            "    kvplug_publish(end, gap + count);",
+            "    kvplug_publish(end, gap);\n    kvplug_publish(end, count);",
+        ),
+        ("        store_word(end->words, JUMP, end->jump);", "        kvplug_publish(end, 0);"),
+        ("} else if (before > *skip) {", "} else if (0) {"),
+    ],
+    ids=["the jump alone", "not stored", "not seen ahead"],
+)
+def test_a_jump_that_is_published_or_taken_in_another_way_is_found(change: ring_library.Change) -> None:
+    with pytest.raises(LawError):
+        explore(Programs(Case(sizes=ONE * 5, places=3, jumps=True), protocol, ends), change)
 
 
 def test_without_its_fence_an_announcement_can_leave_an_end_asleep() -> None:

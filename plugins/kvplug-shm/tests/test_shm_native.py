@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import runpy
@@ -32,7 +33,7 @@ from kvplug_testing.waits import Call
 has_compiler = pytest.mark.skipif(ring_library.compiler() is None, reason="there is no compiler")
 RING = 1024
 MIB = 1 << 20
-SIZES = RingSizes(RING, at_once=500, smallest=2 * LINE, largest=4 * LINE)
+SIZES = RingSizes(RING, RING, at_once=500, smallest=2 * LINE, largest=4 * LINE)
 
 
 def segment(nbytes: int = SIZES.segment_nbytes) -> Segment:
@@ -98,7 +99,7 @@ class Ring:
     """Both ends of one ring, in memory of its own."""
 
     def __init__(self, sizes: RingSizes = SIZES) -> None:
-        self.memory = segment()
+        self.memory = segment(sizes.segment_nbytes)
         self.out, self.into = Outgoing(self.memory, 0, sizes), Incoming(self.memory, 0, sizes)
 
     def put(self, data: torch.Tensor, limit: int) -> bool:
@@ -142,13 +143,81 @@ def test_what_there_is_room_for_is_put_and_taken_whole_and_in_order(
 def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nbytes: int, limit: int) -> None:
     left = []
     for at_once in (100, RING):
-        ring = Ring(RingSizes(RING, at_once=at_once, smallest=LINE, largest=2 * LINE))
+        ring = Ring(RingSizes(RING, RING, at_once=at_once, smallest=LINE, largest=2 * LINE))
         ring.out.end.publish(shift * LINE)
         ring.into.end.release(max(0, shift - 3) * LINE)
         data = torch.arange(nbytes).to(torch.uint8)
         done = ring.put(data, limit)
         left.append((done, ring.out.end.sent, bytes(ring.memory.view)))
     assert left[0] == left[1]
+
+
+# -- the window ----------------------------------------------------------------------------------------
+
+WINDOW = RingSizes(8 * RING, RING, at_once=500, smallest=2 * LINE, largest=4 * LINE)
+
+
+def last_written(ring: Ring) -> int:
+    return max((at for at, byte in enumerate(ring.out.bytes) if byte), default=0)
+
+
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3 * RING), st.integers(LINE, 4 * RING)), max_size=15))
+def test_a_window_confines_what_is_written_and_all_of_it_arrives(
+    messages: list[tuple[int, int]],
+) -> None:
+    ring = Ring(WINDOW)
+    for number, (nbytes, window) in enumerate(messages):
+        ring.out.end.state.window = max(2, window // LINE) * LINE  # as when it grew, or shrank
+        data = (torch.arange(nbytes) * 7 + number).to(torch.uint8)
+        prefix, sent, got = b"p" * LINE, 0, 0
+        if ring.put(data, 10 * RING):
+            prefix, sent = b"", nbytes
+        target, unreleased = torch.zeros_like(data), LINE
+        while got < nbytes:
+            before = ring.out.end.sent
+            sent += ring.out.push(prefix, Span.flat(data.data_ptr()), sent, nbytes, patient=False)
+            prefix = prefix if ring.out.end.sent == before else b""
+            for unread in (0, LINE, nbytes):
+                enough = ring.out.end.poll(ring.out.room_with(unread))
+                assert enough == (ring.out.unread() <= unread)
+            if unreleased and not got:
+                assert ring.into.next_line() == (ring.into.next_line()[0], b"p" * LINE)
+            if step := ring.into.pull(Span.flat(target.data_ptr()), got, nbytes, unreleased, patient=False):
+                unreleased, got = 0, got + step
+        assert torch.equal(data, target)
+        assert ring.out.unread() == 0
+    assert last_written(ring) < 4 * RING + 500 + LINE
+
+
+@pytest.mark.parametrize("copying", [True, False])
+def test_a_window_grows_to_the_whole_ring_while_a_reader_that_copies_does_not_run(copying: bool) -> None:
+    ring = Ring(WINDOW)
+    out = Outgoing(ring.memory, 0, WINDOW, 0.001)
+    hint = ctypes.c_uint32.from_address(out.words.address + Words.size(protocol.tail(0)) + 8)
+    hint.value = copying
+    data = torch.ones(2 * MIB, dtype=torch.uint8)
+    span, sent = Span.flat(data.data_ptr()), 0
+    for _ in range(8):  # each call ends after some milliseconds, and each wait doubles the window
+        sent += out.push(b"", span, sent, len(data), patient=True)
+    assert sent == out.unread() == (WINDOW.nbytes if copying else WINDOW.window)
+    assert last_written(ring) == sent - 1
+    del hint
+
+
+@pytest.mark.parametrize("jump", [LINE, LINE + 1, 3 * LINE])
+def test_a_jump_that_cannot_be_is_an_error_and_nothing_is_read(jump: int) -> None:
+    ring = Ring(WINDOW)
+    ring.out.end.publish(5 * LINE)
+    ring.out.words.store(protocol.num_words(1), jump)
+    target = torch.zeros(4 * LINE, dtype=torch.uint8)
+    for call in (
+        ring.into.next_line,
+        lambda: ring.into.pull(Span.flat(target.data_ptr()), 0, len(target), LINE, patient=True),
+    ):
+        with pytest.raises(WireError, match="jump"):
+            call()
+    assert not target.any() and ring.into.end.read == 0
 
 
 # -- words that cannot be true -------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
 @settings(max_examples=3 * settings.default.max_examples // 5, deadline=None)
 @given(
     changes=st.lists(
-        st.tuples(st.integers(0, 4), st.integers(0, 2**64 - 1) | st.integers(0, 20_000)), max_size=6
+        st.tuples(st.integers(0, 5), st.integers(0, 2**64 - 1) | st.integers(0, 20_000)), max_size=6
     ),
     nbytes=st.sampled_from([0, 100, 3000, 100_000]),
 )

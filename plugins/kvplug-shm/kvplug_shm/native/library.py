@@ -35,6 +35,8 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "evicted": (_INT, _POINTER),
     "room": (_I64, _POINTER),
     "available": (_I64, _POINTER),
+    "gap": (_I64, _POINTER),
+    "unread": (_I64, _POINTER),
     "blocked_on": (_I64, _POINTER, _I64, _POINTER),
     "poll_room": (_INT, _POINTER, _I64, _I64, _I64),
     "poll_units": (_INT, _POINTER, _I64, _I64, _I64),
@@ -62,6 +64,10 @@ class EndStruct(ctypes.Structure):
         ("places", _U64),
         ("count", _U64),
         ("readers", _I64),
+        ("window", _U64),
+        ("least_window", _U64),
+        ("jump", _U64),
+        ("calm_laps", _U64),
     )
 
 

@@ -23,9 +23,12 @@
 #error "the kernel compares the first half of a word, which must be the low one"
 #endif
 
+#ifndef LINE
 #define LINE 64
+#endif
 #define HEAD 0
 #define WRITER_ASLEEP 1
+#define JUMP 5 /* of a ring with one reader */
 #define OVER 1
 #define FUTEX_WAIT 0
 #define FUTEX_WAKE 1
@@ -42,19 +45,28 @@
 #define STREAM_FROM_MOST (32 << 20)
 #define STREAM_UNALIGNED 2048
 
-/* A reader of so many bytes or more does not share a processor with the writer: see `leave_processor`. */
+/* A reader of so many bytes or more does not share a processor with the writer: see `leave_processor`. And only in
+ * a message with so many bytes to go does the writer spin for long enough to judge the reader: see `widen`. */
 #define APART_FROM (1 << 20)
+
+/* After so many laps in which the writer did not wait for long, it uses half as many places again. */
+#define CALM_LAPS 64
 
 typedef _Atomic uint64_t word_t;
 typedef _Atomic uint32_t hint_t;
 
-/* One end of a ring. `count` is the number of units sent or read; the other members never change. */
+/* One end of a ring. `count` is the number of units sent or read; the members before it and `readers` never change. */
 struct end {
     unsigned char *words;
     unsigned char *bytes;
     uint64_t places;
     uint64_t count;
     int64_t readers;   /* of the writing end: the number of readers; of a reading end: its index */
+    /* Of the writing end of a pipe. Behind the first `window` places it jumps to the ring's first one. */
+    uint64_t window;
+    uint64_t least_window; /* to which it shrinks again */
+    uint64_t jump;         /* the count at its last jump, or 0 */
+    uint64_t calm_laps;    /* since it waited for long */
 };
 
 #define MAX_AXES 4
@@ -279,6 +291,90 @@ static int64_t available_to(const struct end *end) {
     return (int64_t)units;
 }
 
+/* The units of a jump at `count`: all up to the ring's end. */
+static uint64_t jump_at(const struct end *end, uint64_t count) {
+    uint64_t at = count % end->places;
+    return at ? end->places - at : 0;
+}
+
+/* The units that the writer leaves out before the next ones. */
+static uint64_t gap_of(const struct end *end) {
+    return end->count % end->places < end->window ? 0 : jump_at(end, end->count);
+}
+
+/* Units that the writer can publish with this room, without the ones it leaves out. */
+static int64_t usable_of(const struct end *end, int64_t room) {
+    int64_t at = end->count % end->places, window = end->window;
+    int64_t before = at < window ? window - at : 0, behind = room - ((int64_t)end->places - at);
+    behind = behind < window ? behind : window;
+    return (before < room ? before : room) + (behind > 0 ? behind : 0);
+}
+
+/* Units that the reader has not released, without the ones that were left out. */
+static int64_t unread_of(const struct end *end, int64_t room) {
+    uint64_t unread = end->places - (uint64_t)room, jumped = end->count - end->jump;
+    return (int64_t)(unread < jumped ? unread : unread - jump_at(end, end->jump));
+}
+
+/* Publish units. Those before them that were left out count as published, too. */
+static void publish_behind(struct end *end, uint64_t gap, uint64_t count) {
+    if (end->count % end->places + gap + count >= end->places && ++end->calm_laps >= CALM_LAPS) {
+        end->calm_laps = 0;
+        uint64_t half = end->window / 2 & -(uint64_t)LINE;
+        end->window = half > end->least_window ? half : end->least_window;
+    }
+    if (gap) {
+        end->jump = end->count;
+        store_word(end->words, JUMP, end->jump);
+    }
+    kvplug_publish(end, gap + count);
+}
+
+/* Whether the reader copies a large message now, or would if it had a processor. It lies beside a word that the reader
+ * stores, and is no part of the protocol: a wrong value costs memory, or time. */
+static hint_t *is_copying(const struct end *end, int64_t reader) {
+    return (hint_t *)(end->words + tail(reader) * LINE + sizeof(word_t));
+}
+
+/* Use more places, after waiting for the reader of a ring. Returns whether this makes room at once.
+ *
+ * A reader in the middle of a copy that makes no room is waiting for a processor. One that is not copying may have
+ * nothing to receive for yet, and more memory would not help it. */
+static int widen(struct end *end) {
+    end->calm_laps = 0;
+    if (!atomic_load_explicit(is_copying(end, 0), memory_order_relaxed))
+        return 0;
+    uint64_t gap = gap_of(end);
+    end->window = 2 * end->window < end->places ? 2 * end->window : end->places;
+    return gap_of(end) < gap;
+}
+
+/* Units that have arrived in places one after the other, behind `*skip` of them, which grows by those left out. */
+static int64_t arrived(const struct end *end, uint64_t *skip) {
+    int64_t units = available_to(end);
+    uint64_t before = load(end, JUMP) - end->count;
+    if (units > 0 && before < (uint64_t)units && before >= *skip) {
+        uint64_t gap = jump_at(end, end->count + before);
+        if ((before - *skip) % LINE || (uint64_t)units - before < gap + LINE) {
+            if (!load(end, evicted(end->readers)))
+                return IMPLAUSIBLE;
+        } else if (before > *skip) {
+            return (int64_t)(before - *skip);
+        } else {
+            *skip += gap;
+        }
+    }
+    return units < 0 || (uint64_t)units > *skip ? units - (int64_t)*skip : 0;
+}
+
+/* Units that have arrived in places one after the other. Passes over those left out before them. */
+static int64_t arrived_next(struct end *end) {
+    uint64_t skip = 0;
+    int64_t units = arrived(end, &skip);
+    end->count += skip;
+    return units;
+}
+
 /* Whether a reader has ended, or was evicted: nothing is written for it any more. */
 static int no_reader_left(const struct end *end) {
     for (int64_t reader = 0; reader < end->readers; reader++)
@@ -315,6 +411,14 @@ static int look_again(struct patience *patience, int64_t spin_ns) {
 int64_t kvplug_room(const struct end *end) { return room_of(end); }
 
 int64_t kvplug_available(const struct end *end) { return available_to(end); }
+
+int64_t kvplug_gap(const struct end *end) { return (int64_t)gap_of(end); }
+
+/* The bytes of a pipe's ring that its reader has not released. */
+int64_t kvplug_unread(const struct end *end) {
+    int64_t room = room_of(end);
+    return room < 0 ? IMPLAUSIBLE : unread_of(end, room);
+}
 
 static int have_arrived(const struct end *end, uint64_t seen, int64_t count) {
     return (int64_t)((seen >> 1) - end->count) >= count;
@@ -603,29 +707,32 @@ static void scatter_stream(const struct end *end, uint64_t at, const struct span
 /* Whether there is room for a whole message now, with `limit` units unread at most. */
 static int fits(const struct end *end, const struct message *message, int64_t limit) {
     int64_t room = room_of(end);
-    if (room < message->prefix_bytes + (int64_t)lines(message->nbytes))
-        return room < 0 ? IMPLAUSIBLE : 0;
-    uint64_t unread = end->places - (uint64_t)room;
-    return unread ? unread + (uint64_t)message->cost <= (uint64_t)limit : !no_reader_left(end);
+    if (room < 0)
+        return IMPLAUSIBLE;
+    if (usable_of(end, room) < message->prefix_bytes + (int64_t)lines(message->nbytes))
+        return 0;
+    int64_t unread = unread_of(end, room);
+    return unread ? unread + message->cost <= limit : !no_reader_left(end);
 }
 
 /* Publish a whole message, if it fits. Returns whether it did. */
 int kvplug_put(struct end *end, const struct message *message, const void *source, int64_t limit) {
     int there = fits(end, message, limit);
     if (there == 1) {
-        uint64_t at = end->count % end->places;
+        uint64_t gap = gap_of(end), at = (end->count + gap) % end->places;
         write_at(end, at, message->prefix, message->prefix_bytes);
         write_at(end, (at + message->prefix_bytes) % end->places, source, message->nbytes);
-        kvplug_publish(end, message->prefix_bytes + lines(message->nbytes));
+        publish_behind(end, gap, message->prefix_bytes + lines(message->nbytes));
     }
     return there;
 }
 
-/* How many units have arrived, after spinning for `spin_ns` for a line, and a copy of that line. */
-int64_t kvplug_peek(const struct end *end, void *line, int64_t spin_ns) {
+/* How many units have arrived in places one after the other, after spinning for `spin_ns` for a line, and a copy of
+ * that line. */
+int64_t kvplug_peek(struct end *end, void *line, int64_t spin_ns) {
     if (spin_ns > 0)
         spin_for_units(end, LINE, spin_ns);
-    int64_t here = available_to(end);
+    int64_t here = arrived_next(end);
     if (here >= LINE)
         read_at(end, end->count % end->places, line, LINE);
     return here;
@@ -650,9 +757,14 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
         if (nbytes - done >= APART_FROM)
             note_processor(end);
         int64_t least = prefix_bytes ? prefix_bytes : LINE, room = room_of(end) & -(int64_t)LINE;
-        if (room < least) {
+        int64_t gap = gap_of(end);
+        if (room < gap + least) {
+            if (room < 0 || spin_ns <= 0)
+                break;
+            if (!spin_for_room(end, gap + least, spin_ns) && (nbytes - done < APART_FROM || !widen(end)))
+                break;
             /* A reader that shows room and withdraws it must not hold this call. */
-            if (room < 0 || spin_ns <= 0 || !spin_for_room(end, least, spin_ns) || now_ns() >= stop_ns)
+            if (now_ns() >= stop_ns)
                 break;
             continue;
         }
@@ -662,14 +774,17 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
         step = step < largest ? step : largest;
         step = step > smallest ? step : smallest;
         step = step < left ? step : left;
+        uint64_t at = (end->count + gap) % end->places;
+        room -= gap;
+        room = room < (int64_t)(end->window - at) ? room : (int64_t)(end->window - at);
+        room = room > prefix_bytes ? room : prefix_bytes;
         step = step < room - prefix_bytes ? step : room - prefix_bytes;
-        uint64_t at = end->count % end->places;
         if (prefix_bytes)
             write_at(end, at, prefix, prefix_bytes);
         gather(end, (at + prefix_bytes) % end->places, span, done, step);
         if (no_reader_left(end))
             break; /* the reader was evicted meanwhile: the transfer fails */
-        kvplug_publish(end, prefix_bytes + lines(step));
+        publish_behind(end, gap, prefix_bytes + lines(step));
         prefix_bytes = 0;
         done += step;
         if (now_ns() >= stop_ns)
@@ -695,18 +810,19 @@ int kvplug_put_in_pieces(struct end *end, const struct message *message, const v
 /* Take as much of a message, from byte `done` of `nbytes` on, as arrives, and at least `enough` bytes of it.
  *
  * `unreleased` units before it were read already and are released with the first step. Returns the number of bytes:
- * fewer if it had to wait for longer than `spin_ns`, after `most_ns`, and when the writer has ended. */
-int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes, int64_t enough,
+ * fewer if it had to wait for longer than `spin_ns`, after `most_ns`, and when the writer has ended; IMPLAUSIBLE before
+ * the first of them. */
+static int64_t pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes, int64_t enough,
                     int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
     int64_t begun = done, stop_ns = now_ns() + most_ns;
     int moved = 0, streams = nbytes >= (span->flat ? stream_from() : stream_from() / 2);
     while (done < enough) {
-        int64_t left = nbytes - done, step = available_to(end);
+        uint64_t skip = unreleased;
+        int64_t left = nbytes - done, step = arrived(end, &skip);
         if (step < 0)
-            break;
+            return done > begun ? done - begun : IMPLAUSIBLE;
         if (!moved && left >= APART_FROM)
             moved = leave_processor(end);
-        step -= unreleased;
         step = step < largest ? step : largest;
         step = step < left ? step : left;
         if (step < left)
@@ -717,12 +833,20 @@ int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int6
                 break;
             continue;
         }
-        (streams ? scatter_stream : scatter)(end, (end->count + unreleased) % end->places, span, done, step);
-        kvplug_release(end, unreleased + lines(step));
+        (streams ? scatter_stream : scatter)(end, (end->count + skip) % end->places, span, done, step);
+        kvplug_release(end, skip + lines(step));
         unreleased = 0;
         done += step;
         if (now_ns() >= stop_ns)
             break;
     }
     return done - begun;
+}
+
+int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes, int64_t enough,
+                    int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
+    atomic_store_explicit(is_copying(end, end->readers), 1, memory_order_relaxed);
+    int64_t taken = pull(end, span, done, nbytes, enough, unreleased, largest, spin_ns, most_ns);
+    atomic_store_explicit(is_copying(end, end->readers), 0, memory_order_relaxed);
+    return taken;
 }

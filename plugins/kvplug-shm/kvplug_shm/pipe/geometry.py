@@ -16,7 +16,10 @@ SMALLEST_COST: Final = 2 * LINE
 """The cost of an empty unread message, so that the number of messages is bounded too."""
 LARGEST_BYTES: Final = protocol.MAX_PLACES // LINE * LINE
 PAGE: Final = 4096
-NUM_WORDS: Final = protocol.num_words(1)
+NUM_WORDS: Final = protocol.num_words(1) + 1
+"""With the word ``jump``."""
+GROWTH: Final = 8
+"""How many times its usual size a ring may have."""
 
 
 def lines(nbytes: int) -> int:
@@ -34,6 +37,9 @@ class RingSizes:
     """
 
     nbytes: int
+    window: int
+    """Bytes from the ring's beginning that the sender uses while the receiver keeps pace. It uses up to
+    ``nbytes`` if the receiver is not always running."""
     at_once: int
     """Bytes of the largest message that is copied as a whole, with the interpreter's lock."""
     smallest: int
@@ -41,11 +47,12 @@ class RingSizes:
 
     @classmethod
     def of(cls, slots: int, slot_bytes: int) -> RingSizes:
-        nbytes = slots * slot_bytes
-        largest = max(LINE, min(slot_bytes, nbytes // 4) & -LINE)
+        window = slots * slot_bytes
+        nbytes = min(GROWTH * window, LARGEST_BYTES)
+        largest = max(LINE, min(slot_bytes, window // 4) & -LINE)
         smallest = max(LINE, largest // 4 & -LINE)
         at_once = min(smallest, RELEASE_GIL_BYTES)
-        return cls(nbytes, at_once, min(smallest, 64 * 1024), min(largest, 256 * 1024))
+        return cls(nbytes, window, at_once, min(smallest, 64 * 1024), min(largest, 256 * 1024))
 
     @property
     def segment_nbytes(self) -> int:

@@ -46,7 +46,6 @@ class _Window(SendWindow):
     ) -> None:
         super().__init__(limit=limit, peer=peer, lifecycle=lifecycle)
         self._ring: Outgoing | None = ring
-        self._ring_bytes = ring.nbytes
         self._wake_writer = wake_writer
         self.wanted = 0
         """Room in the ring for which a caller waits, with an empty queue; the writer sleeps for it."""
@@ -54,11 +53,11 @@ class _Window(SendWindow):
     @property
     def held(self) -> int:
         ring = self._ring
-        return self.in_flight + (0 if ring is None else ring.nbytes - ring.end.room())
+        return self.in_flight + (0 if ring is None else ring.unread())
 
-    def room_for(self, cost: int) -> int:
+    def room_for(self, cost: int, ring: Outgoing) -> int:
         """Bytes of the ring that must be free before a message is admitted to an empty queue."""
-        return self._ring_bytes - max(0, self.limit - cost)
+        return ring.room_with(max(0, self.limit - cost))
 
     def end(self) -> None:
         super().end()
@@ -66,8 +65,8 @@ class _Window(SendWindow):
 
     def _wait(self, cost: int, deadline: Deadline) -> bool:
         try:
-            if not self.in_flight:
-                self.wanted = self.room_for(cost)
+            if not self.in_flight and self._ring is not None:
+                self.wanted = self.room_for(cost, self._ring)
                 self._wake_writer()
             return self.room.wait(deadline.remaining())
         finally:
@@ -142,7 +141,7 @@ class Outbox:
             raise self._lifecycle.error()
         try:
             if not window.in_flight:
-                ring.end.poll(window.room_for(cost), ring.spin_s)
+                ring.end.poll(window.room_for(cost, ring), ring.spin_s)
             with self._lock:
                 window.wait_for_room(message.header.nbytes, deadline)
                 message.progress = Progress.ADMITTED
@@ -168,7 +167,9 @@ class Outbox:
                     if self._push(ring, message, patient=not deadline.expired):
                         if message.complete:
                             return
-                    elif deadline.expired or not ring.end.poll(message.least_room, ring.spin_s):
+                    elif deadline.expired or not ring.end.poll(
+                        ring.room_for(message.least_room), ring.spin_s
+                    ):
                         return
         except _NotTakenError:
             self._not_taken()
@@ -221,7 +222,7 @@ class Outbox:
         room = end.room() & -LINE
         if room == ring.nbytes and end.over(0):
             raise _NotTakenError
-        if room < message.least_room:
+        if room < ring.room_for(message.least_room):
             return False
         if message.progress is Progress.ADMITTED:
             message.progress = Progress.TOUCHED
@@ -275,7 +276,7 @@ class Outbox:
                 if message.complete:
                     self._sent(message)
                 elif not pushed:
-                    self._sleep(ring, message.least_room)
+                    self._sleep(ring, ring.room_for(message.least_room))
                 del message  # the memory that was sent is not held until there is more to send
         except _NotTakenError:
             self._not_taken()

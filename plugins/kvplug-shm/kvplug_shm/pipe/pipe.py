@@ -45,7 +45,7 @@ class HeldMemory:
     """Bytes of memory that a pipe uses."""
 
     shared: int
-    """The two rings; 0 once both have ended."""
+    """The two rings at their usual size; 0 once both have ended."""
     queued: int
     """Sent tensors that are not in the ring yet, in the sender's own memory."""
     idle: int
@@ -103,7 +103,7 @@ class ShmPipe(DuplexPipe):
         """The memory that it uses now."""
         rings = (self._outbox.ring, self._inbox.ring)
         return HeldMemory(
-            shared=sum(ring.sizes.nbytes for ring in rings if ring is not None),
+            shared=sum(ring.sizes.window for ring in rings if ring is not None),
             queued=self._outbox.queued_bytes,
             idle=self._pool.idle_bytes,
             lent=self._pool.lent_bytes,

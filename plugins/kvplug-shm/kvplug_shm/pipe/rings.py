@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-from kvplug.transport import Segment
+from kvplug.transport import Segment, WireError
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native.library import LONGEST_NS, in_ns
@@ -54,9 +54,30 @@ class Outgoing(_Ring):
         super().__init__(segment, ring, sizes, spin_s)
         self.end = end = WritingEnd(self.words, 1, sizes.nbytes)
         end.state.bytes = self._address
+        end.state.window = end.state.least_window = sizes.window
         self._end = end.pointer
-        self._at_once, self._half = sizes.at_once, sizes.nbytes // 2
+        self._at_once, self._half = sizes.at_once, sizes.window // 2
         self._put, self._put_in_pieces = self._steps.put, self._steps.put_in_pieces
+
+    def room_for(self, count: int) -> int:
+        """The room at which the next ``count`` bytes can be written: what is left out before them needs room,
+        too.
+        """
+        return int(self._steps.gap(self._end)) + count
+
+    def room_with(self, unread: int) -> int:
+        """The room while so many bytes are unread: what was left out among them takes room, too."""
+        state = self.end.state
+        gap = -state.jump % self.nbytes
+        return self.nbytes - unread - (gap if unread >= state.count - state.jump - gap else 0)
+
+    def unread(self) -> int:
+        """How many bytes the reader has not released. Raises WireError if its word is impossible."""
+        self.words.check()
+        unread = int(self._steps.unread(self._end))
+        if unread < 0:
+            self.end.room()  # says why
+        return unread
 
     def put(self, header: Header, address: int, limit: int) -> bool:
         """Publish a whole message, if it is not large and there is room, with ``limit`` bytes unread at most.
@@ -113,7 +134,7 @@ class Incoming(_Ring):
         self._peek, self._take = self._steps.peek, self._steps.take
 
     def next_line(self, spin_s: float = 0.0) -> tuple[int, bytes]:
-        """The number of bytes that have arrived, and a copy of their first line, if it is whole.
+        """How many bytes have arrived, up to a jump, and a copy of their first line, if it is whole.
 
         If it is not, spin for ``spin_s`` seconds at most. A copy, since the peer could change the ring
         between two reads. Raises WireError if the writer's word is impossible.
@@ -122,7 +143,7 @@ class Incoming(_Ring):
         if 0 <= here < LINE and spin_s:
             here = self._steps.long_peek(self._end, self._line_at, min(in_ns(spin_s), LONGEST_NS))
         if here < 0:
-            self.end.available()  # says why
+            raise self._invalid()
         return here, self._line.raw if here >= LINE else b""
 
     def peek(self, nbytes: int) -> bytes:
@@ -160,6 +181,14 @@ class Incoming(_Ring):
         taken: int = pull(
             self._end, span.pointer, done, nbytes, enough, unreleased, largest, spin_ns, LONGEST_NS
         )
-        if taken == 0:
-            self.end.available()  # says why, if the writer's word is the cause
+        if taken < 0:
+            raise self._invalid()
         return taken
+
+    def _invalid(self) -> WireError:
+        """The error for words of the writer that are impossible."""
+        try:
+            self.end.available()
+        except WireError as e:
+            return e
+        return WireError("the writer states a jump where there is none")

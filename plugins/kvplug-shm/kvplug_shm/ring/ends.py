@@ -57,6 +57,7 @@ class WritingEnd(RingEnd):
     def __init__(self, words: Words, num_readers: int, places: int, *, sent: int = 0) -> None:
         """Raises ValueError for an invalid number of places."""
         super().__init__(words, num_readers, places, sent)
+        self.state.window = places
         self._poll = self._steps.poll_room
 
     @property

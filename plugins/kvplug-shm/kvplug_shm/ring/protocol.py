@@ -6,7 +6,11 @@ from 0, and unit ``number`` lies in place ``number % places``. The words, and wh
 - ``head``, the writer: how many units were published;
 - ``tail``, one for each reader, which stores it: how many units it has released;
 - ``asleep``, one for each end, which stores it: it sleeps in the kernel, or is about to;
-- ``evicted``, one for each reader, stored by the writer: the reader's places may be overwritten.
+- ``evicted``, one for each reader, stored by the writer: the reader's places may be overwritten;
+- ``jump``, of a pipe's rings only, the writer: its count when it last left out all places up to the end of
+  the ring. They are published together with the next unit, and released with it, as if they were units. The
+  writer stores ``jump`` before the head behind it, and has room for the next jump only after the reader has
+  released this one.
 
 Head and tails are stored doubled. Bit 0 means that the end has ended: it stores nothing more, and the other
 end does not wait for it. The bit is in the word that the other end waits for, because a change of that word
