@@ -205,6 +205,18 @@ def test_a_window_grows_to_the_whole_ring_while_a_reader_that_copies_does_not_ru
     del hint
 
 
+def test_a_window_shrinks_again_while_the_reader_keeps_pace() -> None:
+    ring, data = Ring(WINDOW), torch.zeros(RING // 4, dtype=torch.uint8)
+    state = ring.out.end.state
+    state.window, windows = WINDOW.nbytes, [WINDOW.nbytes]
+    for _ in range(64 * 100):
+        assert ring.put(data, RING)
+        assert ring.take(len(data)) is not None
+        if state.window != windows[-1]:
+            windows.append(state.window)
+    assert windows == [8 * RING, 4 * RING, 2 * RING, RING]
+
+
 @pytest.mark.parametrize("jump", [LINE, LINE + 1, 3 * LINE])
 def test_a_jump_that_cannot_be_is_an_error_and_nothing_is_read(jump: int) -> None:
     ring = Ring(WINDOW)
