@@ -140,18 +140,19 @@ def test_a_page_gets_the_room_of_more_pages_than_one_scan_proposes(
     assert used_in(tmp_path) == store.usage().used_bytes == 10 * PAGE
 
 
-def test_a_writer_evicts_while_the_folder_is_searched_for_more_pages_to_evict(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_writer_evicts_while_the_folder_is_searched_and_its_page_counts_once(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, all_pages = opened(size=10 * PAGE), PageFolder.all_pages
     for number in range(11):
         assert write(store, number)
-    has_begun, may_end = threading.Event(), threading.Event()
+    has_begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(folder: PageFolder) -> Any:
         has_begun.set()
         assert may_end.wait(20)
-        return all_pages(folder)
+        yield from all_pages(folder)
+        has_ended.set()
 
     monkeypatch.setattr(PageFolder, "all_pages", slowly)
     try:
@@ -161,6 +162,9 @@ def test_a_writer_evicts_while_the_folder_is_searched_for_more_pages_to_evict(
         assert Call(lambda: write(store, "meanwhile")).result(10)
     finally:
         may_end.set()
+    assert has_ended.wait(20)
+    time.sleep(0.2)  # for what the thread would do after it
+    assert used_in(tmp_path) == 10 * PAGE, "pages were evicted for the sake of a page that was counted twice"
 
 
 def test_a_smaller_size_is_kept_to_when_the_folder_is_opened_again(opened: Any, tmp_path: Path) -> None:

@@ -147,8 +147,10 @@ class Sweeper:
                 return
             wait_s = self._rescan_s
             try:
-                if is_wanted or self._is_due():
+                if self._is_due():
                     self.scan_now()
+                elif is_wanted:
+                    self._search("")  # the ledger is right: pages that are added meanwhile would count twice
             except OSError as e:
                 _log.debug("the folder %s cannot be searched: %s", self._folder.root, e)
             finally:
@@ -184,18 +186,24 @@ class Sweeper:
         """
         with self._ledger.change() as totals:
             before = attrs.evolve(totals)
+        if (found := self._search(without)) is not None:
+            self._ledger.correct(before, found.used_bytes, found.num_pages)
+
+    def _search(self, without: str) -> _ScanResult | None:
+        """Find all pages, make the least recently used ones candidates, and clean up. Returns ``None`` if the
+        sweeper is closed meanwhile."""
         found = _ScanResult()
         self._scan_temporary(found, without)
         for _, entry in self._folder.all_pages():
             if self._closed.is_set():
-                return
+                return None
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 found.add(_Candidate(status.st_mtime_ns, status.st_size, entry.path))
-        self._ledger.correct(before, found.used_bytes, found.num_pages)
         candidates = deque(found.oldest())
         self._few = len(candidates) // 4
         self._candidates = candidates
+        return found
 
     def _scan_temporary(self, found: _ScanResult, without: str) -> None:
         """Remove temporary files of dead writers, and count those of live ones."""
