@@ -294,5 +294,5 @@ def test_an_engine_whose_workers_cannot_all_be_followed_is_followed_later_withou
 
     closed.set()
     until(lambda: num_threads() == 2, what="the end of the thread of the first attempt")
-    engines.close()
+    engines.close()  # also links that have not sent their first message
     assert num_threads() == 0

@@ -103,6 +103,8 @@ class Replica:
         self._index = PageIndex()
         self.link: PeerLink | None = None
         """The event channel's link while it is connected."""
+        self._dialled: PeerLink | None = None
+        """The latest link, which may not have sent its first message yet."""
         self._is_current = False
         self._has_gap = False
         """Events are missing, and the replica reconnects to get a snapshot."""
@@ -266,7 +268,7 @@ class Replica:
         """Stop following, and promise nothing. Does not wait for the thread."""
         self._closed.set()
         with self._lock:
-            link = self.link
+            link = self._dialled
             self._changed.notify_all()
         if link is not None:
             link.close()
@@ -297,6 +299,10 @@ class Replica:
                 refusals = refusals + 1 if isinstance(e, HandshakeError) else 0
                 self._closed.wait(min(_REFUSED_S, _RETRY_S * 2 ** min(refusals, 6)))
                 continue
+            with self._lock:
+                self._dialled = link
+            if self._closed.is_set():  # perhaps before end() could close this link
+                link.close()
             logged, refusals, began = "", 0, time.monotonic()
             try:
                 self._follow(link)
