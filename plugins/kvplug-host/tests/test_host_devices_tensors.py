@@ -497,8 +497,9 @@ def test_an_interrupt_while_copies_are_queued_ends_the_put_and_its_slots_are_fre
     assert store.submit_put(paged.request(pages, range(6))).wait(waits.patience_s) == [None] * 6
 
 
+@pytest.mark.parametrize(("owner", "name"), [(JobEngine, "begin"), (PinnedSegments, "has")])
 def test_an_interrupt_before_a_put_has_begun_gives_its_slots_back(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Any, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -506,26 +507,11 @@ def test_an_interrupt_before_a_put_has_begun_gives_its_slots_back(
     store, paged = opened(), Paged()
     pages = batch(6, FORM, seal=store.seal)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(JobEngine, "begin", interrupt)
+        patch.setattr(owner, name, interrupt)
         store.submit_put(paged.request(pages, range(6)))
     gc.collect()
     assert not store.usage().used_bytes
     assert store.submit_put(paged.request(pages, range(6))).wait(waits.patience_s) == [None] * 6
-
-
-def test_an_interrupt_while_slots_are_chosen_leaves_none_taken(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    store, paged = opened(), Paged()
-    pages = batch(6, FORM, seal=store.seal)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PinnedSegments, "has", interrupt)
-        store.submit_put(paged.request(pages, range(6)))
-    gc.collect()
-    assert not store.usage().used_bytes
 
 
 @pytest.mark.parametrize("method", ["copies_queued", "has_steps"])
