@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import uuid
@@ -180,41 +181,36 @@ def build_connector(
     )
     spans = spans or SpanLog()
     stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats, state=state, spans=spans))
-    peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
-    members = members_of(resolved, parallelism=parallelism, model=model, stats=stats)
-    tracing = Tracing(spans, config.tracing, labels) if config.tracing else None
-    watch_point = None if config.doctor == "off" else WatchPoint(state.plain, spans)
-    reporter = Reporter(stats, tuple(sinks), labels, owned=resolved.sinks())
-
-    def close() -> None:
-        if members is not None:
-            members.close()
-        peers.close()
-        reporter.close()
-        if watch_point is not None:
-            watch_point.close()
-        if tracing is not None:
-            tracing.close()
-
-    context = ConnectorContext(
-        config=config,
-        options=resolved.options_of(spec),
-        side=which,
-        model=model,
-        cache=cache,
-        parallelism=parallelism,
-        loads_in_background=loads_in_background,
-        peers=peers,
-        members=members,
-        stats=stats,
-        spans=spans,
-        checksums=checksums_of(config),
-        open_store=stores.open,
-        store_client=stores.client,
-        open_lookup=functools.partial(resolved.build, Kind.LOOKUP_BUFFER),
-        close=close,
-    )
+    opened = contextlib.ExitStack()
     try:
+        if config.tracing:
+            opened.callback(Tracing(spans, config.tracing, labels).close)
+        if config.doctor != "off":
+            opened.callback(WatchPoint(state.plain, spans).close)
+        opened.callback(Reporter(stats, tuple(sinks), labels, owned=resolved.sinks()).close)
+        peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
+        opened.callback(peers.close)
+        members = members_of(resolved, parallelism=parallelism, model=model, stats=stats)
+        if members is not None:
+            opened.callback(members.close)
+        context = ConnectorContext(
+            config=config,
+            options=resolved.options_of(spec),
+            side=which,
+            model=model,
+            cache=cache,
+            parallelism=parallelism,
+            loads_in_background=loads_in_background,
+            peers=peers,
+            members=members,
+            stats=stats,
+            spans=spans,
+            checksums=checksums_of(config),
+            open_store=stores.open,
+            store_client=stores.client,
+            open_lookup=functools.partial(resolved.build, Kind.LOOKUP_BUFFER),
+            close=opened.close,
+        )
         if which is Side.SCHEDULER:
             connector: SchedulerConnector | WorkerConnector = made(spec, context)
             assert isinstance(connector, SchedulerConnector)
@@ -222,7 +218,7 @@ def build_connector(
         else:
             connector = made(spec, context, factory=spec.load_worker_factory(), wanted=WorkerConnector)
     except BaseException:
-        close()
+        opened.close()
         raise
     state.set_connector(connector)
     return connector

@@ -17,6 +17,8 @@ import contextlib
 import itertools
 import logging
 import os
+import re
+import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -79,6 +81,7 @@ class WatchPoint:
         self._acceptor: Acceptor[None] | None = None
         try:
             path = runtime_folder(make=True) / f"{os.getpid()}-{next(_numbers)}"
+            _remove_dead()
             self._acceptor = Acceptor(
                 [Listener.open(f"unix:{path}", Credentials(), _PURPOSE)],
                 self._answer,
@@ -87,7 +90,7 @@ class WatchPoint:
                 max_served=_MAX_WATCHERS,
             )
         except (KvplugError, OSError) as e:
-            _log.info("`kvplug explain --request` will not find this process: %s", e)
+            _log.info("`kvplug top` will not find this process: %s", e)
 
     def _answer(self, connection: Connection) -> None:
         with contextlib.closing(Channel(connection)) as channel, contextlib.suppress(PeerGoneError):
@@ -117,12 +120,25 @@ def watched_sockets() -> list[Path]:
     Raises:
         TransportError: as :func:`runtime_folder`.
     """
-    return sorted(runtime_folder().glob("*-*"))
+    return sorted(path for path in runtime_folder().glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))
 
 
 def pid_of(path: Path) -> int:
     """Return the process that listens at this socket."""
     return int(path.name.partition("-")[0])
+
+
+def _remove_dead() -> None:
+    """Remove the sockets of killed processes. A process in another pid namespace may still listen."""
+    for path in watched_sockets():
+        if not os.path.exists(f"/proc/{pid_of(path)}"):
+            with socket.socket(socket.AF_UNIX) as sock:
+                try:
+                    sock.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink(missing_ok=True)
+                except OSError:
+                    continue
 
 
 @attrs.frozen

@@ -94,9 +94,15 @@ class Tracing:
             one.end(span.start_ns + span.duration_ns)
 
 
-def exporter_names() -> list[str]:
-    """Return the names of the installed exporters."""
-    return sorted({found.name for found in importlib.metadata.entry_points(group=_GROUP)})
+def exporter_fault(name: str) -> str:
+    """Return why an exporter cannot be used, or nothing if an installed package offers it."""
+    known = sorted({found.name for found in importlib.metadata.entry_points(group=_GROUP)})
+    if name in known:
+        return ""
+    return (
+        f"tracing: no installed package offers the exporter {name!r}; installed: {', '.join(known) or 'none'}."
+        " pip install 'kvplug[otel]' installs otlp_proto_http"
+    )
 
 
 def _provider_of(exporter: str | SpanExporter, labels: Mapping[str, str]) -> tuple[Any, Any]:
@@ -137,8 +143,4 @@ def _exporter_named(name: str) -> SpanExporter:
             return found.load()()
         except Exception as e:
             raise ConfigError(f"tracing: the exporter {name!r} cannot be made: {e}") from e
-    known = ", ".join(exporter_names()) or "none"
-    raise ConfigError(
-        f"tracing: no installed package offers the exporter {name!r}; installed: {known}."
-        " pip install 'kvplug[otel]' installs otlp_proto_http"
-    )
+    raise ConfigError(exporter_fault(name))

@@ -256,6 +256,7 @@ def built(registry: Registry, side: str = "worker", **more: Any) -> Any:
         ({"role": None}, ConfigError, r"role.*producer.*consumer.*both"),
         ({"connector": "lokup"}, UnknownConnectorError, "no connector named 'lokup'; did you mean 'lookup'"),
         ({"transport": "cpu"}, UnknownTransportError, "queues"),
+        ({"tracing": "zipkin"}, ConfigError, "no installed package offers the exporter 'zipkin'"),
         ({"sinks": ["lgo"]}, ConfigError, "no sink named 'lgo'; did you mean 'log'"),
     ],
 )

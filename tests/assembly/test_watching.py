@@ -61,6 +61,15 @@ def test_a_process_answers_until_it_is_killed_and_leaves_nothing_behind(tmp_path
     assert not [*folder.iterdir()]
 
 
+def test_the_socket_of_a_killed_process_goes_when_the_next_one_starts(tmp_path: Path, folder: Path) -> None:
+    with start(watch_point, str(tmp_path)) as peer:
+        peer.recv()
+        peer.kill()
+    assert len([*folder.iterdir()]) == 1
+    with contextlib.closing(WatchPoint(dict, SpanLog())):
+        assert [int(path.name.partition("-")[0]) for path in folder.iterdir()] == [os.getpid()]
+
+
 def test_a_closed_point_leaves_no_socket(folder: Path) -> None:
     point = WatchPoint(dict, SpanLog())
     assert len([*folder.iterdir()]) == 1
