@@ -100,8 +100,8 @@ def exporter_fault(name: str) -> str:
     if name in known:
         return ""
     return (
-        f"tracing: no installed package offers the exporter {name!r}; installed: {', '.join(known) or 'none'}."
-        " pip install 'kvplug[otel]' installs otlp_proto_http"
+        f"tracing: no installed package offers the exporter {name!r}; installed:"
+        f" {', '.join(known) or 'none'}. pip install 'kvplug[otel]' installs otlp_proto_http"
     )
 
 
