@@ -310,8 +310,9 @@ def _listens(connection: Any) -> bool:
 
 
 def _sockets(process: psutil.Process) -> set[str]:
-    """Names of its Unix sockets."""
-    return {each.laddr for each in process.net_connections("unix")}
+    """Names of its abstract Unix sockets. That of `kvplug top` is a file: if its process is killed, the next
+    process removes it."""
+    return {each.laddr for each in process.net_connections("unix") if each.laddr.startswith("@")}
 
 
 def _shared_memory(process: psutil.Process) -> set[str]:
