@@ -7,18 +7,23 @@ Engines in processes of their own, in turns. "Nothing" sends new prompts of 100 
 vLLM alone, to a consumer with nothing to load, and to an engine that saves. "Shared" sends prompts whose
 first half is one of a few prefixes, to engines whose cache holds few of them: vLLM alone, vLLM's
 ExampleConnector over files in memory, and kvplug with its store in memory. vLLM's OffloadingConnector is
-not among them, since its workers refuse a CPU. Needs the environment of docs/how-to/run-under-vllm.md, with
-kvplug-testing.
+not among them, since its workers refuse a CPU. "Traced" sends new prompts to two engines that save: one
+exports its spans to a collector on this machine. Needs the environment of docs/how-to/run-under-vllm.md,
+with kvplug-testing.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.server
+import os
 import random
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +64,42 @@ def configs(folder: Path) -> dict[str, dict[str, dict[str, Any] | None]]:
             },
             "kvplug": transfer_config("kv_both", PORT + 20, options=usual),
         },
+        "traced": {
+            "kvplug, saving": transfer_config("kv_both", PORT + 30, options=options),
+            "kvplug, exporting spans": transfer_config(
+                "kv_both", PORT + 40, options=options, tracing="otlp_proto_http"
+            ),
+        },
     }
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Counts the bytes of the spans that it receives."""
+
+    num_bytes = 0
+
+    def do_POST(self) -> None:
+        Collector.num_bytes += len(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+@contextmanager
+def collector() -> Iterator[None]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        yield
+        server.shutdown()
 
 
 def prompts(experiment: str, number: int, count: int) -> list[list[int]]:
     """The same for every engine; new ones in each round. Round -1 has each prefix once."""
     chance = random.Random(f"{experiment} {number}")
-    if experiment == "nothing":
+    if experiment != "shared":
         return [[chance.randrange(1000, 40_000) for _ in range(PROMPT)] for _ in range(count)]
     chosen = [chance.randrange(NUM_PREFIXES) for _ in range(count)] if number >= 0 else range(NUM_PREFIXES)
     return [prefix(each) + [chance.randrange(1000, 40_000) for _ in range(PREFIX)] for each in chosen]
@@ -94,8 +128,9 @@ def measured(
 
 def rows(experiment: str, at_once: int, found: dict[str, list[tuple[float, list[float], int]]]) -> list[str]:
     lines = []
+    first, *_ = found.values()
     for name, taken in found.items():
-        shares = [mine[0] / alone[0] for mine, alone in zip(taken, found[ALONE], strict=True)]
+        shares = [mine[0] / alone[0] for mine, alone in zip(taken, first, strict=True)]
         firsts = sorted(1e3 * each for _, of_round, _ in taken for each in of_round)
         cells = (
             experiment,
@@ -117,15 +152,15 @@ def main() -> int:
     parser.add_argument("model", help="a name or a folder")
     parser.add_argument("--at-once", default="1,8,32", help="concurrent requests (default 1,8,32)")
     parser.add_argument("--rounds", type=int, default=6, help="default 6")
-    parser.add_argument("--only", choices=("nothing", "shared"), help="one of the experiments")
+    parser.add_argument("--only", choices=("nothing", "shared", "traced"), help="one of the experiments")
     add_outputs(parser)
     given = parser.parse_args()
     lines = [
-        "| prompts | at once | | tokens/s | of vLLM alone | quartiles | TTFT, ms: median | 99 % | cached |",
+        "| prompts | at once | | tokens/s | of the first | quartiles | TTFT, ms: median | 99 % | cached |",
         "| --- " * 9 + "|",
     ]
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
+    with tempfile.TemporaryDirectory(dir=memory) as folder, collector():
         for experiment, transfers in configs(Path(folder)).items():
             if given.only not in (None, experiment):
                 continue
@@ -142,6 +177,7 @@ def main() -> int:
                     found = measured(running, experiment, at_once, given.rounds)
                     lines += rows(experiment, at_once, found)
                     print("\n".join(lines[-len(running) :]), file=sys.stderr)
+    lines += ["", f"{Collector.num_bytes / 1e3:.0f} KB of spans received"]
     write(given, "\n".join([*lines, "", machine(HERE.parent, 1)]))
     return 0
 
