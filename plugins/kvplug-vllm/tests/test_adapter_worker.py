@@ -91,7 +91,7 @@ def test_every_call_comes_outside_inference_mode(side):
         assert len(side.build_worker_metadata().events) == 1
         side.clear()
         assert torch.is_inference_mode_enabled(), "the engine's own mode is as it was"
-    not_vllms = {"has_connector_metadata", "wait_until_ready", "shutdown"}
+    not_vllms = {"get_status", "has_connector_metadata", "wait_until_ready", "shutdown"}
     assert connector.called == dict.fromkeys({*METHODS} - not_vllms, False)
 
 
