@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import click
@@ -170,7 +170,7 @@ class _Batch(msgspec.Struct, array_like=True):
     """A batch. Further fields are ignored."""
 
     time: Annotated[float, msgspec.Meta(ge=0.0, le=_END_OF_9999)]
-    events: list[dict[str, Any] | list[Any]]
+    events: list[dict[str, Any]]
 
 
 class _Event(msgspec.Struct):
@@ -183,24 +183,6 @@ class _Event(msgspec.Struct):
     ownership: str | None = None
 
 
-_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
-"""The order of the fields in events that older releases of vLLM publish as arrays."""
-
-
 def _lines(seq: int, payload: bytes, as_json: bool) -> list[str]:
     """A line for each event of a batch.
 
@@ -209,24 +191,13 @@ def _lines(seq: int, payload: bytes, as_json: bool) -> list[str]:
     """
     try:
         batch = msgspec.msgpack.decode(payload, type=_Batch)
-        every = [_named(event) for event in batch.events]
-        shown = [msgspec.convert(event, _Event, builtin_types=(bytes,)) for event in every]
+        shown = [msgspec.convert(event, _Event, builtin_types=(bytes,)) for event in batch.events]
         if as_json:
-            return [json.dumps({**_readable(event), "seq": seq}, default=str) for event in every]
+            return [json.dumps({**_readable(event), "seq": seq}, default=str) for event in batch.events]
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
         raise KvplugError(f"batch {seq} is not a batch of events: {peer_text(str(e))}") from e
     clock = time.strftime("%H:%M:%S", time.localtime(batch.time))
     return [peer_text(f"{clock} {seq:6d} {_words(event)}", keep_lines=True) for event in shown]
-
-
-def _named(event: dict[str, Any] | list[Any]) -> dict[str, Any]:
-    """An event as a map."""
-    if isinstance(event, dict):
-        return event
-    kind, *values = event or [None]
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(f"an array does not hold one of the events {', '.join(_FIELDS)}")
-    return {"type": kind, **dict(zip(_FIELDS[kind], values, strict=False))}
 
 
 def _readable(value: Any) -> Any:

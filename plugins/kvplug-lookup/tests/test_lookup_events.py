@@ -191,7 +191,7 @@ def nested(depth: int) -> bytes:
         [b"", b"short", batch()[2]],
         [b"", bytes(8), msgspec.msgpack.encode({})],
         [b"", bytes(8), nested(100_000)],
-        batch(["Block\x1b[31m", 1]),
+        batch(["BlockStored", ["\x1b[31m"]]),
         batch({"type": "BlockStored", "block_hashes": ["text\x1b[31m"]}),
         batch({"type": "BlockStored"}, at=1e300),
         batch({"type": "BlockStored"}, at=float("nan")),
