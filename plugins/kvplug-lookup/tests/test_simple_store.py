@@ -25,7 +25,6 @@ from kvplug.transport.spec import Kind
 from kvplug_lookup.buffer.messages import Granted, PipePair
 from kvplug_lookup.buffer.reach import ReachingEnd
 from kvplug_testing import check_plugin, simulated
-from kvplug_testing.pairs import PipeAround
 from kvplug_testing.waits import Call, until
 
 
@@ -136,33 +135,6 @@ def test_a_query_that_is_no_tokens_or_too_long_for_a_message_is_refused_here(joi
     with pytest.raises(CapacityError):
         end.match(torch.zeros(3 << 20, dtype=torch.int64))
     assert end.match([1]) == 0
-
-
-class Counted(PipeAround):
-    """Counts the messages that were received."""
-
-    num_received = 0
-
-    def _receive_tensor(self, out, timeout):
-        received = super()._receive_tensor(out, timeout)
-        self.num_received += 1
-        return received
-
-
-@pytest.mark.parametrize("verb", ["select", "drop_select"])
-def test_a_small_entry_comes_with_its_announcement_and_a_larger_one_on_the_data_pipe(joined, entry, verb):
-    store = joined.store()
-    signal, data = joined.served(store)
-    counted = Counted(data)
-    end = ReachingEnd(signal, counted, timeout_s=10)
-    joined.callback(end.abort)
-    for tokens, layers, count in (([1, 2], 2, 0), ([3, 4], 400, 801)):
-        _, _, key, value, hidden = entry(tokens, layers=layers)
-        parts = key.to(torch.bool), value.to(torch.bfloat16), hidden
-        store.insert(tokens, None, *parts)
-        got = getattr(end, verb)(tokens)
-        assert all(map(torch.equal, (got.key, got.value, got.hidden), parts))
-        assert counted.num_received == count
 
 
 def test_an_end_that_cannot_start_its_thread_closes_its_pipes(joined, monkeypatch):

@@ -117,12 +117,8 @@ class Description:
     @property
     def nbytes(self) -> int:
         """Bytes that count against a store's budget: tokens, roi and tensors."""
-        return len(self.tokens) + len(self.roi) + self.tensor_bytes
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of key, value and hidden states."""
-        return sum(part.nbytes for part in (self.key, self.value, self.hidden) if part is not None)
+        parts = sum(part.nbytes for part in (self.key, self.value, self.hidden) if part is not None)
+        return len(self.tokens) + len(self.roi) + parts
 
     def ids(self) -> bytes:
         """The token ids under the roi, by which the entry is found."""

@@ -7,10 +7,10 @@ calls. Every message names its call, so calls can overtake each other.
     take    Find ─► Found ─► Send ─► tensors on the data pipe ─► Done ─► Granted
     read    Find ─► Found ─► Send ─► tensors on the data pipe ─► Done
 
-``Found`` itself can carry the tensors of a small entry; then there is no ``Send``. A reaching end asks for
-the tensors of one entry at a time. All that ``Found`` describes then arrive, or ``None``, which no entry
-contains, cuts them short. The store may end a call at any time with ``Failed``. The reaching end ends each
-``Find`` with ``Done`` or, at any time, ``Cancel``. Either end sends ``End`` when it closes.
+A reaching end asks for the tensors of one entry at a time. All that ``Found`` describes then arrive, or
+``None``, which no entry contains, cuts them short. The store may end a call at any time with ``Failed``. The
+reaching end ends each ``Find`` with ``Done`` or, at any time, ``Cancel``. Either end sends ``End`` when it
+closes.
 
 This module checks what it can without knowing the call: types, and that the parts of an entry fit together.
 It allocates nothing for the described tensors.
@@ -46,9 +46,6 @@ _log = logging.getLogger(__name__)
 MAX_SIGNAL_BYTES: Final = 16 << 20
 """Limit for a message on the signal pipe; the wire format's limit for a value."""
 
-MAX_INLINE_BYTES: Final = 16 << 10
-"""Limit for tensors within ``Found``, which saves a round trip."""
-
 _ERRORS: Final[dict[str, type[KvplugError]]] = {
     error.__name__: error
     for error in (EntryGoneError, TimeoutError, UnsupportedError, CapacityError, WireError)
@@ -72,8 +69,6 @@ class Find:
     """Reads if it has ``min_tokens``, otherwise takes."""
     timeout: _Seconds | None
     """Seconds from now until the caller gives up."""
-    max_inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_INLINE_BYTES)] = 0
-    """If the entry's tensors have at most so many bytes, the caller wants them within ``Found``."""
 
 
 @attrs.frozen
@@ -106,8 +101,6 @@ class Found:
     call: _Number
     entry_id: _Number
     entry: Description
-    tensors: bytes | None = None
-    """The bytes of key, value and hidden states; ``None``: the caller asks for the tensors."""
 
 
 @attrs.frozen

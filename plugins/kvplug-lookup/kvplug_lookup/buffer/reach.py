@@ -39,7 +39,7 @@ from kvplug import (
     TransportError,
     UnsupportedError,
 )
-from kvplug.net.wire import TensorMeta, copy_into
+from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
@@ -247,12 +247,10 @@ class ReachingEnd(LookupBuffer):
         """Ask for an entry, and receive it."""
         deadline = Deadline.after(timeout, self._timeout_s)
         takes = not query.min_tokens
-        inline_bytes = messages.MAX_INLINE_BYTES if sink is None and self._device.type == "cpu" else 0
         call, ended = self._open(), False
         try:
-            find = messages.Find(call.number, query, deadline.remaining(), inline_bytes)
-            self._send(find, deadline)
-            entry = self._fetch(call, find, sink, deadline)
+            self._send(messages.Find(call.number, query, deadline.remaining()), deadline)
+            entry = self._fetch(call, query, sink, deadline)
             self._send(messages.Done(call.number), _later(deadline) if takes else deadline)
             ended = True
             if takes and not self._granted(call, deadline).is_yours:
@@ -273,11 +271,8 @@ class ReachingEnd(LookupBuffer):
         except TimeoutError:
             return self._answer(call, messages.Granted, Deadline.after(_SETTLE_S), what)
 
-    def _fetch(
-        self, call: _Call, find: messages.Find, sink: LookupBuffer.Sink | None, deadline: Deadline
-    ) -> Entry:
+    def _fetch(self, call: _Call, query: Query, sink: LookupBuffer.Sink | None, deadline: Deadline) -> Entry:
         """Receive the entry that answers a call."""
-        query = find.query
         found = self._answer(call, messages.Found, deadline, str(query))
         entry = found.entry
         if not query.is_met_by(entry.ids(), entry.extra):
@@ -286,10 +281,6 @@ class ReachingEnd(LookupBuffer):
             header = entry.header(found.entry_id)
         except WireError as e:
             self._break(f"entry {found.entry_id} has wrong metadata: {e}")
-        if found.tensors is not None:
-            if not len(found.tensors) == entry.tensor_bytes <= find.max_inline_bytes:
-                self._break(f"entry {found.entry_id} came with {len(found.tensors)} bytes of tensors")
-            return entry_of(header, *self._filled(entry, found.tensors))
         if sink is not None:
             sink.begin(header)
         self._begin_turn(deadline)
@@ -376,15 +367,6 @@ class ReachingEnd(LookupBuffer):
             return key, value, hidden
         layers = entry.num_layers
         return key if key is None else [key] * layers, value if value is None else [value] * layers, hidden
-
-    def _filled(self, entry: Description, data: bytes) -> _Memory:
-        """Memory for the whole entry, with these bytes."""
-        memory, at = self._memory_for(entry, whole=True), 0
-        for part in memory:
-            if isinstance(part, Tensor):
-                copy_into(part, memoryview(data)[at : at + part.nbytes])
-                at += part.nbytes
-        return memory
 
     def _empty(self, meta: TensorMeta) -> Tensor:
         dtype = dtype_of(meta.dtype)

@@ -26,7 +26,6 @@ from kvplug import (
     TimeoutError,
     UnsupportedError,
 )
-from kvplug.net.wire import memory_of
 from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, Pipe, Transfer, WireError
 from kvplug_lookup.buffer import messages
 from kvplug_lookup.buffer.entries import Entries, HeldEntry, Lease
@@ -174,7 +173,7 @@ class Session:
                     self._answer(messages.Failed.of(number, e))
                 else:
                     self._answer(messages.Matched(number, num_tokens))
-            case messages.Find(number, query, timeout, max_inline_bytes):
+            case messages.Find(number, query, timeout):
                 if number in self._calls:
                     raise WireError(f"call {number} is already open")
                 if len(self._calls) >= MAX_CALLS:
@@ -185,8 +184,7 @@ class Session:
                     return
                 expires = Deadline.after(None if timeout is None else timeout + _GRACE_S)
                 lease = self._entries.find(
-                    query,
-                    lambda lease: self._outbox.put(partial(self._announce, number, lease, max_inline_bytes)),
+                    query, lambda lease: self._outbox.put(partial(self._announce, number, lease))
                 )
                 self._calls[number] = _Call(expires, lease)
             case messages.Send(number):
@@ -221,18 +219,14 @@ class Session:
         while (job := self._outbox.get()) is not None:
             job()
 
-    def _announce(self, number: int, lease: Lease, max_inline_bytes: int) -> None:
+    def _announce(self, number: int, lease: Lease) -> None:
         """Send that an entry is ready for a call, or why it will not be."""
         entry = lease.entry
         try:
             if lease.error is not None:
                 self._send(messages.Failed.of(number, lease.error))
-            elif entry is not None and self._entries.add_user(lease):  # otherwise the call has been ended
-                try:
-                    tensors = _inlined(entry, max_inline_bytes)
-                finally:
-                    self._entries.remove_user(entry)
-                self._send(messages.Found(number, entry.entry_id, entry.description, tensors))
+            elif entry is not None:  # otherwise the call has been ended
+                self._send(messages.Found(number, entry.entry_id, entry.description))
         except (UnsupportedError, CapacityError, ResourceExhaustedError) as e:
             self._entries.end(lease)
             self._send(messages.Failed.of(number, e))
@@ -267,11 +261,3 @@ class Session:
         self._entries.remove_user(entry)
         if transfer.error() is not None:
             self.abort()
-
-
-def _inlined(entry: HeldEntry, max_bytes: int) -> bytes | None:
-    """The bytes of the entry's tensors; ``None`` if they are on a device, or have more than ``max_bytes``."""
-    parts = [part for part in (entry.key, entry.value, entry.hidden) if part is not None]
-    if not max_bytes or entry.description.tensor_bytes > max_bytes or not all(part.is_cpu for part in parts):
-        return None
-    return b"".join(map(memory_of, parts))
