@@ -242,7 +242,7 @@ def test_a_publisher_without_a_thread_gives_its_address_back() -> None:
     first = EventPublisher("tcp://127.0.0.1:0")
     first.close()
     with limits.threads(0), pytest.raises(RuntimeError):
-        EventPublisher(first.address)
+        EventPublisher(first.address, "tcp://127.0.0.1:*")
     EventPublisher(first.address).close()
 
 

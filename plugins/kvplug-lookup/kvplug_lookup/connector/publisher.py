@@ -7,12 +7,11 @@ there on, then the number -1."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
+import queue
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,11 +29,14 @@ _KEPT = 10_000
 """Number of batches kept for subscribers that missed them."""
 _HIGH_WATER = 100_000
 _POLL_MS = 200
+_LINGER_MS = 1000
+"""How long closing waits for subscribers that read slowly."""
 _CLOSE_S = 2.0
 
 
 class EventPublisher:
-    """Publishes from its own thread. Closed in a forked child."""
+    """Publishes from its own thread, and answers requests for missed batches in another one. Closed in a
+    forked child."""
 
     def __init__(self, address: str, replay: str | None = None, *, allow_remote: bool = False) -> None:
         """Binds at once.
@@ -53,106 +55,80 @@ class EventPublisher:
                 _check_local(each)
         self._context = zmq.Context()
         self._sockets: list[Any] = []
-        self._queue: deque[list[CacheEvent]] = deque()
+        self._queue: queue.SimpleQueue[list[CacheEvent] | None] = queue.SimpleQueue()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)
-        self._seq = 0
         self._closed = False
-        self._lock = threading.Lock()
+        self.replay_address: str | None = None
+        runs: list[Callable[[], None]] = [self._publish]
         try:
             self._pub, self.address = self._bound(zmq.PUB, address)
-            self._replay: Any = None
-            self.replay_address: str | None = None
             if replay is not None:
                 self._replay, self.replay_address = self._bound(zmq.ROUTER, replay)
-            self._wake_in, _ = self._bound(zmq.PULL, "inproc://wake")
-            self._wake_out = self._made(zmq.PUSH)
-            self._wake_out.connect("inproc://wake")
-            self._thread = BackgroundThread(self._run, name="kvplug-lookup-publish", stop=self._stop)
-            self._thread.start()
+                runs.append(self._answer_requests)
+            self._threads = [
+                BackgroundThread(run, name="kvplug-lookup-publish", stop=self._stop) for run in runs
+            ]
+            for thread in self._threads:
+                thread.start()
         except BaseException:
+            self._stop()
             self._end_sockets()
             raise
         close_after_fork(self)
         _log.info("publishing events about blocks at %s", self.address)
 
-    def _made(self, kind: int) -> Any:
+    def _bound(self, kind: int, address: str) -> tuple[Any, str]:
         socket = self._context.socket(kind)
         socket.set_hwm(_HIGH_WATER)
-        socket.linger = 0
+        socket.linger = _LINGER_MS
         self._sockets.append(socket)
-        return socket
-
-    def _end_sockets(self) -> None:
-        for socket in self._sockets:
-            socket.close()
-        self._context.term()
-
-    def _bound(self, kind: int, address: str) -> tuple[Any, str]:
-        socket = self._made(kind)
         try:
             socket.bind(address)
         except zmq.ZMQError as e:
             raise ConfigError(f"options.lookup.events: {address} cannot be bound: {e}") from e
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
+    def _end_sockets(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+
     def publish(self, events: Sequence[CacheEvent]) -> None:
         """Publish these events as one batch. Thread-safe; never waits."""
-        if self._closed:
-            return
-        self._queue.append(list(events))
-        self._wake()
+        if not self._closed:
+            self._queue.put(list(events))
 
-    def _wake(self) -> None:
-        with self._lock:
-            if not self._closed:
-                with contextlib.suppress(zmq.Again):  # enough wake-ups are queued
-                    self._wake_out.send(b"", zmq.NOBLOCK)
+    def _publish(self) -> None:
+        for seq, events in enumerate(iter(self._queue.get, None)):
+            number, payload = seq.to_bytes(8, "big"), encode_batch(events)
+            self._kept.append((number, payload))
+            self._pub.send_multipart((b"", number, payload))
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_in, zmq.POLLIN)
-        if self._replay is not None:
-            poller.register(self._replay, zmq.POLLIN)
+    def _answer_requests(self) -> None:
         while not self._closed:
-            ready = dict(poller.poll(_POLL_MS))
-            if self._wake_in in ready:
-                self._wake_in.recv(zmq.NOBLOCK)
-            while self._queue:
-                self._send(self._queue.popleft())
-            if self._replay is not None and self._replay in ready:
-                self._answer(self._replay)
+            if self._replay.poll(_POLL_MS):
+                self._answer(*self._replay.recv_multipart())
 
-    def _send(self, events: list[CacheEvent]) -> None:
-        payload = encode_batch(events)
-        seq = self._seq.to_bytes(8, "big")
-        self._seq += 1
-        self._kept.append((seq, payload))
-        self._pub.send_multipart((b"", seq, payload))
-
-    def _answer(self, replay: Any) -> None:
-        parts = replay.recv_multipart(zmq.NOBLOCK)
-        if len(parts) != 3 or len(parts[2]) != 8:
+    def _answer(self, client: bytes, *request: bytes) -> None:
+        if len(request) != 2 or len(request[1]) != 8:
             _log.warning("got a malformed request for missed events")
             return
-        client, _, first = parts
-        for seq, payload in self._kept:
-            if seq >= first:
-                replay.send_multipart((client, b"", b"", seq, payload))
-        replay.send_multipart((client, b"", b"", END_SEQ, b""))
+        for seq, payload in self._kept.copy():
+            if seq >= request[1]:
+                self._replay.send_multipart((client, b"", b"", seq, payload))
+        self._replay.send_multipart((client, b"", b"", END_SEQ, b""))
 
     def _stop(self) -> None:
-        with self._lock:
-            self._closed = True
+        self._closed = True
+        self._queue.put(None)
 
     def close(self) -> None:
         """Send the queued events, and end. Idempotent."""
         if self._closed:
             return
-        deadline = time.monotonic() + _CLOSE_S
-        while self._queue and time.monotonic() < deadline and self._thread.is_alive():
-            time.sleep(0.005)
         self._stop()
-        self._thread.join(_CLOSE_S)
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
         self._end_sockets()
 
     def _after_fork_in_child(self) -> None:
