@@ -15,7 +15,7 @@ from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.matching import Matcher
 from kvplug_lookup.connector.peers import PeerStore
 from kvplug_lookup.connector.replica import Replica
-from kvplug_lookup.connector.sources import FollowedSource, followed
+from kvplug_lookup.connector.sources import Source, followed
 from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
 
@@ -104,7 +104,7 @@ def following(parent: peers.Parent, port: int, serving: int) -> None:
             FakeEngine(config("consumer", port, peers=[address]), seed=2, num_blocks=64)
         )
         engine.scheduler.wait_until_ready(PATIENCE_S)
-        sources: list[FollowedSource] = []
+        sources: list[Source] = []
         parent.send("up")
         while (message := parent.recv(600))[0] != "end":
             if message[0] == "follow":
@@ -125,7 +125,7 @@ def following(parent: peers.Parent, port: int, serving: int) -> None:
             parent.send(taken())
 
 
-def _fences(sources: list[FollowedSource], rounds: int) -> list[float]:
+def _fences(sources: list[Source], rounds: int) -> list[float]:
     """Requests for a prompt that no store has, which all are asked about. Returns the seconds of the engine's
     thread to ask, the seconds until all have answered, and of this process's processor time, for
     each round."""

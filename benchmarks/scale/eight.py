@@ -159,7 +159,7 @@ def serving(parent: peers.Parent, number: int, ports: list[int]) -> None:
             if message[0] == "ready":
                 engine.scheduler.wait_until_ready(PATIENCE_S)
                 for replica in engine.scheduler.replicas:
-                    replica._listener = lambda event, series: _count(seen)
+                    replica._listener = lambda *_: _count(seen)
                 parent.send("ready")
             elif message[0] == "serve":
                 served += 1

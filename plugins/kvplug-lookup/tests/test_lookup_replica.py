@@ -75,19 +75,15 @@ class Followed:
         self.may_connect.set()
         self.first: list[Any] = [hello]
 
-        def connect(timeout: float) -> Any:
+        def connect(*_: Any, timeout: float, **__: Any) -> Any:
             if not self.may_connect.wait(timeout):
                 raise TimeoutError("it may not connect")
             self.links.append(FakeLink(*self.first))
             return self.links[-1]
 
-        self.replica = Replica(
-            connect,
-            name="a worker",
-            address_of=lambda: "an address",
-            model=MODEL,
-            wait_timeout_s=wait_timeout_s,
-        )
+        peers = Mock(connect=connect, address_of=lambda rank, peer: "an address")
+        options = Mock(wait_timeout_s=wait_timeout_s)
+        self.replica = Replica(Mock(peers=peers, model=MODEL, options=options), 0, "a worker")
         until(lambda: self.replica.link is not None)
 
     def keys(self, *chains: bytes) -> list[bytes]:
@@ -180,15 +176,15 @@ def test_a_ping_that_could_not_be_sent_is_sent_when_its_request_is_asked_about_a
     until(lambda: it.replica.has_passed(fence))
 
 
-@pytest.mark.parametrize("call", ["doubt", "drop"])
+@pytest.mark.parametrize("is_silent", [False, True])
 def test_after_a_stall_or_a_reset_nothing_is_promised_until_a_ping_sent_since_is_answered(
-    follow: Any, call: str
+    follow: Any, is_silent: bool
 ) -> None:
     it = follow()
     it.snapshot(CHAINS[0])
     it.until([HELD])
     it.replica.fence()  # its ping is on its way, and says nothing of what comes now
-    getattr(it.replica, call)()
+    it.replica.doubt(is_silent=is_silent)
     assert len(it.links[0].sent) == 1
     it.pong()
     until(lambda: len(it.links[0].sent) == 2)

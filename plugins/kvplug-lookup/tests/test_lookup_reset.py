@@ -97,7 +97,7 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot(
 
     source = Mock(replicas=(), is_expecting=False)
     source.name = "host"
-    source.inquire.return_value.presences = presences
+    source.inquire.return_value = presences
     monkeypatch.setattr("kvplug_lookup.connector.scheduler.followed", lambda *_, **__: source)
     with two_workers() as engine:
         scheduler = engine.scheduler

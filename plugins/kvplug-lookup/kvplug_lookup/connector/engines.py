@@ -7,7 +7,7 @@ import threading
 
 from kvplug.engine import ConnectorContext, Engine, Role
 from kvplug.transport import Deadline
-from kvplug_lookup.connector.sources import FollowedSource, Source, followed
+from kvplug_lookup.connector.sources import Source, followed
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ class EngineSources:
         self._lock = threading.Lock()
         self._model = context.members.model if context.members is not None else ""
         self._closed = False
-        self._followed: dict[str, tuple[Engine, FollowedSource]] = {}
+        self._followed: dict[str, Source] = {}
         """The engines to load from now, by the names of their sources."""
-        self._used: dict[str, tuple[Engine, FollowedSource]] = {}
+        self._used: dict[str, Source] = {}
         """Those that the scheduler uses."""
-        self._planned: dict[str, tuple[Engine, FollowedSource]] = {}
+        self._planned: dict[str, Source] = {}
         """Those that the workers know from plans."""
         self._foreign: frozenset[str] = frozenset()
         """Engines with other models that were logged."""
@@ -51,16 +51,17 @@ class EngineSources:
         with self._lock:
             if self._closed:
                 return
-            for name, (engine, source) in list(self._followed.items()):
+            for name, source in list(self._followed.items()):
                 # While the directory is silent, trust a connection over a missing announcement.
-                if wanted.get(name) != engine or (is_stale and not source.is_connected):
+                if wanted.get(name) != source.engine or (is_stale and not source.is_connected):
                     _log.info("%s has left", name)
                     del self._followed[name]
                     source.end()
             for name, engine in wanted.items() if not is_stale else ():
                 if name not in self._followed:
                     _log.info("%s has joined", name)
-                    self._followed[name] = engine, followed(self._context, name, engine.contacts)
+                    source = self._followed[name] = followed(self._context, name, engine.contacts)
+                    source.engine = engine
 
     def _is_source(self, engine: Engine) -> bool:
         return (
@@ -79,21 +80,19 @@ class EngineSources:
         """Update the list for engines that joined or left since the last call."""
         with self._lock:
             followed = dict(self._followed)
-        gone = {name for name, used in self._used.items() if followed.get(name) != used}
+        gone = {name for name, used in self._used.items() if followed.get(name) is not used}
         sources[:] = [source for source in sources if source.name not in gone]
-        for name, each in followed.items():
-            if self._used.get(name) != each:
-                sources.append(each[1])
+        sources += [source for name, source in followed.items() if self._used.get(name) is not source]
         self._used = followed
 
     def take_changes(self) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
         """Return changes for the workers: sources that left, and then sources that joined, with contacts."""
         used, planned = self._used, self._planned
-        left = tuple(name for name, each in planned.items() if used.get(name) != each)
+        left = tuple(name for name, source in planned.items() if used.get(name) is not source)
         joined = tuple(
-            (name, tuple(engine.contacts[rank] for rank in sorted(engine.contacts)))
-            for name, (engine, source) in used.items()
-            if planned.get(name) != (engine, source)
+            (name, tuple(contact for _, contact in sorted(source.engine.contacts.items())))
+            for name, source in used.items()
+            if source.engine is not None and planned.get(name) is not source
         )
         self._planned = used
         return left, joined
@@ -105,5 +104,5 @@ class EngineSources:
             left, self._followed = list(self._followed.values()), {}
         if self._members is not None:
             self._members.close()
-        for _, source in left:
+        for source in left:
             source.close()

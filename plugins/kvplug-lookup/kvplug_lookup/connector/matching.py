@@ -117,7 +117,7 @@ class Matcher:
             must_wait, taken = False, 0
             for number, (name, inquiry) in enumerate(search.inquiries):
                 if number not in answers or at < begun[number] or at - begun[number] >= len(answers[number]):
-                    known = inquiry.presences(chains, at, rank)
+                    known = inquiry(chains, at, rank)
                     if known is None:
                         must_wait = True
                         if number < self.num_stores and self._may_wait(search):

@@ -34,7 +34,7 @@ from kvplug import (
     ResourceExhaustedError,
     TimeoutError,
 )
-from kvplug.engine import ModelInfo, PeerLink
+from kvplug.engine import ConnectorContext, PeerLink
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
@@ -85,17 +85,15 @@ class Fence:
 class Replica:
     """Follows one worker's store in its own thread. Its answers are thread-safe."""
 
-    _connect: Callable[[float], PeerLink]
+    _context: ConnectorContext
+    _rank: int
+    """The rank of the followed worker."""
     _name: str
-    """The name of the followed worker, for messages."""
-    _address_of: Callable[[], str]
-    """Returns its address, for the message of :meth:`wait_until_ready`."""
-    _model: ModelInfo
-    _wait_timeout_s: float
-    _listener: Callable[[PageEvent, Series], None] | None = None
-    """Receives each applied event in the replica's thread. Must not block."""
-    _expired: Callable[[], object] = lambda: None
-    """Called when a request has waited in vain for the store's answer."""
+    """Its name, for messages."""
+    _peer: str | Mapping[int, str] | None = None
+    """Its engine, as ``Peers.connect`` takes it."""
+    _listener: Callable[[int, PageEvent, Series], None] | None = None
+    """Receives each applied event with the rank, in the replica's thread. Must not block."""
 
     def __attrs_post_init__(self) -> None:
         self._lock = threading.RLock()
@@ -142,7 +140,8 @@ class Replica:
             self._pinged += 1
             number = self._pinged
         self._ping()
-        return Fence(number, Deadline.after(self._wait_timeout_s), Deadline.after(_MOMENT_S))
+        expires = Deadline.after(self._context.options.wait_timeout_s)
+        return Fence(number, expires, Deadline.after(_MOMENT_S))
 
     def has_passed(self, fence: Fence) -> bool:
         """Whether the store has answered. Waits a moment for the answer, once for each request."""
@@ -155,33 +154,25 @@ class Replica:
                 return True
             if fence.expires.expired:
                 if self._silent <= self._ponged:
-                    self._expired()
+                    self._context.stats.fail("match", "expired")
                 self._silent = self._doubted = max(self._doubted, fence.number)
             if self._silent > self._ponged:
                 return True
             # Wait for a store that is coming up, but not for one that was lost or refused us.
             return self.link is None and (self._was_connected or self._refusal is not None)
 
-    def doubt(self) -> None:
-        """Promise nothing until the store has answered again: a load stalled.
+    def doubt(self, *, is_silent: bool = False) -> None:
+        """Promise nothing until the store has answered a ping sent after this call: it was cleared, and the
+        answer arrives after the events of the clearing, or a load stalled.
 
-        So a store that is stopped, but not dead, costs one timeout, not one for each request.
-        """
-        with self._lock:
-            if self._doubted <= self._ponged:
-                self._pinged += 1
-                self._doubted = self._pinged
-            self._silent = self._doubted
-        self._ping()
-
-    def drop(self) -> None:
-        """Promise nothing until the store has answered a ping sent after this call: it was cleared.
-
-        The answer arrives after the events of the clearing.
+        ``is_silent``: no request waits for the answer. So a store that is stopped, but not dead, costs one
+        timeout, not one for each request.
         """
         with self._lock:
             self._pinged += 1
             self._doubted = self._pinged
+            if is_silent:
+                self._silent = self._pinged
         self._ping()
 
     def refuse(self) -> None:
@@ -255,7 +246,7 @@ class Replica:
                     raise TimeoutError(self._what_is_missing())
 
     def _what_is_missing(self) -> str:
-        where = f"{self._name} at {self._address_of()}"
+        where = f"{self._name} at {self._context.peers.address_of(self._rank, self._peer)}"
         if self.link is None:
             return f"could not connect to {where} in time; start it, or correct its address"
         return f"{where} is connected, but did not send all of its store's index in time"
@@ -277,9 +268,12 @@ class Replica:
 
     def _run(self) -> None:
         logged, gaps, refusals = "", 0, 0
+        retry = self._peer is None or isinstance(self._peer, str)
         while not self._closed.is_set():
             try:
-                link = self._connect(_CONNECT_S)
+                link = self._context.peers.connect(
+                    self._rank, "events", timeout=_CONNECT_S, retry=retry, peer=self._peer
+                )
             except TimeoutError:
                 with self._lock:
                     self._has_gap = False  # the store with the missing events is gone
@@ -356,7 +350,7 @@ class Replica:
                 self._has_gap = self._has_gap and not follower.ready
                 self._changed.notify_all()
             if self._listener is not None:
-                self._listener(event, series)
+                self._listener(self._rank, event, series)
 
     def _note_pong(self, number: object) -> None:
         """Raises WireError: no such ping was sent."""
@@ -374,7 +368,7 @@ class Replica:
             HandshakeError: its pages do not fit this engine.
         """
         hello = StoreHello.from_plain(link.channel.recv(timeout=_CONNECT_S))
-        if differences := hello.differences(self._model):
+        if differences := hello.differences(self._context.model):
             refusal = HandshakeError(*differences, peer=self._name)
             with self._lock:
                 self._refusal = refusal

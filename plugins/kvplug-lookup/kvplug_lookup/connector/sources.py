@@ -5,14 +5,12 @@ of one engine's workers, each for the worker of its rank."""
 
 from __future__ import annotations
 
-import abc
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvplug import Config, KvplugError
-from kvplug.engine import ConnectorContext, PeerLink, Role
+from kvplug.engine import ConnectorContext, Engine, Role
 from kvplug.transport import Job, PageEvent, Presence, Series, Store
 from kvplug_lookup.connector.page_index import PageIndex
 from kvplug_lookup.connector.replica import Replica
@@ -23,27 +21,41 @@ _REST_S = 60.0
 """How long a worker refuses a slow store before it tries again."""
 
 
-class Inquiry(abc.ABC):
-    """One request's questions to one source."""
-
-    @abc.abstractmethod
-    def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
-        """The presences for worker ``rank`` of the pages from number ``first`` on, in order, up to the first
-        that is absent. ``None``: not known yet."""
+Inquiry = Callable[[list[bytes], int, int], list[Presence] | None]
+"""One request's questions to one source. ``inquiry(chains, first, rank)`` returns the presences for worker
+``rank`` of the pages from number ``first`` on, in order, up to the first that is absent. ``None``: not known
+yet."""
 
 
-class Source(abc.ABC):
-    """One source of pages for all workers of this engine."""
+class Source:
+    """The stores of one engine's workers, whose events are followed."""
 
-    name: str
-    """The name in load plans: the store's name, or ``peer`` and an address."""
     replicas: tuple[Replica, ...] = ()
-    """Replicas of stores whose events are followed, by worker."""
+    """Replicas of the stores, by worker."""
+    engine: Engine | None = None
+    """The engine, if a directory has announced it."""
     _rests_until = float("-inf")
 
-    @abc.abstractmethod
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """The name in load plans: the store's name, or ``peer`` and an address."""
+
     def inquire(self) -> Inquiry:
         """Begin an inquiry for a new request. It sees everything that was saved before."""
+        fences = [replica.fence() for replica in self.replicas]
+
+        def presences(chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
+            if self.is_resting:
+                return []
+            replica = self.replicas[rank]
+            return replica.presences(chains, first) if replica.has_passed(fences[rank]) else None
+
+        return presences
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether every worker's events are followed now."""
+        return all(replica.link is not None for replica in self.replicas)
 
     def expect(self, chains: Sequence[bytes], for_s: float) -> None:
         """Note that the workers will put these pages in the next step."""
@@ -67,7 +79,7 @@ class Source(abc.ABC):
     def doubt(self) -> None:
         """Note that a load from it stalled."""
         for replica in self.replicas:
-            replica.doubt()
+            replica.doubt(is_silent=True)
 
     def rest(self) -> None:
         """Note that a worker refuses it for a while because it is slow."""
@@ -81,7 +93,7 @@ class Source(abc.ABC):
     def drop(self) -> None:
         """Note that it was cleared."""
         for replica in self.replicas:
-            replica.drop()
+            replica.doubt()
 
     @property
     def is_cleared(self) -> bool:
@@ -93,31 +105,13 @@ class Source(abc.ABC):
         for replica in self.replicas:
             replica.refuse()
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Idempotent."""
-
-
-class FollowedSource(Source):
-    """The stores of one engine's workers, whose events are followed."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def inquire(self) -> Inquiry:
-        return _Followed(self)
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether every worker's events are followed now."""
-        return all(replica.link is not None for replica in self.replicas)
-
     def end(self) -> None:
         """Like :meth:`close`, without waiting for its threads."""
         for replica in self.replicas:
             replica.end()
 
     def close(self) -> None:
+        """Idempotent."""
         self.end()
         for replica in self.replicas:
             replica.close()
@@ -139,7 +133,7 @@ def followed(
     name: str,
     peer: str | Mapping[int, str] | None = None,
     listener: Callable[[int, PageEvent, Series], None] | None = None,
-) -> FollowedSource:
+) -> Source:
     """Follow the stores of the workers of this engine, of its peer, or of the engine ``peer``.
 
     Args:
@@ -151,49 +145,21 @@ def followed(
         whose = f"the engine at {peer}:"
     elif peer is not None:
         whose = f"{name}:"
-    retry = peer is None or isinstance(peer, str)
-
-    def connector_to(rank: int) -> Callable[[float], PeerLink]:
-        return lambda timeout: context.peers.connect(rank, "events", timeout=timeout, retry=retry, peer=peer)
-
-    source = FollowedSource(name)
+    source = Source(name)
     try:
         for rank in range(context.parallelism.num_workers):
-            replica = Replica(
-                connector_to(rank),
-                name=f"{whose} worker {rank}",
-                address_of=functools.partial(context.peers.address_of, rank, peer),
-                model=context.model,
-                wait_timeout_s=context.options.wait_timeout_s,
-                listener=None if listener is None else functools.partial(listener, rank),
-                expired=functools.partial(context.stats.fail, "match", "expired"),
-            )
-            source.replicas += (replica,)
+            source.replicas += (Replica(context, rank, f"{whose} worker {rank}", peer, listener),)
     except BaseException:
         source.end()
         raise
     return source
 
 
-class _Followed(Inquiry):
-    def __init__(self, source: FollowedSource) -> None:
-        self._source = source
-        self._fences = [replica.fence() for replica in source.replicas]
-
-    def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
-        if self._source.is_resting:
-            return []
-        replica = self._source.replicas[rank]
-        if not replica.has_passed(self._fences[rank]):
-            return None
-        return replica.presences(chains, first)
-
-
 class AskedSource(Source):
     """A store without events that every process reaches: it is asked about each request."""
 
     def __init__(self, name: str, store: Store, num_workers: int, wait_timeout_s: float) -> None:
-        self.name = name
+        super().__init__(name)
         self.store = store
         self._wait_timeout_s = wait_timeout_s
         self.series: list[Series | None] = [None] * num_workers
@@ -203,7 +169,8 @@ class AskedSource(Source):
         self._doubted_until = 0.0
 
     def inquire(self) -> Inquiry:
-        return _Asked(self)
+        answers = [_Answers(self, rank) for rank in range(len(self.series))]
+        return lambda chains, first, rank: answers[rank].presences(chains, first)
 
     def expect(self, chains: Sequence[bytes], for_s: float) -> None:
         for index in self._coming:
@@ -236,57 +203,52 @@ class AskedSource(Source):
         self.store.abort()
 
 
-class _Asked(Inquiry):
-    """Asks about each page once, and repeatedly about pages that were coming when it last asked."""
-
-    def __init__(self, source: AskedSource) -> None:
-        self._source = source
-        self._of_ranks = [_Answers() for _ in source.series]
-
-    def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
-        source, series, answers = self._source, self._source.series[rank], self._of_ranks[rank]
-        if series is None or source.is_resting:
-            return []
-        if not answers.take():
-            return None
-        found = []
-        for number, chain in enumerate(chains[first:], first):
-            if chain in answers.held:
-                found.append(Presence.HELD)
-            elif answers.must_ask(chain) and answers.ask(source, series, chains[number:], rank):
-                return self.presences(chains, first, rank)
-            elif source.is_coming(chain, rank):
-                found.append(Presence.COMING)
-            else:
-                break
-        return found
-
-
 class _Answers:
-    """A store's answers about one worker's pages."""
+    """The store's answers to one request about the pages of one worker. Asks about each page once, and
+    repeatedly about pages that were coming when it last asked."""
 
-    def __init__(self) -> None:
-        self.held: set[bytes] = set()
+    def __init__(self, source: AskedSource, rank: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._held: set[bytes] = set()
         self._ask_again_at: dict[bytes, float] = {}
         """When to ask again about pages that were absent; never, if they were not coming."""
         self._asked: list[tuple[bytes, bool]] = []
         """Chains of the open question, and whether their pages were coming then."""
         self._job: Job[Presence] | None = None
 
-    def must_ask(self, chain: bytes) -> bool:
+    def presences(self, chains: list[bytes], first: int) -> list[Presence] | None:
+        source, series = self._source, self._source.series[self._rank]
+        if series is None or source.is_resting:
+            return []
+        if not self._take():
+            return None
+        found = []
+        for number, chain in enumerate(chains[first:], first):
+            if chain in self._held:
+                found.append(Presence.HELD)
+            elif self._must_ask(chain) and self._ask(series, chains[number:]):
+                return self.presences(chains, first)
+            elif source.is_coming(chain, self._rank):
+                found.append(Presence.COMING)
+            else:
+                break
+        return found
+
+    def _must_ask(self, chain: bytes) -> bool:
         """Whether the page's absence is not known, or no longer."""
         return time.monotonic() >= self._ask_again_at.get(chain, 0.0)
 
-    def ask(self, source: AskedSource, series: Series, chains: list[bytes], rank: int) -> bool:
+    def _ask(self, series: Series, chains: list[bytes]) -> bool:
         """Ask about the pages that need it. Return whether the store could be asked."""
-        asked = [chain for chain in chains if chain not in self.held and self.must_ask(chain)]
-        coming = [source.is_coming(chain, rank) for chain in asked]
-        job = source.ask(series.keys_of(asked))
+        asked = [chain for chain in chains if chain not in self._held and self._must_ask(chain)]
+        coming = [self._source.is_coming(chain, self._rank) for chain in asked]
+        job = self._source.ask(series.keys_of(asked))
         if job is not None:
             self._asked, self._job = list(zip(asked, coming, strict=True)), job
         return job is not None
 
-    def take(self) -> bool:
+    def _take(self) -> bool:
         """Note the store's answer. Return whether no question is open."""
         if self._job is None:
             return True
@@ -296,7 +258,7 @@ class _Answers:
         again = time.monotonic() + _ASK_AGAIN_S
         for (chain, was_coming), presence in zip(self._asked, results, strict=True):
             if presence is Presence.HELD:
-                self.held.add(chain)
+                self._held.add(chain)
             else:
                 self._ask_again_at[chain] = again if was_coming else math.inf
         self._job = None
