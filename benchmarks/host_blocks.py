@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -57,6 +58,7 @@ from kvplug.transport.store.compiled import library
 from kvplug.transport.store.keys import foreign_key
 from kvplug_host.pages.slot_put import SlotPut
 from kvplug_lookup.connector.groups import Groups
+from kvplug_lookup.connector.options import LookupConnectorOptions
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.warnings import CountedWarnings
@@ -244,17 +246,15 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
         pages = Sequence(model, axes, num_tokens)
         store = opened(stack, {"size": 6 * pages.nbytes + (256 << 20)})
         series = Series(pages.form, b"", store.seal.id)
+        options = LookupConnectorOptions(save_timeout_s=120, wait_timeout_s=120, max_unsaved=2 * pages.nbytes)
+        config = SimpleNamespace(timeout_s=120)
+        context = SimpleNamespace(config=config, options=options, stats=TransferStats(), spans=SpanLog())
         saver = Saver(
+            context,  # type: ignore[arg-type]
             [Tier("host", store, series)],
-            views=BlockViews(pages.source),
-            groups=pages.groups,
-            timeout_s=120,
-            settle_timeout_s=120,
-            wait_timeout_s=120,
-            max_bytes=2 * pages.nbytes,
-            stats=TransferStats(),
-            spans=SpanLog(),
-            warnings=CountedWarnings(logging.getLogger("benchmark")),
+            pages.groups,
+            BlockViews(pages.source),
+            CountedWarnings(logging.getLogger("benchmark")),
         )
         flat, other = torch.ones(pages.nbytes, dtype=torch.uint8), torch.ones(pages.nbytes, dtype=torch.uint8)
         addresses = other.data_ptr(), flat.data_ptr()

@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from kvplug import ClosedError
-from kvplug.engine import CacheGroup, KVCacheConfig, SpanLog, StalledError, TransferStats
+from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism, StalledError
+from kvplug.net.wire.token_ids import pack_tokens
 from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, PageCopy
 from kvplug.transport.store.store import Store
 from kvplug_lookup.connector import peers
@@ -49,7 +51,7 @@ def load_of(engine: FakeEngine) -> Load:
         request_id="a",
         first_page=0,
         parent=bytes(32),
-        packed_tokens=b"",
+        packed_tokens=pack_tokens(range(32)),
         block_ids=((1, 2),),
         start=0,
         end=32,
@@ -59,17 +61,12 @@ def load_of(engine: FakeEngine) -> Load:
     group = CacheGroup(layer_names=engine.layer_names, layout=engine.layout)
     return Load(
         plan,
+        Mock(config=Mock(timeout_s=20), options=Mock(stall_timeout_s=20), parallelism=Parallelism()),
+        Groups(KVCacheConfig(groups=(group,), num_blocks=64)),
         engine.layout.page_views(tuple(engine.kv_caches.values())),
-        rank=0,
-        groups=Groups(KVCacheConfig(groups=(group,), num_blocks=64)),
-        chains=[bytes(32), b"1" * 32],
-        identities=[bytes(160)] * 2,
-        stats=TransferStats(),
-        spans=SpanLog(),
-        after=DeviceMark(torch.device("cpu")),
-        timeout_s=20,
-        stall_timeout_s=20,
+        16,
         progressed_at=lambda source: 0.0,
+        after=DeviceMark(torch.device("cpu")),
     )
 
 

@@ -212,12 +212,13 @@ class TestCountsEachAnswerAsAMatch(LookupScheduler):
 
 
 @breaks(Mutant, "CONN-2")
-class TestLoadsIntoTheWrongBlock(LookupWorker):
+class TestLoadsIntoTheWrongBlock(Load):
     """Two blocks of a load are taken for each other."""
 
-    def _load_of(self, plan: Any, after: Any) -> Load:
-        tables = tuple((*table[:-2], *reversed(table[-2:])) for table in plan.block_ids)
-        return super()._load_of(attrs.evolve(plan, block_ids=tables), after)
+    def __attrs_post_init__(self) -> None:
+        tables = tuple((*table[:-2], *reversed(table[-2:])) for table in self.plan.block_ids)
+        self.plan = attrs.evolve(self.plan, block_ids=tables)
+        super().__attrs_post_init__()
 
 
 @breaks(Mutant, "CONN-2", caught_by="test_whatever_the_layout_is_what_arrives_is_right")
@@ -252,8 +253,9 @@ class TestTrustsWhatArrives(Load):
 class TestNamesOneBlockOfAFailedLoad(Load):
     """Of the blocks of a failed load only the first is named."""
 
-    def failed_block_ids(self, page_tokens: int) -> frozenset[int]:
-        failed = super().failed_block_ids(page_tokens)
+    @property
+    def failed_block_ids(self) -> frozenset[int]:
+        failed = super().failed_block_ids
         return frozenset(block for table in self.plan.block_ids for block in table[:1]) & failed
 
 
@@ -328,14 +330,14 @@ class TestWritesWhatComesLate(Load):
     """What comes after a load has stalled is written into its blocks all the same."""
 
     def fail(self, error: BaseException) -> None:
-        self._error = error
+        self.error = error
 
     @property
     def has_ended(self) -> bool:
-        return self._error is not None or super().has_ended
+        return self.error is not None or super().has_ended
 
     def wait_settled(self, timeout: float) -> bool:
-        return self._error is not None or super().wait_settled(timeout)
+        return self.error is not None or super().wait_settled(timeout)
 
 
 # -- names -------------------------------------------------------------------------------------------
@@ -421,13 +423,13 @@ class TestCountsEveryOther(Load):
     _numbers = itertools.count()
 
     def end(self) -> None:
-        record = self._stats.record
+        stats, record = self._context.stats, self._context.stats.record
 
         def record_every_other(*given: Any, **more: Any) -> None:
             if next(self._numbers) % 2:
                 record(*given, **more)
 
-        with mock.patch.object(self._stats, "record", record_every_other):
+        with mock.patch.object(stats, "record", record_every_other):
             super().end()
 
 
@@ -457,8 +459,9 @@ class TestWaitsForWhatIsInTheBackground(LookupWorker):
 class TestWaitsLongForWhatDoesNotCome(Load):
     """A load of which nothing comes fails long after its limit."""
 
-    def __init__(self, *args: Any, stall_timeout_s: float, **given: Any) -> None:
-        super().__init__(*args, stall_timeout_s=stall_timeout_s + 5, **given)
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self._stall_timeout_s += 5
 
 
 @breaks(

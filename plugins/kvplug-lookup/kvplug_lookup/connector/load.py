@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.engine import SpanLog, StalledError, TransferStats, reason_of
+from kvplug.engine import ConnectorContext, StalledError, reason_of
 from kvplug.transport import (
     Deadline,
     DeviceMark,
@@ -46,7 +46,6 @@ class Part:
     begun_at: float = 0.0
     """When the store was asked; :attr:`ended_at`: when it was done. By ``time.monotonic``; 0: not yet."""
     ended_at: float = 0.0
-    asked_at: float = 0.0
     error: Exception | None = None
     """Why the source could not be asked."""
     is_asking: bool = False
@@ -61,29 +60,28 @@ class Load:
     blocks are computed again."""
 
     plan: LoadPlan
-    _views: Sequence[Sequence[Tensor]]
-    _rank: int
+    _context: ConnectorContext
     _groups: Groups
-    _chains: list[bytes]
-    _identities: list[bytes]
-    _stats: TransferStats
-    _spans: SpanLog
-    _timeout_s: float
-    _stall_timeout_s: float
+    _views: Sequence[Sequence[Tensor]]
+    _page_tokens: int
     _progressed_at: Callable[[str], float]
     """When something last arrived from a source for any load, by ``time.monotonic``."""
     _after: DeviceMark
     """The work that the caches' device must complete before the blocks are written."""
 
     def __attrs_post_init__(self) -> None:
-        self.deadline = Deadline.after(self._timeout_s)
+        self.deadline = Deadline.after(self._context.config.timeout_s)
+        self._stall_timeout_s: float = self._context.options.stall_timeout_s
+        self._chains, self._identities = self.plan.pages(self._page_tokens)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """Why it failed; ``None`` while it is under way and after success."""
         self._first_missed = len(self._chains)
         self.parts: list[Part] = []
         at = 0
-        for source, count in self.plan.sources[self._rank] if self.plan.sources else ():
+        rank = self._context.parallelism.worker_rank
+        for source, count in self.plan.sources[rank] if self.plan.sources else ():
             self.parts.append(Part(source, at, count))
             at += count
         self._began_at = time.monotonic()
@@ -127,7 +125,7 @@ class Load:
             max(plan.start, first_token), min(plan.end, first_token + part.count * form.page_tokens)
         )
         with self._lock:
-            if self._error is not None:
+            if self.error is not None:
                 return
             part.is_asking = True
         try:
@@ -155,8 +153,8 @@ class Load:
             self.give_up(part, e)
             return
         with self._lock:
-            part.job, part.is_asking, part.asked_at = job, False, time.monotonic()
-            failed = self._error is not None
+            part.job, part.is_asking = job, False
+            failed = self.error is not None
             self._changed.notify_all()
         if failed:
             job.cancel()
@@ -180,7 +178,7 @@ class Load:
                     return
                 if part.job is None:
                     with self._lock:
-                        if part.job is None and part.error is None and self._error is None:
+                        if part.job is None and part.error is None and self.error is None:
                             self._changed.wait(left)
                     continue
                 try:
@@ -189,7 +187,7 @@ class Load:
                     continue
 
     def _is_ready(self, part: Part, layer: int) -> bool:
-        if self._error is not None or part.error is not None:
+        if self.error is not None or part.error is not None:
             return True
         return part.job is not None and (part.job.done or part.job.num_layers_ready > layer)
 
@@ -199,7 +197,7 @@ class Load:
         now = time.monotonic()
         last = self._began_at
         for part in self.parts:
-            last = max(last, part.asked_at, part.job.progressed_at if part.job is not None else 0.0)
+            last = max(last, part.begun_at, part.job.progressed_at if part.job is not None else 0.0)
         if now - last >= self._stall_timeout_s and (source := self._waits_for()):
             last = max(last, self._progressed_at(source))
         return min(last + self._stall_timeout_s, self.deadline.at) - now
@@ -226,8 +224,8 @@ class Load:
     def fail(self, error: BaseException) -> None:
         """End a load that is not needed, or has failed. Nothing more is copied; missing pages have failed."""
         with self._lock:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
             jobs = [part.job for part in self.parts if part.job is not None]
             self._changed.notify_all()
         for job in jobs:
@@ -236,7 +234,7 @@ class Load:
     @property
     def has_ended(self) -> bool:
         """Whether every part is done or given up, and nothing more is copied into the blocks."""
-        if self._error is not None:
+        if self.error is not None:
             return all(not part.is_asking if part.job is None else part.job.settled for part in self.parts)
         return all(
             part.error is not None or (part.job is not None and part.job.done and part.job.settled)
@@ -267,26 +265,25 @@ class Load:
                 break
         plan = self.plan
         if reason is not None:
-            self._stats.fail("load", reason)
-            if self._error is None:
-                self._error = KvplugError(
-                    f"a page of request {plan.request_id} could not be loaded: {reason}"
-                )
-        elif self._error is not None and self._first_missed == len(self._chains):
-            self._error = None  # everything had arrived before it was given up
-        failure = "" if self._error is None else self.reason or str(reason_of(self._error))
+            self._context.stats.fail("load", reason)
+            if self.error is None:
+                self.error = KvplugError(f"a page of request {plan.request_id} could not be loaded: {reason}")
+        elif self.error is not None and self._first_missed == len(self._chains):
+            self.error = None  # everything had arrived before it was given up
+        failure = "" if self.error is None else self.reason or str(reason_of(self.error))
         trace_id = self._record(ended, failure)
-        if self._error is None:
+        if self.error is None:
             num_written = self._groups.num_written(plan.block_ids, plan.start, plan.end)
             nbytes = num_written * self._token_bytes()
             num_tokens = plan.end - plan.start
-            self._stats.record("load", nbytes, ended - self._began_at, tokens=num_tokens, trace_id=trace_id)
+            seconds = ended - self._began_at
+            self._context.stats.record("load", nbytes, seconds, tokens=num_tokens, trace_id=trace_id)
 
     def _record(self, ended: float, reason: str) -> str:
         """Record the spans of the load, of its parts, and of the arrival of groups of layers. Return the id
         of the trace."""
-        plan, request_id = self.plan, self.request_id
-        load = self._spans.record(
+        plan, request_id, spans = self.plan, self.request_id, self._context.spans
+        load = spans.record(
             "kvplug.load",
             request_id,
             self._began_at,
@@ -302,7 +299,7 @@ class Load:
             if part.job is None:
                 continue
             missed = self._missed_in(part)
-            get = self._spans.record(
+            get = spans.record(
                 "kvplug.get",
                 request_id,
                 part.begun_at,
@@ -318,7 +315,7 @@ class Load:
             arrivals, num_layers = part.job.arrivals, part.job.num_layers_ready
             if missed is None and num_layers > (arrivals[-1][0] if arrivals else 0):
                 arrivals = [*arrivals, (num_layers, part.ended_at)]  # the last ones came with the end
-            self._spans.record_layers(request_id, part.begun_at, arrivals, get)
+            spans.record_layers(request_id, part.begun_at, arrivals, get)
         return load.trace_id
 
     def _token_bytes(self) -> int:
@@ -329,12 +326,12 @@ class Load:
         """The number of the first missed page of the part, and the reason; ``None`` if all were loaded."""
         results = None if part.job is None else part.job.results()
         if results is None:
-            error = part.error or self._error
+            error = part.error or self.error
             return 0, "other" if error is None else reason_of(error)
         for at, missed in enumerate(results):
             if missed is not None:
-                if missed is MissReason.CANCELLED and isinstance(self._error, TimeoutError):
-                    return at, reason_of(self._error)
+                if missed is MissReason.CANCELLED and isinstance(self.error, TimeoutError):
+                    return at, reason_of(self.error)
                 return at, str(missed)
         return None
 
@@ -346,16 +343,12 @@ class Load:
                     yield part.source, self._chains[part.first + at]
 
     @property
-    def error(self) -> BaseException | None:
-        """Why it failed; ``None`` while it is under way and after success."""
-        return self._error
-
-    @property
     def block_ids(self) -> frozenset[int]:
         """Every block that it writes into."""
         return self._groups.written(self.plan.block_ids, self.plan.start, self.plan.end)
 
-    def failed_block_ids(self, page_tokens: int) -> frozenset[int]:
+    @property
+    def failed_block_ids(self) -> frozenset[int]:
         """Blocks that lack the KV of some token in some layer."""
-        first = max(self.plan.start, (self.plan.first_page + self._first_missed) * page_tokens)
+        first = max(self.plan.start, (self.plan.first_page + self._first_missed) * self._page_tokens)
         return self._groups.written(self.plan.block_ids, first, self.plan.end)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvplug import KvplugError
-from kvplug.engine import PageBlocks, SpanLog, StalledError, TransferStats
+from kvplug.engine import ConnectorContext, PageBlocks, StalledError
 from kvplug.transport import (
     BackgroundThread,
     Job,
@@ -101,18 +101,17 @@ class Saver:
     A failed save only costs a later recomputation: it is counted with its reason, and never raised.
     """
 
+    _context: ConnectorContext
     _tiers: Sequence[Tier]
-    _views: Sequence[Sequence[Tensor]]
     _groups: Groups
-    _timeout_s: float
-    _settle_timeout_s: float
-    _wait_timeout_s: float
-    _max_bytes: int
-    _stats: TransferStats
-    _spans: SpanLog
+    _views: Sequence[Sequence[Tensor]]
     _warnings: CountedWarnings
 
     def __attrs_post_init__(self) -> None:
+        self._stats, options = self._context.stats, self._context.options
+        self._timeout_s: float = options.save_timeout_s
+        self._wait_timeout_s: float = options.wait_timeout_s
+        self._max_bytes: int = options.max_unsaved or self._context.config.buffer_size
         self._gathers = self._views[0][0].device.type == "cpu"
         self._has_warned = False
         self._batches: list[_Batch] = []
@@ -242,10 +241,11 @@ class Saver:
     def _take_back(self, batches: Sequence[_Batch]) -> None:
         """Give up pages that no store has begun to read. Wait until the engine may use the blocks again: at
         most the time of one copy."""
+        timeout_s = self._context.config.timeout_s
         for batch in batches:
-            if batch.job is not None and not batch.job.take_back(self._settle_timeout_s):
+            if batch.job is not None and not batch.job.take_back(timeout_s):
                 raise StalledError(
-                    f"the store {self.first.name!r} still reads blocks {self._settle_timeout_s:g} s after a"
+                    f"the store {self.first.name!r} still reads blocks {timeout_s:g} s after a"
                     " save was given up: restart this engine and the process of that store"
                 )
 
@@ -289,7 +289,7 @@ class Saver:
             self._lent.append(batch)
         job.add_done_callback(self._noting(batch))
 
-    def reset(self, salt: bytes, shard_series: dict[str, Series]) -> None:
+    def reset(self, shard_series: dict[str, Series]) -> None:
         """Drop everything gathered so far, and clear the stores that are not shared."""
         for batch in list(self._batches):
             self._drop(batch)
@@ -339,7 +339,7 @@ class Saver:
             kept = [reason is None for reason in results]
             seconds = time.perf_counter() - batch.started
             page_tokens = series.format.page_tokens
-            span = self._spans.record(
+            span = self._context.spans.record(
                 "kvplug.save",
                 batch.request_id,
                 batch.started,

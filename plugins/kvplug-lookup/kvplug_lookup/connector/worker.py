@@ -25,7 +25,7 @@ from kvplug_lookup.connector.keys import hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
 from kvplug_lookup.connector.load_cost import MeasuredCosts
 from kvplug_lookup.connector.peers import PeerStore
-from kvplug_lookup.connector.plan import LoadPlan, StepPlan, StepReport
+from kvplug_lookup.connector.plan import StepPlan, StepReport
 from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.serve import Service
 from kvplug_lookup.connector.sources import peers_of
@@ -162,20 +162,9 @@ class LookupWorker(WorkerConnector):
         blocks = PageBlocks(self.shard.format, self._views, (), 0, 0)
         for tier in self.tiers.values():
             tier.store.register_memory(blocks)
-        options, config = self._context.options, self._context.config
         if self._saves:
-            self.saver = Saver(
-                list(self.tiers.values()),
-                views=self._views,
-                groups=self._groups,
-                timeout_s=options.save_timeout_s,
-                settle_timeout_s=config.timeout_s,
-                wait_timeout_s=options.wait_timeout_s,
-                max_bytes=config.buffer_size if options.max_unsaved is None else options.max_unsaved,
-                stats=self._context.stats,
-                spans=self._context.spans,
-                warnings=self._warnings,
-            )
+            tiers = list(self.tiers.values())
+            self.saver = Saver(self._context, tiers, self._groups, self._views, self._warnings)
 
     def get_handshake_metadata(self) -> Plain:
         return {"shard": to_plain(self.shard)}
@@ -250,7 +239,7 @@ class LookupWorker(WorkerConnector):
             series = {
                 name: self.shard.series(tier.store.seal.id, plan.reset) for name, tier in self.tiers.items()
             }
-            self.saver.reset(plan.reset, series)
+            self.saver.reset(series)
         for request_id in plan.forget:
             self._forget(request_id)
         for name in plan.left:
@@ -286,30 +275,15 @@ class LookupWorker(WorkerConnector):
             raise LayoutError("there is no cache to load into: call register_kv_caches first")
         # A queued forward pass of the blocks' previous requests may still use them.
         free = DeviceMark(self._caches[0].device)
-        loads = [self._load_of(plan, free) for plan in self._plan.loads]
-        for load in loads:
+        for plan in self._plan.loads:
+            load = Load(
+                plan, self._context, self._groups, self._views, self._page_tokens, self.progressed_at, free
+            )
             self._loads[load.request_id] = load
             if self._doubts_loads and not load.plan.in_background:
                 self._suspect |= dict.fromkeys(load.block_ids, self._step)
             for part in load.parts:
                 self._begin_part(load, part)
-
-    def _load_of(self, plan: LoadPlan, after: DeviceMark) -> Load:
-        chains, identities = plan.pages(self._page_tokens)
-        return Load(
-            plan,
-            self._views,
-            rank=self._context.parallelism.worker_rank,
-            groups=self._groups,
-            chains=chains,
-            identities=identities,
-            stats=self._context.stats,
-            spans=self._context.spans,
-            timeout_s=self._context.config.timeout_s,
-            stall_timeout_s=self._context.options.stall_timeout_s,
-            progressed_at=self.progressed_at,
-            after=after,
-        )
 
     def progressed_at(self, source: str) -> float:
         """When something last arrived from a source, for any load."""
@@ -386,7 +360,7 @@ class LookupWorker(WorkerConnector):
 
     def _note_failure(self, load: Load) -> None:
         request_id = load.request_id
-        failed = load.failed_block_ids(self._page_tokens)
+        failed = load.failed_block_ids
         self._failed_blocks |= failed
         self._suspect |= dict.fromkeys(failed, self._step)
         news = self._news
