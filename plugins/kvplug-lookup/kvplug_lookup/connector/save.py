@@ -26,6 +26,7 @@ from kvplug.transport import (
     Job,
     PageBuffers,
     PageCopy,
+    PageMemory,
     PageRequest,
     PageRows,
     Presence,
@@ -49,6 +50,10 @@ _TIMED_BYTES = 128 << 20
 _CLOSE_S = 5.0
 
 
+Page = tuple[bytes, bytes]
+"""The chain and the identity of a page."""
+
+
 @attrs.define(eq=False)
 class Tier:
     """One store of the config, and the series of this worker's pages in it."""
@@ -56,6 +61,12 @@ class Tier:
     name: str
     store: Store
     series: Series
+
+    def request(self, pages: Sequence[Page], memory: PageMemory, *, is_use: bool = True) -> PageRequest:
+        """A put of these pages from memory, or a get into it."""
+        keys = self.series.keys_of([chain for chain, _ in pages])
+        identities = [identity for _, identity in pages]
+        return PageRequest(series=self.series, keys=keys, identities=identities, memory=memory, is_use=is_use)
 
 
 @attrs.define(eq=False)
@@ -88,6 +99,10 @@ class _Batch:
             self._copy.use(0, self.memory.rows())
         self._copy.save(range(len(self.chains)), range(layer, layer + 1))
         self.gathered.add(layer)
+
+    @property
+    def pages(self) -> list[Page]:
+        return list(zip(self.chains, self.identities, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -127,8 +142,7 @@ class Saver:
         self._unsaved_from: dict[str, int] = {}
         """By request, the first page that was not saved."""
         self._num_resets = 0
-        self._behind: queue.SimpleQueue[tuple[int, str, list[bytes], list[bytes]] | None]
-        self._behind = queue.SimpleQueue()
+        self._behind: queue.SimpleQueue[tuple[int, str, list[Page]] | None] = queue.SimpleQueue()
         self.num_behind = 0
         """Number of batches that wait to be copied from one store to another."""
         self._closed = False
@@ -272,12 +286,8 @@ class Saver:
             self._take_back(self._lent)
 
     def _put(self, tier: Tier, batch: _Batch) -> None:
-        request = PageRequest(
-            series=tier.series,
-            keys=tier.series.keys_of(batch.chains),
-            identities=batch.identities,
-            memory=batch.source if batch.memory is None else batch.memory,
-        )
+        memory = batch.source if batch.memory is None else batch.memory
+        request = tier.request(batch.pages, memory)
         try:
             timeout = self._timeout_s * -(-batch.nbytes // _TIMED_BYTES)
             job = batch.job = tier.store.submit_put(request, timeout=timeout)
@@ -364,13 +374,7 @@ class Saver:
                 self._miss(batch.request_id, batch.first_page + kept.index(False))
             self._settle(batch.chains)
             if len(self._tiers) > 1 and num_resets == self._num_resets:
-                whole = [at for at, is_kept in enumerate(kept) if is_kept]
-                self._later(
-                    num_resets,
-                    self.first.name,
-                    [batch.chains[at] for at in whole],
-                    [batch.identities[at] for at in whole],
-                )
+                self._later(num_resets, self.first.name, list(itertools.compress(batch.pages, kept)))
             self._count_bytes(batch, -1)
 
         return note
@@ -407,19 +411,19 @@ class Saver:
 
     # -- between stores ------------------------------------------------------------------------
 
-    def promote(self, name: str, chains: list[bytes], identities: list[bytes]) -> None:
+    def promote(self, name: str, pages: list[Page]) -> None:
         """Copy pages that were loaded from a later store into the first one. Does not wait."""
         if any(tier.name == name for tier in self._tiers[1:]):
-            self._later(self._num_resets, name, chains, identities)
+            self._later(self._num_resets, name, pages)
 
-    def _later(self, num_resets: int, source: str, chains: list[bytes], identities: list[bytes]) -> None:
+    def _later(self, num_resets: int, source: str, pages: list[Page]) -> None:
         with self._lock:
-            if self._closed or not chains:
+            if self._closed or not pages:
                 return
             is_possible = self.num_behind < _MAX_BEHIND and self._has_thread()
             if is_possible:
                 self.num_behind += 1
-                self._behind.put((num_resets, source, chains, identities))
+                self._behind.put((num_resets, source, pages))
         if not is_possible:
             self._stats.fail("copy", "no_room")
 
@@ -436,10 +440,10 @@ class Saver:
 
     def _run(self) -> None:
         while (batch := self._behind.get()) is not None:
-            num_resets, source, chains, identities = batch
+            num_resets, source, pages = batch
             try:
                 if num_resets == self._num_resets:
-                    self._copy(num_resets, source, chains, identities)
+                    self._copy(num_resets, source, pages)
             except KvplugError as e:
                 _log.debug("could not copy pages to another store: %s", e)
             except Exception:
@@ -448,24 +452,17 @@ class Saver:
                 with self._lock:
                     self.num_behind -= 1
 
-    def _copy(self, num_resets: int, name: str, chains: list[bytes], identities: list[bytes]) -> None:
+    def _copy(self, num_resets: int, name: str, pages: list[Page]) -> None:
         """Copy pages from a later store into the first one, or from the first one into each later one."""
         source = next(tier for tier in self._tiers if tier.name == name)
         for target in self._tiers[1:] if source is self.first else (self.first,):
             begun = time.perf_counter()
-            lookup = target.store.submit_lookup(target.series.keys_of(chains), timeout=self._timeout_s)
-            wanted = [
-                at for at, found in enumerate(lookup.wait(self._timeout_s + 1)) if found is not Presence.HELD
-            ]
+            keys = target.series.keys_of([chain for chain, _ in pages])
+            found = target.store.submit_lookup(keys, timeout=self._timeout_s).wait(self._timeout_s + 1)
+            wanted = [page for page, each in zip(pages, found, strict=True) if each is not Presence.HELD]
             if not wanted:
                 continue
-            results = self._copied(
-                num_resets,
-                source,
-                target,
-                [chains[at] for at in wanted],
-                [identities[at] for at in wanted],
-            )
+            results = self._copied(num_resets, source, target, wanted)
             seconds = time.perf_counter() - begun
             for reason, count in Counter(results).items():
                 if reason is None:
@@ -475,34 +472,21 @@ class Saver:
                     self._warn(count, target, str(reason))
 
     def _copied(
-        self, num_resets: int, source: Tier, target: Tier, chains: list[bytes], identities: list[bytes]
+        self, num_resets: int, source: Tier, target: Tier, pages: list[Page]
     ) -> list[PutReason | None]:
         """Copy the held pages from one store to another. Return the results of the put."""
-        series = source.series
-        memory = PageBuffers.empty(series.format, len(chains))
-        request = PageRequest(
-            series=series,
-            keys=series.keys_of(chains),
-            identities=identities,
-            memory=memory,
-            is_use=False,
-        )
+        memory = PageBuffers.empty(source.series.format, len(pages))
+        request = source.request(pages, memory, is_use=False)
         got = source.store.submit_get(request, timeout=self._timeout_s).wait(self._timeout_s + 1)
         there = [at for at, missed in enumerate(got) if missed is None]
         if not there:
             return []
         rows = memory.rows()
+        rows = PageRows(rows.buffer, [rows.offsets[at] for at in there], rows.nbytes)
         with self._lock:  # so that a reset also forgets these pages, or comes before they were read
             if num_resets != self._num_resets:
                 return []
-            request = PageRequest(
-                series=target.series,
-                keys=target.series.keys_of([chains[at] for at in there]),
-                identities=[identities[at] for at in there],
-                memory=PageBuffers(
-                    memory.format, PageRows(rows.buffer, [rows.offsets[at] for at in there], rows.nbytes)
-                ),
-            )
+            request = target.request([pages[at] for at in there], PageBuffers(memory.format, rows))
             job = target.store.submit_put(request, timeout=self._timeout_s)
         return job.wait(self._timeout_s + 1)
 

@@ -104,13 +104,8 @@ class LookupWorker(WorkerConnector):
                 for name, address in peers_of(config, self._saves or bool(self.tiers)):
                     self.peers[name] = PeerStore(context, address, self.shard, name)
             if self._saves and not self.first_tier.store.is_shared:
-                hello = hello_of(
-                    self.shard,
-                    context.model,
-                    self.first_tier.name,
-                    self.first_tier.store.seal.id,
-                )
                 tier = self.first_tier
+                hello = hello_of(self.shard, context.model, tier.name, tier.store.seal.id)
                 self._service = Service(context.peers, tier.store, hello, tier.series.keys_of)
                 self.contact = self._service.contact
                 if context.members is not None:
@@ -356,7 +351,7 @@ class LookupWorker(WorkerConnector):
                 ended = part.ended_at or time.monotonic()
                 self._costs.note_load(part.source, part.count * self._page_tokens, part.begun_at, ended)
             if self.saver is not None and self._context.options.promote:
-                self.saver.promote(part.source, *load.pages_of(part))
+                self.saver.promote(part.source, list(zip(*load.pages_of(part), strict=True)))
 
     def _note_failure(self, load: Load) -> None:
         request_id = load.request_id
