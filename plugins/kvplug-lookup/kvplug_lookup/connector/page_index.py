@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from kvplug.transport import (
-    PageEvent,
-    Presence,
-    Series,
-)
+from kvplug.transport import PageEvent, Presence, Series
 
 
 class PageIndex:
@@ -18,8 +14,7 @@ class PageIndex:
     Not thread-safe: its owner locks it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.held: set[bytes] = set()
         """Chains of pages that are held."""
         self._coming: dict[bytes, float] = {}
@@ -48,7 +43,7 @@ class PageIndex:
 
     def expect(self, chains: Iterable[bytes], for_s: float) -> None:
         """Note that these pages are coming, unless they are held. Requests wait at most ``for_s`` seconds."""
-        until = self._clock() + for_s
+        until = time.monotonic() + for_s
         for chain in chains:
             if chain not in self.held:
                 self._coming[chain] = until
@@ -61,7 +56,7 @@ class PageIndex:
     @property
     def is_expecting(self) -> bool:
         """Whether pages are coming."""
-        now = self._clock()
+        now = time.monotonic()
         self._coming = {chain: until for chain, until in self._coming.items() if until > now}
         return bool(self._coming)
 
@@ -72,7 +67,7 @@ class PageIndex:
         until = self._coming.get(chain)
         if until is None:
             return Presence.ABSENT
-        if self._clock() >= until:
+        if time.monotonic() >= until:
             del self._coming[chain]
             return Presence.ABSENT
         return Presence.COMING

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvplug import KvplugError
 from kvplug.engine import PeerLink, Peers
-from kvplug.transport import Deadline, Outbox, PageEvent, Store, WireError
+from kvplug.transport import Deadline, Outbox, PageEvent, WireError
 from kvplug_lookup.connector.replica import MAX_PROMISED
+from kvplug_lookup.connector.save import Tier
 
 _log = logging.getLogger(__name__)
-
-KeysOf = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 _MAX_LAG_BYTES = 64 << 20
 """A follower with more unread bytes than this, besides its first snapshot, is dropped. When it reconnects, it
@@ -27,12 +26,11 @@ _MAX_SERVED = 1024
 class _Publisher:
     """Sends one follower every event of the store, and answers its pings in sequence with them."""
 
-    def __init__(self, link: PeerLink, store: Store, keys_of: KeysOf) -> None:
+    def __init__(self, link: PeerLink, tier: Tier) -> None:
         self._link = link
-        self._store = store
-        self._keys_of = keys_of
+        self._tier = tier
         self._outbox = Outbox(link.channel, "kvplug-lookup-events")
-        self._unsubscribe = store.subscribe(self._send_event)  # sends the snapshot first, however large
+        self._unsubscribe = tier.store.subscribe(self._send_event)  # the snapshot first, however large
         self._outbox.limit(_MAX_LAG_BYTES)
 
     def run(self) -> None:
@@ -41,7 +39,7 @@ class _Publisher:
             while True:
                 message = self._link.channel.recv(timeout=None)
                 if isinstance(message, dict) and "promised" in message:
-                    self._store.touch(self._keys_of(_chains_in(message["promised"])))
+                    self._tier.store.touch(self._tier.series.keys_of(_chains_in(message["promised"])))
                     continue
                 if not isinstance(message, dict) or type(message.get("ping")) is not int:
                     raise WireError("a follower sent neither a ping nor promised pages")
@@ -78,15 +76,10 @@ def _chains_in(joined: object) -> list[bytes]:
 class Service:
     """Serves the pages of one store to peers until it is closed."""
 
-    def __init__(self, peers: Peers, store: Store, hello: Mapping[str, Any], keys_of: KeysOf) -> None:
-        """
-        Args:
-            hello: the first message to every peer.
-            keys_of: returns the keys of the store's pages for chains.
-        """
-        self._store = store
-        self._hello = dict(hello)
-        self._keys_of = keys_of
+    def __init__(self, peers: Peers, tier: Tier, hello: Mapping[str, Any]) -> None:
+        """``hello``: the first message to every peer."""
+        self._tier = tier
+        self._hello = hello
         self._links: set[PeerLink] = set()
         self._server = peers.serve(self._serve, max_served=_MAX_SERVED)
         self.contact = self._server.contact
@@ -105,7 +98,8 @@ class Service:
         remote = link.agreement.remote
         if remote.purpose not in ("events", "store"):
             raise WireError(f"connector 'lookup' does not know the link purpose {remote.purpose!r}")
-        if not self._store.has_events:
+        store = self._tier.store
+        if not store.has_events:
             link.channel.send(
                 {"error": "its first store is shared: name that store in `stores` here, too"},
                 timeout=_HELLO_S,
@@ -115,8 +109,8 @@ class Service:
         try:
             link.channel.send(self._hello, timeout=_HELLO_S)
             if remote.purpose == "events":
-                _Publisher(link, self._store, self._keys_of).run()
+                _Publisher(link, self._tier).run()
             else:
-                self._store.serve(link)
+                store.serve(link)
         finally:
             self._links.discard(link)

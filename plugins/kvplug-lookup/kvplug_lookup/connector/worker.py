@@ -106,7 +106,7 @@ class LookupWorker(WorkerConnector):
             if self._saves and not self.first_tier.store.is_shared:
                 tier = self.first_tier
                 hello = hello_of(self.shard, context.model, tier.name, tier.store.seal.id)
-                self._service = Service(context.peers, tier.store, hello, tier.series.keys_of)
+                self._service = Service(context.peers, tier, hello)
                 self.contact = self._service.contact
                 if context.members is not None:
                     context.members.announce(self.contact)
