@@ -139,7 +139,9 @@ class HealthServer:
         task = asyncio.current_task()
         assert task is not None
         if len(self._clients) >= _MAX_CLIENTS:
-            next(iter(self._clients)).cancel()
+            oldest = next(iter(self._clients))
+            del self._clients[oldest]  # more may connect before it has ended
+            oldest.cancel()
         self._clients[task] = None
         try:
             async with asyncio.timeout(_REQUEST_S):
@@ -151,7 +153,7 @@ class HealthServer:
         except (asyncio.CancelledError, asyncio.IncompleteReadError, TimeoutError, OSError):
             pass  # this server ends the connection, or the client has
         finally:
-            del self._clients[task]
+            self._clients.pop(task, None)
             writer.close()
 
     async def _response(self, head: bytes) -> bytes:

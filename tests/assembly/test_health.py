@@ -52,6 +52,16 @@ def dialled(port: int, sent: bytes = b"") -> socket.socket:
     return client
 
 
+def is_hung_up(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
 def test_ready_and_live_differ_and_say_why(server: HealthServer, port: int) -> None:
     assert reasons(port) == (503, ["it is starting"])
     assert reasons(port, "/live") == (200, [])
@@ -84,6 +94,7 @@ def test_silent_and_slow_clients_delay_nobody_and_take_no_threads(server: Health
         assert reasons(port) == (200, [])
         assert threading.active_count() == before
         assert clients[0].recv(1) == b"", "the oldest is hung up"
+        assert sum(not is_hung_up(client) for client in clients) <= 64
 
 
 def test_many_probes_at_once_are_all_answered(server: HealthServer, port: int) -> None:
