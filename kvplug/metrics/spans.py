@@ -20,11 +20,13 @@ import attrs
 
 _MAX_SPANS: Final = 4096
 """How many spans one side of a connector keeps, about 300 requests."""
+_MAX_ID: Final = 256
+"""Characters of a request's id that are kept: clients of an engine may choose it."""
 _CLOCK_STEP_NS: Final = 1_000_000
 _MAX_GROUPS: Final = 4
 """Groups of layers of one load, each with a span of its own."""
 _TRACEPARENT: Final = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
+    r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
 )
 
 TRACEPARENT: Final = "traceparent"
@@ -73,7 +75,8 @@ class Span:
     parent_id: str = ""
     """``span_id`` of the span that this one is a part of; empty for the first one of a trace."""
     request_id: str
-    """The engine's id of the request; the same request may have another id in a peer engine."""
+    """The engine's id of the request, or its beginning if it is very long; the same request may have another
+    id in a peer engine."""
     start_ns: int
     """Nanoseconds since 1970, by this host's clock."""
     duration_ns: int
@@ -142,7 +145,7 @@ class SpanLog:
             name=name,
             context=context,
             parent_id="" if parent is None else parent.span_id,
-            request_id=request_id,
+            request_id=request_id[:_MAX_ID],
             start_ns=self._clock_offset() + round(begun * 1e9),
             duration_ns=max(0, round((ended - begun) * 1e9)),
             attributes=attributes or {},
@@ -184,7 +187,7 @@ class SpanLog:
         """
         with self._lock:
             spans = list(self._spans)
-        of_requests = (span for span in spans if span.request_id.startswith(request_id))
+        of_requests = (span for span in spans if span.request_id.startswith(request_id[:_MAX_ID]))
         traces = {request_id, *(span.context.trace_id for span in of_requests)}
         return sorted((s for s in spans if s.context.trace_id in traces), key=lambda s: s.start_ns)
 

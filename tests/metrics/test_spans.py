@@ -26,6 +26,8 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         (f"00-{TRACE}-{SPAN}-01", SpanContext(TRACE, SPAN, True)),
         (f"00-{TRACE}-{SPAN}-00", SpanContext(TRACE, SPAN, False)),
         (f"01-{TRACE}-{SPAN}-03-more", SpanContext(TRACE, SPAN, True)),
+        (f"00-{TRACE}-{SPAN}-01-more", None),
+        (f"00-{TRACE}-{SPAN}-01-", None),
         (f"ff-{TRACE}-{SPAN}-01", None),
         (f"00-{'0' * 32}-{SPAN}-01", None),
         (f"00-{TRACE}-{'0' * 16}-01", None),
@@ -73,6 +75,16 @@ def test_a_log_is_bounded_and_says_what_was_missed(monkeypatch: pytest.MonkeyPat
     assert position == 5
     assert log.after(4)[0] == found[-1:]
     assert log.after(position) == ([], 5)
+
+
+def test_a_long_id_is_found_and_takes_little_memory() -> None:
+    log, long = SpanLog(), "cmpl-" + "x" * 60_000
+    root = log.begin(long)
+    log.record("kvplug.load", long, 0.0, parent=log.traceparent_of(long))
+    for name in (long, long[:20]):
+        (span,) = log.of_request(name)
+        assert span.context.trace_id == root.trace_id
+        assert len(span.request_id) < 1000
 
 
 # -- OpenTelemetry -------------------------------------------------------------------------------------
