@@ -98,7 +98,7 @@ class SideState:
     status: Mapping[str, Any] = attrs.field(factory=dict)
     """What the connector's ``get_status`` returned."""
     stats: Mapping[str, Any] = attrs.field(factory=dict)
-    """A snapshot of the counters."""
+    """A snapshot of the counters, without samples."""
 
 
 class ProcessState:
@@ -147,6 +147,9 @@ class ProcessState:
         stores = [each for each in things if isinstance(each, StoreState)]
         connector = self._connector()
         status = None if connector is None else _try(_status_of, connector)
+        stats = self._stats.snapshot()
+        for figures in stats["ops"].values():
+            figures.pop("samples", None)  # thousands, which would take the engine milliseconds to send
         side = SideState(
             **self._labels,
             pid=os.getpid(),
@@ -157,7 +160,7 @@ class ProcessState:
             num_pipes=len(pipes),
             stores=tuple(stores[-_MAX_THINGS:]),
             status=status or {},
-            stats=self._stats.snapshot(),
+            stats=stats,
         )
         plain: dict[str, Any] = to_plain(side)
         return plain

@@ -18,7 +18,6 @@ import itertools
 import logging
 import os
 import re
-import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from kvplug.errors import KvplugError, PeerGoneError, TransportError
 from kvplug.metrics.spans import Span, SpanLog
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_texts
+from kvplug.net.trust.addresses import remove_stale
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 _PURPOSE: Final = "watch"
 _TIMEOUT_S: Final = 2.0
-_MAX_WATCHERS: Final = 8
+_MAX_WATCHERS: Final = 32
+"""Programs that watch at once. A forgotten `kvplug top` keeps its place."""
 _MAX_CHARACTERS: Final = 400
 _MAX_SPANS: Final = 500
 """The most spans in one answer."""
@@ -132,13 +133,7 @@ def _remove_dead() -> None:
     """Remove the sockets of killed processes. A process in another pid namespace may still listen."""
     for path in watched_sockets():
         if not os.path.exists(f"/proc/{pid_of(path)}"):
-            with socket.socket(socket.AF_UNIX) as sock:
-                try:
-                    sock.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink(missing_ok=True)
-                except OSError:
-                    continue
+            remove_stale(str(path))
 
 
 @attrs.frozen
@@ -170,7 +165,7 @@ class Watched:
 
     @classmethod
     def at(cls, path: Path) -> Watched:
-        """Connect to the process that listens at this socket. If the process is gone, remove the socket.
+        """Connect to the process that listens at this socket. If no process does, remove the socket.
 
         Raises:
             PeerGoneError: the process is gone.
@@ -179,7 +174,8 @@ class Watched:
         try:
             connection = Connection.dial(f"unix:{path}", Credentials(), _PURPOSE, _TIMEOUT_S)
         except PeerGoneError:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                remove_stale(str(path))
             raise
         return cls(pid_of(path), Channel(connection))
 

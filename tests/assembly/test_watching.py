@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from kvplug.assembly.state import ProcessState
 from kvplug.assembly.watching import Watched, WatchPoint, runtime_folder
-from kvplug.errors import TransportError
+from kvplug.errors import PeerGoneError, TransportError
 from kvplug.metrics.spans import SpanLog
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.wire import encode
 from kvplug_testing import waits
 from kvplug_testing.peers import Parent, start
 
@@ -61,6 +65,20 @@ def test_a_process_answers_until_it_is_killed_and_leaves_nothing_behind(tmp_path
     assert not [*folder.iterdir()]
 
 
+def test_a_dozen_programs_may_watch_and_clients_choose_long_ids(folder: Path) -> None:
+    spans = SpanLog()
+    for number in range(600):
+        spans.record("kvplug.load", f"cmpl-{number:03} {'x' * 60_000}", 0.0)
+    with contextlib.closing(WatchPoint(dict, spans)):
+        (path,) = folder.iterdir()
+        with contextlib.ExitStack() as stack:
+            for _ in range(12):
+                each = stack.enter_context(contextlib.closing(Watched.at(path)))
+                assert each.state() == {}
+            assert len(each.spans_of("cmpl-")) == 500
+            assert [span.name for span in each.spans_of("cmpl-007")] == ["kvplug.load"]
+
+
 def test_the_socket_of_a_killed_process_goes_when_the_next_one_starts(tmp_path: Path, folder: Path) -> None:
     with start(watch_point, str(tmp_path)) as peer:
         peer.recv()
@@ -90,6 +108,48 @@ def test_a_stopped_process_delays_the_others_by_seconds_only(tmp_path: Path) -> 
             os.kill(stopped.pid, signal.SIGCONT)
         peer.send("end")
         stopped.send("end")
+
+
+def test_the_state_of_a_busy_engine_is_small() -> None:
+    stats = TransferStats()
+    for _ in range(2000):
+        stats.record("load", 1, 0.1, tokens=3, trace_id="0af7651916cd43dd8448eb211c80319c")
+    plain = ProcessState(stats).plain()
+    assert plain["stats"]["ops"]["load"]["tokens"] == 6000
+    assert len(encode(plain)) < 2000
+
+
+def listening(stack: contextlib.ExitStack, path: Path) -> socket.socket:
+    """A server at ``path`` that accepts nobody."""
+    path.parent.mkdir(mode=0o700)
+    server = stack.enter_context(socket.socket(socket.AF_UNIX))
+    server.bind(str(path))
+    server.listen(0)
+    return server
+
+
+def test_the_socket_of_a_process_that_hangs_up_stays(folder: Path) -> None:
+    path = folder / f"{os.getpid()}-7"
+    with contextlib.ExitStack() as stack:
+        server = listening(stack, path)
+        watched = waits.Call(lambda: Watched.at(path))
+        server.accept()[0].close()
+        with pytest.raises(PeerGoneError, match="hung up"):
+            watched.result()
+        assert path.exists()
+
+
+def test_a_stopped_process_of_another_container_delays_no_start(folder: Path) -> None:
+    path = folder / f"{2**31 - 1}-0"  # no process has this id here
+    with contextlib.ExitStack() as stack:
+        listening(stack, path)
+        with contextlib.suppress(BlockingIOError):  # until its backlog is full
+            while True:
+                client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect(str(path))
+        waits.Call(lambda: WatchPoint(dict, SpanLog())).result().close()
+        assert path.exists()
 
 
 def test_a_folder_that_others_can_use_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -151,6 +151,13 @@ def _bind_path(sock: socket.socket, path: str) -> Callable[[], None]:
     return remove
 
 
+def remove_stale(path: str) -> None:
+    """Remove the file of a socket without a server. Raises OSError."""
+    with _locked(os.path.dirname(path)), contextlib.suppress(FileNotFoundError):
+        if _is_stale(path):
+            os.unlink(path)
+
+
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
     """Hold the lock of a folder. Raises OSError: the folder cannot be opened, or another process keeps the
