@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import click
 
-from kvplug.assembly.watching import Watched
+from kvplug.assembly.watching import Watched, runtime_folder
 from kvplug.cli.output import show_json, show_note, show_table
 from kvplug.errors import KvplugError
 from kvplug.metrics.spans import Span
@@ -33,8 +33,8 @@ def explain_request(request_id: str, *, as_json: bool) -> bool:
         show_json([{"pid": pid, **attrs.asdict(span)} for pid, span in found.values()])
     elif not found:
         click.echo(
-            f"no process of this user remembers a request {request_id!r} ({len(watched)} were asked)."
-            " A process remembers about 300 requests, until it ends."
+            f"no process of this user remembers a request {request_id!r} ({len(watched)} were asked, which"
+            f" listen in {runtime_folder()}). A process remembers about 300 requests, until it ends."
         )
     else:
         for line in _summary([span for _, span in found.values()]):

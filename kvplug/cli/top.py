@@ -64,7 +64,7 @@ def top(addresses: tuple[str, ...], once: bool, interval: float, as_json: bool, 
     For each process: requests matched and their tokens found elsewhere, and the bytes that came in and went
     out, since the last refresh; loads in flight, requests that wait for an answer, and requests whose blocks
     are held; then its links, pipes with the rate measured beside the one claimed, stores, and failures. If
-    the output is not a terminal, it is printed once. Exit code 1: nothing was found.
+    the output is not a terminal that can be refreshed, it is printed once. Exit code 1: nothing was found.
 
     \b
     kvplug top
@@ -72,9 +72,16 @@ def top(addresses: tuple[str, ...], once: bool, interval: float, as_json: bool, 
     kvplug top --once --json
     """
     with contextlib.closing(_Sources(config, addresses)) as sources:
-        if once or as_json or not sys.stdout.isatty():
+        if once or as_json or not _can_refresh():
             sys.exit(0 if _show_once(sources, as_json=as_json) else 1)
         _show_live(sources, interval)
+
+
+def _can_refresh() -> bool:
+    from rich.console import Console
+
+    console = Console()
+    return sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
 
 
 def _show_once(sources: _Sources, *, as_json: bool) -> bool:
@@ -196,8 +203,9 @@ class _Sources:
         """The sentence to show if nothing was found."""
         folder = runtime_folder()
         return (
-            f"no engine or store of this user runs here: no process listens in {folder}. Those of other users"
-            " and hosts: kvplug top ADDRESS. An engine with doctor = 'off' is not shown."
+            f"no engine or store of this user was found: no process listens in {folder}, and one with another"
+            " XDG_RUNTIME_DIR, or without it, listens elsewhere. Those of other users and hosts: kvplug top"
+            " ADDRESS. An engine with doctor = 'off' is not shown."
         )
 
     def ask(self) -> list[Shown]:

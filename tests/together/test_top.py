@@ -220,8 +220,10 @@ def test_in_a_terminal_engines_come_and_go_until_ctrl_c(
 
     tmux("send-keys", "echo be''fore", "Enter")
     until("before")
+    tmux("send-keys", f"TERM=dumb {sys.executable} -m kvplug.cli top; echo co''de $?", "Enter")
+    until("code 1")
     tmux("send-keys", f"{sys.executable} -m kvplug.cli top --interval 200ms", "Enter")
-    until("no engine or store of this user runs here")
+    until("no engine or store of this user was found")
     first = engine("first")
     until("engine first: p2p, producer")
     second = engine("second")
