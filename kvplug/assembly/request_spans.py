@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from kvplug.engine.connector.values import (
     Plain,
     Request,
     RequestEnd,
+    ScheduledRequest,
     SchedulerOutput,
     WorkerOutput,
 )
@@ -85,10 +87,30 @@ class RequestSpans:
         return times
 
     def _record(
-        self, part: str, request_id: str, times: _Times, begun: float, ended: float, **attributes: Attribute
+        self,
+        part: str,
+        request_id: str,
+        times: _Times,
+        begun: float,
+        ended: float,
+        reason: str = "",
+        **attributes: Attribute,
     ) -> None:
         named = {f"kvplug.{name}": value for name, value in attributes.items()}
-        self._spans.record(part, request_id, begun, ended, parent=times.context, attributes=named)
+        self._spans.record(
+            part, request_id, begun, ended, parent=times.context, attributes=named, reason=reason
+        )
+
+    def _record_rest(self, request_id: str, times: _Times, ended: float, reason: str) -> None:
+        """Record the part in which a request without a token ended."""
+        begins = {
+            "kvplug.queue": times.arrived_at,
+            "kvplug.match": times.asked_at,
+            "kvplug.schedule": times.matched_at,
+            "kvplug.prefill": times.scheduled_at,
+        }
+        part, begun = [(part, begun) for part, begun in begins.items() if begun][-1]
+        self._record(part, request_id, times, begun, ended, reason)
 
     # -- what the engine calls -----------------------------------------------------------------
 
@@ -137,18 +159,23 @@ class RequestSpans:
             now = time.perf_counter()
             for each in output.scheduled:
                 if each.request_id in self._before_token:
-                    self._schedule(each.request_id, each.num_computed_tokens, each.num_scheduled_tokens, now)
+                    self._schedule(each, output.token_ids, now)
         plan: Plain = call(output)
         return plan
 
-    def _schedule(self, request_id: str, num_computed: int, num_scheduled: int, now: float) -> None:
-        times = self._requests[request_id]
-        if times.is_computed:
-            self._note_token(request_id, times, now)
+    def _schedule(
+        self, each: ScheduledRequest, token_ids: Callable[[str], Sequence[int]] | None, now: float
+    ) -> None:
+        request_id, times = each.request_id, self._requests[each.request_id]
+        # The engine may plan ahead of the last step's end, or compute a prompt again after a failed load.
+        if times.is_computed and (token_ids is None or len(token_ids(request_id)) > times.num_prompt_tokens):
+            self._note_token(
+                request_id, times, self._stepped_at if self._stepped_at > times.scheduled_at else now
+            )
         elif not times.scheduled_at:
             times.scheduled_at = now
             self._record("kvplug.schedule", request_id, times, times.matched_at or times.arrived_at, now)
-        times.is_computed = num_computed + num_scheduled >= times.num_prompt_tokens
+        times.is_computed = each.num_computed_tokens + each.num_scheduled_tokens >= times.num_prompt_tokens
 
     def update_connector_output(self, call: Any, output: WorkerOutput) -> None:
         self._stepped_at = time.perf_counter()
@@ -161,6 +188,9 @@ class RequestSpans:
         request_id, times, now = request.request_id, self._of(request), time.perf_counter()
         if times.is_computed and end is RequestEnd.FINISHED:
             self._note_token(request_id, times, now)
+        reason = "" if end is RequestEnd.FINISHED else str(end)
+        if reason and not times.has_token:
+            self._record_rest(request_id, times, now, reason)
         self._before_token.discard(request_id)
         del self._requests[request_id]
         self._spans.record(
@@ -171,7 +201,7 @@ class RequestSpans:
             context=times.context,
             parent=times.parent,
             attributes={"kvplug.num_prompt_tokens": times.num_prompt_tokens, **times.attributes},
-            reason="" if end is RequestEnd.FINISHED else str(end),
+            reason=reason,
         )
         self._spans.end(request_id)
         keeps_blocks, params = found
@@ -179,12 +209,11 @@ class RequestSpans:
             params = {**(params or {}), TRACEPARENT: str(times.context)}
         return keeps_blocks, params
 
-    def _note_token(self, request_id: str, times: _Times, now: float) -> None:
-        """Note that the first token was computed: at the end of the last step, if that is known."""
+    def _note_token(self, request_id: str, times: _Times, ended: float) -> None:
+        """Note when the first token was computed."""
         if times.has_token:
             return
         times.has_token = True
         self._before_token.discard(request_id)
-        ended = self._stepped_at if self._stepped_at > times.scheduled_at else now
         self._record("kvplug.prefill", request_id, times, times.scheduled_at, ended)
         times.attributes["kvplug.time_to_first_token"] = ended - times.arrived_at
