@@ -176,10 +176,12 @@ def test_blocks_are_computed_again_once_no_late_copy_can_land_in_them(late: Any)
 
 
 def test_an_engine_whose_blocks_stay_in_use_is_told_so(late: Any) -> None:
+    """On one line, whatever id the client has chosen."""
     with both({"stall_timeout_s": 0.1}, timeout_s=0.5) as engine:
         engine.prefill(request_of("stored", PROMPT))
-        prompt, blocks, *rest = promised(engine, request_of("a", PROMPT), 96)
+        prompt, blocks, *rest = promised(engine, request_of("a\n\x1b[2J" + "x" * 1000, PROMPT), 96)
         engine.step([(prompt, blocks, *rest)])
-        with pytest.raises(StalledError, match="blocks of request a are still being written from host"):
+        message = r"blocks of request 'a\\n\\x1b\[2Jx{80,90} are still being written from host"
+        with pytest.raises(StalledError, match=message):
             engine.step([(prompt, blocks, 0, 100)])
         late[0][0].settle()

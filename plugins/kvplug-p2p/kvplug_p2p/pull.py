@@ -111,7 +111,7 @@ class Pull:
         with self._lock:
             in_time = self._changed.wait_for(have_arrived, self.deadline.remaining())
         if not in_time:
-            self.fail(TimeoutError(f"the KV of request {self.request_id} did not arrive in time"))
+            self.fail(TimeoutError(f"the KV of request {self.request_id!r:.100} did not arrive in time"))
 
     # -- called by the thread of a producer's worker -------------------------------------------
 
@@ -350,7 +350,7 @@ class ProducerWorker:
         for number, message in enumerate(messages, 1):
             answer = _answer_to(plan, link.channel.recv(timeout=stall_s))
             if not pull.begin_receiving(part):
-                raise ClosedError(f"request {plan.request_id} ended")
+                raise ClosedError(f"request {plan.request_id!r:.100} ended")
             found = [
                 self._views.of(group, unit, heads.ours, heads.count, ours)
                 for group, (_, ours) in enumerate(message)
@@ -371,7 +371,9 @@ class ProducerWorker:
                     pipe.recv_blocks(views, rows, on_layer=on_layer, timeout=stall_s)
                     pull.nbytes += views.rows.row_bytes * len(rows) * len(views)
                     if is_host and layers.num_verified < len(views):
-                        raise IntegrityError(f"KV of request {plan.request_id} was corrupted in transit")
+                        raise IntegrityError(
+                            f"KV of request {plan.request_id!r:.100} was corrupted in transit"
+                        )
                 DeviceMark(self._views.device).wait()
         pull.arrived(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
 
@@ -393,7 +395,8 @@ class ProducerWorker:
             both = [(their, our) for their, our in pairs if our != NO_BLOCK]
             if any(their == NO_BLOCK for their, _ in both):
                 raise LayoutError(
-                    f"the producer has freed blocks of request {plan.request_id} that this engine needs"
+                    f"the producer has freed blocks of request {plan.request_id!r:.100} that this engine"
+                    " needs"
                 )
             found.append(([their for their, _ in both], [our for _, our in both]))
         return found
@@ -445,7 +448,9 @@ def _answer_to(plan: PullPlan, answer: Any) -> Mapping[str, Any]:
         case {"sending": True}:
             return answer  # type: ignore[no-any-return]
         case {"refused": str()}:
-            raise EntryGoneError(f"the producer no longer keeps the blocks of request {plan.request_id}")
+            raise EntryGoneError(
+                f"the producer no longer keeps the blocks of request {plan.request_id!r:.100}"
+            )
     raise WireError("the producer sent a malformed answer to a pull")
 
 

@@ -286,7 +286,7 @@ class P2PScheduler(SchedulerConnector):
         if num_external_tokens > promised:
             raise KvplugError(
                 f"update_state_after_alloc got {num_external_tokens} external tokens of request"
-                f" {request.request_id}, but get_num_new_matched_tokens last promised {promised}"
+                f" {request.request_id!r:.100}, but get_num_new_matched_tokens last promised {promised}"
             )
         if not num_external_tokens:
             if tracked.claim is not None and not tracked.is_loading:

@@ -144,14 +144,14 @@ class P2PWorker(WorkerConnector):
 
     def _forget(self, request_id: str) -> None:
         if (pull := self._pulls.get(request_id)) is not None:
-            pull.fail(ClosedError(f"request {request_id} ended or was preempted"))
+            pull.fail(ClosedError(f"request {request_id!r:.100} ended or was preempted"))
 
     def _wait_settled(self, pull: Pull) -> None:
         timeout_s = self._context.config.timeout_s
         if not pull.wait_settled(timeout_s):
             raise StalledError(
-                f"blocks of request {pull.request_id} are still being written {timeout_s:g} s after its pull"
-                f" from {pull.plan.engine_id} ended: restart this engine"
+                f"blocks of request {pull.request_id!r:.100} are still being written {timeout_s:g} s after"
+                f" its pull from {pull.plan.engine_id} ended: restart this engine"
             )
 
     def bind_connector_metadata(self, metadata: Plain) -> None:

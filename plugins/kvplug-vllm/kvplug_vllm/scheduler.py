@@ -139,7 +139,7 @@ class KvplugConnectorScheduler:
         left = request.num_tokens - num_computed_tokens
         if not 0 <= found <= left:
             _log.error(
-                "the connector offers to load %d tokens of %s, but %d are left: none are loaded",
+                "the connector offers to load %d tokens of %.100r, but %d are left: none are loaded",
                 found,
                 request.request_id,
                 left,
@@ -161,7 +161,7 @@ class KvplugConnectorScheduler:
         try:
             self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
         except Exception as e:  # it would end vLLM's engine
-            _log.error("nothing is loaded for request %s: %s", request_id, e)
+            _log.error("nothing is loaded for request %.100r: %s", request_id, e)
             self._stats.fail("load", reason_of(e))
             if num_external_tokens:
                 self._unloaded |= self._blocks_from(start, block_ids)

@@ -213,7 +213,7 @@ class Load:
 
     def _give_up(self, source: str) -> None:
         self.stalled = source
-        pages = f"pages of request {self.request_id} from {source!r}"
+        pages = f"pages of request {self.request_id!r:.100} from {source!r}"
         if self.deadline.expired:
             self.fail(TimeoutError(f"not all {pages} arrived in time"))
         else:
@@ -267,7 +267,9 @@ class Load:
         if reason is not None:
             self._context.stats.fail("load", reason)
             if self.error is None:
-                self.error = KvplugError(f"a page of request {plan.request_id} could not be loaded: {reason}")
+                self.error = KvplugError(
+                    f"a page of request {plan.request_id!r:.100} could not be loaded: {reason}"
+                )
         elif self.error is not None and self._first_missed == len(self._chains):
             self.error = None  # everything had arrived before it was given up
         failure = "" if self.error is None else self.reason or str(reason_of(self.error))

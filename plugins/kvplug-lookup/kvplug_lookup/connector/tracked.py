@@ -75,7 +75,7 @@ class Tracked:
         if num_external_tokens > promised:
             raise KvplugError(
                 f"update_state_after_alloc got {num_external_tokens} external tokens of request"
-                f" {self.request.request_id}, but get_num_new_matched_tokens last promised {promised}"
+                f" {self.request.request_id!r:.100}, but get_num_new_matched_tokens last promised {promised}"
             )
         if self.num_sure is None:
             self.num_sure = self.num_computed_at_match + num_external_tokens

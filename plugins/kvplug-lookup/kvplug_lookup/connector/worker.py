@@ -207,7 +207,7 @@ class LookupWorker(WorkerConnector):
         timeout_s = self._context.config.timeout_s
         if not load.wait_settled(timeout_s):
             raise StalledError(
-                f"blocks of request {load.request_id} are still being written from {load.route},"
+                f"blocks of request {load.request_id!r:.100} are still being written from {load.route},"
                 f" {timeout_s:g} s after the load ended: restart this engine and the process of that source"
             )
 
@@ -216,7 +216,7 @@ class LookupWorker(WorkerConnector):
             self.saver.forget(request_id)
         load = self._loads.get(request_id)
         if load is not None:
-            load.fail(ClosedError(f"request {request_id} ended or was preempted"))
+            load.fail(ClosedError(f"request {request_id!r:.100} ended or was preempted"))
 
     def bind_connector_metadata(self, metadata: Plain) -> None:
         super().bind_connector_metadata(metadata)

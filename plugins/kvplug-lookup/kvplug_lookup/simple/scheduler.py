@@ -99,7 +99,8 @@ class SimpleScheduler(SchedulerConnector):
     def _of(self, request_id: str, call: str) -> Tracked:
         if request_id not in self._tracked:
             raise KvplugError(
-                f"{call} was called for request {request_id} before on_new_request or after request_finished"
+                f"{call} was called for request {request_id!r:.100} before on_new_request or after"
+                " request_finished"
             )
         return self._tracked[request_id]
 
@@ -140,7 +141,7 @@ class SimpleScheduler(SchedulerConnector):
         if num_external_tokens > tracked.promised:
             raise KvplugError(
                 f"update_state_after_alloc got {num_external_tokens} external tokens of request"
-                f" {request.request_id}, but {tracked.promised} were promised"
+                f" {request.request_id!r:.100}, but {tracked.promised} were promised"
             )
         end = tracked.start + num_external_tokens
         self._loads.append(

@@ -150,7 +150,9 @@ class SimpleWorker(WorkerConnector):
                 tokens, extra=load["extra"], min_tokens=num_tokens, sink=sink, timeout=deadline.remaining()
             )
         except KvplugError as e:
-            _log.warning("request %s: could not load %d tokens: %s", load["request"], num_tokens - first, e)
+            _log.warning(
+                "request %.100r: could not load %d tokens: %s", load["request"], num_tokens - first, e
+            )
             blocks = load["blocks"][first // self._layout.block_size :]
             self._failed_blocks.update(blocks)
             self._suspect |= dict.fromkeys(blocks, self._meta["step"])
@@ -177,7 +179,7 @@ class SimpleWorker(WorkerConnector):
             layers = [self._layout.gather(cache, save["blocks"], 0, len(tokens)) for cache in self._caches]
             entries.add(tokens, extra, layers)
         except KvplugError as e:
-            _log.warning("request %s: could not save the prompt: %s", save["request"], e)
+            _log.warning("request %.100r: could not save the prompt: %s", save["request"], e)
             self._context.stats.fail("save", reason_of(e))
             self._note("save", save, began, str(reason_of(e)))
         else:

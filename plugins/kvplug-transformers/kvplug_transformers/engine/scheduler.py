@@ -203,7 +203,7 @@ class Scheduler:
         return self._pool.allocate(max(missing, 0))
 
     def _preempt(self, sequence: Sequence) -> None:
-        _log.debug("request %s is preempted: no free blocks", sequence.request_id)
+        _log.debug("request %.100r is preempted: no free blocks", sequence.request_id)
         self._pool.free(sequence.block_ids)
         sequence.block_ids = []
         sequence.start_over()
@@ -345,7 +345,7 @@ class Scheduler:
         end = max(sequence.external_end, bad)
         sequence.num_failed_loads += 1
         sequence.load_error = f"the KV of tokens {bad} to {end} could not be loaded"
-        _log.warning("request %s: %s", sequence.request_id, sequence.load_error)
+        _log.warning("request %.100r: %s", sequence.request_id, sequence.load_error)
         if self._options.load_failure_policy == "fail":
             return self._finish(sequence, "error", f"{sequence.load_error}, and the policy is to fail")
         sequence.num_loaded_tokens = sequence.num_computed_tokens = bad
