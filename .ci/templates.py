@@ -51,7 +51,7 @@ class Example(NamedTuple):
 
 
 ALL = {
-    "pipe": Example.of_docs("sample", "light.py", "pipe.py"),
+    "pipe": Example.of_docs("sample", "options.py", "pipe.py", "probe.py"),
     "store": Example.of_docs("sqlite", "options.py", "store.py"),
     "connector": Example(
         "simple",

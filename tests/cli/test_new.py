@@ -75,8 +75,8 @@ def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert written == {
         *(".gitignore", "README.md", "pyproject.toml", "tox.ini", "tests/test_blue_whale.py"),
-        *(f"kvplug_blue_whale/{name}" for name in ("__init__.py", "light.py", "pipe.py", "plugin.py")),
-        "kvplug_blue_whale/py.typed",
+        *(f"kvplug_blue_whale/{name}" for name in ("__init__.py", "options.py", "pipe.py", "plugin.py")),
+        *("kvplug_blue_whale/probe.py", "kvplug_blue_whale/py.typed"),
     }
     found = tomllib.loads((folder / "pyproject.toml").read_text())
     assert found["project"]["name"] == "kvplug-blue-whale"
@@ -90,7 +90,7 @@ def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "name", "same"),
     [
-        ("transport", "sample", ["pipe.py", "light.py"]),
+        ("transport", "sample", ["pipe.py", "options.py", "probe.py"]),
         ("store", "sqlite", ["store.py", "options.py"]),
         ("queue", "relay", None),
         ("sink", "jsonl", None),

@@ -27,7 +27,7 @@ from kvplug.transport import (
 )
 from kvplug_lab.mutants import breaks
 from kvplug_sample import pipe as sample
-from kvplug_sample.light import SampleOptions
+from kvplug_sample.options import SampleOptions
 from kvplug_sample.pipe import SamplePipe
 from kvplug_testing import PipeContract
 

@@ -19,8 +19,8 @@ def kvplug_transports() -> list[TransportSpec]:
             kind="pipe",
             name="sample",
             factory="kvplug_sample.pipe:SampleEndpoint",
-            options="kvplug_sample.light:SampleOptions",
-            probe="kvplug_sample.light:describe",
+            options="kvplug_sample.options:SampleOptions",
+            probe="kvplug_sample.probe:describe",
             summary="CPU tensors between two processes of one host, over one socket",
             capabilities=Capabilities(
                 devices={"cpu"},

@@ -9,8 +9,9 @@ import pytest
 import kvplug
 import kvplug.transport
 from kvplug.net.wire.messages import message_parts
-from kvplug_sample.light import SampleOptions, describe
+from kvplug_sample.options import SampleOptions
 from kvplug_sample.pipe import SampleContact, SampleEndpoint
+from kvplug_sample.probe import describe
 from kvplug_testing.pairs import accepting
 
 
