@@ -112,8 +112,10 @@ def _plugins_of(distribution: metadata.Distribution) -> Iterator[PluginInfo]:
     text = distribution.read_text("entry_points.txt")
     if not text or f"[{PROJECT}]" not in text:  # a quick test, since parsing every file is slow
         return
-    about = distribution.metadata  # parsed at each access
-    name, version = (about[key] or "unknown" for key in ("Name", "Version"))
+    # Distribution.metadata would parse the whole text, readme included.
+    about = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    headers = dict(line.partition(":")[::2] for line in about.partition("\n\n")[0].splitlines())
+    name, version = (headers.get(key, "").strip() or "unknown" for key in ("Name", "Version"))
     for each in distribution.entry_points:
         if each.group == PROJECT:
             module = each.value.partition("[")[0].strip()

@@ -55,6 +55,8 @@ class Registry:
     def __init__(self) -> None:
         self._plugins: list[PluginInfo] = []
         self._owned: dict[tuple[Kind, str], list[tuple[PluginInfo, Spec]]] = {}
+        self._hooks = pluggy.PluginManager(hookspecs.PROJECT)
+        self._hooks.add_hookspecs(hookspecs)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Registry:
@@ -75,7 +77,7 @@ class Registry:
             raise ConfigError(f"KVPLUG_STRICT_PLUGINS: {shown(given)} was given; allowed is 1 or 0")
         registry = cls()
         for each in discover():
-            registry._keep(_loaded(each, is_blocked=each.name in blocked))
+            registry._keep(_loaded(registry._hooks, each, is_blocked=each.name in blocked))
         for name in sorted(blocked - {each.name for each in registry.plugins}):
             _log.warning("KVPLUG_DISABLE_PLUGINS names %r, but no such plugin is installed", name)
         broken = [each for each in registry.plugins if each.status is PluginStatus.BROKEN]
@@ -146,7 +148,7 @@ class Registry:
         """
         info = PluginInfo(name=name, distribution=distribution, version=version, api=hookspecs.PLUGIN_API)
         try:
-            info = attrs.evolve(info, specs=_collected(plugin))
+            info = attrs.evolve(info, specs=_collected(self._hooks, plugin))
         except (Exception, SystemExit) as e:
             raise PluginLoadError(f"plugin {name}: {_reason(e)}") from e
         self._keep(info)
@@ -233,13 +235,13 @@ class Registry:
         )
 
 
-def _loaded(found: PluginInfo, *, is_blocked: bool) -> PluginInfo:
+def _loaded(hooks: pluggy.PluginManager, found: PluginInfo, *, is_blocked: bool) -> PluginInfo:
     """Load one plugin. If it raises an error, return it as broken, without specs."""
     if is_blocked:
         return attrs.evolve(found, status=PluginStatus.BLOCKED, reason="named in KVPLUG_DISABLE_PLUGINS")
     try:
         found = attrs.evolve(found, api=check_api(found))
-        return attrs.evolve(found, specs=_collected(importlib.import_module(found.module)))
+        return attrs.evolve(found, specs=_collected(hooks, importlib.import_module(found.module)))
     except (Exception, SystemExit) as e:
         # Running out of descriptors is not the plugin's fault. A MemoryError may be, since the parser also
         # raises it for bad source.
@@ -250,37 +252,33 @@ def _loaded(found: PluginInfo, *, is_blocked: bool) -> PluginInfo:
         return attrs.evolve(found, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
 
 
-def _collected(plugin: object) -> tuple[Spec, ...]:
+def _collected(hooks: pluggy.PluginManager, plugin: object) -> tuple[Spec, ...]:
     """Call each hook of a plugin and return its offers.
 
     Raises:
         PluginLoadError: a hook is unknown, is not marked, or returns the wrong type; or the plugin has no
             hooks, or offers a name twice.
     """
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    manager.register(plugin)
+    hooks.register(plugin)
+    found = [(caller.name, caller.get_hookimpls()) for caller in hooks.get_hookcallers(plugin) or ()]
+    hooks.unregister(plugin)
     specs: dict[tuple[Kind, str], Spec] = {}
-    callers = manager.get_hookcallers(plugin) or []
-    for caller in callers:
-        (implementation,) = caller.get_hookimpls()
-        if caller.name in hookspecs.OFFERED:
-            for spec in _offered(caller.name, implementation.function()):
+    for hook, (implementation,) in found:
+        if hook in hookspecs.OFFERED:
+            for spec in _offered(hook, implementation.function()):
                 if specs.setdefault((spec.kind, spec.name), spec) is not spec:
                     raise PluginLoadError(
                         f"offers the {_CALLED.get(spec.kind, spec.kind)} {spec.name!r} twice"
                     )
         elif not implementation.optionalhook:  # an unknown optional hook comes with a later kvplug
-            raise PluginLoadError(
-                f"there is no hook named {caller.name}{_meant(caller.name)} the hooks are {_HOOKS}"
-            )
-    for name, found in getattr(plugin, "__dict__", {}).items():
-        is_hook = name.startswith(_PREFIX) and isinstance(found, types.FunctionType)
-        if is_hook and not hasattr(found, f"{_PREFIX}impl"):  # pluggy would silently never call it
+            raise PluginLoadError(f"there is no hook named {hook}{_meant(hook)} the hooks are {_HOOKS}")
+    for name, value in getattr(plugin, "__dict__", {}).items():
+        is_hook = name.startswith(_PREFIX) and isinstance(value, types.FunctionType)
+        if is_hook and not hasattr(value, f"{_PREFIX}impl"):  # pluggy would silently never call it
             raise PluginLoadError(
                 f"{name} is not marked with kvplug.transport.hookimpl, so it would never be called"
             )
-    if not callers:
+    if not found:
         raise PluginLoadError(
             f"implements no hook; the hooks are {_HOOKS}, marked with kvplug.transport.hookimpl"
         )
