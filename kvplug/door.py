@@ -19,13 +19,14 @@ class Door:
     def homes(self) -> dict[str, str]:
         """Return each name with the module that defines it."""
         if not self._homes:
-            import re
-
+            homes, module = {}, ""
             with open(f"{self._folder}/__init__.pyi", encoding="utf-8") as stub:
-                blocks = re.findall(r"^from (\S+) import \((.*?)\)", stub.read(), re.M | re.S)
-            self._homes = {
-                name: module for module, names in blocks for name in re.findall(r"(\w+) as \1,", names)
-            }
+                for words in map(str.split, stub):
+                    if words[:1] == ["from"]:
+                        module = words[1]
+                    elif words[1:2] == ["as"]:
+                        homes[words[0]] = module
+            self._homes = homes
         return self._homes
 
     def __call__(self, name: str) -> object:

@@ -4,18 +4,23 @@ point is loaded."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvplug.net.peer_text import printable
 from kvplug.transport.spec import Kind
 
-Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
 
 
 def items(known: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem]:
     """Return the names that begin with ``incomplete``, each with a line of help."""
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(name, help=printable(text)) for name, text in known if name.startswith(incomplete)]
 
 
@@ -54,4 +59,6 @@ def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Let the shell complete the name of a file."""
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(incomplete, type="file")]

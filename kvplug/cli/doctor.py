@@ -24,6 +24,7 @@ from kvplug.cli import options
 from kvplug.cli.duration import Duration
 from kvplug.cli.output import show_findings, show_json
 from kvplug.cli.request import explain_request
+from kvplug.cli.serving import serve_until_signalled
 from kvplug.config.config import Config
 from kvplug.errors import ConfigError
 
@@ -128,7 +129,7 @@ def doctor(
     else:
         if serve:
             server = functools.partial(serve_doctors, config, registry, facts=stated)
-            options.serve_until_signalled(server, _announce)
+            serve_until_signalled(server, _announce)
             return
         found = diagnose(config, registry, peer=peer, facts=stated, write=write, timeout_s=timeout)
     if as_json:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import signal
-import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvplug.cli.completion import files, overrides as complete_keys
 
-S = TypeVar("S")
-Command = Callable[..., None]
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
-_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+Command = Callable[..., None]
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 quiet = click.option(
@@ -82,28 +76,3 @@ def sets_config(command: Command) -> Command:
         command(config=Config.load(path, overrides=overrides), **others)
 
     return with_config
-
-
-def serve_until_signalled(
-    serve: Callable[[], AbstractContextManager[S]], started: Callable[[S], None]
-) -> str:
-    """Serve until SIGTERM or SIGINT, and return the signal's name. A second signal ends the program at once.
-
-    The signals are blocked in all threads and awaited here, since a handler could interrupt anything.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    with serve() as server:
-        started(server)
-        _notify_systemd("READY=1")
-        ended = signal.sigwait(_ENDING)
-        _notify_systemd("STOPPING=1")
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    return signal.Signals(ended).name
-
-
-def _notify_systemd(state: str) -> None:
-    """Send the state to systemd if it started this program as a service with ``Type=notify``."""
-    name = os.environ.get("NOTIFY_SOCKET", "")
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        if name:
-            sock.sendto(state.encode(), "\0" + name[1:] if name.startswith("@") else name)

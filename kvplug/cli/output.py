@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -28,6 +27,8 @@ def show_note(text: str) -> None:
 
 def show_json(value: Any) -> None:
     """Print JSON. Frozen sets become sorted lists; other values that JSON cannot represent become text."""
+    import json
+
     click.echo(json.dumps(value, indent=2, default=_plain))
 
 

@@ -14,13 +14,13 @@ from kvplug.assembly.health import HealthServer
 from kvplug.assembly.stores import StoreServer, serve_store, store_stats
 from kvplug.cli import options
 from kvplug.cli.completion import offers
-from kvplug.cli.main import show_log
+from kvplug.cli.log import PrintableFormatter, show_log
 from kvplug.cli.output import show_json, show_table
+from kvplug.cli.serving import serve_until_signalled
 from kvplug.config.addresses import Address
 from kvplug.config.config import Config
 from kvplug.config.options import format_value
 from kvplug.errors import ConfigError
-from kvplug.net.log import PrintableFormatter
 from kvplug.transport.spec import Kind
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def serve(name: str | None, address: str | None, health: Address | None, config:
         raise click.UsageError(f"{name!r} was given; allowed is the name of a store: use --config {name}")
     show_log("INFO", PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))  # unless KVPLUG_LOG is set
     serving = functools.partial(_serving, config, name, address, health)
-    ended = options.serve_until_signalled(serving, _announce)
+    ended = serve_until_signalled(serving, _announce)
     _log.info("%s: the store has ended", ended)
 
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Container, Iterable
 from typing import Any, Final, Self
 
-_LONGEST = 60
-_KEYED: Final = re.compile(r"([\w.-]+): .", re.DOTALL)
+_LONGEST: Final = 60
 
 
 class Fault(str):
@@ -38,7 +37,7 @@ class Fault(str):
         """Parse a fault from a sentence."""
         if isinstance(text, Fault):
             return text
-        keyed = _KEYED.match(text)
+        keyed = re.match(r"([\w.-]+): .", text, re.DOTALL)
         key = keyed[1] if keyed else ""
         return cls(text, key=key, place=key if key.startswith("KVPLUG_") else "")
 

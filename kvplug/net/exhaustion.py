@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Final
 
 from kvplug.errors import BusyError, CancelledError, ClosedError, KvplugError, ResourceExhaustedError
-from kvplug.net.threads import BackgroundThread
 
 DESCRIPTORS: Final = "descriptors"
 THREADS: Final = "threads"
@@ -163,6 +162,8 @@ class NamedExhaustion(contextlib.ContextDecorator):
         Raises:
             ResourceExhaustedError: they are not available.
         """
+        from kvplug.net.threads import BackgroundThread  # here, since `kvplug list` needs no thread
+
         over = threading.Event()
         with contextlib.ExitStack() as undo, NamedExhaustion(doing):
             for _ in range(descriptors):

@@ -1,17 +1,14 @@
-"""Log lines with stable fields, and the formats in which the command line prints the log."""
+"""Log lines with stable fields."""
 
 from __future__ import annotations
 
-import datetime
 import enum
-import json
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from kvplug.net.peer_text import peer_texts, printable
+from kvplug.net.peer_text import peer_texts
 
-_STANDARD: Final = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 FIELDS: Final[Mapping[str, str]] = {
     "address": "the address of the listener",
     "peer": "the other process, such as `pid 4711 on node-3`; empty if it is not known",
@@ -98,28 +95,3 @@ class LogEvent(enum.Enum):
         extra = {"event": self.name.lower(), **peer_texts(fields)}
         number = logging.getLevelNamesMapping()[self.level] if level is None else level
         logger.log(number, message, *args, extra=extra, exc_info=exc_info, stacklevel=2)
-
-
-class PrintableFormatter(logging.Formatter):
-    """Prints lines of text that are safe for a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-class JsonFormatter(logging.Formatter):
-    """Prints one JSON object a line, in ASCII: time (RFC 3339), level, logger, message, the record's fields,
-    and the traceback of an exception."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        line: dict[str, Any] = {
-            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": printable(record.getMessage()),
-        }
-        line |= {key: value for key, value in vars(record).items() if key not in {*_STANDARD, *line}}
-        if record.exc_info:
-            line["exception"] = printable(self.formatException(record.exc_info))
-        return json.dumps(line, default=str)

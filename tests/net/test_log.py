@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import kvplug
-from kvplug.net.log import FIELDS, JsonFormatter, LogEvent
+from kvplug.cli.log import JsonFormatter
+from kvplug.net.log import FIELDS, LogEvent
 
 NOT_FIELDS = {"level", "exc_info"}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from kvplug.transport import PeerIdentity, Probe
-from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, places
 
 _DEV: Final = Path("/dev")
 _GPUS: Final = ("nvidia[0-9]*", "dxg")
@@ -25,13 +24,15 @@ def _missing() -> str:
         return f"NCCL needs Linux, and this is {sys.platform}"
     if not any(next(_DEV.glob(pattern), None) for pattern in _GPUS):
         return f"there is no NVIDIA GPU here (no {_DEV}/nvidia0)"
-    if not any(place.path and _is_there(place.path) for place in places()):
+    from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, places
+
+    if not any(place.path and _is_there(place.path, SONAME) for place in places()):
         return f"there is no {SONAME} here: install {PACKAGE}, or name one by {VARIABLE}"
     return ""
 
 
-def _is_there(path: str) -> bool:
-    if path != SONAME:
+def _is_there(path: str, soname: str) -> bool:
+    if path != soname:
         return Path(path).is_file()
     import ctypes.util
 
