@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 # -- processes that tests start ----------------------------------------------------------------------
 
 
+_PRELOADED = (
+    *("torch", "hypothesis", "kvplug.cli.doctor", "kvplug.cli.list", "kvplug.cli.main"),
+    *("kvplug_testing.engine", "kvplug_testing.waits", "kvplug_cpu.endpoint", "kvplug_host.factory"),
+    *("kvplug_lookup.connector.scheduler", "kvplug_lookup.connector.worker", "kvplug_shm.pipe.endpoint"),
+    *("kvplug_p2p.scheduler", "kvplug_p2p.worker"),
+)
+"""Modules that children of tests import, which takes them more than half a second."""
+
+
 @pytest.fixture(scope="session")
 def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
-    """Forks children that need torch, in milliseconds; a fresh process takes a second to import it.
+    """Forks children that need torch, in milliseconds; a fresh process takes seconds to import all.
 
     Use ``peers.start`` for a child with its own descriptors, flags or variables, or that must not be forked.
     """
-    server = ForkServer.of("torch", "pytest", forked_from=session_server(request.session))
+    modules = (module for module in _PRELOADED if find_spec(module.partition(".")[0]))
+    server = ForkServer.of(*modules, forked_from=session_server(request.session))
     yield server
     server.close()
 

@@ -4,55 +4,13 @@ half a second for that, and five where a command needs torch.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import subprocess
-import sys
-import traceback
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvplug_lab.installed_site import Site, enter
-from kvplug_testing.contract.base import session_server
+from kvplug_lab.installed_site import Site
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.peers import Parent
-
-PRELOADED = (
-    *("torch", "pytest", "kvplug.cli.doctor", "kvplug.cli.list", "kvplug.cli.main", "kvplug_testing.engine"),
-    *("kvplug_lookup.connector.scheduler", "kvplug_lookup.connector.worker", "kvplug_host.factory"),
-    *("kvplug_shm.pipe.endpoint", "kvplug_cpu.endpoint"),
-)
-
-
-@pytest.fixture(scope="session")
-def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
-    modules = (module for module in PRELOADED if find_spec(module.partition(".")[0]))
-    server = ForkServer.of(*modules, forked_from=session_server(request.session))
-    yield server
-    server.close()
-
-
-def run_program(parent: Parent, arguments: list[str], *place: Any) -> tuple[int, str, str]:
-    """The exit code of the program, and what it writes to stdout and stderr, as to files."""
-    enter(*place)
-    sys.argv = ["kvplug", *arguments]
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
-    code = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        from kvplug.cli.main import main
-
-        try:
-            main()
-        except SystemExit as e:
-            code = int(e.code or 0)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-    return code, *(file.buffer.getvalue().decode() for file in (out, err))
 
 
 class Programs(Site):
@@ -61,7 +19,7 @@ class Programs(Site):
     def kvplug(
         self, *arguments: str, timeout_s: float = 60.0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        done = self.forked(f"{__file__}:run_program", list(arguments), environment, timeout_s)
+        done = self.forked("kvplug_lab.installed_site:run_program", list(arguments), environment, timeout_s)
         return subprocess.CompletedProcess(arguments, *done)
 
 

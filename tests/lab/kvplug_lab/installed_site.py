@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,3 +147,24 @@ def answer(parent: Parent, code: str, *place: Any) -> str:
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec(HEADER + code, scope)  # noqa: S102 - the code is the test's own
     return json.dumps(scope["answer"])
+
+
+def run_program(parent: Parent, arguments: list[str], *place: Any) -> tuple[int, str, str]:
+    """In a child: run the program ``kvplug``. Returns its exit code, its stdout and its stderr."""
+    enter(*place)
+    sys.argv = ["kvplug", *arguments]
+    files = [io.BytesIO(), io.BytesIO()]
+    out, err = (io.TextIOWrapper(file, encoding="utf-8", write_through=True) for file in files)
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        from kvplug.cli.main import main
+
+        try:
+            main()
+        except SystemExit as e:
+            code = int(e.code or 0)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    stdout, stderr = (file.getvalue().decode() for file in files)
+    return code, stdout, stderr

@@ -334,11 +334,17 @@ def _prepare(suite_ref: Mapping[str, Any]) -> None:
 
 
 def session_server(session: pytest.Session) -> ForkServer:
-    """The server from which those of all suites are forked: it has imported pytest, and torch if this process
-    has, which takes a second. It ends with the session.
+    """The server from which those of all suites are forked. It has imported pytest, and the modules of torch,
+    hypothesis, kvplug and the kit that this process has, which takes two seconds. It ends with the session.
     """
     if _SESSION_SERVER not in session.stash:
-        server = ForkServer.of("pytest", *({"torch"} & {*sys.modules}))
+        packages = ("kvplug", "kvplug_testing")
+        imported = [
+            name
+            for name in sys.modules
+            if name in ("torch", "hypothesis") or name.partition(".")[0] in packages
+        ]
+        server = ForkServer.of("pytest", *imported)
         session.stash[_SESSION_SERVER] = server
         session.addfinalizer(server.close)
     return session.stash[_SESSION_SERVER]
