@@ -13,7 +13,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from configparser import ConfigParser
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,6 +26,8 @@ from kvplug.cli.store import store as store_command
 from kvplug.config.units import parse_bytes
 from kvplug.transport.spec import Kind
 from kvplug_testing import waits
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.peers import Peer
 
 pytestmark = pytest.mark.timeout(300)
 KVPLUG = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
@@ -65,9 +67,26 @@ def started(*command: str, env: dict[str, str] | None = None) -> Iterator[subpro
         program.communicate()
 
 
+@pytest.fixture
+def run(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Peer]:
+    """Runs the program ``kvplug`` with these arguments, in a process that has imported torch already."""
+
+    def run(*arguments: str, **environment: str) -> Peer:
+        return fork_server.start(
+            "kvplug_lab.installed_site:run_program",
+            [*arguments],
+            [],
+            str(tmp_path),
+            environment,
+            timeout_s=START_S,
+        )
+
+    return run
+
+
 def serve(folder: Path, port: int, *more: str) -> Sequence[str]:
     options = (f"--address=unix:{folder}/kv.sock", f"--health=127.0.0.1:{port}", SMALL, *more)
-    return (*KVPLUG, "store", "serve", "host", *options)
+    return ("store", "serve", "host", *options)
 
 
 def is_ready(port: int) -> bool:
@@ -83,9 +102,11 @@ client.recv(1)
 """
 
 
-def test_probes_are_answered_whatever_their_clients_do_and_end_with_the_store(tmp_path: Path) -> None:
+def test_probes_are_answered_whatever_their_clients_do_and_end_with_the_store(
+    run: Callable[..., Peer], tmp_path: Path
+) -> None:
     port = free_port()
-    with started(*serve(tmp_path, port)) as program:
+    with run(*serve(tmp_path, port)) as program:
         waits.until(lambda: probe(port, "/live")[0] == 200, START_S, "probes are answered while it starts")
         waits.until(lambda: is_ready(port), START_S, "the store is ready")
         with started(sys.executable, "-c", CLIENT, str(port)) as stopped:
@@ -105,9 +126,9 @@ def test_probes_are_answered_whatever_their_clients_do_and_end_with_the_store(tm
             assert (status, found["reasons"]) == (503, ["the file of its socket was removed"])
             (tmp_path / "moved").rename(tmp_path / "kv.sock")
             assert is_ready(port)
-            program.send_signal(signal.SIGTERM)
-            _, said = program.communicate(timeout=waits.patience_s)
-    assert program.returncode == 0 and "listening for health probes" in said, said
+            os.kill(program.pid, signal.SIGTERM)
+            code, _, said = program.result()
+    assert code == 0 and "listening for health probes" in said, said
     assert probe(port) == (0, {})
 
 
@@ -121,14 +142,14 @@ def test_probes_are_answered_whatever_their_clients_do_and_end_with_the_store(tm
     ],
 )
 def test_a_wrong_address_of_probes_is_refused_before_the_store_opens(
-    tmp_path: Path, health: str, code: int, said: str
+    run: Callable[..., Peer], tmp_path: Path, health: str, code: int, said: str
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
-        command = serve(tmp_path, 0, "--health", health.format(port=port))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
-    assert (done.returncode, done.stdout) == (code, "") and said.format(port=port) in done.stderr, done.stderr
-    assert "listening" not in done.stderr
+        with run(*serve(tmp_path, 0, "--health", health.format(port=port))) as program:
+            *done, errors = program.result()
+    assert done == [code, ""] and said.format(port=port) in errors, errors
+    assert "listening" not in errors
 
 
 # -- the files of docs/examples/service ------------------------------------------------------------------
@@ -153,14 +174,12 @@ def containerfile(instruction: str) -> list[str]:
     return [str(each) for each in found]
 
 
-def here(command: Sequence[str], folder: Path, port: int) -> list[str]:
-    """The command as this host can run it, beside others and with little memory."""
-    program, *arguments = command
-    interpreter = KVPLUG if program.rpartition("/")[2] == "kvplug" else (sys.executable,)
+def here(arguments: Sequence[str], folder: Path, port: int) -> list[str]:
+    """The arguments of a command as this host can run it, beside others and with little memory."""
     changed = [("/run/kvplug", str(folder)), (PORT, str(port)), ("64 GiB", "4 MiB"), ("0.0.0.0", "127.0.0.1")]
     for theirs, ours in changed:
         arguments = [each.replace(theirs, ours) for each in arguments]
-    return [*interpreter, *arguments]
+    return [*arguments]
 
 
 def test_the_command_of_the_unit_reports_that_it_is_ready_and_ends_in_time(tmp_path: Path) -> None:
@@ -170,7 +189,9 @@ def test_the_command_of_the_unit_reports_that_it_is_ready_and_ends_in_time(tmp_p
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(START_S)
         env = os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")}
-        with started(*here(shlex.split(service["ExecStart"]), tmp_path, port), env=env) as program:
+        program, *arguments = shlex.split(service["ExecStart"])
+        assert program.endswith("/kvplug")
+        with started(*KVPLUG, *here(arguments, tmp_path, port), env=env) as program:
             assert systemd.recv(100) == b"READY=1"
             assert is_ready(port) and (tmp_path / "kv.sock").is_socket()
             program.terminate()
@@ -195,11 +216,15 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
 
 
-def test_the_commands_of_the_container_serve_and_check_a_store(tmp_path: Path) -> None:
+def test_the_commands_of_the_container_serve_and_check_a_store(
+    run: Callable[..., Peer], tmp_path: Path
+) -> None:
     port = free_port()
-    command = here([*containerfile("ENTRYPOINT"), *containerfile("CMD")], tmp_path, port)
-    check = here(containerfile("HEALTHCHECK"), tmp_path, port)
-    with started(*command, env=os.environ | {"KVPLUG_OPTIONS__HOST__SIZE": "4 MiB"}):
+    program, *arguments = containerfile("ENTRYPOINT") + containerfile("CMD")
+    assert program == "kvplug"
+    _, *check = here(containerfile("HEALTHCHECK"), tmp_path, port)
+    check.insert(0, sys.executable)
+    with run(*here(arguments, tmp_path, port), KVPLUG_OPTIONS__HOST__SIZE="4 MiB"):
         waits.until(lambda: is_ready(port), START_S, "the store is ready")
         assert subprocess.run(check, timeout=60, check=False).returncode == 0
     assert subprocess.run(check, timeout=60, check=False, capture_output=True).returncode != 0

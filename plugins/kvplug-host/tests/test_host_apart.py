@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -17,11 +18,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import kvplug
 from host_programs import config
 from kvplug.assembly import stores
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.cli.store import store
-from kvplug_testing import waits
+from kvplug_lab.named_pages import NamedPages
+from kvplug_testing import peers, waits
+from kvplug_testing.forkserver import ForkServer
 
 KVPLUG = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
 APART = ("--net", "--ipc", "--pid", "--fork", "--kill-child")
@@ -84,42 +88,44 @@ def stats(address: str, *more: str) -> Result:
     return CliRunner().invoke(store, ["stats", address, *more])
 
 
-def test_a_store_apart_says_what_it_holds_and_ends_politely(tmp_path: Path) -> None:
+def holds(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(stats(f"unix:{path}", "--json").output)
+    return found
+
+
+def put(parent: peers.Parent, address: str) -> list[Any]:
+    with kvplug.build_store(config(contact=address)) as store:
+        return NamedPages(100_000).put(store, *"abcd")
+
+
+def test_a_store_apart_says_what_it_holds_and_logs_each_step_and_ends_politely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
+) -> None:
+    monkeypatch.setenv("KVPLUG_LOG", "json")
     path = tmp_path / "kv.sock"
     with served(f"unix:{path}") as program:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, "another user may connect"
-        assert json.loads(stats(f"unix:{path}", "--json").output) == {
-            "name": "host",
-            "num_pages": 0,
-            "used_bytes": 0,
-            "budget_bytes": 4 << 20,
-            "num_clients": 0,
-        }
+        with fork_server.start(f"{__file__}:put", f"unix:{path}") as child:
+            assert child.result() == [None] * 4
+        waits.until(lambda: not holds(path)["num_clients"], what="the end of the program that put pages")
+        found = holds(path)
+        assert found.pop("used_bytes") >= 400_000
+        assert found == {"name": "host", "num_pages": 4, "budget_bytes": 4 << 20, "num_clients": 0}
         assert "4 MiB" in stats(f"unix:{path}").output
         program.send_signal(signal.SIGTERM)
         _, said = program.communicate(timeout=waits.patience_s)
         assert program.returncode == 0, said
-        assert "listening" in said and "SIGTERM" in said
+    lines = [json.loads(line) for line in said.splitlines()]
+    theirs = [each for each in lines if re.search(rf"pid {child.pid}\b", each.get("peer", ""))]
+    assert [each["event"] for each in theirs] == ["peer_connected", "agreed", "peer_left"], said
+    first, (connected, agreed, _) = lines[0], theirs
+    assert (first["event"], first["address"]) == ("listening", connected["address"])
+    assert first["address"] == f"unix:{path}"
+    assert agreed["purpose"] == "store" and agreed["transports"]["cpu"] in agreed["message"]
+    assert "SIGTERM" in said
     assert not list(tmp_path.iterdir()), "a socket file was left"
     result = stats(f"unix:{path}", "--set=connect_timeout_s=1")
     assert result.exit_code == 1 and str(path) in str(result.exception)
-
-
-def test_its_log_of_json_has_one_line_for_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPLUG_LOG", "json")
-    address = f"unix:{tmp_path}/kv.sock"
-    with served(address) as program:
-        monkeypatch.delenv("KVPLUG_LOG")
-        run(sys.executable, "-c", USER, "put", address, within=())
-        program.send_signal(signal.SIGTERM)
-        _, said = program.communicate(timeout=waits.patience_s)
-    lines = [json.loads(line) for line in said.splitlines()]
-    assert [each["event"] for each in lines if "event" in each] == [
-        *("listening", "peer_connected", "agreed", "peer_left")
-    ], said
-    assert [each["address"] for each in lines if "address" in each] == [address] * 2
-    (agreed,) = (each for each in lines if each.get("event") == "agreed")
-    assert agreed["purpose"] == "store" and agreed["transports"]["cpu"] in agreed["message"]
 
 
 def test_a_store_apart_has_loaded_its_pipes_before_it_listens(

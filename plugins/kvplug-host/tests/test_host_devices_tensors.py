@@ -45,6 +45,7 @@ from kvplug_host.options import HostOptions
 from kvplug_host.store import HostStore
 from kvplug_testing import peers, simulated, waits
 from kvplug_testing.contract.store.pages import Batch, batch, kv_format
+from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.memory.store import MemoryStore
 from kvplug_testing.simulated import registered as registered_memory
 from kvplug_testing.simulated.registered import registered
@@ -615,16 +616,17 @@ def read_mapped(parent: peers.Parent, address: str, keys: list[bytes], identitie
             parent.send(([each and each.value for each in results], bytes(request.memory.rows().buffer)))  # type: ignore[union-attr]
 
 
-@pytest.mark.timeout(180)
-def test_a_process_that_maps_the_memory_sees_pages_once_the_device_has_written_them(opened: Any) -> None:
+def test_a_process_that_maps_the_memory_sees_pages_once_the_device_has_written_them(
+    opened: Any, fork_server: ForkServer
+) -> None:
     store, paged = opened(), Paged()
     pages = batch(6, FORM, seal=store.seal)
     links = LinkSettings(resolved=ResolvedConfig(kvplug.Config(), kvplug.Registry.from_env()))
     server = StoreServer(store, links, f"unix:@kvplug-devices-{os.getpid()}")
     try:
         given = server.contact, [*pages.keys], [*pages.identities]
-        with peers.start(read_mapped, *given, timeout_s=150.0) as child:
-            assert child.recv(120.0) is None  # it has imported torch
+        with fork_server.start(f"{__file__}:read_mapped", *given) as child:
+            assert child.recv() is None
             with simulated.stalled():
                 job = store.submit_put(paged.request(pages, range(6)))
                 child.send(True)

@@ -18,6 +18,7 @@ from kvplug import KvplugError, PeerGoneError
 from kvplug_shm.memory.words import Words
 from kvplug_shm.ring.protocol import WRITER_ASLEEP
 from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, until
 
 by_hand = ends.by_hand
@@ -48,8 +49,8 @@ def receive(parent: peers.Parent, contact: str) -> None:
 class Sender:
     """Sends until it is stopped, to a child that receives."""
 
-    def __init__(self, listener: Any) -> None:
-        self.child = peers.start(receive, listener.contact)
+    def __init__(self, listener: Any, server: ForkServer) -> None:
+        self.child = server.start(f"{__file__}:receive", listener.contact)
         self.pipe: Any = listener.accept()
         self._stopped = threading.Event()
         self.sending = Call(self._send)
@@ -76,10 +77,10 @@ class Sender:
 
 
 @pytest.fixture
-def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sender]:
+def sender(monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer) -> Iterator[Sender]:
     monkeypatch.setattr(Words, "NAP_S", 3600.0)  # only a wake ends a sleep
     with ends.endpoint().listen() as listener:
-        made = Sender(listener)
+        made = Sender(listener, fork_server)
         with made.child:
             try:
                 yield made
