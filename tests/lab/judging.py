@@ -7,9 +7,11 @@ passes without it in the same process.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +20,30 @@ from kvplug_testing.scorecard import Outcome, Scorecard, from_json
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = Path(__file__).parent / "mutants"
+MATRIX: Final = Path(__file__).with_name("matrix.jsonl")
+"""What ``matrix.py`` has found last."""
 FILES: Final = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
 LIFE_S: Final = 900
 """Of a process that judges a file of mutants."""
 NOT_RUN: Final = "not run: three other tests of the mutant have hung"
 """Why a test is skipped that would only hang, too."""
+
+Results = dict[str, Mapping[str, Any]]
+"""By mutant (``"stores.TestX"``): the digest of what was judged, and by law the tests that have caught it, in
+the order in which they ran.
+"""
+
+
+def results_of(path: Path) -> Results:
+    """The results in a file. A last line that a killed program has left half written is passed over."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            result = json.loads(line)
+        except ValueError:
+            continue
+        found[result["mutant"]] = result
+    return found
 
 
 @cache

@@ -25,10 +25,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import judging
 import kvplug_testing
+from judging import Results, results_of
 from kvplug_testing.scorecard import Scorecard
 
 KIT: Final = Path(kvplug_testing.__file__).parent
@@ -36,23 +37,7 @@ LEVEL: Final = "quick"
 """Of the tests that run on a mutant which is caught already."""
 UNRUN: Final = "..."
 
-Results = dict[str, Mapping[str, Any]]
-"""By mutant (``"stores.TestX"``): the digest of what was judged, and by law the tests that have caught it."""
-
-
 # -- results ---------------------------------------------------------------------------------------
-
-
-def results_of(path: Path) -> Results:
-    """The results in a file. A last line that a killed program has left half written is passed over."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            result = json.loads(line)
-        except ValueError:
-            continue
-        found[result["mutant"]] = result
-    return found
 
 
 def rows_of(results: Results) -> dict[tuple[str, str], set[str]]:
@@ -94,7 +79,7 @@ def stamp_of(path: Path) -> str:
 
 
 def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
-    """By law, the tests that have caught a mutant, without their parameters.
+    """By law, the tests that have caught a mutant, without their parameters, in the order in which they ran.
 
     Raises:
         AssertionError: a control fails, or a test cannot run on this machine: it needs two hosts, or its
@@ -107,10 +92,11 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
     assert not late, f"not prepared in time; perhaps the machine is busy: {', '.join(late)}"
     found = {}
     for law in judging.mutants(path)[name].breaks:
-        tests = {test.partition("[")[0] for test in judging.catching(path, name, law, card)}
+        catching = judging.catching(path, name, law, card)
+        tests = dict.fromkeys(each.test.partition("[")[0] for each in mine if each.test in catching)
         assert tests or not (reason := judging.reason_without_hosts(name, card)), reason
         unrun = any(judging.NOT_RUN in each.reason and law in each.laws for each in mine)
-        found[law] = sorted(tests) + [UNRUN] * (unrun and bool(tests))
+        found[law] = [*tests, *[UNRUN] * (unrun and bool(tests))]
     return found
 
 

@@ -59,15 +59,6 @@ def test_a_mutant_is_caught_by_a_test_of_its_law(judged: Any, path: Path, name: 
     assert caught, f"{mutants(path)[name].__doc__} No test noticed it that its control passes:\n{said}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_what_is_said_to_catch_a_mutant_is_a_test_of_a_law_that_it_breaks(path: Path) -> None:
-    for cls in mutants(path).values():
-        if name := vars(cls).get("caught_by"):
-            marks = getattr(cls, name).pytestmark
-            laws = {id_ for mark in marks if mark.name == "kvplug_law" for id_ in mark.args}
-            assert laws & {*cls.breaks}, f"{cls.__name__} is not caught by {name}"
-
-
 # A plugin is an installed package and no class: the faulty ones are in test_check_plugin.py.
 @pytest.mark.parametrize("id_", [id_ for id_ in LAWS if not id_.startswith("PLUGIN-")])
 def test_a_law_has_a_mutant(id_: str) -> None:

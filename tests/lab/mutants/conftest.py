@@ -1,6 +1,6 @@
 """Each mutant runs the tests of the laws that it breaks, until one of them has caught it.
 
-The test that the mutant names (``caught_by``) runs first, since the others may be slow. With
+Tests that have caught the mutant before, by ``matrix.jsonl``, run first, since the others may be slow. With
 ``--every-test-to LEVEL``, a caught mutant runs the others up to that level, too.
 
 A control (``is_control``) has no fault. It runs last, in the same process and with the same ``patience_s``.
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from judging import NOT_RUN
+from judging import MATRIX, NOT_RUN, results_of
 from kvplug.errors import KvplugError
 from kvplug_testing import waits
 from kvplug_testing.contract import base
@@ -30,6 +30,7 @@ SUITES = Path(base.__file__).parent
 MISTAKES = (AttributeError, NameError, ImportError, TypeError)
 """Errors of a mutant that no longer fits its base class."""
 
+_before = results_of(MATRIX)
 _caught: set[tuple[Any, str]] = set()
 """Each mutant with a law whose tests have caught it."""
 _catching: set[tuple[Any, str]] = set()
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not _is_mutants(item)]
     kept = [item for item in items if _is_mutants(item) and (_is_control(item) or _broken(item))]
     kept.sort(  # stable: other tests keep their order
-        key=lambda item: (_is_control(item), item.cls.__name__, _level(item), not _is_named(item))
+        key=lambda item: (_is_control(item), item.cls.__name__, _level(item), _place(item))
     )
     for item in filter(_is_control, kept):
         # Sockets that failed tests of mutants have left open are closed now and then: no fault of a control.
@@ -89,9 +90,11 @@ def _is_control(item: Any) -> bool:
     return getattr(item.cls, "is_control", False)
 
 
-def _is_named(item: Any) -> bool:
-    """Whether the mutant names this test in ``caught_by``."""
-    return item.originalname == getattr(item.cls, "caught_by", "")
+def _place(item: Any) -> int:
+    """The sort key of a test among those that have caught the mutant before; the others come last."""
+    result = _before.get(f"{item.path.stem}.{item.cls.__name__}", {"caught": {}})
+    tests = [test for each in result["caught"].values() for test in each]
+    return tests.index(item.originalname) if item.originalname in tests else len(tests)
 
 
 def _broken(item: Any) -> set[tuple[Any, str]]:

@@ -55,7 +55,6 @@ class Judged(ConnectorContract):
     load: ClassVar[type[Load]] = Load
     saver: ClassVar[type[Saver]] = Saver
     parts = ("worker_factory", "scheduler_factory", "load", "saver")
-    breaks: tuple[str, ...] = ()
 
     @pytest.fixture(autouse=True)
     def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +142,7 @@ class TestPromisesABlockTooMany(LookupScheduler):
         return found and (found[0] + self._block_size, found[1])
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_what_was_refused_is_saved_by_the_next_request_that_computes_it")
+@breaks(Mutant, "CONN-2")
 class TestPromisesWhatWasNotKept(LookupScheduler):
     """What was to be saved is promised, whether it was kept or not."""
 
@@ -164,7 +163,7 @@ class TestPromisesWhatWasNotKept(LookupScheduler):
         return found and (max(found[0], len(chains) * self._page_tokens), found[1])
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_the_same_tokens_with_another_extra_are_another_prompt")
+@breaks(Mutant, "CONN-2")
 class TestForgetsTheExtra(LookupScheduler):
     """Prompts that differ in their adapters are taken for one."""
 
@@ -174,7 +173,7 @@ class TestForgetsTheExtra(LookupScheduler):
         self._chains = lambda extra, *more: chains(b"", *more)  # type: ignore[assignment]
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_an_answer_depends_on_its_own_question_and_not_on_other_requests")
+@breaks(Mutant, "CONN-2")
 class TestRemembersItsBestAnswer(LookupScheduler):
     """What was promised once is promised again, however much has been computed meanwhile."""
 
@@ -199,7 +198,7 @@ class TestCountsAsSavedWhatIsPlanned(Saver):
             super()._begin_one(plan)
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
+@breaks(Mutant, "CONN-8")
 class TestCountsEachAnswerAsAMatch(LookupScheduler):
     """A request is counted as often as its engine asks about it."""
 
@@ -221,7 +220,7 @@ class TestLoadsIntoTheWrongBlock(Load):
         super().__attrs_post_init__()
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_whatever_the_layout_is_what_arrives_is_right")
+@breaks(Mutant, "CONN-2")
 class TestIsRightOnOneLayoutOnly(Load):
     """Where heads come before tokens, the last head is forgotten."""
 
@@ -236,11 +235,7 @@ class TestIsRightOnOneLayoutOnly(Load):
 # -- failures ----------------------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant,
-    "CONN-3",
-    caught_by="test_whatever_fails_is_reported_and_never_used",
-)
+@breaks(Mutant, "CONN-3")
 class TestTrustsWhatArrives(Load):
     """Pages that were changed on their way count as loaded."""
 
@@ -262,7 +257,7 @@ class TestNamesOneBlockOfAFailedLoad(Load):
 # -- blocks in use ----------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
+@breaks(Mutant, "CONN-4")
 class TestSaysReceivedBeforeItHasWritten(LookupWorker):
     """A background load is named as soon as it has begun."""
 
@@ -276,7 +271,7 @@ class TestSaysReceivedBeforeItHasWritten(LookupWorker):
         return sent, named
 
 
-@breaks(LateMutant, "CONN-4", caught_by="test_a_request_that_ends_while_it_loads_is_named_once_as_received")
+@breaks(LateMutant, "CONN-4")
 class TestFreesWhatStillLoads(LookupScheduler):
     """The blocks of a request that ends while it loads are given back at once; the load goes on."""
 
@@ -286,7 +281,7 @@ class TestFreesWhatStillLoads(LookupScheduler):
         return keeps and end is RequestEnd.FINISHED, params
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
+@breaks(Mutant, "CONN-4")
 class TestLoadsWhatWasPreempted(LookupScheduler):
     """A load stays planned when its request is preempted in the same step."""
 
@@ -294,7 +289,7 @@ class TestLoadsWhatWasPreempted(LookupScheduler):
         return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
 
 
-@breaks(LateMutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
+@breaks(LateMutant, "CONN-4")
 class TestGoesOnLoadingIntoPreemptedBlocks(LookupWorker):
     """A background load does not hear that its request was preempted."""
 
@@ -305,7 +300,7 @@ class TestGoesOnLoadingIntoPreemptedBlocks(LookupWorker):
         return None
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
+@breaks(Mutant, "CONN-4")
 class TestReportsBlocksOfThePreempted(LookupWorker):
     """The blocks of a load that failed are reported once more when its request is preempted."""
 
@@ -314,9 +309,7 @@ class TestReportsBlocksOfThePreempted(LookupWorker):
         self._failed_blocks.update(self._suspect)
 
 
-@breaks(
-    Mutant, "CONN-4", caught_by="test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again"
-)
+@breaks(Mutant, "CONN-4")
 class TestKeepsBlocksForWhoIsGone(LookupScheduler):
     """Blocks of a request that ended are kept for a consumer, and it may be gone."""
 
@@ -325,7 +318,7 @@ class TestKeepsBlocksForWhoIsGone(LookupScheduler):
         return True, None
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
+@breaks(Mutant, "CONN-4")
 class TestWritesWhatComesLate(Load):
     """What comes after a load has stalled is written into its blocks all the same."""
 
@@ -375,7 +368,7 @@ class TestNamesNobody(LookupWorker):
 # -- steps in flight ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
+@breaks(Mutant, "CONN-6")
 class TestSavesWhatAnotherConnectorFailedToLoad(LookupScheduler):
     """Tokens that count as computed are saved, whichever connector loaded them."""
 
@@ -383,7 +376,7 @@ class TestSavesWhatAnotherConnectorFailedToLoad(LookupScheduler):
         return {**super().build_connector_meta(output), "doubted": []}  # type: ignore[dict-item]
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
+@breaks(Mutant, "CONN-6")
 class TestSavesWhatOthersShareWithAFailedLoad(Saver):
     """What was computed from the blocks of a load that failed is saved."""
 
@@ -433,7 +426,7 @@ class TestCountsEveryOther(Load):
             super().end()
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
+@breaks(Mutant, "CONN-8")
 class TestCountsAFailureTwice(LookupWorker):
     """A load that fails is counted under two reasons."""
 
@@ -455,7 +448,7 @@ class TestWaitsForWhatIsInTheBackground(LookupWorker):
         return super().get_finished(finished)
 
 
-@breaks(Mutant, "CONN-9", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
+@breaks(Mutant, "CONN-9")
 class TestWaitsLongForWhatDoesNotCome(Load):
     """A load of which nothing comes fails long after its limit."""
 
@@ -464,11 +457,7 @@ class TestWaitsLongForWhatDoesNotCome(Load):
         self._stall_timeout_s += 5
 
 
-@breaks(
-    Mutant,
-    "CONN-9",
-    caught_by="test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background",
-)
+@breaks(Mutant, "CONN-9")
 class TestHasStepsWaitWhereRequestsDo(LookupScheduler):
     """Whether it loads in the background is for its option alone to say, not for the engine."""
 
@@ -488,7 +477,7 @@ class TestPromisesOnlyWhoComesAlone(LookupScheduler):
         return super()._held(tracked, start, usable) if len(self._tracked) == 1 else (start, ())
 
 
-@breaks(Mutant, "CONN-1", caught_by="test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name")
+@breaks(Mutant, "CONN-1")
 class TestLoadsIntoNothing(LookupWorker):
     """Without a cache nothing is loaded, and no error is raised."""
 
@@ -497,7 +486,7 @@ class TestLoadsIntoNothing(LookupWorker):
             super().start_load_kv()
 
 
-@breaks(Mutant, "CONN-1", caught_by="test_blocks_for_tokens_that_were_never_promised_are_refused_by_name")
+@breaks(Mutant, "CONN-1")
 class TestTakesBlocksForWhatWasNeverPromised(LookupScheduler):
     """An allocation that no promise came before is believed."""
 
@@ -531,7 +520,7 @@ class TestShutdownWaitsForAStep(LookupScheduler):
         super().shutdown()
 
 
-@breaks(Mutant, "ALL-1", caught_by="test_a_load_that_waits_ends_when_another_thread_shuts_down")
+@breaks(Mutant, "ALL-1")
 class TestShutdownAndALoadWaitForEachOther(LookupWorker):
     """Shutdown holds what a load that is under way needs for its end, and waits for that end."""
 
@@ -561,7 +550,7 @@ class TestLeavesAThread(LookupWorker):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
-@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
+@breaks(Mutant, "ALL-6")
 class TestKeepsADescriptorInAForkedChild(LookupWorker):
     """A file is open until the shutdown, also in a forked child."""
 
@@ -575,7 +564,7 @@ class TestKeepsADescriptorInAForkedChild(LookupWorker):
         super().shutdown()
 
 
-@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code")
+@breaks(Mutant, "ALL-8")
 class TestWritesToStderrWhenAProgramLeaves(LookupWorker):
     """A program that leaves writes to stderr."""
 
@@ -584,13 +573,7 @@ class TestWritesToStderrWhenAProgramLeaves(LookupWorker):
         atexit.register(os.write, 2, b"an engine is left open\n")
 
 
-@breaks(
-    Mutant,
-    "ALL-2",
-    "ALL-4",
-    "ALL-5",
-    caught_by="test_a_peer_that_is_gone_is_a_reported_failure_until_it_is_back",
-)
+@breaks(Mutant, "ALL-2", "ALL-4", "ALL-5")
 class TestWaitsForAPeerThatIsGone(LookupWorker):
     """A load that has failed since its peer is gone waits for it to come back."""
 
@@ -598,7 +581,7 @@ class TestWaitsForAPeerThatIsGone(LookupWorker):
         threading.Event().wait()
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for")
+@breaks(Mutant, "ALL-4")
 class TestNamesNoAddress(LookupScheduler):
     """Where a peer that has not come is waited for is not said."""
 

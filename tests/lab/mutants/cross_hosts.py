@@ -29,8 +29,6 @@ patience_s = 5.0
 class Faulty:
     """No fault: a context is used as it is."""
 
-    breaks: tuple[str, ...] = ()
-
     def changed(self, context: Any) -> Any:
         return context
 
@@ -73,17 +71,14 @@ class Pipe(Faulty, PipeContract):
 
 class TestPipeStaysOnItsHost(StaysOnItsHost, Pipe):
     breaks = ("END-1",)
-    caught_by = "test_messages_arrive_whole_and_in_order_from_another_host"
 
 
 class TestPipeListensOnLoopback(ListensOnLoopback, Pipe):
     breaks = ("PIPE-1",)
-    caught_by = "test_messages_arrive_whole_and_in_order_from_another_host"
 
 
 class TestPipeHearsNoSilence(HearsNoSilence, Pipe):
     breaks = ("ALL-3", "ALL-5")
-    caught_by = "test_when_the_other_host_vanishes_its_silence_is_a_death_and_idling_is_not"
 
 
 class TestPipeHasNoFault(Pipe):
@@ -99,12 +94,10 @@ class Queue(Faulty, MessageQueueContract):
 
 class TestQueueStaysOnItsHost(StaysOnItsHost, Queue):
     breaks = ("QUEUE-1",)
-    caught_by = "test_readers_on_both_hosts_get_each_message_once_and_in_order_also_when_one_is_killed"
 
 
 class TestQueueHearsNoSilence(HearsNoSilence, Queue):
     breaks = ("ALL-3", "ALL-5")
-    caught_by = "test_when_the_other_host_vanishes_its_silence_is_a_death_and_idling_is_not"
 
 
 class TestQueueHasNoFault(Queue):
@@ -120,7 +113,6 @@ class Communicator(Faulty, DeviceCommunicatorContract):
 
 class TestCommunicatorListensOnLoopback(ListensOnLoopback, Communicator):
     breaks = ("COMM-1",)
-    caught_by = "test_collectives_of_ranks_on_two_hosts_give_every_rank_the_result"
 
 
 class TestCommunicatorHasNoFault(Communicator):
@@ -133,7 +125,6 @@ class Lookup(Faulty, LookupBufferContract):
 
 class TestLookupStaysOnItsHost(StaysOnItsHost, Lookup):
     breaks = ("LOOKUP-7",)
-    caught_by = "test_entries_are_taken_whole_from_another_host"
 
 
 class TestLookupHasNoFault(Lookup):

@@ -64,7 +64,6 @@ class Mutant(DirectoryContract):
     late_s = 0.2
     timeout_s = 0.2
     parts = ("made",)
-    breaks: tuple[str, ...] = ()
     made: type[MemoryDirectory] = MemoryDirectory
     service: ClassVar[Service] = Service()
     numbers: ClassVar[Iterator[int]] = itertools.count()

@@ -92,13 +92,12 @@ class Mutant(StoreContract):
     options_class = FileOptions
     made: type[FileStore] = FileStore
     parts = ("made",)
-    breaks: tuple[str, ...] = ()
 
     def make_store(self, context: Any) -> Any:
         return self.made(context)
 
 
-@breaks(Mutant, "STORE-2", caught_by="test_writers_that_are_killed_at_any_point_leave_whole_pages")
+@breaks(Mutant, "STORE-2")
 class TestWritesUnderThePagesName(FileStore):
     """A page has its name before it is whole."""
 
@@ -116,7 +115,7 @@ class TestRenames(FileStore):
         os.replace(aside, path)
 
 
-@breaks(Mutant, "STORE-2", caught_by="test_ends_that_are_opened_at_once_in_several_threads_share_their_pages")
+@breaks(Mutant, "STORE-2")
 class TestMakesItsFolderWithoutALock(FileStore):
     """Two ends that are opened at once both find no folder, and the second fails to make it."""
 
@@ -181,13 +180,12 @@ class BoundedMutant(StoreContract):
     use_granularity_s = 0.0
     made: type[BoundedStore] = BoundedStore
     parts = ("made",)
-    breaks: tuple[str, ...] = ()
 
     def make_store(self, context: Any) -> Any:
         return self.made(context)
 
 
-@breaks(BoundedMutant, "STORE-6", caught_by="test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory")
+@breaks(BoundedMutant, "STORE-6")
 class TestHidesWhatItEvicts(BoundedStore):
     """Pages that are evicted are not found and not counted any more, and their files stay."""
 
@@ -213,7 +211,6 @@ class Methods(BlockingStoreContract):
     options_class = FileOptions
     made: type[FileStore] = FileStore
     parts = ("made",)
-    breaks: tuple[str, ...] = ()
 
     def make_store(self, context: Any) -> Any:
         return self.made(context)

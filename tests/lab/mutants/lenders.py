@@ -36,7 +36,6 @@ class Mutant(ConnectorContract):
     producer_worker: ClassVar[type[ProducerWorker]] = ProducerWorker
     layers: ClassVar[type[_Layers]] = _Layers
     parts = ("scheduler_factory", "worker_factory", "lender", "producer_worker", "layers")
-    breaks: tuple[str, ...] = ()
 
     @pytest.fixture(autouse=True)
     def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +74,7 @@ class TestTakesEveryGenerationForTheLast(Lender):
         return super()._grant(link, claim, attrs.evolve(reference, lease=lease))
 
 
-@breaks(Mutant, "REF-2", caught_by="test_one_in_which_anything_was_changed_is_a_miss")
+@breaks(Mutant, "REF-2")
 class TestReadsTicketsAndBelievesWhatStandsBeside(Lender):
     """The ticket of a reference is not verified."""
 
@@ -108,11 +107,7 @@ class TestDialsWhoeverIsNamed(P2PScheduler):
 # -- lent blocks, and what is pulled -----------------------------------------------------------------
 
 
-@breaks(
-    Mutant,
-    "CONN-4",
-    caught_by="test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again",
-)
+@breaks(Mutant, "CONN-4")
 class TestKeepsBlocksForReadersThatHaveGone(Lender):
     """Claims outlive the link that they came over: their blocks come back when the lease is over."""
 
@@ -122,9 +117,7 @@ class TestKeepsBlocksForReadersThatHaveGone(Lender):
             self._pipes.pop(link, None)
 
 
-@breaks(
-    Mutant, "CONN-4", caught_by="test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again"
-)
+@breaks(Mutant, "CONN-4")
 class TestGivesBlocksBackAsSoonAsTheyAreClaimed(Lender):
     """A claim ends the lease instead of keeping the blocks."""
 
@@ -143,7 +136,7 @@ class TestSendsWhatWasComputedBeforeAReset(Lender):
         return None
 
 
-@breaks(Mutant, "CONN-3", caught_by="test_whatever_fails_is_reported_and_never_used")
+@breaks(Mutant, "CONN-3")
 class TestTrustsWhatArrives(_Layers):
     """The hashes of the producer are received, and not compared."""
 
@@ -166,7 +159,6 @@ class TestForgetsTheWeights(Mutant):
     """Models that differ in their weights only are taken for one."""
 
     breaks = ("CONN-2",)
-    caught_by = "test_nothing_of_another_model_is_promised"
 
     def make_side(self, config: Any, side: str, **given: Any) -> Any:
         model = attrs.evolve(given.pop("model"), weights="any")

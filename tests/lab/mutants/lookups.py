@@ -34,7 +34,6 @@ class Made(LookupBufferContract):
     reaching: type[ReachingEnd] = ReachingEnd
     parts = ("index", "entries", "session", "store", "reaching")
     evict: ClassVar[str] = "never"
-    breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
         return Endpoint(self, context)
@@ -94,7 +93,7 @@ class Confused(TokenIndex):
         return super().oldest_match(None if key is None else confused, extra)
 
 
-@breaks(Mutant, "LOOKUP-1", caught_by="test_ids_are_compared_exactly")
+@breaks(Mutant, "LOOKUP-1")
 class TestKeepsThirtyTwoBits(Confused):
     """Of an id only the lower 32 bits are compared."""
 
@@ -121,7 +120,7 @@ class TestIgnoresTheRoiOfAQuery(SimpleStore):
 # -- matching --------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
+@breaks(Mutant, "LOOKUP-2")
 class TestNewestWins(Entries):
     """Of several that match the newest is handed out."""
 
@@ -133,7 +132,7 @@ class TestNewestWins(Entries):
         return found
 
 
-@breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
+@breaks(Mutant, "LOOKUP-2")
 class TestPrefixOnlyOneWay(Entries):
     """An entry that is longer than the query is not found."""
 
@@ -185,11 +184,7 @@ class TestMatchWaitsForWhatIsSent(ReachingEnd):
 # -- taking ----------------------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant,
-    "LOOKUP-4",
-    caught_by="test_each_entry_goes_to_one_caller_where_many_wait_for_entries_and_for_room",
-)
+@breaks(Mutant, "LOOKUP-4")
 class TestHandsOneEntryToTwo(Entries):
     """An entry for which two wait is handed to both."""
 
@@ -202,7 +197,7 @@ class TestHandsOneEntryToTwo(Entries):
             other.on_ready(other)
 
 
-@breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
+@breaks(Mutant, "LOOKUP-4")
 class TestLosesTheEntryOfWhoGivesUp(Entries):
     """What was lent to be taken is gone, whether it was received or not."""
 
@@ -210,7 +205,7 @@ class TestLosesTheEntryOfWhoGivesUp(Entries):
         return super().end(lease, taken=lease.is_exclusive)
 
 
-@breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
+@breaks(Mutant, "LOOKUP-4")
 class TestBelievesTheDead(Session):
     """A caller that is gone without a word has got its entry."""
 
@@ -283,7 +278,7 @@ class TestSaysThatItEvicts(EvictingMutant):
     evict = "never"
 
 
-@breaks(Mutant, "LOOKUP-5", caught_by="test_one_who_takes_its_time_holds_up_nobody")
+@breaks(Mutant, "LOOKUP-5")
 class TestSendsUnderItsLock(Session):
     """While an entry is in transfer to a slow end, no other call is served."""
 
@@ -336,7 +331,7 @@ class TestTakesUnderAReader(Entries):
             self._index.resume(entry.entry_id)
 
 
-@breaks(Mutant, "LOOKUP-7", caught_by="test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays")
+@breaks(Mutant, "LOOKUP-7")
 class TestLosesTheEntryOfASinkThatRaises(SimpleStore):
     """An entry that a sink refused is thrown away."""
 
@@ -398,12 +393,7 @@ class TestTheStoresEndIsNotHeardOf(ReachingEnd):
         pass
 
 
-@breaks(
-    Mutant,
-    "ALL-4",
-    "LOOKUP-4",
-    caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for",
-)
+@breaks(Mutant, "ALL-4", "LOOKUP-4")
 class TestIgnoresTimeouts(SimpleStore):
     """Who waits for an entry waits for ever."""
 
@@ -436,7 +426,7 @@ class TestWorksInAForkedChild(SimpleStore):
         self._entries = Entries(self._buffer_size, evict="never", ttl_s=None)
 
 
-@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
+@breaks(Mutant, "ALL-6")
 class TestLeavesAForkedChildItsDescriptor(ReachingEnd):
     """In a forked child its calls raise, and a descriptor stays open."""
 
@@ -463,7 +453,7 @@ class TestLeavesAThread(ReachingEnd):
 _kept: list[Any] = []
 
 
-@breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
+@breaks(Mutant, "ALL-7")
 class TestKeepsWhatWasTaken(Entries):
     """Entries that were taken stay in memory."""
 

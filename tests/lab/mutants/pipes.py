@@ -33,7 +33,6 @@ class Mutant(PipeContract):
     listener: type[MemoryListener] = MemoryListener
     endpoint_class: type[MemoryEndpoint] = MemoryEndpoint
     parts = ("pipe", "listener", "endpoint_class")
-    breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
         pipe, listener = self.pipe, self.listener
@@ -155,7 +154,7 @@ class TestReceivesIntoAPool(MemoryPipe):
         return kept
 
 
-@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_of_each_dtype_arrives_with_its_bits")
+@breaks(Mutant, "PIPE-1")
 class TestLosesScalars(MemoryPipe):
     """A tensor without dimensions comes as one with one dimension."""
 
@@ -164,7 +163,7 @@ class TestLosesScalars(MemoryPipe):
         return message if message is None or message.dim() else message.view(1)
 
 
-@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
+@breaks(Mutant, "PIPE-1")
 class TestIgnoresConjugation(MemoryPipe):
     """A lazily conjugated tensor comes without its conjugation."""
 
@@ -174,7 +173,7 @@ class TestIgnoresConjugation(MemoryPipe):
         return super().send_tensor(tensor, **given)
 
 
-@breaks(Mutant, "PIPE-1", caught_by="test_what_is_not_carried_is_refused_and_nothing_is_queued")
+@breaks(Mutant, "PIPE-1")
 class TestQueuesWhatItRefuses(MemoryPipe):
     """A tensor that cannot be sent is refused, and ``None`` sent for it."""
 
@@ -199,7 +198,7 @@ class TestRefusesLargeMessages(MemoryPipe):
         super()._queue(message, deadline)
 
 
-@breaks(Mutant, "PIPE-2", caught_by="test_a_send_that_timed_out_has_queued_nothing")
+@breaks(Mutant, "PIPE-2")
 class TestQueuesAlthoughItTimedOut(MemoryPipe):
     """``send_tensor`` raises TimeoutError, and the message is queued all the same."""
 
@@ -275,7 +274,7 @@ class TestLetsGoOfTheSource(MemoryPipe):
 # -- receiving into memory -------------------------------------------------------------------------
 
 
-@breaks(Mutant, "PIPE-5", caught_by="test_a_message_that_does_not_fit_out_is_refused_and_stays")
+@breaks(Mutant, "PIPE-5")
 class TestReshapes(MemoryPipe):
     """An ``out`` of another shape with as many elements is filled."""
 
@@ -295,7 +294,7 @@ class TestFillsACopyOfOut(MemoryPipe):
         return super().recv_tensor(None if out is None else out.contiguous(), **given)
 
 
-@breaks(Mutant, "PIPE-5", caught_by="test_a_large_message_is_received_into_out_without_another_tensor")
+@breaks(Mutant, "PIPE-5")
 class TestReceivesBesideOut(MemoryPipe):
     """``receive_into`` is claimed, and every message is received into another tensor first."""
 
@@ -328,7 +327,7 @@ class TestReceiverHasNoDeadline(MemoryPipe):
         return super().recv_tensor(out, timeout=None)
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_none_waits_on_whatever_the_context_says")
+@breaks(Mutant, "ALL-4")
 class TestTakesNoneForTheDefault(MemoryPipe):
     """``timeout=None`` is what saying nothing is."""
 
@@ -336,7 +335,7 @@ class TestTakesNoneForTheDefault(MemoryPipe):
         return super().recv_tensor(out, timeout=DEFAULT_TIMEOUT if timeout is None else timeout)
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_counts")
+@breaks(Mutant, "ALL-4")
 class TestIgnoresTheContext(MemoryPipe):
     """Where nothing is said a receiver waits for ever."""
 
@@ -344,7 +343,7 @@ class TestIgnoresTheContext(MemoryPipe):
         return super().recv_tensor(out, timeout=timeout)
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens")
+@breaks(Mutant, "ALL-4")
 class TestTakesNegativeTimeouts(MemoryPipe):
     """A timeout below 0 is 0."""
 
@@ -415,7 +414,7 @@ class TestHasOneTurnForBoth(MemoryPipe):
 # -- order on a device -----------------------------------------------------------------------------
 
 
-@breaks(Mutant, "PIPE-8", caught_by="test_memory_is_received_into_after_a_late_kernel_has_read_it")
+@breaks(Mutant, "PIPE-8")
 class TestWritesWhatAKernelStillReads(MemoryPipe):
     """A message is written into memory of a device at once, as a network card does it."""
 
@@ -427,7 +426,7 @@ class TestWritesWhatAKernelStillReads(MemoryPipe):
         return out
 
 
-@breaks(Mutant, "PIPE-8", caught_by="test_what_a_late_kernel_writes_is_sent")
+@breaks(Mutant, "PIPE-8")
 class TestSendsWhatNoKernelHasWritten(MemoryPipe):
     """A tensor is copied from a device on a stream of the pipe's own, which waits for no other."""
 

@@ -45,7 +45,6 @@ class Mutant(SinkContract):
     forks = False
     settle_s = 0.5
     parts = ("kind_of_sink",)
-    breaks: tuple[str, ...] = ()
     kind_of_sink: type[MemorySink] = MemorySink
     service: ClassVar[Service] = Service()
 

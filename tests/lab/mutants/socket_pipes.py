@@ -62,7 +62,6 @@ class Mutant(PipeContract):
     pipe: type[SamplePipe] = SamplePipe
     listener: type[Wrapper] = Wrapper
     parts = ("listener", "pipe")
-    breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
         vars(sample).update(SamplePipe=self.pipe)  # what endpoints make
@@ -75,11 +74,7 @@ class Mutant(PipeContract):
 # -- deaths ----------------------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant,
-    "ALL-2",
-    caught_by="test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so",
-)
+@breaks(Mutant, "ALL-2")
 class TestSeesOnlyItsSocket(SamplePipe):
     """The peer's process is not watched: while a child of it holds the socket it looks alive."""
 
@@ -88,11 +83,7 @@ class TestSeesOnlyItsSocket(SamplePipe):
         self._watch.close()
 
 
-@breaks(
-    Mutant,
-    "ALL-2",
-    caught_by="test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so",
-)
+@breaks(Mutant, "ALL-2")
 class TestWakesNobody(SamplePipe):
     """A death is noted for the next call, and a blocked call stays blocked."""
 
@@ -100,7 +91,7 @@ class TestWakesNobody(SamplePipe):
         self._lifecycle.lose_peer(reason)
 
 
-@breaks(Mutant, "ALL-2", caught_by="test_of_a_message_in_which_the_peer_is_killed_nothing_is_received")
+@breaks(Mutant, "ALL-2")
 class TestReturnsWhatCameOfAMessage(SamplePipe):
     """When the peer dies in the middle of a message, what came of it is returned as if it were whole."""
 
@@ -142,7 +133,7 @@ class ByteByByte(SamplePipe):
         return min(1, super()._missing())
 
 
-@breaks(Mutant, "ALL-2", caught_by="test_of_a_message_in_which_the_peer_is_killed_nothing_is_received")
+@breaks(Mutant, "ALL-2")
 class TestWaitsForTheRestOfAHeader(ByteByByte):
     """When the peer dies in the middle of a header, the rest of it is waited for."""
 
@@ -156,7 +147,7 @@ class TestWaitsForTheRestOfAHeader(ByteByByte):
             raise
 
 
-@breaks(Mutant, "ALL-2", caught_by="test_of_a_message_in_which_the_peer_is_killed_nothing_is_received")
+@breaks(Mutant, "ALL-2")
 class TestTakesAPartOfAHeaderForNone(ByteByByte):
     """When the peer dies in the middle of a header, what came of it is taken for the message ``None``."""
 
@@ -267,7 +258,7 @@ class TestTakesNoNoticeOfForks(SamplePipe):
             part._after_fork_in_child = lambda: None
 
 
-@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
+@breaks(Mutant, "ALL-6")
 class TestLeavesAForkedChildItsMemory(SamplePipe):
     """In a forked child the pipe's shared memory stays mapped."""
 
@@ -289,11 +280,7 @@ class NeverEndsInAForkedChild(Transfer):
         pass
 
 
-@breaks(
-    Mutant,
-    "ALL-6",
-    caught_by="test_a_forked_child_connects_anew_and_the_pipe_it_inherited_stays_its_parents",
-)
+@breaks(Mutant, "ALL-6")
 class TestForgetsTransfersInAForkedChild(SamplePipe):
     """In a forked child the parent's transfers stay under way for ever."""
 
@@ -332,7 +319,7 @@ class TestLeavesAName(Wrapper):
         kept.append(self.inner)
 
 
-@breaks(Mutant, "ALL-7", caught_by="test_exchanges_leave_nothing_here_nor_there")
+@breaks(Mutant, "ALL-7")
 class TestKeepsEverySource(SamplePipe):
     """What was sent is never let go, though its transfer is done."""
 
@@ -344,7 +331,7 @@ class TestKeepsEverySource(SamplePipe):
 # -- the end of the program ------------------------------------------------------------------------
 
 
-@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code")
+@breaks(Mutant, "ALL-8")
 class TestIsAtWorkWhenTheProgramLeaves(SamplePipe):
     """A thread of the pipe is in calls of torch for a while after the end, also when the program leaves."""
 
@@ -363,7 +350,7 @@ class TestIsAtWorkWhenTheProgramLeaves(SamplePipe):
                 ended = time.monotonic()
 
 
-@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code")
+@breaks(Mutant, "ALL-8")
 class TestKeepsTheProgramFromLeaving(SamplePipe):
     """When the program leaves, a thread of the pipe is waited for until the peer has closed."""
 
@@ -381,8 +368,6 @@ class TestKeepsTheProgramFromLeaving(SamplePipe):
 
 class Short(Mutant):
     """A connect that meets a shortage ends as :meth:`meet` says."""
-
-    caught_by = "test_each_thing_that_is_needed_runs_out_in_turn"
 
     def make_endpoint(self, context: Any) -> Any:
         endpoint = super().make_endpoint(context)

@@ -22,7 +22,6 @@ class Mutant(StoreContract):
     reached_by = "options"
     across_processes = False
     use_granularity_s = 0.0
-    breaks: tuple[str, ...] = ()
     lane: type[transfers.Lane] = transfers.Lane
 
     @pytest.fixture(autouse=True)
@@ -41,7 +40,6 @@ class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
     """Pages count as there, or go to the store, before the event behind their copies."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
         def mark(self) -> DeviceMark:
@@ -53,7 +51,6 @@ class TestReadsBlocksThatAreUsedAgain(Mutant):
     """What the engine queues after a put does not wait until the pages were read."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
         def make_caller_wait_for(self, mark: DeviceMark) -> None:
@@ -64,7 +61,6 @@ class TestLendsHostMemoryThatIsStillCopied(Mutant):
     """Host memory is used for other pages while the device has not copied these yet."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
         def pages(self, form: Any, count: int, waiter: Any = None) -> StagedPages | None:
@@ -77,7 +73,6 @@ class TestForgetsTheDeadline(Mutant):
     """A request waits for the device, however long that does nothing."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_requests_end_while_the_device_does_nothing_and_settle_when_it_goes_on"
 
     @pytest.fixture(autouse=True)
     def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +91,6 @@ class TestKeepsPagesThatWereNotCopied(Mutant):
     """A failed copy goes unnoticed, and the store keeps what was in the memory before."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_pages_whose_copies_failed_are_not_kept"
 
     @pytest.fixture(autouse=True)
     def _careless(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +126,6 @@ class TestReusesMemoryOfTheStoreThatIsWritten(Mutant):
     store = "host"
     reached_by = ""
     breaks = ("STORE-11",)
-    caught_by = "test_requests_end_while_the_device_does_nothing_and_settle_when_it_goes_on"
 
     @pytest.fixture(autouse=True)
     def _hasty(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +147,6 @@ class ConnectorMutant(ConnectorContract):
     options: ClassVar[dict[str, Any]] = {"load_policy": "always"}
     config: ClassVar[dict[str, Any]] = {"stores": ["host"]}
     across_processes = False
-    breaks: tuple[str, ...] = ()
     lane: type[transfers.Lane] = transfers.Lane
 
     @pytest.fixture(autouse=True)
@@ -166,7 +158,6 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
     """The engine uses blocks again while their pages are still being read."""
 
     breaks = ("CONN-10",)
-    caught_by = "test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right"
 
     @pytest.fixture(autouse=True)
     def _late(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -192,7 +183,6 @@ class TestGivesUpWhatFindsNoStagingMemory(ConnectorMutant):
     """Pages that find no host memory at once are not kept."""
 
     breaks = ("CONN-11",)
-    caught_by = "test_a_prompt_larger_than_the_staging_memory_is_kept_whole"
 
     @pytest.fixture(autouse=True)
     def _impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +201,6 @@ class TestLoadsCountOnceTheyAreQueued(ConnectorMutant):
     """A load has ended when its copies are queued."""
 
     breaks = ("CONN-10",)
-    caught_by = "test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right"
     lane = TestCountsCopiesAsDoneOnceTheyAreQueued.lane
 
 

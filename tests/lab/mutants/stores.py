@@ -33,7 +33,6 @@ class Mutant(StoreContract):
     across_processes = False
     use_granularity_s = 0.0
     parts = ("made", "place_", "seal")
-    breaks: tuple[str, ...] = ()
     made: type[MemoryStore] = MemoryStore
     place_: type[PagePlace] = PagePlace
     seal: type[PageSeal] = PageSeal
@@ -51,7 +50,6 @@ class TestLeavesWrongBytes(Mutant):
     """A page is copied and then verified, and stays in the caller's memory also if it is wrong."""
 
     breaks = ("STORE-1",)
-    caught_by = "test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one"
 
     def make_store(self, context: Any) -> Any:
         class Hasty(PageCopy):
@@ -73,11 +71,7 @@ class TestLeavesWrongBytes(Mutant):
         return super().make_store(context)
 
 
-@breaks(
-    Mutant,
-    "STORE-1",
-    caught_by="test_a_page_of_other_tokens_or_format_under_the_same_key_is_a_miss",
-)
+@breaks(Mutant, "STORE-1")
 class TestComparesNoIdentity(PageSeal):
     """Tokens are not compared after the key was found."""
 
@@ -86,11 +80,7 @@ class TestComparesNoIdentity(PageSeal):
         return None if found is MissReason.IDENTITY else found
 
 
-@breaks(
-    Mutant,
-    "STORE-1",
-    caught_by="test_a_page_of_other_tokens_or_format_under_the_same_key_is_a_miss",
-)
+@breaks(Mutant, "STORE-1")
 class TestComparesNoFormat(PageSeal):
     """A page of another format with as many bytes is taken."""
 
@@ -107,7 +97,7 @@ class TestHasOneReason(PageSeal):
         return super().check_header(*args) and MissReason.ABSENT
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_random_calls_give_what_a_dict_gives")
+@breaks(Mutant, "STORE-1")
 class TestKeepsTheCallersMemory(PagePlace):
     """A page is not copied, so that what is written to the memory later comes out."""
 
@@ -160,7 +150,7 @@ class TestTheLastPutWins(PagePlace):
             return super().keep(key, page)
 
 
-@breaks(Mutant, "STORE-2", caught_by="test_of_two_writers_with_different_bits_one_wins_wholly")
+@breaks(Mutant, "STORE-2")
 class TestMixesWriters(PagePlace):
     """Of two writers of a page, the first half of one and the second half of the other are kept."""
 
@@ -176,12 +166,7 @@ class TestMixesWriters(PagePlace):
 # -- time ------------------------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant,
-    "STORE-3",
-    "ALL-4",
-    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed",
-)
+@breaks(Mutant, "STORE-3", "ALL-4")
 class TestHasNoDeadlines(MemoryStore):
     """Jobs end when they are done."""
 
@@ -191,7 +176,7 @@ class TestHasNoDeadlines(MemoryStore):
         self._jobs.at = lambda when, call: at(math.inf, call)  # type: ignore[method-assign]
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_counts")
+@breaks(Mutant, "ALL-4")
 class TestKeepsItsOwnTimeout(MemoryStore):
     """The timeout of the context is not used."""
 
@@ -199,11 +184,7 @@ class TestKeepsItsOwnTimeout(MemoryStore):
         return Deadline.after(timeout, 60.0)
 
 
-@breaks(
-    Mutant,
-    "STORE-3",
-    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
-)
+@breaks(Mutant, "STORE-3")
 class TestSettlesDuringACopy(MemoryStore):
     """A job that has ended is settled, whatever is still being copied."""
 
@@ -217,7 +198,6 @@ class TestCopiesAfterTheEnd(Mutant):
     """A page that comes too late is copied to the caller all the same."""
 
     breaks = ("STORE-3",)
-    caught_by = "test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed"
 
     class place_(PagePlace):  # noqa: N801
         into: Any = None
@@ -240,11 +220,7 @@ class TestCopiesAfterTheEnd(Mutant):
             return job
 
 
-@breaks(
-    Mutant,
-    "STORE-3",
-    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
-)
+@breaks(Mutant, "STORE-3")
 class TestMakesNoProgress(MemoryStore):
     """What arrives is not told before all is there."""
 
@@ -259,11 +235,7 @@ class TestMakesNoProgress(MemoryStore):
 # -- tenants ---------------------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant,
-    "STORE-4",
-    caught_by="test_a_forged_or_misplaced_page_is_a_miss",
-)
+@breaks(Mutant, "STORE-4")
 class TestVerifiesNoProof(PageSeal):
     """A page that was made without the secret is taken."""
 
@@ -271,11 +243,7 @@ class TestVerifiesNoProof(PageSeal):
         return None
 
 
-@breaks(
-    Mutant,
-    "STORE-4",
-    caught_by="test_a_forged_or_misplaced_page_is_a_miss",
-)
+@breaks(Mutant, "STORE-4")
 class TestProvesTheBytesOnly(PageSeal):
     """The proof does not bind a page to its key."""
 
@@ -296,11 +264,7 @@ class TestEvictsLeasedPages(PagePlace):
         return super()._make_room(nbytes)
 
 
-@breaks(
-    Mutant,
-    "STORE-5",
-    caught_by="test_a_leased_page_outlives_floods_until_the_lease_is_released_or_has_expired",
-)
+@breaks(Mutant, "STORE-5")
 class TestLeasesDoNotExpire(PagePlace):
     """A lease ends only when it is released."""
 
@@ -308,11 +272,7 @@ class TestLeasesDoNotExpire(PagePlace):
         return super().lookup(end, keys, 1e6 if lease_s else 0.0)
 
 
-@breaks(
-    Mutant,
-    "STORE-5",
-    caught_by="test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it",
-)
+@breaks(Mutant, "STORE-5")
 class TestReleasesLeasesOfOthers(PagePlace):
     """A release ends every lease on the page."""
 
@@ -325,7 +285,6 @@ class TestReadsInPlaceWithoutGenerations(Mutant):
     """A page is verified where it lies and then copied from there, whatever is written there meanwhile."""
 
     breaks = ("STORE-5",)
-    caught_by = "test_a_reader_that_is_held_up_while_its_page_is_evicted_gets_it_or_a_miss"
 
     class place_(PagePlace):  # noqa: N801
         slots: dict[bytes, bytearray]
@@ -372,7 +331,7 @@ class TestExceedsTheBudget(PagePlace):
         return True
 
 
-@breaks(Mutant, "STORE-6", caught_by="test_random_calls_give_what_a_dict_gives")
+@breaks(Mutant, "STORE-6")
 class TestDoesNotCountHeaders(PagePlace):
     """Only the bytes of pages count."""
 
@@ -381,7 +340,7 @@ class TestDoesNotCountHeaders(PagePlace):
         return Usage(num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=usage.budget_bytes)
 
 
-@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_or_touched_stay_and_others_are_evicted")
+@breaks(Mutant, "STORE-6")
 class TestTouchesNothing(MemoryStore):
     """Only reading counts as a use."""
 
@@ -389,9 +348,7 @@ class TestTouchesNothing(MemoryStore):
         return None
 
 
-@breaks(
-    Mutant, "STORE-6", caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none"
-)
+@breaks(Mutant, "STORE-6")
 class TestWhatIsTooLargeFindsNoRoom(PagePlace):
     """A page that can never be kept is told like one that cannot be kept now."""
 
@@ -402,9 +359,7 @@ class TestWhatIsTooLargeFindsNoRoom(PagePlace):
 _kept: list[Any] = []
 
 
-@breaks(
-    Mutant, "STORE-6", "ALL-7", caught_by="test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory"
-)
+@breaks(Mutant, "STORE-6", "ALL-7")
 class TestKeepsWhatWasEvicted(PagePlace):
     """Evicted pages stay in memory."""
 
@@ -417,11 +372,7 @@ class TestKeepsWhatWasEvicted(PagePlace):
 # -- gone ------------------------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant,
-    "STORE-7",
-    caught_by="test_a_store_that_is_gone_is_a_miss_at_once_and_is_used_again_when_it_is_back",
-)
+@breaks(Mutant, "STORE-7")
 class TestIsNotTriedAgain(MemoryStore):
     """A store that has failed once is left alone for ever."""
 
@@ -444,11 +395,7 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
             return super()._get(pages, timeout)
 
 
-@breaks(
-    Mutant,
-    "STORE-1",
-    caught_by="test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one",
-)
+@breaks(Mutant, "STORE-1")
 class TestPromisesWhatIsNotThere(MemoryStore):
     """A lookup answers from an index that does not learn of what was lost."""
 
@@ -469,7 +416,7 @@ class TestPromisesWhatIsNotThere(MemoryStore):
 # -- declared pages --------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_whose_time_is_over_is_absent")
+@breaks(Mutant, "STORE-8")
 class TestDeclaredPagesDoNotExpire(PagePlace):
     """A declared page is coming until it is put."""
 
@@ -477,7 +424,7 @@ class TestDeclaredPagesDoNotExpire(PagePlace):
         super().declare(end, series, keys, for_s + 100)
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_random_calls_give_what_a_dict_gives")
+@breaks(Mutant, "STORE-8")
 class TestCannotGiveUpDeclaredPages(PagePlace):
     """A declared page that is given up is waited for until its time is over."""
 
@@ -485,7 +432,7 @@ class TestCannotGiveUpDeclaredPages(PagePlace):
         return None
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_what_an_end_that_is_closed_has_declared_is_absent")
+@breaks(Mutant, "STORE-8")
 class TestExpectsPagesOfClosedEnds(PagePlace):
     """What an end has declared outlives it."""
 
@@ -525,7 +472,7 @@ class TestForgetsMoreThanItIsAsked(PagePlace):
 # -- what is there ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-10", caught_by="test_random_calls_give_what_a_dict_gives")
+@breaks(Mutant, "STORE-10")
 class TestCountsPutsAsPages(PagePlace):
     """A page that is put again is counted again."""
 
@@ -550,18 +497,14 @@ class Silent(PagePlace):
             super()._tell(event)
 
 
-@breaks(Mutant, "STORE-10", caught_by="test_random_calls_give_what_a_dict_gives")
+@breaks(Mutant, "STORE-10")
 class TestTellsOfNoDeclaredPages(Silent):
     """Listeners hear of pages when they are there."""
 
     leaves_out = lambda self, event: hasattr(event, "for_s")  # noqa: E731
 
 
-@breaks(
-    Mutant,
-    "STORE-10",
-    caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing",
-)
+@breaks(Mutant, "STORE-10")
 class TestASnapshotComesLate(PagePlace):
     """A listener is entered first, and gets its snapshot when it likes to come."""
 
@@ -573,11 +516,7 @@ class TestASnapshotComesLate(PagePlace):
         return end
 
 
-@breaks(
-    Mutant,
-    "STORE-10",
-    caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing",
-)
+@breaks(Mutant, "STORE-10")
 class TestASubscriptionDoesNotEnd(PagePlace):
     """A listener is called for ever."""
 
@@ -598,9 +537,7 @@ class TestAllLivesHaveOneEpoch(PagePlace):
 # -- everything with an end ------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant, "ALL-1", caught_by="test_after_an_end_every_call_raises_closed_and_ending_twice_is_ending_once"
-)
+@breaks(Mutant, "ALL-1")
 class TestAnswersAfterItsEnd(MemoryStore):
     """An end that was closed answers lookups."""
 
@@ -610,7 +547,7 @@ class TestAnswersAfterItsEnd(MemoryStore):
         return job
 
 
-@breaks(Mutant, "ALL-1", caught_by="test_closing_finishes_puts_and_ends_other_jobs")
+@breaks(Mutant, "ALL-1")
 class TestClosingDropsPuts(MemoryStore):
     """``close`` ends puts that had begun."""
 
@@ -618,7 +555,7 @@ class TestClosingDropsPuts(MemoryStore):
         self.abort()
 
 
-@breaks(Mutant, "ALL-1", "ALL-4", caught_by="test_ending_wakes_a_call_that_is_blocked")
+@breaks(Mutant, "ALL-1", "ALL-4")
 class TestClosingWaitsForPutsForEver(MemoryStore):
     """The timeout of ``close`` is not used."""
 
@@ -626,12 +563,7 @@ class TestClosingWaitsForPutsForEver(MemoryStore):
         super().close(None)
 
 
-@breaks(
-    Mutant,
-    "ALL-1",
-    "ALL-5",
-    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed",
-)
+@breaks(Mutant, "ALL-1", "ALL-5")
 class TestAbortingLeavesJobs(MemoryStore):
     """Jobs that were under way never end."""
 
@@ -647,11 +579,7 @@ class TestAbortingLeavesJobs(MemoryStore):
         self._jobs.begin = keep  # type: ignore[method-assign]
 
 
-@breaks(
-    Mutant,
-    "ALL-1",
-    caught_by="test_closing_finishes_puts_and_ends_other_jobs",
-)
+@breaks(Mutant, "ALL-1")
 class TestAnEndTakesItsPlaceWithIt(PagePlace):
     """The pages go when the first of several ends is closed."""
 
@@ -660,11 +588,7 @@ class TestAnEndTakesItsPlaceWithIt(PagePlace):
         self.clear()
 
 
-@breaks(
-    Mutant,
-    "ALL-6",
-    caught_by="test_in_a_forked_child_every_call_raises_closed_though_a_thread_was_inside_one",
-)
+@breaks(Mutant, "ALL-6")
 class TestWorksInAForkedChild(MemoryStore):
     """A forked child goes on with a copy of the store."""
 
@@ -673,7 +597,7 @@ class TestWorksInAForkedChild(MemoryStore):
         self._jobs._after_fork_in_child = lambda: None  # type: ignore[method-assign]
 
 
-@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
+@breaks(Mutant, "ALL-6")
 class TestAForkedChildHoldsItsDescriptor(MemoryStore):
     """A descriptor of the store is open in a forked child."""
 
@@ -696,7 +620,6 @@ class LinkMutant(StoreContract):
 
     store = "host"
     parts = ("made", "client")
-    breaks: tuple[str, ...] = ()
     made: type[HostStore] = HostStore
     client: type[HostClient] = HostClient
 
@@ -707,11 +630,7 @@ class LinkMutant(StoreContract):
         return self.client(context, link)
 
 
-@breaks(
-    LinkMutant,
-    "STORE-6",
-    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
-)
+@breaks(LinkMutant, "STORE-6")
 class TestForgetsThatAReaderIsExpected(HostStore):
     """Pages that another end is to read go like all others."""
 
@@ -719,12 +638,7 @@ class TestForgetsThatAReaderIsExpected(HostStore):
         return None
 
 
-@breaks(
-    LinkMutant,
-    "STORE-7",
-    "ALL-2",
-    caught_by="test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so",
-)
+@breaks(LinkMutant, "STORE-7", "ALL-2")
 class TestDoesNotKnowThatItsStoreIsGone(HostClient):
     """An end whose store is gone for good is tried for ever."""
 
@@ -733,11 +647,7 @@ class TestDoesNotKnowThatItsStoreIsGone(HostClient):
         return self._jobs.is_closing
 
 
-@breaks(
-    LinkMutant,
-    "STORE-7",
-    caught_by="test_jobs_end_in_time_while_the_stores_process_is_stopped_and_when_it_is_killed",
-)
+@breaks(LinkMutant, "STORE-7")
 class TestTakesAStoppedStoreForDead(HostClient):
     """A store that does not answer for a moment counts as gone for good."""
 
@@ -747,11 +657,7 @@ class TestTakesAStoppedStoreForDead(HostClient):
             self._connection.lose()
 
 
-@breaks(
-    LinkMutant,
-    "ALL-10",
-    caught_by="test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for",
-)
+@breaks(LinkMutant, "ALL-10")
 class TestWaitsForAnswersForEver(HostClient):
     """An answer that does not come is waited for."""
 
@@ -777,11 +683,7 @@ class TestHasNoFaultByALink(LinkMutant):
 # -- the end of the program ------------------------------------------------------------------------
 
 
-@breaks(
-    LinkMutant,
-    "ALL-8",
-    caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code",
-)
+@breaks(LinkMutant, "ALL-8")
 class TestKeepsTheProgramFromLeaving(HostStore):
     """When the program leaves, a thread of the store is waited for, and it does not end."""
 
