@@ -27,6 +27,8 @@ from unittest import mock
 
 import attrs
 
+from kvplug_testing.resources import kernel_bytes
+
 PAGE: Final = 4096
 MEMORY_STEP: Final = 2 << 20
 """Bytes of addresses that :func:`memory` counts in."""
@@ -98,8 +100,7 @@ def memory(number: int) -> Iterator[None]:
     Python and the C library have some free memory for small objects left, see :func:`reserve_memory`. Large
     tensors and the stacks of threads do not fit into that.
     """
-    with open("/proc/self/statm", encoding="ascii") as f:
-        size = int(f.read().split()[0]) * resource.getpagesize()
+    size = kernel_bytes("self/status", "VmSize")
     limited = _limited(resource.RLIMIT_AS, size + _MARGIN_BYTES + pages(number) * MEMORY_STEP)
     with limited, _refusing_threads(_has_no_room_for_a_thread):
         yield

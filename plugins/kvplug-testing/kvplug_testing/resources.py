@@ -118,10 +118,18 @@ def _shared_memory_held(pid: int) -> set[str]:
     return {path.removeprefix(before) for path in (*paths, *mapped(pid)) if path.startswith(before)}
 
 
-def mapped(pid: int) -> list[str]:
-    """The files that a process has mapped; memory without a name in a file system is one, too."""
+def mapped(pid: int, flag: str = "") -> list[str]:
+    """The files that a process has mapped; memory without a name in a file system is one, too. ``flag``: only
+    with it, "s" for shared.
+    """
     rows = [line.split(maxsplit=5) for line in _read(f"/proc/{pid}/maps").split("\n")]
-    return [row[5] for row in rows if len(row) == 6]
+    return [row[5] for row in rows if len(row) == 6 and flag in row[1]]
+
+
+def kernel_bytes(file: str, name: str) -> int:
+    """A value that a file of Linux's /proc has in kB, in bytes."""
+    lines = _read(f"/proc/{file}").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def _descriptors(pid: int) -> frozenset[str]:

@@ -21,6 +21,7 @@ from judging import MATRIX, NOT_RUN, results_of
 from kvplug.errors import KvplugError
 from kvplug_testing import waits
 from kvplug_testing.contract import base
+from kvplug_testing.pytest_plugin import LEVELS
 
 BREACHES = (AssertionError, KvplugError, pytest.fail.Exception)
 """Errors of a test that has caught a fault. A mutant's ``raises`` adds others; a test's own errors, such
@@ -64,7 +65,7 @@ def _listening() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-test-to",
-        choices=base.LEVELS,
+        choices=LEVELS,
         help="run the tests up to this level on mutants that are caught already",
     )
 
@@ -104,14 +105,14 @@ def _broken(item: Any) -> set[tuple[Any, str]]:
 
 def _level(item: Any) -> int:
     """The sort key: tests of low levels run first, and others only for mutants that those do not catch."""
-    return base.LEVELS.index(item.get_closest_marker("kvplug_law").kwargs["level"])
+    return LEVELS.index(item.get_closest_marker("kvplug_law").kwargs["level"])
 
 
 def _runs_anyway(item: Any) -> bool:
     """Whether a test runs on a mutant that is caught already."""
     # pytest does not know the option where it finds this file after it has read its command line.
     highest = item.config.getoption("every_test_to", None)
-    return highest is not None and _level(item) <= base.LEVELS.index(highest)
+    return highest is not None and _level(item) <= LEVELS.index(highest)
 
 
 def pytest_runtest_setup(item: Any) -> None:

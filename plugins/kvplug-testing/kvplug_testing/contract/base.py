@@ -28,13 +28,13 @@ import pytest
 from kvplug import ConfigError, Registry
 from kvplug.kit import Kind, Secret, check_options
 from kvplug.transport import Credentials
-from kvplug_testing import peers
+from kvplug_testing import peers, waits
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.laws import LAWS
+from kvplug_testing.pytest_plugin import LEVELS
 
-LEVELS = ("quick", "long")
 TIMEOUT_S = 60.0
 """The default time limit of one test: then all stacks are dumped and the test fails."""
 
@@ -321,6 +321,12 @@ class _Scope(ExitStack):
     """The end of a :meth:`Contract.scope`."""
 
     outer: ExitStack
+
+
+def in_time(call: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """The result of a call that has a timeout, and must end by then."""
+    within = waits.patience_s
+    return waits.Call(functools.partial(call, *args, timeout=within, **given)).result(within + 1)
 
 
 def at_host(host: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -150,8 +151,8 @@ class DirectoryContract(Contract):
         url = self.url()
         mine = self.open(url)
         mine.announce("engine/0", b"mine", 30)
-        go_on = self.stop()
-        try:
+        with contextlib.ExitStack() as stopped:
+            stopped.callback(self.stop())
             for call in (
                 lambda: mine.announce("engine/0", b"mine", 30),
                 mine.entries,
@@ -163,20 +164,16 @@ class DirectoryContract(Contract):
                     call()
                 assert time.monotonic() - began < self.timeout_s + _PROMPT_S
                 assert not isinstance(raised.value, _MISTAKES), f"a mistake of the program: {raised.value!r}"
-        finally:
-            go_on()
         waits.until(lambda: waits.Call(mine.entries).end().error is None, 10, "an answer after the stop")
 
     @law("DIR-3")
     def test_making_one_does_not_wait_for_the_service(self) -> None:
         url = self.url()
-        go_on = self.stop()
-        try:
+        with contextlib.ExitStack() as stopped:
+            stopped.callback(self.stop())
             began = time.monotonic()
             self.open(url)
             assert time.monotonic() - began < _PROMPT_S
-        finally:
-            go_on()
 
     @law("DIR-4")
     def test_an_address_that_is_none_is_refused_when_one_is_made(self) -> None:

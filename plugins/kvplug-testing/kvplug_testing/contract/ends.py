@@ -21,10 +21,9 @@ from typing import Any, ClassVar, Final
 
 import attrs
 
-from kvplug import KvplugError, PeerGoneError
+from kvplug import KvplugError, PeerGoneError, TimeoutError
 from kvplug_testing import peers, waits
 from kvplug_testing.comparison import UnlikeError, difference
-from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import at_host
 from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.contract.forked_child import in_forked_child
@@ -36,6 +35,11 @@ CHILD_S: Final = 900.0
 CLOSE_S: Final = 0.1
 """The timeout of a close in tests that do not wait for it."""
 RUN_END: Final = f"{__name__}:run_end"
+LEAVES: Final = ("abort", "close", "neither")
+"""What a program does with its end right before it leaves."""
+_LEAVES_WITH: Final = 7
+_LEAVES_S: Final = 20.0
+"""The limit of a busy machine."""
 _GRANDCHILD_S: Final = 120
 _INTERRUPT_S: Final = 0.3
 
@@ -241,7 +245,8 @@ class End:
 
     def busy(self, leaves: bool) -> None:
         """Make calls without end while a program leaves: this one, if it ``leaves``, or the other end's. A
-        thread of one that leaves may drop no tensor: see :mod:`leaving`. Raises the error that ends it.
+        thread of one that leaves may drop no tensor: that is a call of torch, which may then abort the
+        process, whatever the transport does. Raises the error that ends it.
         """
         self.work()
 
@@ -548,9 +553,17 @@ class RemoteHandle(Handle):
         return self._outcome(0, waits.patience_s + 10).result()
 
     def leave(self, way: str) -> None:
-        """Leave the program as law ALL-8 says, in one of the ways of :mod:`leaving`."""
+        """Let its program leave after one of :data:`LEAVES`, and check that it does so as law ALL-8 says."""
         self.child.send(["leave", way, []])
-        leaving.check_left(self.child)
+        assert self.child.recv() == "leaves"
+        try:
+            code = self.child.wait(_LEAVES_S)
+        except TimeoutError as e:
+            raise AssertionError(f"a program that left has not ended after {_LEAVES_S:.0f} s: {e}") from None
+        assert code == _LEAVES_WITH and not self.child.stderr, (
+            f"a program that was to leave silently with exit code {_LEAVES_WITH}: {peers.end_of(code)};"
+            f" it wrote to stderr: {self.child.stderr or 'nothing'}"
+        )
 
 
 def run_end(parent: peers.Parent, suite_ref: dict[str, Any], role: int, context: dict[str, Any]) -> None:
@@ -571,7 +584,12 @@ def _serve(parent: peers.Parent, end: End) -> None:
     while True:
         match parent.recv(None):
             case ["leave", str(way), _]:
-                leaving.leave(parent, way, abort=end.abort, close=functools.partial(end.close, CLOSE_S))
+                parent.send("leaves")
+                if way == "abort":
+                    end.abort()
+                elif way == "close":
+                    end.close(CLOSE_S)
+                parent.leave(_LEAVES_WITH)
             case ["exit", *_]:
                 os._exit(0)
             case [0, method, args]:

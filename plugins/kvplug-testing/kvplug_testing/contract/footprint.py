@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Self
 
 import attrs
 
-from kvplug_testing.peers import Resources
+from kvplug_testing.resources import Resources, kernel_bytes
 
 MOST_KEPT_BYTES = 32 << 20
 """Bytes that allocators may keep, after any number of rounds."""
@@ -43,9 +41,8 @@ class Footprint:
         """
         gc.collect()
         _trim()(0)
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         num_objects = len(gc.get_objects()) if threading.gettrace() is None else 0
-        return cls(Resources.of(), resident_pages * os.sysconf("SC_PAGE_SIZE"), num_objects)
+        return cls(Resources.of(), kernel_bytes("self/status", "VmRSS"), num_objects)
 
     def growth(self, before: Footprint, rounds: int, nbytes: int) -> str:
         """Return a description of what has grown since ``before``; empty if nothing has.

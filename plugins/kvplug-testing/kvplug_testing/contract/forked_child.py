@@ -7,9 +7,9 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 from kvplug_testing import peers, waits
+from kvplug_testing.resources import mapped
 
 _SAID = "kvplug-forked-child"
 """Name of the memory in which a child returns a value."""
@@ -54,9 +54,7 @@ def held() -> str:
 
 def shared_mappings() -> collections.Counter[str]:
     """The shared memory that this process has mapped, by name."""
-    lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
-    fields = [line.split(maxsplit=5) for line in lines]
-    return collections.Counter(each[5] for each in fields if len(each) == 6 and each[1].endswith("s"))
+    return collections.Counter(mapped(os.getpid(), "s"))
 
 
 def more_than(before: str) -> str:

@@ -23,9 +23,17 @@ import pytest
 from kvplug import ClosedError, KvplugError, TimeoutError
 from kvplug.transport import BusyError
 from kvplug_testing import peers, waits
-from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.ends import CHILD_S, RUN_END, End, Handle, LocalHandle, Pending, RemoteHandle
+from kvplug_testing.contract.ends import (
+    CHILD_S,
+    LEAVES,
+    RUN_END,
+    End,
+    Handle,
+    LocalHandle,
+    Pending,
+    RemoteHandle,
+)
 from kvplug_testing.contract.exhaustion import Exhaustion
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.contract.lied_to import LiedTo
@@ -575,7 +583,7 @@ class General(LiedTo, Exhaustion):
     # -- ALL-8 ---------------------------------------------------------------------------------
 
     @law("ALL-8", needs="other_and_forked_processes", level="long", timeout_s=120)
-    @pytest.mark.parametrize("way", leaving.WAYS)
+    @pytest.mark.parametrize("way", LEAVES)
     def test_a_program_that_leaves_at_work_ends_with_its_own_code(self, way: str) -> None:
         for ends, leaves in self.each_process():
             working = [end.begin("busy", False) for end in self.others(ends, leaves)]

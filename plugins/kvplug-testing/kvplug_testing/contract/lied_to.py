@@ -48,9 +48,6 @@ class LiedTo(Contract):
 
     ends: Callable[..., Any]
 
-    def _before_lies(self) -> None:
-        """Make the objects that all conversations share."""
-
     def _lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
         """Return functions that make the ends of a conversation. All are called at the same time."""
         here, there = _through(relay)
@@ -123,7 +120,6 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
     suite: Any = suite_from_ref(suite_ref)
     with ExitStack() as suite._stack, faults_noted() as faults:
         suite.warm_up()
-        suite._before_lies()
 
         def hold(*change: Any) -> _Conversation:
             held = _Conversation(suite, *change)

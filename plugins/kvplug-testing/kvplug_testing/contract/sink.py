@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
@@ -130,10 +131,8 @@ class SinkContract(Contract):
     def test_calls_end_in_time_while_the_service_is_stopped(self) -> None:
         sink = self.open()
         sink.emit(snapshot_of("load"), LABELS)
-        go_on = self.stop()
-        try:
+        with contextlib.ExitStack() as stopped:
+            stopped.callback(self.stop())
             for call in (lambda: sink.emit(snapshot_of("load"), LABELS), sink.close):
                 took_s = waits.Call(call).end().took_s  # an error is as good: the reporter logs it
                 assert took_s < _PROMPT_S, f"a call took {took_s:.1f} s while the service was stopped"
-        finally:
-            go_on()

@@ -114,8 +114,9 @@ class FakeEngine:
         """The number of the step that was planned last."""
         self._stats = TransferStats()
         self._ended: set[str] = set()
-        self._kept: dict[str, tuple[int, ...]] = {}
-        self._lent: set[str] = set()
+        self.kept: dict[str, tuple[int, ...]] = {}
+        """The blocks of requests that have ended, by id, until the request is named as sent or received."""
+        self.lent: set[str] = set()
         """Of these requests those whose blocks are kept for another engine, which has a reference to them."""
         with ExitStack() as made:
             self.worker: Any = make(config, "worker", model=model, **build)
@@ -196,14 +197,10 @@ class FakeEngine:
         keeps, params = self.scheduler.request_finished(request, (block_ids,), end)
         self._ended.add(request.request_id)
         if keeps:
-            self._kept[request.request_id] = block_ids
+            self.kept[request.request_id] = block_ids
             if params is not None:
-                self._lent.add(request.request_id)
+                self.lent.add(request.request_id)
         return keeps, roundtrip(params, "the kv_transfer_params of request_finished")
-
-    def is_lent(self, request_id: str) -> bool:
-        """Whether the blocks of this request, which has ended, are kept for another engine."""
-        return request_id in self._lent
 
     def settle(self) -> None:
         """Run steps without requests until the connector has no work left and has named all requests with
@@ -213,8 +210,8 @@ class FakeEngine:
             AssertionError: this does not end in time.
         """
         limit = time.monotonic() + PATIENCE_S
-        while self._kept.keys() - self._lent or self.scheduler.has_pending_push_work():
-            late = f"after {PATIENCE_S} s blocks of {sorted(self._kept)} are kept, or work is pending"
+        while self.kept.keys() - self.lent or self.scheduler.has_pending_push_work():
+            late = f"after {PATIENCE_S} s blocks of {sorted(self.kept)} are kept, or work is pending"
             assert time.monotonic() < limit, late
             self.step([])
 
@@ -307,8 +304,8 @@ class FakeEngine:
         self.scheduler.update_connector_output(report)
         list(self.scheduler.take_events())
         for request_id in report.finished_sending | report.finished_recving:
-            self._kept.pop(request_id, None)
-            self._lent.discard(request_id)
+            self.kept.pop(request_id, None)
+            self.lent.discard(request_id)
 
     def figures(self) -> Mapping[str, Any] | None:
         """The worker side's stats since the last call, as a snapshot; ``None`` if there are none."""

@@ -64,10 +64,6 @@ class Schedule:
         self._planned: deque[_Step] = deque()
         self._reports: deque[tuple[_Step, WorkerOutput]] = deque()
         self._users: Counter[int] = Counter()
-        self._kept: dict[str, Blocks] = {}
-        """The blocks of ended requests that are kept until these are named."""
-        self._lent: set[str] = set()
-        """Those of them that are kept for another engine: they may be kept for long."""
         self._may_be_named: set[str] = set()
         self._blank: set[int] = set()
         self._freed = dict.fromkeys(fake.free_blocks, 0)
@@ -87,7 +83,7 @@ class Schedule:
 
     @property
     def _needs_steps(self) -> bool:
-        left = self.coming or self.active or self._kept.keys() - self._lent or self.audit.loads
+        left = self.coming or self.active or self.fake.kept.keys() - self.fake.lent or self.audit.loads
         return bool(left or self.fake.scheduler.has_pending_push_work())
 
     def run(self, *others: Schedule) -> None:
@@ -104,7 +100,7 @@ class Schedule:
 
     def __str__(self) -> str:
         states = ", ".join(f"{each.name} {each.state.value}" for each in (*self.coming, *self.active))
-        return f"{states or 'no request'}; kept: {sorted(self._kept)}; loads: {sorted(self.audit.loads)}"
+        return f"{states or 'no request'}; kept: {sorted(self.fake.kept)}; loads: {sorted(self.audit.loads)}"
 
     # -- moves ---------------------------------------------------------------------------------
 
@@ -217,11 +213,10 @@ class Schedule:
 
     def _hear(self) -> None:
         step, report = self._reports.popleft()
-        self.fake.hear(report)
         self._check_names(report)
         for name in report.finished_sending | report.finished_recving:
-            self._release(self._kept.pop(name, ()))
-            self._lent.discard(name)
+            self._release(self.fake.kept.get(name, ()))
+        self.fake.hear(report)
         for each in [*self.active]:
             wrong = [at for at, block in enumerate(each.blocks) if block in report.invalid_block_ids]
             if wrong and self.chance.random() < 0.3:  # an engine may fail the request
@@ -255,13 +250,8 @@ class Schedule:
         self.active.remove(each)
         if each in self._to_preempt:
             self._to_preempt.remove(each)
-        if keeps:
-            assert each.blocks, f"{each.name} has no blocks, and they are kept"
-            self._kept[each.name] = each.blocks
-            if params is not None:
-                self._lent.add(each.name)
-        else:
-            self._release(each.blocks)
+        assert each.blocks or not keeps, f"{each.name} has no blocks, and they are kept"
+        self._release(() if keeps else each.blocks)
         each.blocks = ()
         self.on_end(each.arrival, params)
 
@@ -326,7 +316,7 @@ class Schedule:
         loads = self.audit.loads
         assert not sent & loads.keys(), f"a request is named as sent while it loads: {sent}"
         loaded = {name for name, load in loads.items() if load.has_ended}
-        unexpected = sorted((sent - self._kept.keys() | (received - loaded)) - self._may_be_named)
+        unexpected = sorted((sent - self.fake.kept.keys() | (received - loaded)) - self._may_be_named)
         assert not unexpected, f"{unexpected} was named before, or nothing of it was under way"
         self._may_be_named -= sent | received
         for name in received & loaded:

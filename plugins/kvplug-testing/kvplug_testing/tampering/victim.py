@@ -16,11 +16,11 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Final, Self
 
 from kvplug import KvplugError
 from kvplug_testing import peers
+from kvplug_testing.resources import kernel_bytes
 from kvplug_testing.tampering.lies import INTEGERS
 
 ROOM_BYTES: Final = 8 << 30
@@ -76,25 +76,17 @@ def bounded(*, is_bounded: bool) -> Iterator[None]:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if is_bounded:
-        resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + ROOM_BYTES, hard))
-    used = _memory("VmHWM")
+        resource.setrlimit(resource.RLIMIT_AS, (kernel_bytes("self/status", "VmSize") + ROOM_BYTES, hard))
+    used = kernel_bytes("self/status", "VmHWM")
     with peers.nothing_left(_ENDING_S):
         yield
-    grown = _memory("VmHWM") - used
+    grown = kernel_bytes("self/status", "VmHWM") - used
     assert grown < MOST_GROWN_BYTES, f"{grown} bytes of memory were used, for messages of far fewer"
 
 
 def is_printable(text: str) -> bool:
     """Whether a text has no codes for a terminal."""
     return all(line.isprintable() for line in text.splitlines())
-
-
-def _memory(field: str) -> int:
-    """Bytes that the kernel counts for this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 # -- memory that one end has handed to the other by its descriptor -------------------------------------

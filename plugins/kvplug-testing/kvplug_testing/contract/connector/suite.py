@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
 from unittest import mock
@@ -124,10 +124,6 @@ class ConnectorSuite(Contract):
             options[self.transport] = own
         known = {"connector": self.transport, "host": self._host, "timeout_s": self.timeout_s}
         return Config.from_dict({**known, **given, "role": role, "options": options})
-
-    def use_stack(self, stack: ExitStack) -> None:
-        """In another process: what is started ends with this stack."""
-        self._stack = stack
 
     def make_side(self, config: Config, side: str, **given: Any) -> Any:
         """One side of the connector."""

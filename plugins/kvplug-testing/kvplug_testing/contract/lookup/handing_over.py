@@ -78,13 +78,13 @@ class HandingOver(LookupSuite):
         if goes:
             missed(store, [1, 2, 3], timeout=0.1)
             getattr(call, goes).abort()
-            call.data_pipe.resume()
+            call.data_pipe.left = None
             ended = call.call.outcome()
             is_whole = verb == "select" and not isinstance(ended, KvplugError)
             assert not unlike(call.put, ended) if is_whole else isinstance(ended, KvplugError), ended
         else:
             call.call.raised(TimeoutError)
-            call.data_pipe.resume()
+            call.data_pipe.left = None
             assert not unlike(call.put, read(call.end, [1, 2, 3])), "the rest of a transfer came as another's"
         got = taken(store, [1, 2])
         assert got.header.entry_id == call.entry_id, "it is another entry now"
@@ -143,7 +143,7 @@ class HandingOver(LookupSuite):
             assert not unlike(other, taken(quick, [5, number]))
             assert [matched(end, [1, 2, 9]) for end in (quick, slow.end)] == [2, 2]
         assert not slow.call.ended
-        slow.data_pipe.resume()
+        slow.data_pipe.left = None
         assert not unlike(slow.put, slow.call.result())
         inserted(store, entry([9]))
         assert waiting.result().tokens.tolist() == [9]
@@ -165,7 +165,7 @@ class HandingOver(LookupSuite):
         raises(TimeoutError, lambda: insert(store, large, SOON_S))
         waiting = Call(lambda: inserted(store, large))
         assert waiting.is_blocked(), "an entry was evicted while another end was receiving it"
-        receiving.data_pipe.resume()
+        receiving.data_pipe.left = None
         assert not unlike(receiving.put, receiving.call.result())
         waiting.result()
         assert not unlike(large, taken(store, [5]))
@@ -185,7 +185,7 @@ class HandingOver(LookupSuite):
         (_, signal), (_, data) = self.pipe_pair(), self.pipe_pair()
         raises(ClosedError, lambda: store.match([1]))
         raises(ClosedError, lambda: store.attach(signal, data))
-        reading.data_pipe.resume()
+        reading.data_pipe.left = None
         # The whole entry may already be in flight, and arrive before the news of the end.
         got = reading.call.outcome()
         assert (timeout and isinstance(got, KvplugError)) or not unlike(reading.put, got)

@@ -26,7 +26,7 @@ from kvplug.transport import (
 )
 from kvplug_testing import waits
 from kvplug_testing.contract import base
-from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.base import Contract, in_time
 from kvplug_testing.contract.lookup.entries import Put, sized
 from kvplug_testing.pairs import PipeAround, PipePairs
 from kvplug_testing.waits import Call
@@ -50,30 +50,21 @@ class PausablePipe(PipeAround):
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
-        self._left: int | None = None
-        self._paused = threading.Event()
-
-    def pause_after(self, after: int) -> None:
-        """Pass ``after`` more messages, and pause before the next one."""
-        self._left = after
-
-    def resume(self) -> None:
-        self._left = None
-
-    def wait_until_paused(self, within: float) -> bool:
-        """Wait until a receive is paused; returns whether one is in time."""
-        return self._paused.wait(within)
+        self.left: int | None = None
+        """How many more messages pass before a pause; ``None``: it does not pause."""
+        self.is_paused = threading.Event()
+        """Set once a receive is paused."""
 
     def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
         deadline = Deadline.after(timeout, 60.0)
-        while self._left == 0 and not self.closed:
-            self._paused.set()
+        while self.left == 0 and not self.closed:
+            self.is_paused.set()
             if deadline.expired:
                 raise TimeoutError("nothing came in time")
             time.sleep(0.002)
         received = super()._receive_tensor(out, deadline.remaining())
-        if self._left:
-            self._left -= 1
+        if self.left:
+            self.left -= 1
         return received
 
 
@@ -160,9 +151,9 @@ class LookupSuite(Contract):
         put = sized([1, 2, 3], layers=8)
         entry_id = inserted(store, put)
         within = waits.patience_s if timeout is None else timeout
-        data_pipe.pause_after(self.passes)
+        data_pipe.left = self.passes
         call = Call(lambda: getattr(end, verb)([1, 2, 3], timeout=within))
-        assert data_pipe.wait_until_paused(waits.patience_s), (
+        assert data_pipe.is_paused.wait(waits.patience_s), (
             "the second tensor of an entry is not received over the data pipe that was given"
             f" (passes = {self.passes}); the call ended with {call.error!r}"
         )
@@ -206,19 +197,17 @@ def insert(store: LookupBuffer, put: Put, timeout: Timeout = DEFAULT_TIMEOUT) ->
 
 def inserted(store: LookupBuffer, put: Put) -> int:
     """Insert an entry, which must fit in time. Returns its id."""
-    return Call(partial(insert, store, put, waits.patience_s)).result(waits.patience_s + 1)  # type: ignore[no-any-return]
+    return in_time(insert, store, put)  # type: ignore[no-any-return]
 
 
 def taken(end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"") -> Entry:
     """Take an entry, which must be available in time."""
-    call = Call(partial(end.drop_select, tokens, roi, extra=extra, timeout=waits.patience_s))
-    return call.result(waits.patience_s + 1)  # type: ignore[no-any-return]
+    return in_time(end.drop_select, tokens, roi, extra=extra)  # type: ignore[no-any-return]
 
 
 def read(end: LookupBuffer, tokens: Any, roi: Any = None, **given: Any) -> Entry:
     """Read an entry, which must be in the store."""
-    call = Call(partial(end.select, tokens, roi, timeout=waits.patience_s, **given))
-    return call.result(waits.patience_s + 1)  # type: ignore[no-any-return]
+    return in_time(end.select, tokens, roi, **given)  # type: ignore[no-any-return]
 
 
 def matched(end: LookupBuffer, tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:

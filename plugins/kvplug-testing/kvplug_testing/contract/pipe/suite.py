@@ -14,7 +14,7 @@ from kvplug.kit import Kind
 from kvplug.transport import Credentials, Pipe, PipeEndpoint, PipeListener, Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.base import Contract, in_time
 from kvplug_testing.contract.pipe.content import numbered
 from kvplug_testing.waits import Call
 
@@ -111,22 +111,19 @@ class PipeSuite(Contract):
 
     def accept(self, listener: PipeListener) -> Pipe:
         """The next pipe, which must connect in time; aborted at the end of the test."""
-        within = waits.patience_s
-        pipe: Pipe = Call(lambda: listener.accept(timeout=within)).result(within + 1)
+        pipe: Pipe = in_time(listener.accept)
         self.later(pipe.abort)
         return pipe
 
 
 def received(pipe: Pipe, out: Any = None) -> Any:
     """The next message of a pipe, which must arrive in time."""
-    within = waits.patience_s
-    return Call(lambda: pipe.recv_tensor(out, timeout=within)).result(within + 1)
+    return in_time(pipe.recv_tensor, out)
 
 
 def sent(pipe: Pipe, message: Any) -> Transfer:
     """The transfer of a message that must be accepted in time."""
-    within = waits.patience_s
-    return Call(lambda: pipe.send_tensor(message, timeout=within)).result(within + 1)  # type: ignore[no-any-return]
+    return in_time(pipe.send_tensor, message)  # type: ignore[no-any-return]
 
 
 def drain(pipe: Pipe, numbers: Iterable[int], nbytes: int = MIB // 4) -> None:

@@ -21,6 +21,7 @@ from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, passes, received, sent
+from kvplug_testing.resources import kernel_bytes
 from kvplug_testing.waits import Call, raises
 
 SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 4)]
@@ -110,7 +111,7 @@ class Tensors(PipeSuite):
     def test_more_than_four_gibibytes_arrive_from_one_mapped_file_in_another(self, tmp_path: Path) -> None:
         import torch
 
-        free = min(shutil.disk_usage(tmp_path).free, _kilobytes("meminfo", "MemAvailable") << 10)
+        free = min(shutil.disk_usage(tmp_path).free, kernel_bytes("meminfo", "MemAvailable"))
         if free < 3 * SPARSE_BYTES:
             pytest.skip(f"{free >> 20} MiB are free, and {3 * SPARSE_BYTES >> 20} may be needed")
         one, other = self.pair()
@@ -139,9 +140,9 @@ class Tensors(PipeSuite):
         message, out = torch.ones(64 * MIB, dtype=torch.uint8), torch.zeros(64 * MIB, dtype=torch.uint8)
         transfer = sent(one, message)
         _PEAK.write_text("5")  # reset the peak
-        before = _kilobytes("self/status", "VmRSS")
+        before = kernel_bytes("self/status", "VmRSS")
         received(other, out)
-        more = (_kilobytes("self/status", "VmHWM") - before) << 10
+        more = kernel_bytes("self/status", "VmHWM") - before
         assert_same(message, out)
         transfer.wait(waits.patience_s)
         assert more < message.nbytes // 2, f"{more >> 20} MiB more were used for a message of 64 MiB"
@@ -274,12 +275,6 @@ class Tensors(PipeSuite):
         for transfer in sending.result():
             transfer.wait(waits.patience_s)
         raises(TimeoutError, lambda: other.recv_tensor(timeout=0.05))
-
-
-def _kilobytes(file: str, name: str) -> int:
-    """A value from Linux's /proc, in kB."""
-    lines = Path("/proc", file).read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def layers_of(

@@ -14,7 +14,7 @@ from kvplug import CapacityError, ConfigError, TimeoutError, TransportError, Uns
 from kvplug.transport import MessageQueue, QueueEndpoint, WireError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.base import law
+from kvplug_testing.contract.base import in_time, law
 from kvplug_testing.contract.queue.ends import QueueGeneral
 from kvplug_testing.contract.queue.suite import (
     CHUNK,
@@ -22,7 +22,6 @@ from kvplug_testing.contract.queue.suite import (
     all_received,
     fill,
     handle_of,
-    in_time,
     passes,
     read,
     received,

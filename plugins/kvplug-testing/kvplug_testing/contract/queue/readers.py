@@ -18,7 +18,7 @@ from kvplug.kit import CancelledError
 from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.base import law
+from kvplug_testing.contract.base import in_time, law
 from kvplug_testing.contract.ends import RemoteHandle
 from kvplug_testing.contract.general import HOW
 from kvplug_testing.contract.queue.ends import QueueGeneral
@@ -26,7 +26,6 @@ from kvplug_testing.contract.queue.suite import (
     CHUNKS,
     all_received,
     fill,
-    in_time,
     passes,
     read,
     received,

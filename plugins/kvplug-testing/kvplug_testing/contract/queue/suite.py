@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +14,7 @@ from kvplug.kit import Kind
 from kvplug.transport import Credentials, MessageQueue, QueueEndpoint
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.base import Contract, in_time
 from kvplug_testing.waits import Call
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -74,11 +74,6 @@ def handle_of(writer: MessageQueue) -> QueueEndpoint.Handle:
     plain = writer.export_handle().as_plain()
     carried = json.dumps(plain, default=lambda it: pytest.fail(f"JSON has no {it!r}, and a handle has"))
     return QueueEndpoint.Handle.from_plain(json.loads(carried))
-
-
-def in_time(call: Callable[..., Any], *args: Any) -> Any:
-    """The result of a call that has a timeout, and must end by then."""
-    return Call(functools.partial(call, *args, timeout=waits.patience_s)).result(waits.patience_s + 1)
 
 
 def sent(writer: MessageQueue, *values: object) -> None:
