@@ -16,15 +16,20 @@ from kvplug_testing import DeviceCommunicatorContract
 from kvplug_testing.memory.communicator import MemoryCommunicator
 
 
-class Mutant(DeviceCommunicatorContract):
+class Judged(DeviceCommunicatorContract):
     """One fault, in a rank's end or at the exchange; ``breaks`` are the laws that it breaks."""
 
-    across_processes = False
     end: type[MemoryCommunicator] = MemoryCommunicator
     parts = ("end",)
 
     def make_communicator(self, context: Any) -> Any:
         return self.end(context)
+
+
+class Mutant(Judged):
+    """One fault of a communicator of threads."""
+
+    across_processes = False
 
 
 # -- COMM-1 ----------------------------------------------------------------------------------------
@@ -311,18 +316,16 @@ class TestDoesNotWakeUp(MemoryCommunicator):
 # -- between processes -----------------------------------------------------------------------------
 
 
-class Apart(DeviceCommunicatorContract):
+class Apart(Judged):
     """One fault of a communicator between processes."""
 
     ends_are_processes = True
-    end: Any = MemoryCommunicator
-    parts = ("end",)
-
-    def make_communicator(self, context: Any) -> Any:
-        return self.end(context)
 
 
-class _Impatient(MemoryCommunicator):
+@breaks(Apart, "ALL-3")
+class TestTakesAStoppedRankForDead(MemoryCommunicator):
+    """Silence until the deadline counts as death."""
+
     def _compare(self, *args: Any, **given: Any) -> Any:
         try:
             return super()._compare(*args, **given)
@@ -330,27 +333,16 @@ class _Impatient(MemoryCommunicator):
             raise PeerGoneError(str(e)) from e
 
 
-class TestTakesAStoppedRankForDead(Apart):
-    """Silence until the deadline counts as death."""
+@breaks(Apart, "ALL-2", "ALL-5")
+class TestDoesNotHearAKill(MemoryCommunicator):
+    """That the first rank is gone is taken for a pause."""
 
-    breaks = ("ALL-3",)
-    end = _Impatient
-
-
-class _Patient(MemoryCommunicator):
     def _compare(self, *args: Any, **given: Any) -> Any:
         try:
             return super()._compare(*args, **given)
         except PeerGoneError as e:
             time.sleep(3)
             raise TimeoutError(str(e)) from e
-
-
-class TestDoesNotHearAKill(Apart):
-    """That the first rank is gone is taken for a pause."""
-
-    breaks = ("ALL-2", "ALL-5")
-    end = _Patient
 
 
 # -- the controls ----------------------------------------------------------------------------------

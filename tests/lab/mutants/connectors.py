@@ -16,23 +16,22 @@ import attrs
 import pytest
 
 from kvplug import TimeoutError
-from kvplug.engine import ConnectorSpec, RequestEnd
+from kvplug.engine import RequestEnd
 from kvplug.kit import Reason
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, GetJob, MissReason, Store, Timeout
-from kvplug_lab.mutants import breaks
+from kvplug_lab.mutants import Sides, breaks
 from kvplug_lookup.connector import worker
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import StepPlan
 from kvplug_lookup.connector.save import Saver
 from kvplug_lookup.connector.scheduler import LookupScheduler
 from kvplug_lookup.connector.worker import LookupWorker
-from kvplug_testing import ConnectorContract
 
 REASONS = {"fail": MissReason.STORE_GONE, "corrupt": MissReason.CORRUPT}
 """What a store answers that fails, by the kind of the fault."""
 
 
-class Judged(ConnectorContract):
+class Judged(Sides):
     """The connector with a part in the place of the right one: of the two sides, and what the worker side
     makes.
     """
@@ -49,7 +48,6 @@ class Judged(ConnectorContract):
     )
     injects_into_own = True
     serves_beside_others = True
-    across_processes = False
     scheduler_factory: ClassVar[type[LookupScheduler]] = LookupScheduler
     worker_factory: ClassVar[type[LookupWorker]] = LookupWorker
     load: ClassVar[type[Load]] = Load
@@ -83,13 +81,6 @@ class Judged(ConnectorContract):
             return job
 
         monkeypatch.setattr(Store, "submit_get", submit_get)
-
-    def make_side(self, config: Any, side: str, **given: Any) -> Any:
-        made = {"load_factory": self.scheduler_factory, "load_worker_factory": self.worker_factory}
-        with contextlib.ExitStack() as patches:
-            for load, factory in made.items():
-                patches.enter_context(mock.patch.object(ConnectorSpec, load, return_value=factory))
-            return super().make_side(config, side, **given)
 
     def _let_come(self) -> None:
         """What was held up comes, unless it was given up."""

@@ -19,6 +19,7 @@ from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.results import Usage
 from kvplug_lab.mutants import breaks
 from kvplug_testing import BlockingStoreContract, StoreContract
+from kvplug_testing.memory.store import fill
 
 
 @attrs.frozen(kw_only=True)
@@ -45,12 +46,7 @@ class FileStore(BlockingStore):
             page = self._path(key).read_bytes()
         except FileNotFoundError:
             return None
-        at = 0
-        for buffer in into:
-            part = page[at : at + len(buffer)]
-            buffer[: len(part)] = part
-            at += len(buffer)
-        return len(page)
+        return fill(into, page)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
         aside = self._aside(key)
@@ -86,7 +82,7 @@ class FileStore(BlockingStore):
             self._path(key).unlink(missing_ok=True)
 
 
-class Mutant(StoreContract):
+class Judged:
     """One fault of ``made``. ``breaks`` are the laws that it breaks."""
 
     options_class = FileOptions
@@ -97,8 +93,11 @@ class Mutant(StoreContract):
         return self.made(context)
 
 
-@breaks(Mutant, "STORE-2")
-class TestWritesUnderThePagesName(FileStore):
+class Mutant(Judged, StoreContract):
+    """It shows when writers race or are killed."""
+
+
+class Hasty(FileStore):
     """A page has its name before it is whole."""
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
@@ -107,12 +106,21 @@ class TestWritesUnderThePagesName(FileStore):
         return True
 
 
-@breaks(Mutant, "STORE-2")
-class TestRenames(FileStore):
+class Replacing(FileStore):
     """The last whole page of a key takes the place of the first."""
 
     def _publish(self, aside: Path, path: Path) -> None:
         os.replace(aside, path)
+
+
+@breaks(Mutant, "STORE-2")
+class TestWritesUnderThePagesName(Hasty):
+    """A writer that is killed leaves a part of a page."""
+
+
+@breaks(Mutant, "STORE-2")
+class TestRenames(Replacing):
+    """Of two writers the second one wins."""
 
 
 @breaks(Mutant, "STORE-2")
@@ -173,16 +181,11 @@ class BoundedStore(FileStore):
             return Usage(num_pages=len(self._sizes), used_bytes=used, budget_bytes=self._budget)
 
 
-class BoundedMutant(StoreContract):
+class BoundedMutant(Judged, StoreContract):
     """One fault of a store with a budget. The store without one is no control for it."""
 
-    options_class = FileOptions
     use_granularity_s = 0.0
-    made: type[BoundedStore] = BoundedStore
-    parts = ("made",)
-
-    def make_store(self, context: Any) -> Any:
-        return self.made(context)
+    made = BoundedStore
 
 
 @breaks(BoundedMutant, "STORE-6")
@@ -205,15 +208,8 @@ class TestHasNoFault(Mutant):
     is_control = True
 
 
-class Methods(BlockingStoreContract):
+class Methods(Judged, BlockingStoreContract):
     """One fault of the store's methods, which are called one by one."""
-
-    options_class = FileOptions
-    made: type[FileStore] = FileStore
-    parts = ("made",)
-
-    def make_store(self, context: Any) -> Any:
-        return self.made(context)
 
 
 @breaks(Methods, "STORE-1")
@@ -225,21 +221,13 @@ class TestFillsTheFirstBufferOnly(FileStore):
 
 
 @breaks(Methods, "STORE-2")
-class TestLeavesPartsWhenKilled(FileStore):
-    """A page has its name before it is whole."""
-
-    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        if not self._path(key).exists():
-            self._write_pieces(self._path(key), b"".join(page))
-        return True
+class TestLeavesPartsWhenKilled(Hasty):
+    """A reader sees a part of a page."""
 
 
 @breaks(Methods, "STORE-2")
-class TestTheLastWriteWins(FileStore):
+class TestTheLastWriteWins(Replacing):
     """A page that is there is replaced."""
-
-    def _publish(self, aside: Path, path: Path) -> None:
-        os.replace(aside, path)
 
 
 @breaks(Methods, "STORE-9")

@@ -7,29 +7,26 @@ import json
 import socket
 from types import MappingProxyType
 from typing import Any, ClassVar
-from unittest import mock
 
 import attrs
 import pytest
 
-from kvplug.engine import ConnectorSpec, PeerLink
-from kvplug_lab.mutants import breaks
+from kvplug.engine import PeerLink
+from kvplug_lab.mutants import Sides, breaks
 from kvplug_p2p.lender import ClaimKey, Lender
 from kvplug_p2p.pull import ProducerWorker, _Layers
 from kvplug_p2p.reference import MalformedError, Reference, to_text, verified
 from kvplug_p2p.scheduler import P2PScheduler
 from kvplug_p2p.worker import P2PWorker
-from kvplug_testing import ConnectorContract
 
 
-class Mutant(ConnectorContract):
+class Mutant(Sides):
     """One fault, in a side or in what its worker side makes."""
 
     connector = "p2p"
     config = MappingProxyType({"transport": "cpu", "connect_timeout_s": 20})
     lends_blocks = True
     options: ClassVar[dict[str, Any]] = {"async_load": False}
-    across_processes = False
     scheduler_factory: ClassVar[type[P2PScheduler]] = P2PScheduler
     worker_factory: ClassVar[type[P2PWorker]] = P2PWorker
     lender: ClassVar[type[Lender]] = Lender
@@ -43,13 +40,6 @@ class Mutant(ConnectorContract):
         monkeypatch.setattr("kvplug_p2p.worker.Lender", self.lender)
         monkeypatch.setattr("kvplug_p2p.worker.ProducerWorker", self.producer_worker)
         monkeypatch.setattr("kvplug_p2p.pull._Layers", self.layers)
-
-    def make_side(self, config: Any, side: str, **given: Any) -> Any:
-        made = {"load_factory": self.scheduler_factory, "load_worker_factory": self.worker_factory}
-        with contextlib.ExitStack() as patches:
-            for load, factory in made.items():
-                patches.enter_context(mock.patch.object(ConnectorSpec, load, return_value=factory))
-            return super().make_side(config, side, **given)
 
 
 # -- references --------------------------------------------------------------------------------------

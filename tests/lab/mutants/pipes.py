@@ -564,15 +564,13 @@ class TestForgetsTheFirstPair(MemoryListener):
         return pipe
 
 
-class TestKeepsAPartOfEveryPipe(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestKeepsAPartOfEveryPipe(MemoryPipe):
     """200 KB of each pipe are never let go."""
 
-    breaks = ("ALL-7",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            kept.append(b"x" * 200_000)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        kept.append(b"x" * 200_000)
 
 
 # -- the controls ----------------------------------------------------------------------------------

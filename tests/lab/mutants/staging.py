@@ -11,22 +11,29 @@ import pytest
 from kvplug.net.streams import DeviceMark
 from kvplug.transport.store.staging import staging, transfers
 from kvplug.transport.store.staging.memory import StagedPages
+from kvplug_lab.mutants import breaks
 from kvplug_testing import ConnectorContract, StoreContract
 from kvplug_testing.simulated import streams
 
 
-class Mutant(StoreContract):
+class Faulty:
+    """One fault, of the lane."""
+
+    lane: type[transfers.Lane] = transfers.Lane
+    parts = ("lane",)
+
+    @pytest.fixture(autouse=True)
+    def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(staging, "Lane", self.lane)
+
+
+class Mutant(Faulty, StoreContract):
     """One fault, of the lane."""
 
     store = "memory"
     reached_by = "options"
     across_processes = False
     use_granularity_s = 0.0
-    lane: type[transfers.Lane] = transfers.Lane
-
-    @pytest.fixture(autouse=True)
-    def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(staging, "Lane", self.lane)
 
 
 class _Passed(DeviceMark):
@@ -36,37 +43,31 @@ class _Passed(DeviceMark):
         return None
 
 
-class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
+@breaks(Mutant, "STORE-11")
+class TestCountsCopiesAsDoneOnceTheyAreQueued(transfers.Lane):
     """Pages count as there, or go to the store, before the event behind their copies."""
 
-    breaks = ("STORE-11",)
-
-    class lane(transfers.Lane):  # noqa: N801
-        def mark(self) -> DeviceMark:
-            with transfers.on_stream(self.stream):
-                return _Passed(self.device)
+    def mark(self) -> DeviceMark:
+        with transfers.on_stream(self.stream):
+            return _Passed(self.device)
 
 
-class TestReadsBlocksThatAreUsedAgain(Mutant):
+@breaks(Mutant, "STORE-11")
+class TestReadsBlocksThatAreUsedAgain(transfers.Lane):
     """What the engine queues after a put does not wait until the pages were read."""
 
-    breaks = ("STORE-11",)
-
-    class lane(transfers.Lane):  # noqa: N801
-        def make_caller_wait_for(self, mark: DeviceMark) -> None:
-            pass
+    def make_caller_wait_for(self, mark: DeviceMark) -> None:
+        pass
 
 
-class TestLendsHostMemoryThatIsStillCopied(Mutant):
+@breaks(Mutant, "STORE-11")
+class TestLendsHostMemoryThatIsStillCopied(transfers.Lane):
     """Host memory is used for other pages while the device has not copied these yet."""
 
-    breaks = ("STORE-11",)
-
-    class lane(transfers.Lane):  # noqa: N801
-        def pages(self, form: Any, count: int, waiter: Any = None) -> StagedPages | None:
-            whole = self.memory._whole
-            assert whole is not None
-            return StagedPages(form, count, whole[: StagedPages.nbytes_of(form, count)])
+    def pages(self, form: Any, count: int, waiter: Any = None) -> StagedPages | None:
+        whole = self.memory._whole
+        assert whole is not None
+        return StagedPages(form, count, whole[: StagedPages.nbytes_of(form, count)])
 
 
 class TestForgetsTheDeadline(Mutant):
@@ -140,18 +141,13 @@ class TestReusesMemoryOfTheStoreThatIsWritten(Mutant):
         monkeypatch.setattr(transfers.Put, "ended", free_and_end)
 
 
-class ConnectorMutant(ConnectorContract):
+class ConnectorMutant(Faulty, ConnectorContract):
     """The same in engines with the connector "lookup"."""
 
     connector = "lookup"
     options: ClassVar[dict[str, Any]] = {"load_policy": "always"}
     config: ClassVar[dict[str, Any]] = {"stores": ["host"]}
     across_processes = False
-    lane: type[transfers.Lane] = transfers.Lane
-
-    @pytest.fixture(autouse=True)
-    def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(staging, "Lane", self.lane)
 
 
 class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
