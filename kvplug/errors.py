@@ -36,7 +36,7 @@ class ConfigError(KvplugError, ValueError):
         if len(faults) == 1:
             text = f"bad configuration{where}: {faults[0]}"
         else:
-            lines = "".join(f"\n  - {fault}" for fault in faults)
+            lines = "".join("\n  - " + fault.replace("\n", "\n  ") for fault in faults)
             text = f"bad configuration{where}, {len(faults)} faults:{lines}"
         super().__init__(text)
 

@@ -26,7 +26,6 @@ from kvplug.config.messages import listed
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, HandshakeError, PluginError, PluginLoadError
 from kvplug.metrics.sinks import Sink
-from kvplug.metrics.tracing import exporter_fault
 from kvplug.negotiation.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer, Selection, select
 from kvplug.net.affinity import choose_cpus
@@ -279,8 +278,6 @@ class ResolvedConfig:
         if config.stores == option_fields(Config)["stores"].default:
             names.pop("stores", None)
         faults = [*more, *name_faults(self.registry, names, config.options)]
-        if config.tracing and "connector" in keys and (fault := exporter_fault(config.tracing)):
-            faults.append(fault)
         shortage = shortage_of(budgets_of(config, self.registry, keys))
         if shortage is not None and shortage.is_final:
             faults.append(f"{shortage.key}: {shortage.text}")
@@ -342,7 +339,7 @@ def labels_of(config: Config, *, connector: str, side: str, rank: int) -> dict[s
     return {
         "connector": connector,
         "side": side,
-        "role": str(config.role),
+        "role": str(config.role or ""),
         "rank": str(rank),
         "engine_id": config.engine_id,
     }

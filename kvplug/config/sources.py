@@ -271,16 +271,20 @@ def put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> tupl
 
 def unknown(key: str, value: Any, known: Iterable[str], given: Container[str]) -> Fault:
     """Make the fault of an unknown key. It never repeats the value, which may be a secret."""
-    if "." not in key and any(word in key.lower() for word in _SECRET_WORDS):
+    words = key.lower().replace("tokens", "")  # "page_tokens" is a number
+    if "." not in key and any(word in words for word in _SECRET_WORDS):
         text = (
             f"{key}: a configuration must not contain a secret; put it into the variable KVPLUG_SECRET,"
             " or into a file that secret_file names"
         )
         return Fault(text, key=key, line=in_place_of(key, "export KVPLUG_SECRET=..."))
-    if isinstance(value, Mapping) and nearest(key, known) is None:
+    if isinstance(value, Mapping) and nearest(key, ("options",)) is None:
         text = (
             f"{key}: not a known key; a plugin's options go into a table [options.{key}], and kvplug's own"
             " keys go before all tables"
         )
         return Fault(text, key=key, line=in_place_of(key, f"[options.{key}]"))
+    if nearest(key, known) is None:
+        text = f"{key}: not a known key; a plugin's options go into a table [options.NAME]"
+        return Fault(text, key=key, line=in_place_of(key, f"[options.NAME] {key}"))
     return unknown_key(key, known, given)

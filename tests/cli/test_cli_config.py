@@ -77,6 +77,7 @@ def test_check_tells_every_fault_at_once_names_and_options_too(birds: Any) -> No
         birds,
         """
         connector = "leter"
+        tracing = "zipkin"
         prt = 3
         secret_file = "/nowhere/at/all"
         [options.carrier-pigeon]
@@ -89,9 +90,10 @@ def test_check_tells_every_fault_at_once_names_and_options_too(birds: Any) -> No
     )
     done = birds.kvplug("config", "check", path)
     assert done.returncode == 1
-    assert f"bad configuration in {path}, 6 faults:" in done.stderr
+    assert f"bad configuration in {path}, 7 faults:" in done.stderr
     for part in (
-        "connector: no connector named 'leter'; did you mean 'letter'?",
+        "  - connector: no connector named 'leter'; did you mean 'letter'?\n    known: ",
+        "tracing: no installed package offers the exporter 'zipkin'",
         "prt: not a known key; did you mean 'port'?",
         "options.carrier-pigeon.bird: not a known key; did you mean 'birds'?",
         "options.owl: nothing with that name is installed",

@@ -82,6 +82,7 @@ def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
         ("role=both transport=pynccl", "transport", "'pynccl' is named here and cannot be used"),
         ("role=both communicator=pynccl", "communicator", "no communicator is available"),
         ("role=bath", "config", "role: 'bath' was given"),
+        ("role=both tracing=zipkin", "tracing", "no installed package offers the exporter 'zipkin'"),
         ("role=both host=10.0.0.4 port=65535 port_offset=1", "config", "rank 0 would listen at 65536"),
     ],
 )

@@ -172,6 +172,19 @@ def test_a_secret_is_never_an_option_and_the_value_of_an_unknown_key_never_repea
     assert "hunter2" not in fault
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"page_tokens": 16}, "not a known key; a plugin's options go into a table [options.NAME]"),
+        ({"lookup": {"page_tokens": 16}}, "a plugin's options go into a table [options.lookup]"),
+        ({"option": {"page_tokens": 16}}, "did you mean 'options'?"),
+    ],
+)
+def test_options_outside_of_their_table_are_told_where_they_go(data: dict[str, object], said: str) -> None:
+    (fault,) = faults_of(data)
+    assert said in fault
+
+
 def test_every_key_has_a_help_text() -> None:
     rows = [row for row in describe_options(Config) if row.name in KEYS]
     assert tuple(row.name for row in rows) == KEYS

@@ -11,6 +11,7 @@ from kvplug.config.config import Config, Role, directory_of
 from kvplug.config.messages import Fault, did_you_mean, listed, shown
 from kvplug.config.options import check_options, option_fields
 from kvplug.errors import ConfigError, PluginError
+from kvplug.metrics.tracing import exporter_fault
 from kvplug.net.affinity import missing_cpus
 from kvplug.net.wire import checksum
 from kvplug.transport.directory import Directory
@@ -28,7 +29,7 @@ CHOSEN: Mapping[str, Kind] = {
 NAMED: Mapping[str, Kind] = {"stores": Kind.STORE, "sinks": Kind.SINK}
 """The config keys whose value is a list of such names."""
 
-CHECKED = ("peers", "integrity", "role", "thread_cpus")
+CHECKED = ("peers", "integrity", "role", "thread_cpus", "tracing")
 """The other config keys that can only be checked with the plugins or on this host."""
 
 _DEFAULT_CONNECTOR = option_fields(Config)["connector"].default
@@ -77,6 +78,8 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
         faults.append(
             f"integrity: {shown(integrity)} was given; {allowed}{did_you_mean(integrity, checksum.NAMES)}"
         )
+    if (tracing := names.get("tracing")) and (fault := exporter_fault(tracing)):
+        faults.append(fault)
     able = [spec for _, spec in registry if not isinstance(spec, CommandSpec)]
     for name in options:
         specs = [spec for spec in able if spec.name == name]

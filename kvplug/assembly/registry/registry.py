@@ -201,8 +201,8 @@ class Registry:
         """Return the message about a name that no installed plugin offers.
 
         It gives the nearest name, the known names, the first-party packages to install for the name, and the
-        plugins that did not load. If it can name neither a nearest name nor a package, it explains how
-        plugins are found.
+        plugins that did not load. If it can name neither a nearest name nor a package, it says what else has
+        the name, or how plugins are found.
 
         Args:
             what: the beginning of the message, such as "no command named".
@@ -220,10 +220,13 @@ class Registry:
             if package not in there and normalised(distribution) in ("", package)
         ]
         hint = did_you_mean(bare, known)
+        others = sorted({str(_CALLED.get(of, of)) for of, offered in self._owned if offered == bare})
         how = (
             f"a plugin is found by its entry point in the group {hookspecs.PROJECT!r};"
             " reinstall it after changing its pyproject.toml"
         )
+        if others:
+            how = f"{bare!r} is the name of a {' and of a '.join(others)}"
         return "\n  ".join(
             [
                 f"{what} {name!r}{hint}",

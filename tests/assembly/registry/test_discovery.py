@@ -121,6 +121,19 @@ def test_a_name_that_nothing_offers_says_how_a_plugin_is_found(site: Any) -> Non
     assert "a plugin is found by its entry point in the group 'kvplug'" in said
 
 
+def test_a_name_of_another_kind_is_said_to_be_that(site: Any) -> None:
+    site.add("good", pipe("other"))
+    said = site.ask(
+        "from kvplug.transport.spec import Kind\n"
+        "try:\n"
+        "    registry.get(Kind.CONNECTOR, 'other')\n"
+        "except PluginError as e:\n"
+        "    answer = str(e)"
+    )
+    assert "'other' is the name of a transport" in said
+    assert "pyproject.toml" not in said
+
+
 def test_a_disabled_plugin_is_not_even_imported(site: Any) -> None:
     site.add("good", pipe("x"))
     found = site.plugin("good", KVPLUG_DISABLE_PLUGINS=" good , another")
