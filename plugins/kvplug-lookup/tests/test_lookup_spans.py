@@ -38,6 +38,8 @@ def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends(is_mapp
     load, get = spans["kvplug.load"], spans["kvplug.get"]
     assert (get.parent_id, load.attributes["kvplug.num_tokens"]) == (load.context.span_id, 96)
     assert get.attributes["kvplug.num_pages"] == 6 and get.attributes["kvplug.source"]
+    ends = [span.start_ns + span.duration_ns for span in (load, get)]
+    assert ends[0] - ends[1] < 1000, "the load ends when its last page has come, not with the step"
     arrivals = [span for span in ours.of_request("loaded") if span.name == "kvplug.transfer"]
     assert arrivals[-1].attributes["kvplug.last_layer"] == 2
     assert load.start_ns <= arrivals[0].start_ns <= load.start_ns + load.duration_ns

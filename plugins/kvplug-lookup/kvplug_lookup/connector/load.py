@@ -253,7 +253,8 @@ class Load:
 
     def end(self) -> None:
         """Note the missed pages, and count the load."""
-        ended = time.monotonic()
+        ends = [part.ended_at for part in self.parts]
+        ended = max(ends) if all(ends) else time.monotonic()  # a step ends later than its loads
         reason: str | None = None
         for part in self.parts:
             missed = self._missed_in(part)
