@@ -14,7 +14,7 @@ def kvplug_sinks() -> list[SinkSpec]:
         SinkSpec(
             name="log",
             factory="kvplug.metrics.sinks:LogSink",
-            summary="One line for each operation, to the logger kvplug.metrics.sinks at INFO",
+            summary="Every ten seconds a line for each kind of operation, in the log at INFO",
         ),
         SinkSpec(
             name="prometheus",

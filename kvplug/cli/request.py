@@ -37,7 +37,7 @@ def explain_request(request_id: str, *, as_json: bool) -> bool:
             f" listen in {runtime_folder()}). A process remembers about 300 requests, until it ends."
         )
     else:
-        for line in _summary([span for _, span in found.values()]):
+        for line in _summary(found.values()):
             click.echo(line)
         click.echo()
         show_table(("PART", "MS", "PROCESS", "DETAILS"), list(_rows(found)))
@@ -52,19 +52,20 @@ def _ask(watched: Iterable[Watched], some_id: str, found: Found) -> None:
             show_note(f"process {each.pid} did not answer: {e}")
 
 
-def _summary(spans: Iterable[Span]) -> Iterator[str]:
-    """Yield a sentence for each request, and one for each part that failed."""
-    for span in spans:
+def _summary(spans: Iterable[tuple[int, Span]]) -> Iterator[str]:
+    """Yield a sentence for each request that has ended, and one for each part that failed."""
+    for pid, span in spans:
         if span.name == "kvplug.request":
             about = _named(span.attributes)
             loaded = [(name.partition("num_tokens.")[2], num) for name, num in about.items()]
             came = "".join(f", {num} loaded from {name}" for name, num in loaded if name) or ", none loaded"
             first = about.get("time_to_first_token")
             after = f"; first token after {first * 1e3:.1f} ms" if isinstance(first, float) else ""
-            yield f"{span.request_id}: {about.get('num_prompt_tokens')} tokens in the prompt{came}{after}"
-    for span in spans:
+            prompt = f"{about.get('num_prompt_tokens')} tokens in the prompt"
+            yield f"{span.request_id} (pid {pid}): {prompt}{came}{after}"
+    for pid, span in spans:
         if span.reason:
-            yield f"{span.request_id}: {span.name.removeprefix(_PREFIX)} failed: {span.reason}"
+            yield f"{span.request_id} (pid {pid}): {span.name.removeprefix(_PREFIX)} failed: {span.reason}"
 
 
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _rows(found: Found) -> Iterator[tuple[str, str, str, str]]:
     def below(parent_id: str, depth: int) -> Iterator[tuple[str, str, str, str]]:
         for pid, span in parts.get(parent_id, ()):
             about = [f"{name}={_text(value)}" for name, value in _named(span.attributes).items()]
-            if span.name == "kvplug.request" or not parent_id:
+            if span.request_id and (span.name == "kvplug.request" or not parent_id):
                 about.insert(0, span.request_id)
             if span.reason:
                 about.append(f"failed: {span.reason}")

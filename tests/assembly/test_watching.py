@@ -13,6 +13,7 @@ import pytest
 
 from kvplug.assembly.state import ProcessState
 from kvplug.assembly.watching import Watched, WatchPoint, runtime_folder
+from kvplug.cli.request import explain_request
 from kvplug.errors import PeerGoneError, TransportError
 from kvplug.metrics.spans import SpanLog
 from kvplug.metrics.stats import TransferStats
@@ -35,6 +36,7 @@ def watch_point(parent: Parent, folder: str) -> None:
     spans = SpanLog()
     root = spans.begin("cmpl-1-0")
     spans.record("kvplug.load", "cmpl-1-0", time.perf_counter() - 1, parent=root, reason="timeout")
+    spans.record("kvplug.serve", "", 0.0, parent=root, attributes={"kvplug.num_pages": 3})
     spans.record("kvplug.load", "other", 0.0)
     point = WatchPoint(lambda: {"engine_id": "e1"}, spans)
     parent.send(root.trace_id)
@@ -54,10 +56,10 @@ def answers() -> list[tuple[int, object, list[str]]]:
 def test_a_process_answers_until_it_is_killed_and_leaves_nothing_behind(tmp_path: Path, folder: Path) -> None:
     with start(watch_point, str(tmp_path)) as peer:
         trace_id = peer.recv()
-        assert answers() == [(peer.pid, {"engine_id": "e1"}, ["kvplug.load timeout"])]
+        assert answers() == [(peer.pid, {"engine_id": "e1"}, ["kvplug.serve ", "kvplug.load timeout"])]
         (each,) = Watched.all()
         with contextlib.closing(each):
-            assert [span.request_id for span in each.spans_of(trace_id)] == ["cmpl-1-0"]
+            assert [span.request_id for span in each.spans_of(trace_id)] == ["", "cmpl-1-0"]
             assert each.spans_of("") != []
         assert folder.stat().st_mode & 0o777 == 0o700
         os.kill(peer.pid, signal.SIGKILL)
@@ -77,6 +79,19 @@ def test_a_dozen_programs_may_watch_and_clients_choose_long_ids(folder: Path) ->
                 assert each.state() == {}
             assert len(each.spans_of("cmpl-")) == 500
             assert [span.name for span in each.spans_of("cmpl-007")] == ["kvplug.load"]
+
+
+def test_each_line_about_a_request_names_its_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start(watch_point, str(tmp_path)) as peer:
+        trace_id = peer.recv()
+        assert explain_request(trace_id, as_json=False)
+        summary, _, table = capsys.readouterr().out.partition("\n\n")
+        assert summary == f"cmpl-1-0 (pid {peer.pid}): load failed: timeout"
+        serve = next(line for line in table.splitlines() if line.startswith("serve"))
+        assert serve.split()[-2:] == [str(peer.pid), "num_pages=3"]
+        peer.send(None)
 
 
 def test_the_socket_of_a_killed_process_goes_when_the_next_one_starts(tmp_path: Path, folder: Path) -> None:

@@ -167,7 +167,8 @@ def test_the_server_of_a_store_says_what_it_holds_and_who_uses_it() -> None:
         ((key, side),) = here().items()
         waits.until(lambda: here()[key].num_links == 1, what="the link of the client")
         (store,) = side.stores
-        assert (side.side, store.name, store.medium, store.budget_bytes) == ("store", "host", "host", 4 << 20)
+        assert (side.role, side.side) == ("", "store")
+        assert (store.name, store.medium, store.budget_bytes) == ("host", "host", 4 << 20)
         with contextlib.closing(at(address)) as peer:
             assert read(peer.state()).stores == (store,)
     assert not here()

@@ -81,7 +81,7 @@ class Connection:
         try:
             if options.map:
                 self.mapping = offered_mapping(hello, context.credentials, deadline)
-            _log.info("the store of %s is read: %s", self.peer, self.route)
+            _log.info("pages of the store of %s are read: %s", self.peer, self.route)
         except BaseException:
             self.release()
             raise
