@@ -151,19 +151,35 @@ def test_a_collector_receives_each_span_with_its_ids_times_and_attributes(collec
     assert [log.of_request(name) for name in "ab"]  # what is exported is still in memory
 
 
-def test_a_collector_that_is_gone_delays_the_end_by_no_more_than_some_seconds(
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_exporter_that_hangs_delays_the_end_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from kvplug.metrics import tracing as module
     from kvplug.metrics.tracing import Tracing
 
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    class Hanging(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            released.wait(50)
+            return SpanExportResult.SUCCESS
+
+    monkeypatch.setattr(module, "_CLOSE_S", 0.2)
+    released = threading.Event()
     log = SpanLog()
-    tracing = Tracing(log, "otlp_proto_http", {})
+    tracing = Tracing(log, Hanging(), {})
     log.record("kvplug.load", "a", 0.0)
     tracing.close()
     tracing.close()
-    assert not [one for one in threading.enumerate() if one.name == "kvplug-tracing" and not one.daemon]
+    assert [record.message for record in caplog.records] == [
+        "the exporter of traces hangs; the last spans are not exported"
+    ]
+    (left,) = [one for one in threading.enumerate() if one.name == "kvplug-tracing"]
+    assert left.daemon, "the interpreter would wait for it"
+    released.set()
+    left.join(20)
+    assert not left.is_alive()
 
 
 def test_an_exporter_that_is_not_installed_is_refused_by_name() -> None:
