@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvplug
+from kvplug import Registry
 from kvplug_lab.installed_site import Site
 from kvplug_testing import peers
 from kvplug_testing.contract.base import session_server
@@ -110,6 +111,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0] if group == nodeid else str(group)
 
     return ByGroupOrFile(config, log)
+
+
+# -- plugins -----------------------------------------------------------------------------------------
+
+
+class _Installed:
+    """Takes the place of ``Registry`` where the installed plugins are loaded to build something."""
+
+    @staticmethod
+    def from_env() -> Registry:
+        variables = (os.environ.get(f"KVPLUG_{what}_PLUGINS", "") for what in ("DISABLE", "STRICT"))
+        return _loaded((*sys.path, *variables))
+
+
+@cache
+def _loaded(_: tuple[str, ...]) -> Registry:
+    return Registry.from_env()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _plugins_are_loaded_once() -> Iterator[None]:
+    """Each side of a connector, each store and each pipe would load them, in 25 ms of processor time: most of
+    what it takes to make a fake engine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvplug.assembly.resolve.Registry", _Installed)
+        yield
 
 
 # -- processes that tests start ----------------------------------------------------------------------
