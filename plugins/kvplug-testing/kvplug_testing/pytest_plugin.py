@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-LEVELS = ("quick", "long")
+_LEVELS = ("quick", "long")
 _MARKER = "kvplug_law(id, ..., level, needs): a test of kvplug's conformance kit, and the laws that it judges"
 _OPTIONS = {
     "transport": ("NAME", "judge the installed transport NAME (or KIND:NAME), without any test file"),
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(f"--kvplug-{name}", metavar=metavar, action="append", default=[], help=text)
     group.addoption(
         "--kvplug-level",
-        choices=LEVELS,
+        choices=_LEVELS,
         default="quick",
         help="quick: while you write (default); long: minutes, before a release",
     )
@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
     """Collect no test above the level: with all of their parameters these are most of a suite."""
     marks = (mark for mark in getattr(obj, "pytestmark", ()) if mark.name == "kvplug_law")
-    asked = LEVELS.index(collector.config.option.kvplug_level)
-    return [] if any(LEVELS.index(mark.kwargs["level"]) > asked for mark in marks) else None
+    asked = _LEVELS.index(collector.config.option.kvplug_level)
+    return [] if any(_LEVELS.index(mark.kwargs["level"]) > asked for mark in marks) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,7 +21,7 @@ from judging import MATRIX, NOT_RUN, results_of
 from kvplug.errors import KvplugError
 from kvplug_testing import waits
 from kvplug_testing.contract import base
-from kvplug_testing.pytest_plugin import LEVELS
+from kvplug_testing.contract.base import LEVELS
 
 BREACHES = (AssertionError, KvplugError, pytest.fail.Exception)
 """Errors of a test that has caught a fault. A mutant's ``raises`` adds others; a test's own errors, such

@@ -33,8 +33,8 @@ from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.laws import LAWS
-from kvplug_testing.pytest_plugin import LEVELS
 
+LEVELS = ("quick", "long")
 TIMEOUT_S = 60.0
 """The default time limit of one test: then all stacks are dumped and the test fails."""
 

@@ -176,21 +176,10 @@ def synchronize(device: Any = None) -> None:
             stream.synchronize()
 
 
-def enable() -> None:
-    """Make torch know the device, in this process. Idempotent."""
-    from kvplug_testing.simulated.tensors import register
-
-    register()
-
-
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Make torch know the device, and let the choices in the block be those of this seed.
-
-    What was queued before runs first.
-    """
+def choosing(seed: int) -> Iterator[None]:
+    """The choices in the block are those of this seed. What was queued before, and in it, runs first."""
     global _choice
-    enable()
     synchronize()
     _choice = random.Random(seed)
     yield
