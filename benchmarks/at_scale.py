@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from fs import add_outputs, write
+import harness
 from scale import report
 from scale.constants import FILE, Constants
 from scale.simulate import Workload
@@ -65,7 +65,7 @@ def check(known: Constants, given: argparse.Namespace) -> int:
     )
     title = f"{engines} engines, {count} requests, {took:.0f} s: counted / predicted"
     verdict = "events, links and loads are as predicted" if is_same else "NOT as predicted"
-    write(given, "\n\n".join([title, report.table(head, rows), verdict]))
+    harness.write(given, title, harness.table(head, rows), verdict)
     return 0 if is_same else 1
 
 
@@ -92,7 +92,7 @@ def simulate(known: Constants, given: argparse.Namespace) -> int:
         "Membership:",
         report.membership_table(known, [int(each) for each in given.engines.split(",")]),
     ]
-    write(given, "\n\n".join(parts))
+    harness.write(given, *parts)
     if given.plot:
         report.plot(given.plot, known, load, rows)
     return 0
@@ -117,7 +117,7 @@ def main() -> int:
     simulating.add_argument("--seconds", type=float, default=200.0, help="simulated seconds that are")
     simulating.add_argument("--plot", type=Path, help="draw a picture (needs matplotlib)")
     for each in (checking, simulating):
-        add_outputs(each)
+        harness.add_outputs(each)
     given = parser.parse_args()
     if given.part == "measure":
         from scale.measure import measured

@@ -8,15 +8,16 @@ processes, all candidates alternating in each round, content compared outside of
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
+
+import harness
 
 from kvplug.engine import KVLayout
 from kvplug_bench.content import SMALLEST, content
@@ -149,7 +150,7 @@ def _link(parent: peers.Parent, name: str, rank: int) -> Any:
     )
 
 
-def one_cell(name: str, model: str, block_size: int, axes: str, options: Sequence[str]) -> dict[str, float]:
+def one_cell(name: str, model: str, axes: str, block_size: int, options: Sequence[str]) -> dict[str, float]:
     nbytes = Cache(model, block_size, axes, 0).nbytes
     if name == MEMCPY:
         with peers.start(run_copy, model, block_size, timeout_s=LIFE_S) as child:
@@ -173,59 +174,30 @@ def one_cell(name: str, model: str, block_size: int, axes: str, options: Sequenc
     }
 
 
-def table(rounds: Sequence[dict[str, dict[str, dict[str, float]]]], names: Sequence[str]) -> Iterator[str]:
-    """A line for each cache and candidate; the ratios are medians of the rounds' ratios."""
-    yield "| cache | | MB | GB/s | of memcpy | CPU s/GB | page faults per GB |"
-    yield "|" + " --- |" * 7
-    for cache in rounds[0]:
-        for name in names:
-            of = [done[cache][name] for done in rounds]
-            middle = {key: statistics.median(each[key] for each in of) for key in of[0]}
-            share = statistics.median(
-                done[cache][name]["gb_per_s"] / done[cache][MEMCPY]["gb_per_s"] for done in rounds
-            )
-            cells = [cache, name, f"{middle['mb']:.0f}", f"{middle['gb_per_s']:.1f}", f"{share:.2f}"]
-            cells += [f"{middle['cpu_s_per_gb']:.2f}", f"{middle['faults_per_gb']:.0f}"]
-            yield "| " + " | ".join(cells) + " |"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, 3)
     parser.add_argument("--transport", nargs="+", default=["shm"], metavar="NAME", help="pipes")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS][-1:])
     parser.add_argument("--block-size", nargs="+", type=int, default=[16], metavar="TOKENS")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of a transport"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     given = parser.parse_args()
     names = [MEMCPY, *(name + how for name in given.transport for how in ("", BY_LAYER))]
-    rounds = []
-    for number in range(given.rounds):
-        print(f"round {number + 1} of {given.rounds}", file=sys.stderr)
-        first = number % len(names)
-        order = names[first:] + names[:first]
-        rounds.append(
-            {
-                f"{model}, {axes}, blocks of {block_size}": {
-                    name: one_cell(name, model, block_size, axes, given.set) for name in order
-                }
-                for model in given.model
-                for axes in given.layout
-                for block_size in given.block_size
-            }
-        )
-    text = "\n".join(table(rounds, names)) + "\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text)
-    if given.json:
-        given.json.write_text(json.dumps(rounds, indent=2))
+    rows = []
+    for cell in itertools.product(given.model, given.layout, given.block_size):
+        model, axes, block_size = cell
+        print(*cell, file=sys.stderr)
+        found = harness.rounds(names, given.rounds, lambda name: one_cell(name, *cell, given.set))  # noqa: B023
+        for name, each in found.items():
+            share = harness.ratio(each["gb_per_s"], found[MEMCPY]["gb_per_s"])
+            mb, speed, cpu, faults = map(statistics.median, each.values())
+            cache = f"{model}, {axes}, blocks of {block_size}"
+            figures = [f"{mb:.0f}", f"{speed:.1f}", f"{share:.2f}", f"{cpu:.2f}", f"{faults:.0f}"]
+            rows.append([cache, name, *figures])
+    head = ["cache", "", "MB", "GB/s", "of memcpy", "CPU s/GB", "page faults per GB"]
+    harness.write(given, harness.table(head, rows))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,14 @@ not wait for the receivers of gloo's broadcasts, so that those of a burst overla
 
 from __future__ import annotations
 
-import abc
-import argparse
-import json
+import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 
 from kvplug_bench.stopwatch import BURSTS, Stopwatch, in_burst
@@ -34,24 +31,10 @@ TIMEOUT_S = 60.0
 GLOO, KVPLUG = "gloo", "cpu"
 
 
-class Collectives(abc.ABC):
-    """One rank's end of a candidate. ``tensor`` is one rank's input, ``whole`` the inputs of all ranks."""
-
-    @abc.abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...
-
-    @abc.abstractmethod
-    def all_gather(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...
-
-    @abc.abstractmethod
-    def broadcast(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
-
-
-class Plain(Collectives):
-    """torch.distributed, as it comes."""
+class Plain:
+    """One rank of torch.distributed, as it comes. ``tensor`` is one rank's input, ``whole`` the inputs of all
+    ranks.
+    """
 
     def __init__(self, rank: int, world_size: int, meet_at: str) -> None:
         import torch.distributed as dist
@@ -76,8 +59,8 @@ class Plain(Collectives):
         self.dist.destroy_process_group()
 
 
-class Kvplug(Collectives):
-    """The communicator "cpu"."""
+class Kvplug:
+    """The same of the communicator "cpu"."""
 
     def __init__(self, parent: peers.Parent, rank: int, world_size: int) -> None:
         import kvplug
@@ -166,54 +149,27 @@ def one_cell(name: str, op: str, nbytes: int, world_size: int) -> dict[str, floa
     }
 
 
-Rounds = Sequence[dict[str, dict[str, dict[str, float]]]]
-
-
-def table(rounds: Rounds, names: Sequence[str]) -> Iterator[str]:
-    """A line for each collective, size and candidate; the ratios are medians of the rounds' ratios."""
-    yield "| | size | | µs | of gloo's time | CPU µs, all ranks |"
-    yield "|" + " --- |" * 6
-    for cell in rounds[0]:
-        for name in names:
-            middle = {
-                key: statistics.median(done[cell][name][key] for done in rounds) for key in ("us", "cpu_us")
-            }
-            share = statistics.median(done[cell][name]["us"] / done[cell][GLOO]["us"] for done in rounds)
-            figures = [f"{middle['us']:,.0f}", f"{share:.2f}", f"{middle['cpu_us']:,.0f}"]
-            yield "| " + " | ".join([*cell.split(", "), name, *figures]) + " |"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    sizes = SIZES | DEMO
+    parser = harness.parser(__doc__, 3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--op", nargs="+", choices=OPS, default=["all_reduce"])
-    parser.add_argument("--size", nargs="+", choices=SIZES | DEMO, default=list(SIZES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
+    parser.add_argument("--size", nargs="+", choices=sizes, default=list(SIZES))
     given = parser.parse_args()
-    sizes = SIZES | DEMO
-    names = [GLOO, KVPLUG]
-    rounds = []
-    for number in range(given.rounds):
-        print(f"round {number + 1} of {given.rounds}", file=sys.stderr)
-        first = number % len(names)
-        order = names[first:] + names[:first]
-        rounds.append(
-            {
-                f"{op}, {size}": {name: one_cell(name, op, sizes[size], given.ranks) for name in order}
-                for op in given.op
-                for size in given.size
-            }
+    rows = []
+    for op, size in itertools.product(given.op, given.size):
+        print(op, size, file=sys.stderr)
+        found = harness.rounds(
+            (GLOO, KVPLUG),
+            given.rounds,
+            lambda name: one_cell(name, op, sizes[size], given.ranks),  # noqa: B023
         )
-    text = "\n".join(table(rounds, names)) + "\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text)
-    if given.json:
-        given.json.write_text(json.dumps(rounds, indent=2))
+        for name, each in found.items():
+            share = harness.ratio(each["us"], found[GLOO]["us"])
+            us, cpu_us = map(statistics.median, each.values())
+            rows.append([op, size, name, f"{us:,.0f}", f"{share:.2f}", f"{cpu_us:,.0f}"])
+    head = ["", "size", "", "µs", "of gloo's time", "CPU µs, all ranks"]
+    harness.write(given, harness.table(head, rows))
 
 
 if __name__ == "__main__":

@@ -28,16 +28,15 @@ prompts for which decode does not find every page.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import functools
 import itertools
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from fs import add_outputs, write
+import harness
 
 from kvplug_host.eviction import Eviction
 
@@ -194,13 +193,6 @@ class Arc:
             self._once_ghosts[key] = None
 
 
-class Fifo(Lru):
-    """The oldest key goes, used or not."""
-
-    def use(self, key: Hashable) -> None:
-        pass
-
-
 class Host:
     """What the store "host" runs."""
 
@@ -240,8 +232,6 @@ def _bytes(key: Hashable) -> bytes:
 
 
 POLICIES: dict[str, tuple[Callable[[int], Policy], bool, bool]] = {
-    "FIFO": (Fifo, False, False),
-    "LRU, forward": (Lru, False, False),
     "LRU, as vLLM and LMCache": (Lru, True, False),
     "LRU, backward": (Lru, True, True),
     "S3-FIFO, backward": (S3Fifo, True, True),
@@ -413,25 +403,19 @@ def measure(seed: int, num_requests: int) -> list[list[str]]:
     return rows
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--handed-over", action="store_true")
-    add_outputs(parser)
-    arguments = parser.parse_args()
-    if arguments.handed_over:
+    given = parser.parse_args()
+    if given.handed_over:
         head = ["trace", "in flight", "policy", *(f"{times:g}x" for times in TIMES)]
-        text = table(head, measure_handed_over(arguments.seed, arguments.requests))
+        rows = measure_handed_over(given.seed, given.requests)
     else:
         head = ["trace", "policy", *(f"{100 * part:g} %" for part in BUDGETS), "all"]
-        text = table(head, measure(arguments.seed, arguments.requests))
-    write(arguments, text)
+        rows = measure(given.seed, given.requests)
+    harness.write(given, harness.table(head, rows))
 
 
 if __name__ == "__main__":

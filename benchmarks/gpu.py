@@ -27,6 +27,7 @@ import attrs
 import gpu_children
 import gpu_parts
 import gpu_programs
+import harness
 from gpu_parts import NEVER_RUN, Row, Setting, not_run
 
 from kvplug import KvplugError
@@ -112,18 +113,18 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> Iterator[str]:
     if facts["fake"]:
         yield f"**{FAKE}.**\n"
     yield "; ".join(f"{name} {value}" for name, value in facts.items() if name not in _UNSHOWN) + ".\n"
-    yield "| | size | GB/s | of a copy | µs | |"
-    yield "|" + " --- |" * 6
-    for row in rows:
-        cells = [
+    cells = [
+        (
             row.what,
             "" if row.nbytes is None else format_bytes(row.nbytes),
             _number(row.gb_per_s),
             "" if row.of_copy is None else f"{row.of_copy:.0%}",
             _number(row.us),
             row.said.replace("|", "\\|"),
-        ]
-        yield "| " + " | ".join(cells) + " |"
+        )
+        for row in rows
+    ]
+    yield harness.table(["", "size", "GB/s", "of a copy", "µs", ""], cells)
 
 
 def _number(value: float | None) -> str:

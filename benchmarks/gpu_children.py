@@ -11,14 +11,14 @@ import itertools
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import harness
 
 import kvplug
 import kvplug.engine
 import kvplug.transport
-from kvplug.transport.store.keys import foreign_key
 from kvplug_bench.content import check, content, stamp
 from kvplug_bench.device import TimedDevice, open_device
 from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, Rendezvous
@@ -211,39 +211,22 @@ def staged(parent: peers.Parent, device: str, layers: int, tokens: int, times: i
     empty = [torch.zeros(shape, dtype=torch.float16).to(device) for _ in range(layers)]
     ids = random.Random(1).sample(range(SPARE * count), count)
     nbytes = count * form.nbytes
-    config = kvplug.Config.from_dict(
-        {"stores": ["host"], "timeout_s": 60, "options": {"host": {"size": 4 * nbytes + (256 << 20)}}}
-    )
-    with kvplug.build_store(config) as store:
-        series = kvplug.transport.Series(form, b"", store.seal.id)
-        number = itertools.count()
+    with contextlib.ExitStack() as stack:
+        store = harness.opened(stack, {"size": 4 * nbytes + (256 << 20)})
+        series, number = harness.series(store, form), itertools.count()
 
         def request(caches: Sequence[torch.Tensor], name: bytes) -> kvplug.transport.PageRequest:
-            identities = [name + b" %d" % index for index in range(count)]
-            views = layout.page_views(caches)
-            memory = kvplug.engine.PageBlocks(form, views, ids, 0, count)
-            keys = [foreign_key(b"benchmark", identity) for identity in identities]
-            return kvplug.transport.PageRequest(
-                series=series, keys=keys, identities=identities, memory=memory
-            )
+            memory = kvplug.engine.PageBlocks(form, layout.page_views(caches), ids, 0, count)
+            return harness.request(series, memory, name, count)
 
-        def put() -> None:
-            pages = request(whole, b"new %d" % next(number))
-            assert not any(store.submit_put(pages).wait(60))
-            store.submit_remove(pages.keys).wait(60)
-
-        kept, wanted = request(whole, b"kept"), request(empty, b"kept")
-        assert not any(store.submit_put(kept).wait(60))
-
-        def get() -> None:
-            assert not any(store.submit_get(wanted).wait(60))
-
+        harness.put(store, request(whole, b"kept"))
+        wanted = request(empty, b"kept")
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device != "simulated")
         there = torch.empty(nbytes, dtype=torch.uint8, device=device)
         calls = {
-            "get": get,
+            "get": lambda: harness.get(store, wanted),
             "copy in": lambda: there.copy_(host, non_blocking=True),
-            "put": put,
+            "put": lambda: harness.put(store, request(whole, b"new %d" % next(number)))(),
             "copy out": lambda: host.copy_(there, non_blocking=True),
         }
         found = timed(calls, finish, times)
@@ -375,21 +358,20 @@ def copied(parent: peers.Parent, device: str, nbytes: int, times: int) -> float:
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     wait = torch.cuda.synchronize if source.is_cuda else bool
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
+
+    def copy() -> None:
         target.copy_(source)
         wait()
-        taken.append(time.perf_counter() - began)
+
+    taken = [harness.seconds(copy)[0] for _ in range(times)]
     return nbytes / statistics.median(taken) / 1e9
 
 
 def timed(calls: Mapping[str, Callable[[], None]], finish: Callable[[], object], times: int) -> Seconds:
     """Bursts of so many calls each, in turns, until the device has done them."""
-    watches, names = {name: Stopwatch() for name in calls}, list(calls)
+    watches = {name: Stopwatch() for name in calls}
     for number in range(BURSTS):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in harness.in_order(calls, number):
             finish()
             watches[name].start()
             for _ in range(times):

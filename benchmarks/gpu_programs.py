@@ -75,13 +75,13 @@ def _ttft(setting: Setting, name: str, more: Sequence[str], limit_s: float) -> l
     Raises:
         OSError: it failed, or its time was over.
     """
-    command = [sys.executable, str(HERE / "ttft.py"), "--json", "--device", setting.device, *more]
+    rows = setting.out / f"{name}.json"
+    command = [sys.executable, str(HERE / "ttft.py"), "--json", str(rows), "--device", setting.device, *more]
     code, text = bounded(command, limit_s)
     (setting.out / f"{name}.log").write_text(text)
     if code != 0:
         raise OSError(f"ttft.py {_ended(code, limit_s)}; see {name}.log: {last_line(text)}")
-    said = re.search(r"^\{$.*^\}$", text, re.DOTALL | re.MULTILINE)  # among warnings
-    return list(json.loads(said[0])["rows"]) if said else []
+    return list(json.loads(rows.read_text()))
 
 
 TESTS = {

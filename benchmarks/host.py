@@ -20,29 +20,24 @@ whole process and not only those that want the lock.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import secrets
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import xxhash
-from fs import machine, quartiles, seconds, size
 
 import kvplug
-from kvplug.transport import PageBuffers, PageRequest, Series, Store
+from kvplug.config.units import parse_bytes
+from kvplug.transport import Store
 from kvplug.transport.store.format import opaque_format
-from kvplug.transport.store.keys import foreign_key
 from kvplug_host.pages.pages import Pages as HostPages
 from kvplug_host.pages.yielding_lock import YieldingLock
 from kvplug_host.store import HostStore
@@ -57,25 +52,6 @@ with kvplug.connect_pipe(kvplug.Config(transport=transport, timeout_s=120), cont
     while pipe.recv_tensor() is not None:
         pipe.send_blocks(views, range(32)).wait()
 """
-PROGRAM = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
-
-
-def served(stack: ExitStack, address: str, budget: int, *options: str) -> None:
-    """A program that serves the store, until the stack ends."""
-    command = [*PROGRAM, "store", "serve", "host", "--address", address, "--set=timeout_s=120", *options]
-    command.append(f"--set=options.host.size={budget}")
-    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    stack.callback(program.wait)
-    stack.callback(program.terminate)
-    assert program.stdout is not None
-    assert program.stdout.readline().strip() == address, "the program does not serve"
-
-
-def opened(stack: ExitStack, options: dict[str, Any], *, name: str = "host", **common: Any) -> Store:
-    given = {"stores": [name], "timeout_s": 120, "options": {name: options}, **common}
-    store = kvplug.build_store(kvplug.Config.from_dict(given))
-    stack.callback(store.close)
-    return store
 
 
 class SentBlocks:
@@ -84,9 +60,8 @@ class SentBlocks:
     def __init__(self, stack: ExitStack, transport: str, total: int) -> None:
         layers = max(1, total // (32 * BLOCK_BYTES))
         server = stack.enter_context(kvplug.listen_pipe(kvplug.Config(transport=transport), "unix:"))
-        command = [sys.executable, "-c", BLOCKS_PROGRAM, transport, server.contact, str(layers)]
-        program = subprocess.Popen(command)
-        stack.callback(program.wait)
+        command = [sys.executable, "-c", BLOCKS_PROGRAM, transport, server.contact, layers]
+        harness.started(stack, command, stderr=None)
         self._pipe = server.accept(timeout=60)
         stack.callback(lambda: self._pipe.send_tensor(None).wait(10))
         self._views = [torch.zeros(32, BLOCK_BYTES, dtype=torch.uint8) for _ in range(layers)]
@@ -96,60 +71,37 @@ class SentBlocks:
         self._pipe.recv_blocks(self._views, range(32), timeout=120)
 
 
-class Pages:
+class Pages(harness.Pages):
     """Pages of one size in the stores, and copies beside them."""
 
     def __init__(self, stack: ExitStack, nbytes: int, total: int) -> None:
         torch.empty(0)  # imported by now: the other end does not wait for that
-        self.count = max(1, total // nbytes)
-        self.total = self.count * nbytes
-        self.nbytes = nbytes
+        super().__init__(nbytes, total)
         budget = 4 * self.total + (256 << 20)
         address = f"unix:@kvplug-benchmark-{os.getpid()}-{nbytes}"
-        served(stack, address, budget)
-        self.stores = {"in this process": opened(stack, {"size": budget})}
+        harness.served(stack, address, budget)
+        self.stores = {"in this process": harness.opened(stack, {"size": budget})}
         for name, common in ROUTES.items():
             options = {"contact": address, "map": name == "mapped"}
-            store = self.stores[name] = opened(stack, options, **common)
+            store = self.stores[name] = harness.opened(stack, options, **common)
             assert ("mapped" in store.route) == (name == "mapped"), store.route
+        for name, store in self.stores.items():
+            self.keep(store, is_there=name.startswith("over"))
         self.pipes = {
             f"blocks over {common['transport']}": SentBlocks(stack, common["transport"], self.total)
             for common in ROUTES.values()
             if common
         }
-        self.series = Series(opaque_format(nbytes), b"", self.stores["mapped"].seal.id)
-        self._memory = PageBuffers.empty(self.series.format, self.count)
-        self._memory.rows().buffer[:] = secrets.token_bytes(1 << 10) * (self.total >> 10)
-        self._source = memoryview(bytearray(self._memory.rows().buffer))
-        self._kept = self._request(b"kept")
-        for name in ("in this process", "mapped"):
-            self._put(self.stores[name], self._kept)
-
-    def _request(self, name: bytes) -> PageRequest:
-        identities = [name + b" %d" % index for index in range(self.count)]
-        keys = [foreign_key(b"benchmark", identity) for identity in identities]
-        return PageRequest(series=self.series, keys=keys, identities=identities, memory=self._memory)
-
-    def _put(self, store: Store, pages: PageRequest) -> None:
-        assert not any(store.submit_put(pages).wait(120)), "a page was not kept"
-
-    def get(self, store: Store) -> None:
-        assert not any(store.submit_get(self._kept).wait(120)), "a page was missed"
-
-    def put(self, store: Store) -> Callable[[], None]:
-        pages = self._request(secrets.token_bytes(8))
-        self._put(store, pages)
-        return lambda: store.submit_remove(pages.keys).wait(120) and None
+        self._source = memoryview(bytearray(self.rows.buffer))
 
     def lookup(self, store: Store) -> None:
-        assert set(store.submit_lookup(self._kept.keys).wait(120)) == {"held"}
+        assert set(store.submit_lookup(self.kept[store].keys).wait(120)) == {"held"}
 
     def copy(self, hashes: bool = False) -> None:
-        rows = self._memory.rows()
         for index in range(self.count):
             begin = index * self.nbytes
             page = self._source[begin : begin + self.nbytes]
-            rows.row(index)[:] = page
+            self.rows.row(index)[:] = page
             if hashes:
                 xxhash.xxh3_64_digest(page)
 
@@ -161,54 +113,37 @@ def measure(pages: Pages, rounds: int) -> dict[str, dict[str, list[float]]]:
         "memcpy": pages.copy,
         "and hash": lambda: pages.copy(hashes=True),
     }
-    calls: dict[str, dict[str, Callable[[], Any]]] = {"get": {}, "put": {}, "lookup": {}}
+    get, put, lookup = dict(beside), dict(beside), {}
     for name, store in pages.stores.items():
-        calls["get"][name] = lambda store=store: pages.get(store)
+        get[name] = lambda store=store: pages.get(store)
         if name != "mapped":  # puts of others always go over the pipe
-            calls["put"][name] = lambda store=store: pages.put(store)
+            put[name] = lambda store=store: pages.put(store)
         if name in ("in this process", "mapped"):
-            calls["lookup"][name] = lambda store=store: pages.lookup(store)
-    taken: dict[str, dict[str, list[float]]] = {}
-    for round_ in range(rounds + 1):
-        for what, of in calls.items():
-            names = {**of, **(beside if what != "lookup" else {})}
-            order = list(names)
-            at = round_ % len(order)
-            for name in order[at:] + order[:at]:
-                took, clean_up = seconds(names[name])
-                if clean_up is not None:
-                    clean_up()
-                if round_:
-                    taken.setdefault(what, {}).setdefault(name, []).append(took)
-    return taken
+            lookup[name] = lambda store=store: pages.lookup(store)
+    calls = {"get": get, "put": put, "lookup": lookup}
+    return {what: harness.in_turns(of, rounds) for what, of in calls.items()}
 
 
-def tables(results: dict[str, Any]) -> str:
-    lines = [
-        "| pages | what | how | GB/s | of memcpy | quartiles | of memcpy and hash | of the pipe's blocks |",
-        "| --- " * 8 + "|",
-    ]
-    lookups = ["| pages | lookup of | how | microseconds |", "| --- " * 4 + "|"]
-    for text, (count, total, taken) in results.items():
+def tables(sizes: Sequence[str], total: int, rounds: int) -> list[str]:
+    rows, lookups = [], []
+    for text in sizes:
+        with ExitStack() as stack:
+            pages = Pages(stack, parse_bytes(text), total)
+            taken = measure(pages, rounds)
         for what in ("get", "put"):
             times = taken[what]
-            plain, hashed = times["memcpy"], times["and hash"]
             for name, each in times.items():
-                low, share, high = quartiles(b / f for f, b in zip(each, plain, strict=True))
-                of_hashed = statistics.median(b / f for f, b in zip(each, hashed, strict=True))
-                blocks = times.get(f"blocks {name}")
-                of_blocks = ""
-                if blocks is not None:
-                    of_blocks = f"{statistics.median(b / f for f, b in zip(each, blocks)):.2f}"
-                lines.append(
-                    f"| {text} | {what} | {name} | {total / statistics.median(each) / 1e9:.2f} | {share:.2f}"
-                    f" | {low:.2f} to {high:.2f} | {of_hashed:.2f} | {of_blocks} |"
-                )
-        lookups += [
-            f"| {text} | {count} pages | {name} | {1e6 * statistics.median(each):,.0f} |"
-            for name, each in taken["lookup"].items()
-        ]
-    return "\n".join([*lines, "", *lookups])
+                speed, share = harness.gb_per_s(each, pages.total), harness.spread(times["memcpy"], each)
+                others = [times["and hash"], times.get(f"blocks {name}")]
+                of = [f"{harness.ratio(other, each):.2f}" if other else "" for other in others]
+                rows.append([text, what, name, speed, *share, *of])
+        for name, each in taken["lookup"].items():
+            lookups.append([text, f"{pages.count} pages", name, f"{1e6 * statistics.median(each):,.0f}"])
+    head = ["pages", "what", "how", "GB/s", "of memcpy", "quartiles"]
+    return [
+        harness.table([*head, "of memcpy and hash", "of the pipe's blocks"], rows),
+        harness.table(["pages", "lookup of", "how", "microseconds"], lookups),
+    ]
 
 
 class TimedLock(YieldingLock):
@@ -238,7 +173,9 @@ _FORM = opaque_format(800)
 def holds(count: int) -> dict[str, float]:
     """The longest hold of each call, in milliseconds, in a full store of about so many pages."""
     with ExitStack() as stack:
-        store = opened(stack, {"size": count * SLOT_BYTES, "segment_bytes": (count * SLOT_BYTES) >> 3})
+        store = harness.opened(
+            stack, {"size": count * SLOT_BYTES, "segment_bytes": (count * SLOT_BYTES) >> 3}
+        )
         assert isinstance(store, HostStore)
         pages = store.pages
         keys = fill(pages, [secrets.token_bytes(32) for _ in range(count)])
@@ -292,43 +229,25 @@ def fill(pages: HostPages, keys: list[bytes]) -> list[bytes]:
     return keys
 
 
-def table_of_holds(counts: list[int], rounds: int) -> str:
-    lines = [f"| call | {' | '.join(f'{count:,} pages' for count in counts)} |"]
-    lines.append("| --- " * (1 + len(counts)) + "|")
+def table_of_holds(counts: Sequence[int], rounds: int) -> str:
     found = [[holds(count) for _ in range(rounds)] for count in counts]
-    for name in found[0][0]:
-        figures = [statistics.median(each[name] for each in of_count) for of_count in found]
-        lines.append(f"| {name} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
-    return "\n".join(lines)
+    rows = [
+        [name, *(f"{statistics.median(each[name] for each in of_count):.3f}" for of_count in found)]
+        for name in found[0][0]
+    ]
+    return harness.table(["call", *(f"{count:,} pages" for count in counts)], rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sizes", default="64KiB,512KiB,2MiB")
-    parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
-    parser.add_argument("--rounds", type=int, default=9)
+def main() -> None:
+    parser = harness.page_parser(__doc__, "64KiB,512KiB,2MiB")
     parser.add_argument("--holds", help="measure how long the lock is held, in stores of so many pages")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
-    results: dict[str, Any] = {}
     if given.holds:
-        found = table_of_holds([*map(int, given.holds.split(","))], given.rounds)
+        found = [table_of_holds([*map(int, given.holds.split(","))], given.rounds)]
     else:
-        for text in given.sizes.split(","):
-            with ExitStack() as stack:
-                pages = Pages(stack, size(text), given.total)
-                results[text] = (pages.count, pages.total, measure(pages, given.rounds))
-        found = tables(results)
-    where = machine(Path(tempfile.gettempdir()), 2)
-    text = f"{found}\n\n{where}, {given.rounds} rounds.\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text)
-    if given.json:
-        given.json.write_text(json.dumps({"machine": where, "results": results}, indent=1))
-    return 0
+        found = tables(given.sizes, given.total, given.rounds)
+    harness.write(given, *found, f"{harness.machine()}, {given.rounds} rounds.")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -33,7 +33,6 @@ import logging
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from array import array
@@ -46,16 +45,14 @@ from typing import Any
 from unittest import mock
 
 import attrs
+import harness
 import torch
-from fs import add_outputs, machine, quartiles, seconds, write
-from host import opened, served
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvplug
 from kvplug.engine import BlockViews, CacheGroup, KVCacheConfig, KVLayout, PageBlocks, SpanLog, TransferStats
-from kvplug.transport import PageBuffers, PageRequest, Series, Store
+from kvplug.transport import PageBuffers, PageRequest, Store
 from kvplug.transport.store.compiled import library
-from kvplug.transport.store.keys import foreign_key
 from kvplug_host.pages.slot_put import SlotPut
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.options import LookupConnectorOptions
@@ -124,18 +121,8 @@ def bare_loop(folder: Path) -> Any:
     subprocess.run(["cc", "-std=c11", "-O2", "-fPIC", "-shared", "-o", library_, source], check=True)
     function = ctypes.CDLL(str(library_)).bare
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = (
-        pointer,
-        pointer,
-        i64,
-        i64,
-        pointer,
-        pointer,
-        *[i64] * 6,
-        pointer,
-        pointer,
-        ctypes.c_int,
-    )
+    two, six = [pointer] * 2, [i64] * 6
+    function.argtypes = (*two, i64, i64, pointer, pointer, *six, *two, ctypes.c_int)
     function.restype = None
     return function
 
@@ -166,13 +153,7 @@ class Sequence:
         return PageBlocks(self.form, views, self.blocks, 0, self.count)
 
     def request(self, store: Store, name: bytes, views: Any) -> PageRequest:
-        identities = [name + b" %d" % index for index in range(self.count)]
-        return PageRequest(
-            series=Series(self.form, b"", store.seal.id),
-            keys=[foreign_key(b"benchmark", identity) for identity in identities],
-            identities=identities,
-            memory=self.memory(views),
-        )
+        return harness.request(harness.series(store, self.form), self.memory(views), name, self.count)
 
 
 def cache_as_engines_have_it(tensor: torch.Tensor, axes: str) -> torch.Tensor:
@@ -182,61 +163,39 @@ def cache_as_engines_have_it(tensor: torch.Tensor, axes: str) -> torch.Tensor:
 
 def measure(
     model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int, files: bool
-) -> dict[str, list[float]]:
-    """Seconds of each call in each round."""
-    taken: dict[str, list[float]] = {}
+) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each call in each round, and the bytes that each moves."""
     with ExitStack() as stack:
         pages = Sequence(model, axes, num_tokens)
         budget = 6 * pages.nbytes + (256 << 20)
         address = f"unix:@kvplug-benchmark-blocks-{os.getpid()}"
         common = {"integrity": "xxh3_64" if verified else "off"}
-        served(stack, address, budget, *(f"--set={name}={value}" for name, value in common.items()))
-        own = opened(stack, {"size": budget}, **common)
-        mapped = opened(stack, {"contact": address, "map": True}, **common)
-        assert "mapped" in mapped.route, mapped.route
-        kept = {}
-        others: dict[str, Store] = {}
+        harness.served(stack, address, budget, *(f"--set={name}={value}" for name, value in common.items()))
+        stores = {
+            "": harness.opened(stack, {"size": budget}, **common),
+            ", mapped": harness.opened(stack, {"contact": address, "map": True}, **common),
+        }
+        assert "mapped" in stores[", mapped"].route, stores[", mapped"].route
         if files:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-"))
-            others["fs"] = opened(stack, {"path": folder, "size": 4 * budget}, name="fs", **common)
-        for store in (own, mapped, *others.values()):
-            assert not any(store.submit_put(pages.request(store, b"kept", pages.source)).wait(120))
-            kept[store] = pages.request(store, b"kept", pages.target)
-        new = {store: pages.request(store, b"new", pages.source) for store in kept}
+            stores[", fs"] = harness.opened(stack, {"path": folder, "size": 4 * budget}, name="fs", **common)
         bare = Bare(bare_loop(Path(stack.enter_context(tempfile.TemporaryDirectory()))), pages, verified)
         flat, other = torch.ones(pages.nbytes, dtype=torch.uint8), torch.ones(pages.nbytes, dtype=torch.uint8)
-
-        def get(store: Store) -> None:
-            assert not any(store.submit_get(kept[store]).wait(120))
-
-        def put(store: Store) -> Callable[[], None]:
-            request = new[store]
-            assert not any(store.submit_put(request).wait(120))
-            return lambda: store.submit_remove(request.keys).wait(120) and None
-
         calls: dict[str, Callable[[], Any]] = {
             "memcpy": lambda: ctypes.memmove(other.data_ptr(), flat.data_ptr(), pages.nbytes) and None,
             "bare get": lambda: bare(into=True),
-            "get": lambda: get(own),
-            "get, mapped": lambda: get(mapped),
             "bare put": lambda: bare(into=False),
-            "put": lambda: put(own),
         }
-        for name, other_store in others.items():
-            calls[f"get, {name}"] = functools.partial(get, other_store)
-            calls[f"put, {name}"] = functools.partial(put, other_store)
-        for round_ in range(rounds + 1):
-            order = list(calls)
-            at = round_ % len(order)
-            for name in order[at:] + order[:at]:
-                took, clean_up = seconds(calls[name])
-                if clean_up is not None:
-                    clean_up()
-                if round_:
-                    taken.setdefault(name, []).append(took)
+        for name, store in stores.items():
+            harness.put(store, pages.request(store, b"kept", pages.source))
+            kept = pages.request(store, b"kept", pages.target)
+            new = pages.request(store, b"new", pages.source)
+            calls[f"get{name}"] = functools.partial(harness.get, store, kept)
+            if name != ", mapped":
+                calls[f"put{name}"] = functools.partial(harness.put, store, new)
+        taken = harness.in_turns(calls, rounds)
         check(pages)
-    taken["nbytes"] = [pages.nbytes]
-    return taken
+    return taken, pages.nbytes
 
 
 def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -244,8 +203,8 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
     taken: dict[str, list[float]] = {}
     with ExitStack() as stack:
         pages = Sequence(model, axes, num_tokens)
-        store = opened(stack, {"size": 6 * pages.nbytes + (256 << 20)})
-        series = Series(pages.form, b"", store.seal.id)
+        store = harness.opened(stack, {"size": 6 * pages.nbytes + (256 << 20)})
+        series = harness.series(store, pages.form)
         options = LookupConnectorOptions(save_timeout_s=120, wait_timeout_s=120, max_unsaved=2 * pages.nbytes)
         config = SimpleNamespace(timeout_s=120)
         context = SimpleNamespace(config=config, options=options, stats=TransferStats(), spans=SpanLog())
@@ -269,9 +228,9 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
                 block_ids=(tuple(pages.blocks),),
                 num_announced=pages.count,
             )
-            begin, _ = seconds(lambda: saver.begin(round_, [plan]))
-            gather, _ = seconds(lambda: [saver.gather_layer(layer) for layer in range(model.layers)] and None)
-            end, _ = seconds(saver.end)
+            begin, _ = harness.seconds(lambda: saver.begin(round_, [plan]))
+            gather, _ = harness.seconds(lambda: [saver.gather_layer(layer) for layer in range(model.layers)])
+            end, _ = harness.seconds(saver.end)
             while saver.bytes_unsaved:
                 time.sleep(0.001)
             assert store.usage().num_pages == pages.count, "the pages were not saved"
@@ -279,7 +238,7 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
             return begin, gather, end
 
         for round_ in range(rounds + 1):
-            copied, _ = seconds(lambda: bool(ctypes.memmove(*addresses, pages.nbytes)) and None)
+            copied, _ = harness.seconds(lambda: ctypes.memmove(*addresses, pages.nbytes))
             parts = save(round_)
             if round_:
                 for name, took in zip(("begin", "gather", "end"), parts, strict=True):
@@ -302,14 +261,9 @@ def measure_device(model: Model, *, num_tokens: int, rounds: int) -> dict[str, l
         caches = [torch.rand(shape).to(model.dtype).to("simulated") for _ in range(model.layers)]
         views = BlockViews(layout.page_views(caches))
         blocks = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
-        store = opened(stack, {"size": count * form.nbytes * 5 // 4 + (128 << 20)})
-        identities = [b"saved %d" % index for index in range(count)]
-        request = PageRequest(
-            series=Series(form, b"", store.seal.id),
-            keys=[foreign_key(b"benchmark", identity) for identity in identities],
-            identities=identities,
-            memory=PageBlocks(form, views, blocks, 0, count),
-        )
+        store = harness.opened(stack, {"size": count * form.nbytes * 5 // 4 + (128 << 20)})
+        memory = PageBlocks(form, views, blocks, 0, count)
+        request = harness.request(harness.series(store, form), memory, b"saved", count)
 
         def save() -> float:
             with simulated.stalled():  # else the engine's thread may do the device's work
@@ -393,27 +347,6 @@ class Bare:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    names = [model.name for model in MODELS]
-    parser.add_argument("--model", nargs="+", choices=names, default=names[-1:], help=f"default {names[-1]}")
-    parser.add_argument("--tokens", type=int, default=1024, help="of the sequence (default 1,024)")
-    parser.add_argument("--rounds", type=int, default=9, help="default 9")
-    parser.add_argument("--saving", action="store_true", help="measure saving on the engine's thread")
-    parser.add_argument("--device", action="store_true", help="measure saving from the simulated device")
-    parser.add_argument("--queued", action="store_true", help="count what saving queues on a device")
-    parser.add_argument("--files", action="store_true", help='gets and puts of the store "fs", too')
-    add_outputs(parser)
-    given = parser.parse_args()
-    about = machine(Path(tempfile.gettempdir()), 2)
-    if given.queued:
-        write(given, f"{queued_tables()}\n\n{about}.")
-        return 0
-    table = device_table if given.device else saving_table if given.saving else copies_table
-    write(given, f"{table(given)}\n\n{about}, {given.rounds} rounds.")
-    return 0
-
-
 class Operations(TorchDispatchMode):
     """Counts copies and allocations on the device."""
 
@@ -485,105 +418,89 @@ def saving_step(
         return counts, num_waits, 18 * num_requests, engine.worker.first_tier.store.usage().num_pages
 
 
-def queued_tables() -> str:
-    lines = [
-        "| requests | layers | copied | operations queued | of 2 a layer | allocations | waits |",
-        "| --- " * 7 + "|",
-    ]
+def queued_tables() -> list[str]:
+    rows, kept = [], []
     for num_requests, num_layers, is_straight in itertools.product((1, 4, 16), (4, 32), (False, True)):
         counts, num_waits, *_ = saving_step(num_requests, num_layers, 64 << 20, is_straight=is_straight)
         num_queued = sum(counts[name] for name in ("index_select", "index", "copy_"))
         num_new = sum(count for name, count in counts.items() if name.startswith(("empty", "new_empty")))
-        share = num_queued / (2 * num_layers)
-        lines.append(
-            f"| {num_requests} | {num_layers} | {'straight' if is_straight else 'through staging memory'}"
-            f" | {num_queued} | {share:.2f} | {num_new} | {num_waits} |"
-        )
-    lines += ["", "| requests | pages that fit the staging memory | pages completed | kept | share |"]
-    lines.append("| --- " * 5 + "|")
+        how, share = "straight" if is_straight else "through staging memory", num_queued / (2 * num_layers)
+        rows.append([num_requests, num_layers, how, num_queued, f"{share:.2f}", num_new, num_waits])
     for num_requests in (1, 4, 16):
         *_, num_pages, num_kept = saving_step(num_requests, 32, 1 << 20, is_straight=False)
-        lines.append(
-            f"| {num_requests} | {(1 << 20) // (2 * 32 * 16 * 2 * 8 * 4)} | {num_pages} | {num_kept}"
-            f" | {num_kept / num_pages:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def chosen(given: argparse.Namespace) -> list[Model]:
-    return [model for model in MODELS if model.name in given.model]
-
-
-def saving_table(given: argparse.Namespace) -> str:
-    lines = [
-        "| cache | layout | memcpy, ms | begin | gather | end | all, of memcpy | quartiles |",
-        "| --- " * 8 + "|",
+        fit = (1 << 20) // (2 * 32 * 16 * 2 * 8 * 4)
+        kept.append([num_requests, fit, num_pages, num_kept, f"{num_kept / num_pages:.2f}"])
+    head = ["requests", "layers", "copied", "operations queued", "of 2 a layer", "allocations", "waits"]
+    return [
+        harness.table(head, rows),
+        harness.table(
+            ["requests", "pages that fit the staging memory", "pages completed", "kept", "share"], kept
+        ),
     ]
-    for model in chosen(given):
-        for axes in LAYOUTS:
-            taken = measure_saving(model, axes, num_tokens=given.tokens, rounds=given.rounds)
-            each = zip(taken["begin"], taken["gather"], taken["end"], taken["memcpy"], strict=True)
-            low, share, high = quartiles((b + g + e) / copied for b, g, e, copied in each)
-            figures = " | ".join(
-                f"{1e3 * statistics.median(taken[name]):.2f}" for name in ("memcpy", "begin", "gather", "end")
-            )
-            lines.append(f"| {model.name} | {axes} | {figures} | {share:.2f} | {low:.2f} to {high:.2f} |")
-            print(lines[-1], file=sys.stderr)
-    return "\n".join(lines)
 
 
-def device_table(given: argparse.Namespace) -> str:
-    lines = [
-        "| cache | saved | store, us a page | of staged | quartiles | engine's thread | all threads |",
-        "| --- " * 7 + "|",
-    ]
-    for model in chosen(given):
+def saving_table(models: list[Model], given: argparse.Namespace) -> str:
+    rows = []
+    for model, axes in itertools.product(models, LAYOUTS):
+        taken = measure_saving(model, axes, num_tokens=given.tokens, rounds=given.rounds)
+        each = map(sum, zip(taken["begin"], taken["gather"], taken["end"], strict=True))
+        figures = [
+            f"{1e3 * statistics.median(taken[name]):.2f}" for name in ("memcpy", "begin", "gather", "end")
+        ]
+        rows.append([model.name, axes, *figures, *harness.spread(each, taken["memcpy"])])
+    head = ["cache", "layout", "memcpy, ms", "begin", "gather", "end", "all, of memcpy", "quartiles"]
+    return harness.table(head, rows)
+
+
+def device_table(models: list[Model], given: argparse.Namespace) -> str:
+    rows = []
+    for model in models:
         taken = measure_device(model, num_tokens=given.tokens, rounds=given.rounds)
         for name in ("straight", "staged"):
-            shares = zip(taken[f"{name}, store"], taken["staged, store"], strict=True)
-            low, share, high = quartiles(one / old for one, old in shares)
             own, engine, every = (
-                statistics.median(taken[name + what]) for what in (", store", ", engine", "")
+                f"{statistics.median(taken[name + what]):.0f}" for what in (", store", ", engine", "")
             )
-            lines.append(
-                f"| {model.name} | {name} | {own:.0f} | {share:.2f} | {low:.2f} to {high:.2f}"
-                f" | {engine:.0f} | {every:.0f} |"
-            )
-            print(lines[-1], flush=True)
-    return "\n".join(lines)
+            spread = harness.spread(taken[f"{name}, store"], taken["staged, store"])
+            rows.append([model.name, name, own, *spread, engine, every])
+    head = ["cache", "saved", "store, us a page", "of staged", "quartiles", "engine's thread", "all threads"]
+    return harness.table(head, rows)
 
 
-def copies_table(given: argparse.Namespace) -> str:
-    lines = [
-        "| cache | layout | checksums | what | GB/s | of memcpy | of the bare loop | quartiles |",
-        "| --- " * 8 + "|",
-    ]
-    for model in chosen(given):
-        for axes in LAYOUTS:
-            for verified in (True, False):
-                taken = measure(
-                    model,
-                    axes,
-                    verified=verified,
-                    num_tokens=given.tokens,
-                    rounds=given.rounds,
-                    files=given.files,
-                )
-                (nbytes,) = taken.pop("nbytes")
-                rows = [name for name in taken if name != "memcpy" and not name.startswith("bare")]
-                for what in rows:
-                    bare = taken["bare put" if what.startswith("put") else "bare get"]
-                    each = taken[what]
-                    low, share, high = quartiles(b / f for f, b in zip(each, bare, strict=True))
-                    of_memcpy = statistics.median(m / f for f, m in zip(each, taken["memcpy"], strict=True))
-                    lines.append(
-                        f"| {model.name} | {axes} | {'verified' if verified else 'off'} | {what}"
-                        f" | {nbytes / statistics.median(each) / 1e9:.2f} | {of_memcpy:.2f} | {share:.2f}"
-                        f" | {low:.2f} to {high:.2f} |"
-                    )
-                print(*lines[-len(rows) :], sep="\n", file=sys.stderr)
-    return "\n".join(lines)
+def copies_table(models: list[Model], given: argparse.Namespace) -> str:
+    rows = []
+    for model, axes, verified in itertools.product(models, LAYOUTS, (True, False)):
+        taken, nbytes = measure(
+            model, axes, verified=verified, num_tokens=given.tokens, rounds=given.rounds, files=given.files
+        )
+        for what, each in taken.items():
+            if what == "memcpy" or what.startswith("bare"):
+                continue
+            bare = taken["bare put" if what.startswith("put") else "bare get"]
+            speed, of_memcpy = harness.gb_per_s(each, nbytes), harness.ratio(taken["memcpy"], each)
+            shares = [f"{of_memcpy:.2f}", *harness.spread(bare, each)]
+            rows.append([model.name, axes, "verified" if verified else "off", what, speed, *shares])
+    head = ["cache", "layout", "checksums", "what", "GB/s", "of memcpy", "of the bare loop", "quartiles"]
+    return harness.table(head, rows)
+
+
+def main() -> None:
+    parser = harness.parser(__doc__, 9)
+    names = [model.name for model in MODELS]
+    parser.add_argument("--model", nargs="+", choices=names, default=names[-1:], help=f"default {names[-1]}")
+    parser.add_argument("--tokens", type=int, default=1024, help="of the sequence (default 1,024)")
+    parser.add_argument("--saving", action="store_true", help="measure saving on the engine's thread")
+    parser.add_argument("--device", action="store_true", help="measure saving from the simulated device")
+    parser.add_argument("--queued", action="store_true", help="count what saving queues on a device")
+    parser.add_argument("--files", action="store_true", help='gets and puts of the store "fs", too')
+    given = parser.parse_args()
+    about = harness.machine()
+    if given.queued:
+        harness.write(given, *queued_tables(), f"{about}.")
+        return
+    table = device_table if given.device else saving_table if given.saving else copies_table
+    models = [model for model in MODELS if model.name in given.model]
+    harness.write(given, table(models, given), f"{about}, {given.rounds} rounds.")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,20 +11,14 @@ for an entry that is held; a miss has the system prefix and then goes its own wa
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
+import harness
 import numpy as np
 import torch
 
-import kvplug
 from kvplug_lookup.buffer.store import SimpleStore
 
 COUNTS = (100, 1_000, 10_000)
@@ -63,63 +57,45 @@ def prompts(count: int, seed: int) -> list[torch.Tensor]:
     ]
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def measure(count: int, rounds: int) -> dict[str, float]:
     """Medians in seconds for one number of entries."""
     held, missing = prompts(count, seed=1), prompts(QUERIES, seed=2)
     store, scan = SimpleStore(buffer_size=1 << 40), LinearScan()
     rois = {len(tokens): torch.ones(len(tokens), dtype=torch.bool) for tokens in (*held, *missing)}
     inserting = []
+
+    def timed(call: Callable[[], object]) -> float:
+        return harness.seconds(call)[0]
+
     for tokens in held:
         roi = rois[len(tokens)]
-        inserting.append(seconds(lambda: store.insert(tokens, roi, None, None, None)))  # noqa: B023
+        inserting.append(timed(lambda: store.insert(tokens, roi, None, None, None)))  # noqa: B023
         scan.insert(tokens.clone(), roi)
     rng = np.random.default_rng(3)
-    taken: dict[str, list[float]] = {"match, hit": [], "match, miss": [], "drop_select, hit": []}
-    scanned: dict[str, list[float]] = {"scan, hit": [], "scan, miss": []}
+    names = ("match, hit", "match, miss", "drop_select, hit", "scan, hit", "scan, miss")
+    taken: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(rounds + 1):
         hits = [held[at] for at in rng.integers(0, count, QUERIES)]
-        times: dict[str, list[float]] = {name: [] for name in (*taken, *scanned)}
+        times: dict[str, list[float]] = {name: [] for name in names}
         for hit, miss in zip(hits, missing):
             roi = rois[len(hit)]
             assert store.match(hit, roi) == len(hit)
-            times["match, hit"].append(seconds(lambda: store.match(hit, roi)))  # noqa: B023
+            times["match, hit"].append(timed(lambda: store.match(hit, roi)))  # noqa: B023
             assert PREFIX <= store.match(miss, rois[len(miss)]) < SHORTEST
-            times["match, miss"].append(seconds(lambda: store.match(miss, rois[len(miss)])))  # noqa: B023
-            times["drop_select, hit"].append(seconds(lambda: store.drop_select(hit, roi)))  # noqa: B023
+            times["match, miss"].append(timed(lambda: store.match(miss, rois[len(miss)])))  # noqa: B023
+            times["drop_select, hit"].append(timed(lambda: store.drop_select(hit, roi)))  # noqa: B023
             store.insert(hit, roi, None, None, None)
         until = time.perf_counter() + SCAN_BUDGET_S
         for hit, miss in zip(hits, missing):
-            times["scan, hit"].append(seconds(lambda: scan.find(hit, rois[len(hit)])))  # noqa: B023
-            times["scan, miss"].append(seconds(lambda: scan.find(miss, rois[len(miss)])))  # noqa: B023
+            times["scan, hit"].append(timed(lambda: scan.find(hit, rois[len(hit)])))  # noqa: B023
+            times["scan, miss"].append(timed(lambda: scan.find(miss, rois[len(miss)])))  # noqa: B023
             if time.perf_counter() > until:
                 break
         if round_:  # the first one warms up
-            for table in (taken, scanned):
-                for name in table:
-                    table[name].append(statistics.median(times[name]))
+            for name in names:
+                taken[name].append(statistics.median(times[name]))
     store.abort()
-    result = {name: statistics.median(values) for name, values in (*taken.items(), *scanned.items())}
-    return {"insert": statistics.median(inserting), **result}
-
-
-def machine() -> str:
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    return f"{cpu()}, {versions}, kvplug {kvplug.__version__}"
-
-
-def cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(models)} x {models[0]}" if models else platform.machine()
+    return {name: statistics.median(values) for name, values in {"insert": inserting, **taken}.items()}
 
 
 def shown(value: float) -> str:
@@ -128,41 +104,26 @@ def shown(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def markdown(report: dict[str, Any]) -> str:
-    results: dict[str, dict[str, float]] = report["results"]
-    head = [f"{int(count):,}" for count in results]
-    lines = [f"| entries | {' | '.join(head)} |", "| --- " * (len(head) + 1) + "|"]
-    names = next(iter(results.values()))
-    lines += [f"| {name} | {' | '.join(shown(row[name]) for row in results.values())} |" for name in names]
-    for kind in ("hit", "miss"):
-        ratios = [f"{row[f'scan, {kind}'] / row[f'match, {kind}']:,.0f}x" for row in results.values()]
-        lines.append(f"| scan / match, {kind} | {' | '.join(ratios)} |")
-    growth = ", ".join(f"{name} {value:.2f}x" for name, value in report["growth"].items())
-    return "\n".join(
-        [*lines, "", f"From {head[0]} to {head[-1]} entries: {growth}.", "", report["machine"] + "."]
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+def main() -> None:
+    parser = harness.parser(__doc__, 5)
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    args = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    results = {str(count): measure(count, args.rounds) for count in args.counts}
-    first, last = results[str(args.counts[0])], results[str(args.counts[-1])]
-    growth = {name: last[name] / first[name] for name in first if not name.startswith("scan")}
-    report = {"machine": machine(), "rounds": args.rounds, "results": results, "growth": growth}
-    table = markdown(report)
-    print(table)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if args.markdown:
-        args.markdown.write_text(table + "\n", encoding="utf-8")
-    return 0
+    results = [measure(count, given.rounds) for count in given.counts]
+    rows = [[name, *(shown(of[name]) for of in results)] for name in results[0]]
+    for kind in ("hit", "miss"):
+        ratios = [f"{of[f'scan, {kind}'] / of[f'match, {kind}']:,.0f}x" for of in results]
+        rows.append([f"scan / match, {kind}", *ratios])
+    counts = [f"{count:,}" for count in given.counts]
+    growth = ", ".join(
+        f"{name} {results[-1][name] / first:.2f}x"
+        for name, first in results[0].items()
+        if not name.startswith("scan")
+    )
+    about = f"{harness.machine()}, torch {torch.__version__}, numpy {np.__version__}."
+    grown = f"From {counts[0]} to {counts[-1]} entries: {growth}."
+    harness.write(given, harness.table(["entries", *counts], rows), grown, about)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,28 +11,18 @@ round.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import secrets
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+import harness
 import xxhash
-from fs import add_outputs, cells, in_turns, machine, size, write
-from host import opened
 
-from kvplug.transport import PageBuffers, PageRequest, Series
-from kvplug.transport.store.format import opaque_format
-from kvplug.transport.store.keys import foreign_key
+from kvplug.config.units import parse_bytes
 
 LANES = 4
 SEGMENT = 1 << 30
@@ -45,34 +35,15 @@ time.sleep(3600)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
 def served(stack: ExitStack) -> str:
     """A master and a holder, until the stack ends. Returns the master's address."""
-    master = f"127.0.0.1:{free_port()}"
-    where = ["--rpc_address=127.0.0.1", f"--rpc_port={master.rpartition(':')[2]}"]
-    where += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
-    program = Path(sys.executable).parent / "mooncake_master"
-    started(stack, [str(program), *where])
-    while True:
-        with socket.socket() as client:
-            if not client.connect_ex(("127.0.0.1", int(master.rpartition(":")[2]))):
-                break
-        time.sleep(0.02)
-    holder = started(stack, [sys.executable, "-c", HOLDER, master, str(SEGMENT)])
-    assert holder.stdout is not None and holder.stdout.readline() == b"0\n", "there is no holder"
-    return master
-
-
-def started(stack: ExitStack, command: list[str]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process
+    port, metrics = harness.free_ports(2)
+    where = ["--rpc_address=127.0.0.1", f"--rpc_port={port}"]
+    where += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics}"]
+    harness.started(stack, [Path(sys.executable).parent / "mooncake_master", *where], port)
+    holder = harness.started(stack, [sys.executable, "-c", HOLDER, f"127.0.0.1:{port}", SEGMENT])
+    assert holder.stdout is not None and holder.stdout.readline() == "0\n", "there is no holder"
+    return f"127.0.0.1:{port}"
 
 
 class Bare:
@@ -97,101 +68,66 @@ class Bare:
         return memoryview(self.memory)[at : at + self._nbytes]
 
 
-class Pages:
+class Pages(harness.Pages):
     """Pages of one size, in the store and in plain values."""
 
     def __init__(self, stack: ExitStack, master: str, nbytes: int, total: int) -> None:
-        self.count = max(LANES, total // nbytes)
-        self.total = self.count * nbytes
-        self._nbytes = nbytes
-        self._memory = PageBuffers.empty(opaque_format(nbytes), self.count)
-        self._memory.rows().buffer[:] = secrets.token_bytes(1 << 10) * (self.total >> 10)
-        self._pool = stack.enter_context(ThreadPoolExecutor(LANES))
+        super().__init__(nbytes, total, LANES)
         self._bare = Bare(master, nbytes, self.count)
-        self._bare.memory[:] = self._memory.rows().buffer.tobytes()
+        self._bare.memory[:] = self.rows.buffer.tobytes()
         stack.callback(self._bare.client.close)
         options = {"master": master, "prefix": f"bench{nbytes}", "lanes": LANES}
-        self._store = opened(stack, options, name="mooncake")
-        self._series = Series(opaque_format(nbytes), b"", self._store.seal.id)
-        self._kept = self._request(b"kept")
-        assert not any(self._store.submit_put(self._kept).wait(100)), "a page was not kept"
+        self.store = harness.opened(stack, options, name="mooncake")
+        self.keep(self.store)
         self._bare_put("kept")
 
-    def _request(self, name: bytes) -> PageRequest:
-        identities = [name + b" %d" % index for index in range(self.count)]
-        keys = [foreign_key(b"benchmark", identity) for identity in identities]
-        return PageRequest(series=self._series, keys=keys, identities=identities, memory=self._memory)
-
-    def _each(self, work: Callable[[int], None]) -> None:
-        for done in [self._pool.submit(work, index) for index in range(self.count)]:
-            done.result()
-
     def _name(self, name: str, index: int) -> str:
-        return f"bare:{self._nbytes}:{name}:{index}"
+        return f"bare:{self.nbytes}:{name}:{index}"
 
     def _bare_put(self, name: str) -> None:
-        self._each(lambda index: self._bare.put(self._name(name, index), index))
-
-    def get(self) -> None:
-        assert not any(self._store.submit_get(self._kept).wait(100)), "a page was missed"
+        self.each(lambda index: self._bare.put(self._name(name, index), index))
 
     def bare_get(self, *, verified: bool) -> None:
-        rows = self._memory.rows()
-
         def work(index: int) -> None:
             page = self._bare.get(self._name("kept", index), index)
             if verified:
-                rows.row(index)[:] = page
-                xxhash.xxh3_64_digest(rows.row(index))
+                self.rows.row(index)[:] = page
+                xxhash.xxh3_64_digest(self.rows.row(index))
 
-        self._each(work)
-
-    def put(self) -> Callable[[], None]:
-        pages = self._request(secrets.token_bytes(8).hex().encode())
-        assert not any(self._store.submit_put(pages).wait(100)), "a page was not kept"
-        return lambda: self._store.submit_remove(pages.keys).wait(100) and None
+        self.each(work)
 
     def bare_put(self) -> Callable[[], None]:
-        name = secrets.token_bytes(8).hex()
+        name = secrets.token_hex(8)
         self._bare_put(name)
         names = [self._name(name, index) for index in range(self.count)]
         return lambda: self._bare.client.batch_remove(names, True) and None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sizes", default="64KiB,512KiB,4MiB")
-    parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
-    parser.add_argument("--rounds", type=int, default=9)
-    add_outputs(parser)
-    given = parser.parse_args()
-    lines = ["| pages | what | mooncake, GB/s | beside | GB/s | share | quartiles |", "| --- " * 7 + "|"]
-    with ExitStack() as stack:
-        master = served(stack)
-        for text in given.sizes.split(","):
-            with ExitStack() as inner:
-                pages = Pages(inner, master, size(text), given.total)
-                lines += rows_of(text, pages, given.rounds)
-            print(*lines[-3:], sep="\n", file=sys.stderr)
-    text = "\n".join(lines) + f"\n\n{machine(Path(tempfile.gettempdir()), LANES)}, {given.rounds} rounds.\n"
-    write(given, text)
-    return 0
-
-
-def rows_of(text: str, pages: Pages, rounds: int) -> list[str]:
-    calls: dict[str, Callable[[], Any]] = {
-        "get": pages.get,
+def rows_of(text: str, pages: Pages, rounds: int) -> list[list[str]]:
+    calls = {
+        "get": lambda: pages.get(pages.store),
         "bare get": lambda: pages.bare_get(verified=False),
         "bare get, and verified": lambda: pages.bare_get(verified=True),
-        "put": pages.put,
+        "put": lambda: pages.put(pages.store),
         "bare put": pages.bare_put,
     }
-    taken = in_turns(calls, rounds)
-    lines = []
-    for what, beside in (("get", "bare get"), ("get", "bare get, and verified"), ("put", "bare put")):
-        lines.append(f"| {text} | {cells(taken, pages.total, what, beside)} |")
-    return lines
+    taken = harness.in_turns(calls, rounds)
+    pairs = (("get", "bare get"), ("get", "bare get, and verified"), ("put", "bare put"))
+    return [[text, *harness.beside(taken, pages.total, *pair)] for pair in pairs]
+
+
+def main() -> None:
+    given = harness.page_parser(__doc__, "64KiB,512KiB,4MiB").parse_args()
+    rows = []
+    with ExitStack() as stack:
+        master = served(stack)
+        for text in given.sizes:
+            with ExitStack() as inner:
+                rows += rows_of(text, Pages(inner, master, parse_bytes(text), given.total), given.rounds)
+    head = ["pages", "what", "mooncake, GB/s", "beside", "GB/s", "share", "quartiles"]
+    about = f"{harness.machine()}, {LANES} lanes, {given.rounds} rounds."
+    harness.write(given, harness.table(head, rows), about)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

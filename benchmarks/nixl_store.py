@@ -11,29 +11,22 @@ figures are medians, the shares medians of the shares within a round.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import secrets
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import boto3
+import harness
 import numpy
-from fs import add_outputs, cells, in_turns, machine, size, write
-from host import opened
 
-from kvplug.transport import PageBuffers, PageRequest, Series
-from kvplug.transport.store.format import opaque_format
-from kvplug.transport.store.keys import foreign_key
+from kvplug.config.units import parse_bytes
 from kvplug_nixl.library import nixl
 
 TRANSFERS = 4
@@ -43,18 +36,8 @@ KEY = {"access_key": "benchmark", "secret_key": "0123456789"}
 
 def served(stack: ExitStack, folder: Path) -> dict[str, Any]:
     """A server with a bucket, until the stack ends. Returns the store's options."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = int(bound.getsockname()[1])
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    stack.callback(server.wait)
-    stack.callback(server.terminate)
-    while True:
-        with socket.socket() as client:
-            if not client.connect_ex(("127.0.0.1", port)):
-                break
-        time.sleep(0.05)
+    (port,) = harness.free_ports(1)
+    harness.started(stack, [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port], port)
     endpoint = f"http://127.0.0.1:{port}"
     given = {"aws_access_key_id": KEY["access_key"], "aws_secret_access_key": KEY["secret_key"]}
     boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **given).create_bucket(Bucket=BUCKET)
@@ -104,64 +87,39 @@ class Bare:
             os.close(fd)
 
 
-class Pages:
+class Pages(harness.Pages):
     """Pages of one size, in the store and in plain files or objects."""
 
     def __init__(
         self, stack: ExitStack, options: dict[str, Any], folder: Path, nbytes: int, total: int
     ) -> None:
-        self.count = max(TRANSFERS, total // nbytes)
-        self.total = self.count * nbytes
-        self._nbytes = nbytes
-        self._memory = PageBuffers.empty(opaque_format(nbytes), self.count)
-        self._memory.rows().buffer[:] = secrets.token_bytes(1 << 10) * (self.total >> 10)
-        self._pool = stack.enter_context(ThreadPoolExecutor(TRANSFERS))
+        super().__init__(nbytes, total, TRANSFERS)
         self._folder = folder / f"bare{nbytes}"
         self._folder.mkdir()
         if "bucket" in options:
             parameters = {**KEY, "bucket": BUCKET, "endpoint_override": options["endpoint"], "scheme": "http"}
             parameters |= {"req_checksum": "required", "num_threads": "16"}
-            self._bare = Bare("OBJ", parameters, self._memory.rows().buffer, self._folder)
+            self._bare = Bare("OBJ", parameters, self.rows.buffer, self._folder)
             options = {**options, "prefix": f"bench{nbytes}"}
         else:
-            self._bare = Bare("POSIX", {"use_aio": "true"}, self._memory.rows().buffer, self._folder)
+            self._bare = Bare("POSIX", {"use_aio": "true"}, self.rows.buffer, self._folder)
             options = {"path": str(folder / f"kv{nbytes}"), "size": 64 * self.total}
-        self._store = opened(stack, {**options, "transfers": TRANSFERS}, name="nixl")
-        self._series = Series(opaque_format(nbytes), b"", self._store.seal.id)
-        self._kept = self._request(b"kept")
-        assert not any(self._store.submit_put(self._kept).wait(100)), "a page was not kept"
-        self._move("WRITE", "kept")
+        self.store = harness.opened(stack, {**options, "transfers": TRANSFERS}, name="nixl")
+        self.keep(self.store)
+        self.move("WRITE", "kept")
 
-    def _request(self, name: bytes) -> PageRequest:
-        identities = [name + b" %d" % index for index in range(self.count)]
-        keys = [foreign_key(b"benchmark", identity) for identity in identities]
-        return PageRequest(series=self._series, keys=keys, identities=identities, memory=self._memory)
-
-    def _move(self, operation: str, name: str) -> None:
-        def work(index: int) -> None:
-            self._bare.move(operation, f"{name}-{index}", index * self._nbytes, self._nbytes)
-
-        for done in [self._pool.submit(work, index) for index in range(self.count)]:
-            done.result()
+    def move(self, operation: str, name: str) -> None:
+        self.each(
+            lambda index: self._bare.move(operation, f"{name}-{index}", index * self.nbytes, self.nbytes)
+        )
 
     def lookup(self) -> None:
-        found = self._store.submit_lookup(self._kept.keys).wait(100)
+        found = self.store.submit_lookup(self.kept[self.store].keys).wait(100)
         assert [str(each) for each in found] == ["held"] * self.count
 
-    def get(self) -> None:
-        assert not any(self._store.submit_get(self._kept).wait(100)), "a page was missed"
-
-    def bare_get(self) -> None:
-        self._move("READ", "kept")
-
-    def put(self) -> Callable[[], None]:
-        pages = self._request(secrets.token_bytes(8).hex().encode())
-        assert not any(self._store.submit_put(pages).wait(100)), "a page was not kept"
-        return lambda: self._store.submit_remove(pages.keys).wait(100) and None
-
     def bare_put(self) -> Callable[[], None]:
-        name = secrets.token_bytes(8).hex()
-        self._move("WRITE", name)
+        name = secrets.token_hex(8)
+        self.move("WRITE", name)
 
         def clean_up() -> None:
             for path in self._folder.glob(f"{name}-*"):
@@ -170,47 +128,39 @@ class Pages:
         return clean_up
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--sizes", default="64KiB,1MiB,4MiB")
-    parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
-    parser.add_argument("--rounds", type=int, default=9)
-    add_outputs(parser)
-    given = parser.parse_args()
-    lines = ["| pages | over | what | nixl, GB/s | beside | GB/s | share | quartiles |", "| --- " * 8 + "|"]
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-", dir=given.folder)))
-        bucket = served(stack, folder)
-        for where, options in (("files", {}), ("S3", bucket)):
-            own = folder / where
-            own.mkdir()
-            for text in given.sizes.split(","):
-                with ExitStack() as one:
-                    pages = Pages(one, options, own, size(text), given.total)
-                    lines += rows_of(text, where, pages, given.rounds)
-                print(*lines[-3:], sep="\n", file=sys.stderr)
-    text = "\n".join(lines) + f"\n\n{machine(given.folder, TRANSFERS)}, {given.rounds} rounds.\n"
-    write(given, text)
-    return 0
-
-
-def rows_of(text: str, where: str, pages: Pages, rounds: int) -> list[str]:
-    calls: dict[str, Callable[[], Any]] = {
-        "get": pages.get,
-        "bare get": pages.bare_get,
-        "put": pages.put,
+def rows_of(text: str, where: str, pages: Pages, rounds: int) -> list[list[str]]:
+    calls = {
+        "get": lambda: pages.get(pages.store),
+        "bare get": lambda: pages.move("READ", "kept"),
+        "put": lambda: pages.put(pages.store),
         "bare put": pages.bare_put,
         "lookup": pages.lookup,
     }
-    taken = in_turns(calls, rounds)
-    lines = []
-    for what, beside in (("get", "bare get"), ("put", "bare put")):
-        lines.append(f"| {text} | {where} | {cells(taken, pages.total, what, beside)} |")
+    taken = harness.in_turns(calls, rounds)
+    pairs = (("get", "bare get"), ("put", "bare put"))
+    rows = [[text, where, *harness.beside(taken, pages.total, *pair)] for pair in pairs]
     each = sorted(taken["lookup"])[rounds // 2] / pages.count * 1e6
-    lines.append(f"| {text} | {where} | lookup of {pages.count} pages | {each:.0f} us each | | | | |")
-    return lines
+    return [*rows, [text, where, f"lookup of {pages.count} pages", f"{each:.0f} us each", *[""] * 4]]
+
+
+def main() -> None:
+    parser = harness.page_parser(__doc__, "64KiB,1MiB,4MiB")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    given = parser.parse_args()
+    rows = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-", dir=given.folder)))
+        for where, options in (("files", {}), ("S3", served(stack, folder))):
+            own = folder / where
+            own.mkdir()
+            for text in given.sizes:
+                with ExitStack() as one:
+                    pages = Pages(one, options, own, parse_bytes(text), given.total)
+                    rows += rows_of(text, where, pages, given.rounds)
+    head = ["pages", "over", "what", "nixl, GB/s", "beside", "GB/s", "share", "quartiles"]
+    about = f"{harness.machine(given.folder)}, {TRANSFERS} transfers, {given.rounds} rounds."
+    harness.write(given, harness.table(head, rows), about)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,19 +17,16 @@ share, and a bare loop that hashes each page of 16 ids of 8 bytes after the hash
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
-import platform
 import random
 import statistics
 import sys
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fs import add_outputs, quartiles, write
+import harness
 
 import kvplug
 from kvplug.engine import ChainMemo, Request, RequestEnd
@@ -84,20 +81,17 @@ def kept(count: int, num_tokens: int, page_bytes: int) -> dict[str, int]:
                     identities=identities,
                     memory=PageBuffers.empty(series.format, len(new)),
                 )
-                job = store.submit_put(request, timeout=60)
-                failed = [each for each in job.wait() if each is not None]
-                assert not failed, failed
+                harness.put(store, request)
             if sys.stderr.isatty() and number % 200 == 0:
                 print(f"\r{number} of {count} prompts", end="", file=sys.stderr)
         usage = store.usage()
         assert usage.num_pages == len(distinct), usage
-        sizes = {
+        return {
             "distinct": len(distinct) * page_bytes,
             "distinct, with headers": len(distinct) * page_bytes + headers,
             "kept": usage.used_bytes,
             "as entries": whole,
         }
-        return sizes
     finally:
         store.abort()
 
@@ -132,9 +126,7 @@ def matched(rounds: int, num_tokens: int, count: int = 200) -> dict[str, list[fl
                     if is_new:
                         chains._memo = ChainMemo()
                     for what, call in calls(engine, request, chains.root, seen, is_new):
-                        begun = time.perf_counter()
-                        call()
-                        times.setdefault(what, []).append(time.perf_counter() - begun)
+                        times.setdefault(what, []).append(harness.seconds(call)[0])
                     engine.finish(request, (), RequestEnd.ABORTED)
             if number:  # the first one warms up
                 for what, taken in times.items():
@@ -189,41 +181,30 @@ def bare_loop(pages: list[bytes]) -> bytes:
 # -- the table -------------------------------------------------------------------------------------------
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = harness.parser(__doc__, 15)
     parser.add_argument("--prompts", type=int, default=10_000, help="number of prompts (default 10,000)")
     parser.add_argument("--tokens", type=int, default=2_000, help="tokens of a prompt (default 2,000)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of 200 matches (default 15)")
-    add_outputs(parser)
     given = parser.parse_args()
-    lines = [
-        f"{given.prompts:,} prompts of {given.tokens:,} tokens, in pages of {PAGE_TOKENS} tokens:",
-        "",
-        "| page | what | MiB | of the distinct pages |",
-        "| --- | --- | --- | --- |",
-    ]
+    rows = []
     for page_bytes in SIZES:
         sizes = kept(given.prompts, given.tokens, page_bytes)
         for what, nbytes in sizes.items():
             share = nbytes / sizes["distinct"]
-            lines.append(f"| {page_bytes >> 10} KiB | {what} | {nbytes / 2**20:,.1f} | {share:.3f} |")
-    taken = matched(given.rounds, given.tokens)
-    lines += [
-        "",
+            rows.append([f"{page_bytes >> 10} KiB", what, f"{nbytes / 2**20:,.1f}", f"{share:.3f}"])
+    found = []
+    for what, seconds in matched(given.rounds, given.tokens).items():
+        low, median, high = (each * 1e6 for each in harness.quartiles(seconds))
+        found.append([what, f"{median:.1f} µs", f"{low:.1f} to {high:.1f} µs"])
+    harness.write(
+        given,
+        f"{given.prompts:,} prompts of {given.tokens:,} tokens, in pages of {PAGE_TOKENS} tokens:",
+        harness.table(["page", "what", "MiB", "of the distinct pages"], rows),
         f"Finding a prompt of {given.tokens:,} tokens among those of 200 prompts:",
-        "",
-        "| what | median | quartiles |",
-        "| --- | --- | --- |",
-    ]
-    for what, seconds in taken.items():
-        low, median, high = quartiles(seconds)
-        lines.append(f"| {what} | {median * 1e6:.1f} µs | {low * 1e6:.1f} to {high * 1e6:.1f} µs |")
-    lines += ["", f"kvplug {kvplug.__version__}, Python {platform.python_version()}."]
-    write(given, "\n".join(lines))
-    return 0
+        harness.table(["what", "median", "quartiles"], found),
+        f"{harness.machine()}.",
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

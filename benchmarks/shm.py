@@ -9,18 +9,17 @@ processes that only compute. ``python benchmarks/shm.py --help``; needs kvplug, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import itertools
-import json
 import os
-import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-from waves import busy_processes
+import harness
 
 from kvplug import Registry
 from kvplug.config.units import format_bytes, parse_bytes
@@ -106,21 +105,11 @@ def ours(given: argparse.Namespace) -> list[Candidate]:
             max_chunks=given.chunks,
         )
         found += [attrs.evolve(each, name=f"{each.name}, {name}" if name else each.name) for each in chosen]
-    if given.over_network:
-        found += [_over_network(each) for each in found if each.kind == QUEUE]
     return found
 
 
-def _over_network(queue: Candidate) -> Candidate:
-    """The same queue, whose readers do not share its memory."""
-    arguments = {**queue.arguments, "over_network": True}
-    return attrs.evolve(
-        queue, name=f"{queue.name}, over the network", arguments=arguments, ops=(KEPT, LATENCY, WAKE)
-    )
-
-
-def table(compared: Mapping[int, Sequence[Comparison]]) -> Iterable[str]:
-    """In Markdown, by the number of busy processes."""
+def table(compared: Mapping[int, Sequence[Comparison]]) -> str:
+    """By the number of busy processes; columns without figures are left out."""
     rows = [
         (str(busy), *cells(each, "" if each.row.bytes is None else format_bytes(each.row.bytes)))
         for busy, of_busy in compared.items()
@@ -128,42 +117,18 @@ def table(compared: Mapping[int, Sequence[Comparison]]) -> Iterable[str]:
     ]
     heads = ("BUSY", *COLUMNS)
     filled = [i for i in range(compared.keys() == {0}, len(heads)) if any(row[i] for row in rows)]
-    yield "| " + " | ".join(heads[i].lower() for i in filled) + " |"
-    yield "|" + " --- |" * len(filled)
-    for row in rows:
-        yield "| " + " | ".join(row[i] for i in filled) + " |"
+    return harness.table([heads[i].lower() for i in filled], [[row[i] for i in filled] for row in rows])
 
 
-def machine(given: argparse.Namespace, load_before: float) -> dict[str, Any]:
-    cpu = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    versions = {}
+def installed() -> Iterable[str]:
     for name in ("torch", "pyzmq", "nixl", "iceoryx2"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **versions,
-        "chunks": f"{given.chunks} x {format_bytes(given.chunk_bytes)}",
-        "readers": given.readers,
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
-    }
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{name} {importlib.metadata.version(name)}"
 
 
-def as_json(
-    outcomes: Mapping[int, Sequence[Outcome]],
-    compared: Mapping[int, Sequence[Comparison]],
-    about: dict[str, Any],
-) -> str:
+def as_plain(
+    outcomes: Mapping[int, Sequence[Outcome]], compared: Mapping[int, Sequence[Comparison]], about: str
+) -> dict[str, Any]:
     """The rows with their ratios, medians with page faults, and every round."""
     each = [
         {
@@ -178,7 +143,7 @@ def as_json(
         for outcome in of_busy
     ]
     rows = [attrs.asdict(one) | {"busy": busy} for busy, of_busy in compared.items() for one in of_busy]
-    return json.dumps({"machine": about, "rows": rows, "outcomes": each}, indent=2)
+    return {"machine": about, "rows": rows, "outcomes": each}
 
 
 def arguments() -> argparse.Namespace:
@@ -189,9 +154,7 @@ def arguments() -> argparse.Namespace:
         name, _, option = text.partition(":")
         return name, [option]
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, 7)
     parser.add_argument(
         "--transport", type=names, default=["shm"], metavar="A,B", help="as kvplug bench has it"
     )
@@ -203,7 +166,6 @@ def arguments() -> argparse.Namespace:
         default=tuple(1 << n for n in (12, 16, 20, 24, 26, 28)),
         metavar="A,B",
     )
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--readers", type=int, default=1)
     parser.add_argument("--chunk-bytes", type=parse_bytes, default=MAX_CHUNK_BYTES, metavar="SIZE")
     parser.add_argument("--chunks", type=int, default=MAX_CHUNKS, metavar="N")
@@ -227,14 +189,9 @@ def arguments() -> argparse.Namespace:
         help="the same transports again, with this option and under this name",
     )
     parser.add_argument(
-        "--over-network", action="store_true", help="queues again, over loopback TCP as if on two hosts"
-    )
-    parser.add_argument(
         "--vllm-python", default=sys.executable, metavar="FILE", help="an interpreter that has vLLM"
     )
     parser.add_argument("--plot", metavar="FILE", help=".png or .svg")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     return parser.parse_args()
 
 
@@ -252,7 +209,7 @@ def main() -> None:
 
     outcomes = {}
     for number in given.busy:
-        with busy_processes(number):
+        with harness.busy_processes(number):
             outcomes[number] = run_rounds(candidates, plan, turn)
     for outcome in itertools.chain.from_iterable(outcomes.values()):
         if outcome.skipped_because:
@@ -267,14 +224,11 @@ def main() -> None:
         ]
         for number, of_busy in outcomes.items()
     }
-    about = machine(given, load_before)
-    facts = ", ".join(f"{key} {value}" for key, value in about.items())
-    text = "\n".join((*table(compared), "", f"{given.rounds} rounds, float16. {facts}.", ""))
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text)
-    if given.json:
-        given.json.write_text(as_json(outcomes, compared, about))
+    chunks = f"{given.chunks} x {format_bytes(given.chunk_bytes)}"
+    load = f"load {load_before:.2f} before, {os.getloadavg()[0]:.2f} after"
+    about = f"{given.rounds} rounds, float16, chunks {chunks}, readers {given.readers}, {load}."
+    about = f"{harness.machine()}, {', '.join(installed())}. {about}"
+    harness.write(given, table(compared), about, plain=as_plain(outcomes, compared, about))
     if given.plot:
         save_plot([each.row for each in compared[given.busy[0]]], given.plot)
 

@@ -9,18 +9,14 @@ Bytecode is cached, as after an installation.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from importlib import metadata
-from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
-from typing import Any
+
+import harness
 
 EMPTY, LIBRARIES, LIST = "python -c pass", "its libraries", "kvplug list"
 COMMANDS = {
@@ -34,11 +30,12 @@ HEAVY = ("torch", "zmq", "numpy")
 def run(arguments: list[str]) -> dict[str, float]:
     """Milliseconds of wall and of CPU that one process takes."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    before, begun = getrusage(RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True, env=env)
+    before = getrusage(RUSAGE_CHILDREN)
+    command = [sys.executable, *arguments]
+    took, _ = harness.seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env=env))
     after = getrusage(RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall_ms": 1e3 * (time.perf_counter() - begun), "cpu_ms": 1e3 * cpu}
+    return {"wall_ms": 1e3 * took, "cpu_ms": 1e3 * cpu}
 
 
 def imported() -> list[str]:
@@ -53,69 +50,28 @@ def imported() -> list[str]:
     return [name for name in HEAVY if repr(name) in done.stderr]
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def main() -> None:
+    given = harness.parser(__doc__, 15).parse_args()
     for arguments in COMMANDS.values():
         run(arguments)  # warm: the files are in memory, the bytecode is written
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in COMMANDS}
-    for _ in range(rounds):
-        for name, arguments in COMMANDS.items():
-            taken[name].append(run(arguments))
+    found = harness.rounds(COMMANDS, given.rounds, lambda name: run(COMMANDS[name]))
 
     def more(name: str) -> list[float]:
         """Processor time over that of an empty interpreter, in each round."""
-        return [
-            each["cpu_ms"] - other["cpu_ms"] for each, other in zip(taken[name], taken[EMPTY], strict=True)
-        ]
+        return [a - b for a, b in zip(found[name]["cpu_ms"], found[EMPTY]["cpu_ms"], strict=True)]
 
     rows = [
-        {
-            "command": name,
-            "wall_ms": statistics.median(each["wall_ms"] for each in runs),
-            "cpu_ms": statistics.median(each["cpu_ms"] for each in runs),
-            "more_cpu_ms": statistics.median(more(name)),
-            "of_libraries": statistics.median(
-                each / other for each, other in zip(more(name), more(LIBRARIES), strict=True)
-            ),
-        }
-        for name, runs in taken.items()
+        [
+            name,
+            *(f"{statistics.median(of):.0f}" for of in (*each.values(), more(name))),
+            f"{harness.ratio(more(name), more(LIBRARIES)):.2f}",
+        ]
+        for name, each in found.items()
     ]
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
-        "python": platform.python_version(),
-        "kvplug": metadata.version("kvplug"),
-        "distributions": sum(1 for _ in metadata.distributions()),
-        "rounds": rounds,
-        "heavy_imports": imported(),
-        "rows": rows,
-    }
-
-
-def table(result: dict[str, Any]) -> str:
-    lines = ["| command | wall, ms | CPU, ms | CPU over `python -c pass`, ms | of its libraries' |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: |"]
-    lines += [
-        f"| {row['command']} | {row['wall_ms']:.0f} | {row['cpu_ms']:.0f} | {row['more_cpu_ms']:.0f}"
-        f" | {row['of_libraries']:.2f} |"
-        for row in result["rows"]
-    ]
-    heavy = ", ".join(result["heavy_imports"]) or "none"
-    lines += ["", f"{result['rounds']} rounds, medians; {result['distributions']} distributions installed;"]
-    lines += [f"of {', '.join(HEAVY)} it imports {heavy}. Python {result['python']}, {result['machine']}."]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    result = measure(options.rounds)
-    print(table(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(table(result) + "\n")
+    head = ["command", "wall, ms", "CPU, ms", "CPU over `python -c pass`, ms", "of its libraries'"]
+    installed, heavy = sum(1 for _ in metadata.distributions()), ", ".join(imported()) or "none"
+    about = f"{given.rounds} rounds, medians; {installed} distributions installed; of {', '.join(HEAVY)} it"
+    harness.write(given, harness.table(head, rows), f"{about} imports {heavy}. {harness.machine()}.")
 
 
 if __name__ == "__main__":

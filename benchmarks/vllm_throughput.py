@@ -14,7 +14,6 @@ with kvplug-testing.
 
 from __future__ import annotations
 
-import argparse
 import http.server
 import os
 import random
@@ -27,13 +26,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from fs import add_outputs, machine, quartiles, write
+import harness
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "plugins/kvplug-vllm/tests"))
 
 from vllm_engines import Engine, engine, transfer_config  # noqa: E402
 
+Rows = list[list[Any]]
 ALONE = "vLLM alone"
 PORT = 29700
 PROMPT, NEW = 100, 32
@@ -116,9 +116,7 @@ def measured(
     """For each engine and round: tokens a second, seconds to each first token, cached tokens."""
     found: dict[str, list[tuple[float, list[float], int]]] = {name: [] for name in running}
     for number in range(-1, rounds):
-        names = [*running]
-        at = number % len(names)
-        for name in names[at:] + names[:at]:
+        for name in harness.in_order(running, number):
             given = {"prompts": prompts(experiment, number, at_once), "max_tokens": NEW}
             seconds, firsts, num_cached = running[name].ask("timed", timeout=600.0, **given)
             if number >= 0:
@@ -126,39 +124,30 @@ def measured(
     return found
 
 
-def rows(experiment: str, at_once: int, found: dict[str, list[tuple[float, list[float], int]]]) -> list[str]:
-    lines = []
-    first, *_ = found.values()
+def rows(experiment: str, at_once: int, found: dict[str, list[tuple[float, list[float], int]]]) -> Rows:
+    rows, first = [], next(iter(found))
     for name, taken in found.items():
-        shares = [mine[0] / alone[0] for mine, alone in zip(taken, first, strict=True)]
         firsts = sorted(1e3 * each for _, of_round, _ in taken for each in of_round)
+        speeds, alone = ([each for each, _, _ in found[which]] for which in (name, first))
         cells = (
-            experiment,
-            at_once,
-            name,
-            f"{statistics.median(each for each, _, _ in taken):.1f}",
-            f"{statistics.median(shares):.2f}",
-            "{:.2f} to {:.2f}".format(*quartiles(shares)[::2]),
+            f"{statistics.median(speeds):.1f}",
+            *harness.spread(speeds, alone),
             f"{statistics.median(firsts):.0f}",
             f"{firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))]:.0f}",
             f"{sum(each for _, _, each in taken) / len(firsts):.0f}",
         )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+        rows.append([experiment, at_once, name, *cells])
+        print(*rows[-1], sep=", ", file=sys.stderr)
+    return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+def main() -> None:
+    parser = harness.parser(__doc__, 6)
     parser.add_argument("model", help="a name or a folder")
     parser.add_argument("--at-once", default="1,8,32", help="concurrent requests (default 1,8,32)")
-    parser.add_argument("--rounds", type=int, default=6, help="default 6")
     parser.add_argument("--only", choices=("nothing", "shared", "traced"), help="one of the experiments")
-    add_outputs(parser)
     given = parser.parse_args()
-    lines = [
-        "| prompts | at once | | tokens/s | of the first | quartiles | TTFT, ms: median | 99 % | cached |",
-        "| --- " * 9 + "|",
-    ]
+    found: Rows = []
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as folder, collector():
         for experiment, transfers in configs(Path(folder)).items():
@@ -174,13 +163,12 @@ def main() -> int:
                     )
                     print(f"{experiment}, {name}: started", file=sys.stderr)
                 for at_once in map(int, given.at_once.split(",")):
-                    found = measured(running, experiment, at_once, given.rounds)
-                    lines += rows(experiment, at_once, found)
-                    print("\n".join(lines[-len(running) :]), file=sys.stderr)
-    lines += ["", f"{Collector.num_bytes / 1e3:.0f} KB of spans received"]
-    write(given, "\n".join([*lines, "", machine(HERE.parent, 1)]))
-    return 0
+                    of_round = measured(running, experiment, at_once, given.rounds)
+                    found += rows(experiment, at_once, of_round)
+    head = ["prompts", "at once", "", "tokens/s", "of the first", "quartiles", "TTFT, ms: median", "99 %"]
+    spans = f"{Collector.num_bytes / 1e3:.0f} KB of spans received"
+    harness.write(given, harness.table([*head, "cached"], found), spans, harness.machine())
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -9,7 +9,6 @@ with vLLM's own cache emptied. Needs the environment of docs/how-to/run-under-vl
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -19,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fs import add_outputs, machine, quartiles, write
+import harness
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "plugins/kvplug-vllm/tests"))
@@ -49,35 +48,30 @@ def first_token(name: str, its: Engine, prompt: list[int]) -> tuple[float, int]:
     """Seconds, and how many of the tokens were not computed."""
     if name != "in vLLM's cache":
         assert its.ask("reset_prefix_cache"), f"{name} does not forget vLLM's own cache"
-    began = time.perf_counter()
-    answer = its.one(prompt, max_tokens=1)
-    return time.perf_counter() - began, answer.num_cached
+    took, answer = harness.seconds(lambda: its.one(prompt, max_tokens=1))
+    return took, answer.num_cached
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main() -> None:
+    parser = harness.parser(__doc__, 9)
     parser.add_argument("model", help="a name or a folder")
     parser.add_argument("--tokens", default="500,1500", help="of the prompts (default 500,1500)")
-    parser.add_argument("--rounds", type=int, default=9, help="default 9")
-    add_outputs(parser)
     given = parser.parse_args()
-    lengths = [int(each) for each in given.tokens.split(",")]
-    lines = ["| prompt tokens | | loaded | TTFT, ms | of recomputing | quartiles |", "| --- " * 6 + "|"]
+    rows = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         running = {}
         for name, transfer in candidates(folder).items():
             running[name] = stack.enter_context(engine(given.model, transfer, **SETTINGS))
             print(f"{name}: started", file=sys.stderr)
-        for length in lengths:
+        for length in map(int, given.tokens.split(",")):
             taken: dict[str, list[float]] = {name: [] for name in running}
             cached = dict.fromkeys(running, 0)
             for round_ in range(given.rounds + 1):
                 # a new prompt each time: the example connector never reads twice what it has just written
                 chance = random.Random((length, round_).__repr__())
                 prompt = [chance.randrange(1000, 40_000) for _ in range(length)]
-                order = list(running)[round_ % len(running) :] + list(running)[: round_ % len(running)]
-                for name in order:
+                for name in harness.in_order(running, round_):
                     if name != "recomputed":
                         running[name].one(prompt, max_tokens=1)
                         time.sleep(0.2)  # what is saved in the background is there
@@ -85,17 +79,12 @@ def main() -> int:
                     if round_:
                         taken[name].append(took)
             for name, each in taken.items():
-                shares = [a / b for a, b in zip(each, taken["recomputed"], strict=True)]
-                low, share, high = quartiles(shares)
-                lines.append(
-                    f"| {length} | {name} | {cached[name]} | {statistics.median(each) * 1e3:.0f}"
-                    f" | {share:.2f} | {low:.2f} to {high:.2f} |"
-                )
-                print(lines[-1], file=sys.stderr)
-        lines += ["", f"{machine(folder, 2)}, {given.rounds} rounds."]
-    write(given, "\n".join(lines))
-    return 0
+                spread = harness.spread(each, taken["recomputed"])
+                rows.append([length, name, cached[name], f"{statistics.median(each) * 1e3:.0f}", *spread])
+        about = f"{harness.machine(folder)}, {given.rounds} rounds."
+    head = ["prompt tokens", "", "loaded", "TTFT, ms", "of recomputing", "quartiles"]
+    harness.write(given, harness.table(head, rows), about)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

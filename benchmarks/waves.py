@@ -20,18 +20,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fs import add_outputs, write
+import harness
 
 import kvplug
 from kvplug.engine import RequestEnd
@@ -147,18 +144,7 @@ class Loading:
             self.not_loaded += bool(report.invalid_block_ids.intersection(blocks))
 
 
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-
-
-def measured(contact: str, given: argparse.Namespace, *, is_mapped: bool) -> list[str]:
+def measured(contact: str, given: argparse.Namespace, *, is_mapped: bool) -> list[list[str]]:
     taken: dict[bool, list[float]] = {False: [], True: []}
     with ExitStack() as stack:
         loading = {}
@@ -167,7 +153,7 @@ def measured(contact: str, given: argparse.Namespace, *, is_mapped: bool) -> lis
             stack.callback(loading[is_async].engine.__exit__)
         for each in loading.values():
             each.wave(0)  # connects, and warms up
-        stack.enter_context(busy_processes(given.busy))
+        stack.enter_context(harness.busy_processes(given.busy))
         for turn in range(given.rounds):
             for wave in range(given.waves):
                 for is_async in sorted(loading, reverse=bool((turn + wave) % 2)):
@@ -178,11 +164,9 @@ def measured(contact: str, given: argparse.Namespace, *, is_mapped: bool) -> lis
     for is_async, what in ((False, "by the step"), (True, "in the background")):
         seconds = sorted(taken[is_async])
         median, most = statistics.median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
-        way = "mapped" if is_mapped else "over a pipe"
-        rows.append(
-            f"| {way}, {what} | {median * 1e3:.1f} ms | {most * 1e3:.1f} ms"
-            f" | {seconds[-1] * 1e3:.0f} ms | {median / base:.2f} | {lost[is_async]} of {number} |"
-        )
+        times = [f"{each * 1e3:.0f} ms" for each in (median, most, seconds[-1])]
+        way = f"{'mapped' if is_mapped else 'over a pipe'}, {what}"
+        rows.append([way, *times, f"{median / base:.2f}", f"{lost[is_async]} of {number}"])
     return rows
 
 
@@ -191,7 +175,7 @@ def decisions() -> str:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins/kvplug-lookup/tests"))
     import test_lookup_costs as costs
 
-    lines = ["| steps | loads at once | source | right | of | share |", "| --- " * 6 + "|"]
+    rows = []
     traffics = {"mostly decode": costs.decode_heavy, "mostly prefill": costs.prefill_heavy}
     for traffic, at_once, source in itertools.product(traffics, (1, 8), (costs.STORE, costs.PEER)):
         margin, right, number = {costs.STORE: 2.0, costs.PEER: 4.0}[source], 0, 0
@@ -205,47 +189,38 @@ def decisions() -> str:
                 number += 1
                 is_close = margin / 1.5 < ratio < margin * 1.5
                 right += engine.decide(source, num_tokens) == (ratio < margin) or is_close
-        lines.append(f"| {traffic} | {at_once} | {source} | {right} | {number} | {right / number:.3f} |")
-    return "\n".join(lines)
+        rows.append([traffic, at_once, source, right, number, f"{right / number:.3f}"])
+    return harness.table(["steps", "loads at once", "source", "right", "of", "share"], rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = harness.parser(__doc__, 3)
     parser.add_argument("--waves", type=int, default=12, help="waves of a round (default 12)")
     parser.add_argument("--requests", type=int, default=16, help="requests of a wave (default 16)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a prompt (default 512)")
     parser.add_argument("--busy", type=int, default=6, help="busy processes beside (default 6)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds (default 3)")
     parser.add_argument("--decisions", action="store_true", help="count right decisions to load or compute")
-    add_outputs(parser)
     given = parser.parse_args()
     if given.decisions:
-        write(given, decisions())
-        return 0
+        harness.write(given, decisions())
+        return
     with peers.start(save, given.waves, given.requests, given.tokens, timeout_s=1200) as child:
         contact: Any = 0
         while not isinstance(contact, str):
             contact = child.recv(300)
-            if sys.stderr.isatty():
-                print(f"\rsaved {contact} of {given.waves} waves", end="", file=sys.stderr)
-        what = f"{given.waves} waves of {given.requests} requests of {given.tokens} tokens"
-        beside = f"{given.busy} busy processes on {os.cpu_count()} processors"
-        lines = [
-            f"{what}, {given.rounds} rounds, beside {beside}:",
-            "",
-            "| loads | median | nine of ten | longest | of the first row | not loaded |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for is_mapped in (True, False):
-            lines += measured(contact, given, is_mapped=is_mapped)
+        rows = [row for is_mapped in (True, False) for row in measured(contact, given, is_mapped=is_mapped)]
         child.send("end")
         child.result(60)
-    lines += ["", f"kvplug {kvplug.__version__}, Python {platform.python_version()}."]
-    write(given, "\n".join(lines))
-    return 0
+    what = f"{given.waves} waves of {given.requests} requests of {given.tokens} tokens"
+    beside = f"{given.busy} busy processes on {os.cpu_count()} processors"
+    head = ["loads", "median", "nine of ten", "longest", "of the first row", "not loaded"]
+    harness.write(
+        given,
+        f"{what}, {given.rounds} rounds, beside {beside}:",
+        harness.table(head, rows),
+        f"{harness.machine()}.",
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

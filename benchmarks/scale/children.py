@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
+
 import kvplug
 from kvplug.engine import Request, TransferStats
-from kvplug.transport import Deadline, PageBuffers, PageRequest
+from kvplug.transport import Deadline, PageBuffers
 from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.matching import Matcher
 from kvplug_lookup.connector.peers import PeerStore
@@ -80,13 +82,9 @@ def _events(engine: FakeEngine, cycles: int, num_keys: int, seconds: float) -> l
     memory = PageBuffers.empty(series.format, num_keys)
     began = time.monotonic()
     for cycle in range(cycles):
-        identities = [b"%d %d" % (cycle, number) for number in range(num_keys)]
-        keys = [foreign_key(b"scale", identity) for identity in identities]
-        store.declare(series, keys, timeout=PATIENCE_S)
-        put = PageRequest(series=series, keys=keys, identities=identities, memory=memory)
-        failed = [each for each in store.submit_put(put, timeout=PATIENCE_S).wait() if each is not None]
-        assert not failed, failed
-        store.submit_remove(keys).wait()
+        put = harness.request(series, memory, b"%d" % cycle, num_keys)
+        store.declare(series, put.keys, timeout=PATIENCE_S)
+        harness.put(store, put)()
         time.sleep(max(0.0, began + (cycle + 1) * seconds / cycles - time.monotonic()))
     end()
     return [*taken(), float(heard[0])]

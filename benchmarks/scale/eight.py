@@ -11,13 +11,14 @@ import time
 from contextlib import ExitStack
 
 import attrs
+import harness
 
 from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
 from scale.children import PAGE_TOKENS, PATIENCE_S, config, taken
 from scale.cluster import Cluster, Topology
 from scale.constants import Constants
-from scale.measure import environment, free_ports
+from scale.measure import environment
 
 UNIT_PAGES, ANSWER_PAGES = 4, 2
 UNIT_TOKENS = UNIT_PAGES * PAGE_TOKENS
@@ -118,7 +119,7 @@ def expected(known: Constants, seen: Seen, alone: Held) -> Held:
 
 def counted(requests: list[Request], engines: int) -> list[tuple[Seen, Held]]:
     """By real engines."""
-    ports, env = free_ports(engines), environment()
+    ports, env = harness.free_ports(engines), environment()
     with ExitStack() as stack:
         children = [
             stack.enter_context(peers.start(f"{__file__}:serving", number, ports, timeout_s=300, env=env))

@@ -4,19 +4,15 @@ minutes."""
 from __future__ import annotations
 
 import os
-import platform
 import secrets
-import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import attrs
+import harness
 import msgspec
 
 import kvplug
@@ -26,7 +22,6 @@ from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.transport import PageBuffers, PageEvent, PageRequest, Series, Store
 from kvplug.transport.store.format import opaque_format
-from kvplug.transport.store.keys import foreign_key
 from kvplug_lookup.connector.publisher import encode_batch
 from kvplug_testing import peers
 from scale.children import CHILDREN, PAGE_TOKENS
@@ -38,18 +33,6 @@ FEW, MANY = 1, 64
 CYCLES, BUSY_CYCLES, SECONDS = 60, 600, 4.0
 LOOKUP_PAGES = 128
 PUT_PAGES = 16
-PROGRAM = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens at now."""
-    with ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            one = stack.enter_context(socket.socket())
-            one.bind(("127.0.0.1", 0))
-            found.append(one.getsockname()[1])
-        return found
 
 
 def environment() -> dict[str, str]:
@@ -62,21 +45,8 @@ def environment() -> dict[str, str]:
 
 
 def where() -> str:
-    """The machine and the versions."""
-    model = next(
-        (
-            line.partition(": ")[2]
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    kernel = ".".join(platform.release().split(".")[:2])
-    return (
-        f"{time.strftime('%-d %B %Y')}, {os.cpu_count()} cores of {model.strip()}, Linux {kernel},"
-        f" Python {platform.python_version()}, kvplug {kvplug.__version__},"
-        f" load {os.getloadavg()[0]:.1f} before"
-    )
+    """The date, the machine and the versions."""
+    return f"{time.strftime('%-d %B %Y')}, {harness.machine()}, load {os.getloadavg()[0]:.1f} before"
 
 
 # -- links and events --------------------------------------------------------------------------
@@ -95,7 +65,7 @@ def _ask(child: peers.Peer, *message: Any) -> list[float]:
 
 def links_and_events() -> dict[str, Any]:
     """One engine saves; another follows it once, and then 32 times more."""
-    saving_port, following_port = free_ports(2)
+    saving_port, following_port = harness.free_ports(2)
     env = environment()
     with ExitStack() as stack:
         saves = stack.enter_context(peers.start(f"{CHILDREN}:saving", saving_port, timeout_s=300, env=env))
@@ -253,69 +223,41 @@ def events_of_put() -> dict[str, float]:
     store = kvplug.build_store(kvplug.Config.from_dict(given))
     heard: list[str] = []
     try:
-        series = Series(opaque_format(2 << 20), b"", store.seal.id)
+        series = harness.series(store, opaque_format(2 << 20))
         for number in range(20):
             if number == 10:
                 end = store.subscribe(lambda event: heard.append(type(event).__name__))
                 heard.clear()
-            identities = [b"%d %d" % (number, index) for index in range(PUT_PAGES)]
-            keys = [foreign_key(b"scale", identity) for identity in identities]
             memory = store.allocate(series, PUT_PAGES)
             assert memory is not None
-            store.declare(series, keys, timeout=60)
-            put = PageRequest(series=series, keys=keys, identities=identities, memory=memory)
-            failed = [each for each in store.submit_put(put, timeout=60).wait() if each is not None]
-            assert not failed, failed
+            put = harness.request(series, memory, b"%d" % number, PUT_PAGES)
+            store.declare(series, put.keys, timeout=60)
+            harness.put(store, put)
         end()
         return {what: heard.count(f"Pages{what.title()}") / 10 for what in ("declared", "stored", "removed")}
     finally:
         store.abort()
 
 
-def _put(store: Store, series: Series, name: bytes, count: int) -> list[bytes]:
-    identities = [name + b" %d" % index for index in range(count)]
-    keys = [foreign_key(b"scale", identity) for identity in identities]
-    memory = PageBuffers.empty(series.format, count)
-    put = PageRequest(series=series, keys=keys, identities=identities, memory=memory)
-    failed = [each for each in store.submit_put(put, timeout=60).wait() if each is not None]
-    assert not failed, failed
-    return keys
+def _put(store: Store, nbytes: int, name: bytes, count: int) -> PageRequest:
+    series = harness.series(store, opaque_format(nbytes))
+    put = harness.request(series, PageBuffers.empty(series.format, count), name, count)
+    harness.put(store, put)
+    return put
 
 
 # -- a store that all engines share ------------------------------------------------------------
 
 
-@contextmanager
-def served(env: dict[str, str]) -> Iterator[tuple[str, int]]:
+def served(stack: ExitStack) -> tuple[str, int]:
     """A program that serves a store "host": its address and process id."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    command = [*PROGRAM, "store", "serve", "host", "--address", address, "--set=timeout_s=60"]
-    program = subprocess.Popen(
-        [*command, f"--set=options.host.size={1 << 29}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **env},
-    )
-    try:
-        assert program.stdout is not None
-        assert program.stdout.readline().strip(), "the program does not serve"
-        yield address, program.pid
-    finally:
-        program.terminate()
-        program.wait(30)
+    os.environ.update(environment())
+    address = f"127.0.0.1:{harness.free_ports(1)[0]}"
+    return address, harness.served(stack, address, 1 << 29)
 
 
-def _opened(stack: ExitStack, address: str, *, is_mapped: bool, transport: str) -> Store:
-    given = {
-        "stores": ["host"],
-        "timeout_s": 60,
-        "transport": transport,
-        "options": {"host": {"contact": address, "map": is_mapped}},
-    }
-    store = kvplug.build_store(kvplug.Config.from_dict(given))
-    stack.callback(store.close)
-    return store
+def _opened(stack: ExitStack, address: str, *, is_mapped: bool = False, transport: str = "cpu") -> Store:
+    return harness.opened(stack, {"contact": address, "map": is_mapped}, transport=transport)
 
 
 def _cpu(pid: int) -> float:
@@ -334,37 +276,29 @@ def shared_store() -> dict[str, Any]:
     import torch
 
     torch.empty(0)
-    env = environment()
-    os.environ.update(env)
     with ExitStack() as stack:
-        address, pid = stack.enter_context(served(env))
-        store = _opened(stack, address, is_mapped=False, transport="cpu")
-        small = Series(opaque_format(64 << 10), b"", store.seal.id)
-        keys = _put(store, small, b"known", LOOKUP_PAGES)
-        alone = []
-        for _ in range(300):
-            began = time.perf_counter()
-            store.submit_lookup(keys).wait()
-            alone.append(time.perf_counter() - began)
+        address, pid = served(stack)
+        store = _opened(stack, address)
+        keys = _put(store, 64 << 10, b"known", LOOKUP_PAGES).keys
+        alone = [harness.seconds(lambda: store.submit_lookup(keys).wait())[0] for _ in range(300)]
         before, rounds = _cpu(pid), 3000
         for _ in range(rounds // 8):
             for job in [store.submit_lookup(keys) for _ in range(8)]:
                 job.wait()
         lookup_cpu = (_cpu(pid) - before) / rounds
-        large = Series(opaque_format(2 << 20), b"", store.seal.id)
         for number in range(20):  # until it is full: from then on pages go, and no memory is new
-            _put(store, large, b"first %d" % number, 16)
-        keys = _put(store, small, b"known again", LOOKUP_PAGES)
+            _put(store, 2 << 20, b"first %d" % number, 16)
+        keys = _put(store, 64 << 10, b"known again", LOOKUP_PAGES).keys
         puts, rounds = {}, 60
         for count in (1, 16):
             before = _cpu(pid)
             for number in range(rounds):
-                _put(store, large, b"put %d %d" % (count, number), count)
+                _put(store, 2 << 20, b"put %d %d" % (count, number), count)
             puts[count] = (_cpu(pid) - before) / rounds
         page_s = max(0.0, (puts[16] - puts[1]) / 15)
         before_links = _taken(pid)
         for _ in range(16):
-            _opened(stack, address, is_mapped=False, transport="cpu").submit_lookup(keys).wait()
+            _opened(stack, address).submit_lookup(keys).wait()
         link = _difference(_taken(pid), before_links, 16)
     return {
         "lookup_pages": LOOKUP_PAGES,
@@ -377,14 +311,10 @@ def shared_store() -> dict[str, Any]:
 
 def loads() -> dict[str, Any]:
     """Pages of 2 MiB out of a store that another program serves."""
-    env = environment()
-    os.environ.update(env)
     rates, get_s = {}, 0.0
     with ExitStack() as stack:
-        address, pid = stack.enter_context(served(env))
-        store = _opened(stack, address, is_mapped=False, transport="cpu")
-        series = Series(opaque_format(2 << 20), b"", store.seal.id)
-        kept = _put(store, series, b"large", 32)
+        address, pid = served(stack)
+        kept = _put(_opened(stack, address), 2 << 20, b"large", 32)
         for name, is_mapped, transport in (
             ("mapped", True, "cpu"),
             ("shm", False, "shm"),
@@ -392,25 +322,20 @@ def loads() -> dict[str, Any]:
         ):
             other = _opened(stack, address, is_mapped=is_mapped, transport=transport)
             assert ("mapped" if is_mapped else "pipe") in other.route, other.route
-            rates[name], get_s = _loaded(other, series, kept, pid)
+            rates[name], get_s = _loaded(other, kept, pid)
     return {"get_store_s": get_s, "load_bytes_per_s": rates}
 
 
-def _loaded(store: Store, series: Series, keys: list[bytes], pid: int) -> tuple[float, float]:
+def _loaded(store: Store, get: PageRequest, pid: int) -> tuple[float, float]:
     """Bytes a second, and seconds of the store's processor time a page."""
-    memory = PageBuffers.empty(series.format, len(keys))
-    identities = [b"large %d" % index for index in range(len(keys))]
-    get = PageRequest(series=series, keys=keys, identities=identities, memory=memory)
     taken, before, warm, rounds = [], 0.0, 3, 30
     for number in range(warm + rounds):
         if number == warm:
             before = _cpu(pid)
-        began = time.perf_counter()
-        missed = [each for each in store.submit_get(get, timeout=60).wait() if each is not None]
-        assert not missed, missed
-        taken.append(time.perf_counter() - began)
-    nbytes = len(keys) * series.format.nbytes
-    return nbytes / statistics.median(taken[warm:]), (_cpu(pid) - before) / rounds / len(keys)
+        taken.append(harness.seconds(lambda: harness.get(store, get))[0])
+    count = len(get.keys)
+    nbytes = count * get.series.format.nbytes
+    return nbytes / statistics.median(taken[warm:]), (_cpu(pid) - before) / rounds / count
 
 
 def member_bytes() -> float:

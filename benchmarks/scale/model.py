@@ -1,9 +1,8 @@
 """What a number of engines costs, in closed formulas. ``simulate.py`` has the hit rates; this has the rest.
 
-An engine has one scheduler and ``workers`` workers. Its scheduler follows the store of each of its own
-workers, and that of each worker of each peer; each of its workers serves those followers, loads from the
-workers of its rank in peers, and is loaded from. *Peers* are the engines that it sees: all others in a full
-mesh, the rest of its group in groups, none behind a router or with a shared store.
+An engine has one scheduler and one worker. Its scheduler follows the store of its own worker and that of each
+peer; its worker serves those followers, loads from peers, and is loaded from. *Peers* are the engines that it
+sees: all others in a full mesh, the rest of its group in groups, none behind a router or with a shared store.
 """
 
 from __future__ import annotations
@@ -40,20 +39,15 @@ class Cost:
     """The part of them that one worker serves."""
     threads: float
     descriptors: float
-    link_memory_bytes: float
     index_bytes: float
     events_in: float
     """A second, at the scheduler."""
-    events_out: float
-    """A second, at one worker: copies for followers."""
     wire_bytes: float
     """A second, in and out, of events and fences."""
     scheduler_cpu: float
     """Cores."""
     worker_cpu: float
     """Cores, of one worker."""
-    busy_cpu: float
-    """Cores of both for the same events if they had no pauses: what remains when wake-ups are shared."""
     engine_s: float
     """Of the engine's thread for each request."""
     fence_wait_s: float
@@ -65,51 +59,34 @@ class Cost:
         return self.scheduler_cpu + self.worker_cpu
 
 
-def cost(
-    known: Constants,
-    num_peers: int,
-    traffic: Traffic,
-    *,
-    pages: float,
-    workers: int = 1,
-    loading: int | None = None,
-) -> Cost:
-    """What an engine with so many peers costs.
+def cost(known: Constants, num_peers: int, traffic: Traffic, *, pages: float) -> Cost:
+    """What an engine costs that has one worker, and so many peers, all of which load from each other.
 
     Args:
         pages: in each store.
-        loading: peers that it has loaded from, and that have loaded from it; default: all.
     """
-    loading = num_peers if loading is None else loading
     seen = num_peers + 1
-    follow_links, serve_links = workers * seen, workers * seen
-    load_links = workers * loading
     links: list[tuple[float, Link]] = [
-        (follow_links, known.link_of_scheduler),
-        (serve_links, known.link_to_follower),
-        (load_links, known.link_to_store),
-        (load_links, known.link_to_loader),
+        (seen, known.link_of_scheduler),
+        (seen, known.link_to_follower),
+        (num_peers, known.link_to_store),
+        (num_peers, known.link_to_loader),
     ]
-    events_in, events_out = seen * workers * traffic.events, seen * traffic.events
-    pages_in, pages_out = seen * workers * traffic.event_pages, seen * traffic.event_pages
-    fences = seen * workers * traffic.requests
+    events, pages_named = seen * traffic.events, seen * traffic.event_pages
+    fences = seen * traffic.requests
     return Cost(
         peers=num_peers,
         links=sum(count for count, _ in links),
-        served=seen + loading,
+        served=seen + num_peers,
         threads=sum(count * link.threads for count, link in links),
         descriptors=sum(count * link.descriptors for count, link in links),
-        link_memory_bytes=sum(count * link.memory_bytes for count, link in links),
-        index_bytes=seen * workers * pages * known.index_page_bytes,
-        events_in=events_in,
-        events_out=events_out,
-        wire_bytes=known.wire.of(events_in + workers * events_out, pages_in + workers * pages_out)
-        + 2 * fences * known.fence_bytes,
-        scheduler_cpu=known.follow.of(events_in, pages_in) + fences * known.fence_scheduler_s,
-        worker_cpu=known.publish.of(events_out, pages_out) + seen * traffic.requests * known.fence_worker_s,
-        busy_cpu=known.follow_busy.of(events_in, pages_in) + known.publish_busy.of(events_out, pages_out),
-        engine_s=seen * workers * known.fence_engine_s,
-        fence_wait_s=seen * workers * known.fence_wait_s,
+        index_bytes=seen * pages * known.index_page_bytes,
+        events_in=events,
+        wire_bytes=2 * (known.wire.of(events, pages_named) + fences * known.fence_bytes),
+        scheduler_cpu=known.follow.of(events, pages_named) + fences * known.fence_scheduler_s,
+        worker_cpu=known.publish.of(events, pages_named) + fences * known.fence_worker_s,
+        engine_s=seen * known.fence_engine_s,
+        fence_wait_s=seen * known.fence_wait_s,
     )
 
 
@@ -128,10 +105,10 @@ def descriptors_allow(known: Constants, limit: int) -> int:
     return int((limit - two[0]) / (two[1] - two[0]))
 
 
-def served_allow(limit: int = MAX_SERVED) -> int:
+def served_allow() -> int:
     """So many peers fit into the links that a worker serves: a follower of each and of its own scheduler, and
     one that loads of each."""
-    return (limit - 1) // 2
+    return (MAX_SERVED - 1) // 2
 
 
 # -- a store that all share, and a router ------------------------------------------------------
@@ -174,7 +151,6 @@ def router_cores(known: Constants, engines: int, *, events: float, pages: float)
 class Membership:
     """Engines that announce themselves in a directory, and read the list of all."""
 
-    lease_s: float = 15.0
     announce_s: float = 3.0
     """A fifth of the lease."""
     list_s: float = 3.0

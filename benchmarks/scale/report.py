@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import harness
 
 from scale import model
 from scale.cluster import Topology
@@ -99,12 +100,6 @@ def _router(known: Constants, engines: int, counts: Counts) -> float:
 # -- tables --------------------------------------------------------------------------------------
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """In Markdown; numbers to the right."""
-    lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, each)) + " |" for each in rows)])
-
-
 def number(value: float) -> str:
     """Three digits, or whole."""
     if value == 0:
@@ -164,7 +159,7 @@ def constants_table(known: Constants) -> str:
         ("a batch for routers", f"{known.router_wire.event:.0f} bytes + {known.router_wire.page:.0f} a page"),
         ("a member's record", f"{known.member_bytes:.0f} bytes"),
     ]
-    return table(("what", "measured"), rows)
+    return harness.table(("what", "measured"), rows)
 
 
 def _per(cost: Any) -> str:
@@ -204,7 +199,7 @@ def hits_table(rows: Sequence[Row]) -> str:
         "busiest engine",
         "wait, ms",
     )
-    return table(head, found)
+    return harness.table(head, found)
 
 
 def costs_table(rows: Sequence[Row]) -> str:
@@ -240,7 +235,7 @@ def costs_table(rows: Sequence[Row]) -> str:
         "cores of a shared store",
         "cores of a router",
     )
-    return table(head, found)
+    return harness.table(head, found)
 
 
 def traffic_at(
@@ -289,7 +284,7 @@ def bends_table(known: Constants, load: Workload) -> str:
             number(model.FENCE_LIMIT_S / one.fence_wait_s),
         ),
     ]
-    return table(("a full mesh uses up", "with so many engines"), rows)
+    return harness.table(("a full mesh uses up", "with so many engines"), rows)
 
 
 def membership_table(known: Constants, engines: Sequence[int]) -> str:
@@ -312,7 +307,7 @@ def membership_table(known: Constants, engines: Sequence[int]) -> str:
         "lists, MB/s",
         "a full mesh connects, CPU s of all hosts",
     )
-    return table(head, rows)
+    return harness.table(head, rows)
 
 
 # -- the picture ---------------------------------------------------------------------------------

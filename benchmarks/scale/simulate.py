@@ -84,7 +84,6 @@ class Counts:
     """Units that each store has sent to other engines."""
     busy: list[float] = attrs.field(factory=list)
     """Seconds that each engine has computed prompts."""
-    puts_of: list[int] = attrs.field(factory=list)
     wait_s: float = 0.0
     """Between the arrival of a request and the begin of its answer, in total."""
 
@@ -173,7 +172,6 @@ class Simulation:
                     seconds=seconds,
                     sent=[0] * len(self.cluster.stores),
                     busy=[0.0] * self.engines,
-                    puts_of=[0] * self.engines,
                 )
             if what == "new":
                 self._begin(now)
@@ -250,14 +248,14 @@ class Simulation:
         saved, gone = cluster.save(engine, units[first:])
         pages = saved * load.unit_pages + load.unit_pages - load.answer_pages
         puts = -(-pages // load.chunk_pages)
-        self._count(engine, puts, pages, is_full=gone > 0 or self._is_full(engine))
+        self._count(puts, pages, is_full=gone > 0 or self._is_full(engine))
 
     def _answered(self, now: float, engine: int, conversation: int, units: list[Unit], new: Unit) -> None:
         """The answer is whole: its pages were saved one by one."""
         load = self.workload
         self.cluster.caches[engine].note([*units, new])
         self.cluster.save(engine, [new])
-        self._count(engine, load.answer_pages, load.answer_pages, is_full=self._is_full(engine))
+        self._count(load.answer_pages, load.answer_pages, is_full=self._is_full(engine))
         if self._rng.random() >= 1 / load.turns:
             pause = self._rng.expovariate(1 / load.think_s)
             self._later(now + pause, ("turn", conversation, [*units, new]))
@@ -266,7 +264,7 @@ class Simulation:
         store = self.cluster.stores[self.cluster.store_of(engine)]
         return len(store.units) >= store.size
 
-    def _count(self, engine: int, puts: int, pages: int, *, is_full: bool) -> None:
+    def _count(self, puts: int, pages: int, *, is_full: bool) -> None:
         """A put is declared, stored in one or more parts, and makes room where the store is full."""
         counts = self.counts
         counts.puts += puts
@@ -274,8 +272,6 @@ class Simulation:
         stored = puts * math.ceil(pages / puts / self._stored_pages)
         counts.events += round(puts * (1 + (self._removed_per_put if is_full else 0.0)) + stored)
         counts.event_pages += pages * (3 if is_full else 2)
-        if self._is_counting:
-            counts.puts_of[engine] += puts
 
     # -- where a request goes ------------------------------------------------------------------
 

@@ -71,14 +71,11 @@ class QueueLink(InPlaceBroadcast):
         overrides: Sequence[str],
         max_chunk_bytes: int,
         max_chunks: int,
-        over_network: bool = False,
     ) -> None:
-        """``over_network``: connect to readers as if they shared no memory."""
         config = Config.load(path, overrides=overrides)
         endpoint = build_queue(
             config,
             n_reader=rendezvous.size - 1,
-            local_reader_ranks=() if over_network else None,
             max_chunk_bytes=max_chunk_bytes,
             max_chunks=max_chunks,
         )
