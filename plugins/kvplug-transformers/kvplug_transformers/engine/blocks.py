@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 
@@ -18,11 +18,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"a pool needs at least one block, got {num_blocks}")
-        self.num_blocks = num_blocks
-        self._free = deque(range(num_blocks))
-        self._is_free = [True] * num_blocks
+        self._free = OrderedDict.fromkeys(range(num_blocks))
 
     @property
     def num_free(self) -> int:
@@ -33,10 +29,7 @@ class BlockPool:
         """``count`` block ids; ``None``, without allocating any, if fewer are free."""
         if count > len(self._free):
             return None
-        block_ids = [self._free.popleft() for _ in range(count)]
-        for block_id in block_ids:
-            self._is_free[block_id] = False
-        return block_ids
+        return [self._free.popitem(last=False)[0] for _ in range(count)]
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Take blocks back.
@@ -45,9 +38,6 @@ class BlockPool:
             ValueError: one of them is already free; then none is taken back.
         """
         ids = list(block_ids)
-        twice = [block_id for block_id in ids if self._is_free[block_id]]
-        if twice or len(set(ids)) != len(ids):
-            raise ValueError(f"blocks are freed twice: {twice or ids}")
-        for block_id in ids:
-            self._is_free[block_id] = True
-        self._free.extend(ids)
+        if self._free.keys() & ids or len(set(ids)) != len(ids):
+            raise ValueError(f"blocks are freed twice: {ids}")
+        self._free.update(dict.fromkeys(ids))

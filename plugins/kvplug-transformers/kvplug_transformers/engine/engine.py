@@ -106,13 +106,10 @@ class Engine:
 
         Raises:
             UnsupportedError: the model's cache is not keys and values per layer; the message has the reason.
-            ValueError: one side of a connector was given without the other.
         """
         self.options = options or EngineOptions()
         if not isinstance(model, (Worker, ShardedWorker)):
             model = Worker(model, describe(model), self.options)
-        if (scheduler_connector is not None) != model.connects:
-            raise ValueError("give both sides of a connector, or neither")
         self.worker = model
         self.facts = model.facts
         self.scheduler = Scheduler(self.options, scheduler_connector)

@@ -78,11 +78,6 @@ class Worker:
         return cls(model, facts, options, connector, rank=rank, size=size)
 
     @property
-    def connects(self) -> bool:
-        """Whether it has its side of a connector."""
-        return self._connector is not None
-
-    @property
     def last_route(self) -> str:
         """A description of the source of the connector's last load; empty if the connector has none."""
         return getattr(self._connector, "last_route", "")

@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 
 from kvplug import ClosedError, Config, PeerGoneError, TimeoutError, build_queue
-from kvplug.engine import CacheEvent, ModelInfo, WorkerOutput
+from kvplug.engine import CacheEvent, WorkerOutput
+from kvplug.net.wire import from_plain
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueEndpoint, Timeout
 from kvplug_transformers.engine.options import EngineOptions
 from kvplug_transformers.engine.rank import MAX_MESSAGE_BYTES, config_to_plain, on_one_host
@@ -100,12 +101,7 @@ class Workers:
         except BaseException:
             self.close(at_once=True)
             raise
-        facts = loaded[0]["facts"]
-        self.facts = ModelFacts(
-            info=ModelInfo(**facts["info"]),
-            context=facts["context"],
-            layer_names=tuple(facts["layer_names"]),
-        )
+        self.facts = from_plain(loaded[0]["facts"], ModelFacts, "facts")
         """The whole model's."""
         self.pids = self._processes.pids
         """The workers' process ids, by rank."""
@@ -137,7 +133,7 @@ class Workers:
             listen=listen,
             connect=connect,
         )
-        return ShardedWorker(self, number, answers, connects=connects)
+        return ShardedWorker(self, number, answers)
 
     def ask(self, op: str, timeout: Timeout = DEFAULT_TIMEOUT, **arguments: Any) -> list[dict[str, Any]]:
         """Send one command to every worker; returns their answers in the order of ranks.
@@ -188,15 +184,11 @@ class Workers:
 class ShardedWorker:
     """All workers' parts of one engine. An engine uses it like a ``Worker`` in its own process."""
 
-    def __init__(
-        self, workers: Workers, number: int, opened: Sequence[Mapping[str, Any]], *, connects: bool
-    ) -> None:
+    def __init__(self, workers: Workers, number: int, opened: Sequence[Mapping[str, Any]]) -> None:
         self._workers = workers
         self._number = number
         self._reports = Reports(workers.size)
         self.facts = workers.facts
-        self.connects = connects
-        """Whether each worker has its side of a connector."""
         self.contacts = tuple(contact for answer in opened for contact in answer["contacts"])
         """The addresses of the workers' connectors, by rank. They may contain tokens: do not log them."""
         self.handshake_metadata = {
