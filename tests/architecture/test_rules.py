@@ -216,7 +216,6 @@ THREADS = Rule(
         "plugins/kvplug-bench/kvplug_bench/processes.py": "waits for a parent, in a process that is ended",
         f"{KIT}/peers.py": "waits for a parent, in a child that has no other end",
         f"{KIT}/waits.py": "a test's, which reports what does not end",
-        "plugins/kvplug-transformers/kvplug_transformers/processes.py": "reads lines, and calls no library",
     },
 )
 LOCKS = Rule(

@@ -2,6 +2,7 @@
 
 :class:`Processes` is the end of the program that starts them, :class:`Parent` the end in the process. A
 process receives one command at a time, on its stdin. It may report progress, on its stdout, and then answers.
+Both are the same socket.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ import ctypes
 import json
 import logging
 import os
-import queue
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -29,7 +28,6 @@ from typing import IO, Any, NoReturn
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import peer_text
 
 Event = dict[str, Any]
 """``"event"`` is its kind: the command that it answers, a kind of progress, or ``"error"``."""
@@ -44,12 +42,12 @@ _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 _TICK_S = 0.5
-_NOTE_AFTER_S = 60.0
-"""After this silence, a note names the process that is waited for."""
 _VERDICT_S = 1.0
 """How long to look for the process at fault, once another one has failed because of it."""
 _STOP_S = 10.0
 """How long a process may take to end after "stop"."""
+_LAST_BYTES = 8192
+"""How much of the end of its stderr is in the error of a process that has ended."""
 _OF_OTHERS = ("PeerGoneError", "TimeoutError", "TransportError")
 """Errors of a process whose cause may be another process."""
 _PR_SET_PDEATHSIG = 1
@@ -67,16 +65,19 @@ class ProcessError(KvplugError):
 @attrs.define(eq=False)
 class _Process:
     name: str
-    popen: subprocess.Popen[str]
-    commands: socket.socket
-    stderr: deque[str] = attrs.field(factory=lambda: deque(maxlen=40))
-    threads: list[threading.Thread] = attrs.field(factory=list)
+    popen: subprocess.Popen[bytes]
+    wire: socket.socket
+    stderr: IO[bytes] | None
+    """``None``: it is shown."""
+    rest: bytes = b""
+    """The beginning of an event that has not wholly arrived."""
+    silent_s: float = 0.0
+    """Counted in ticks, so that time in which this program did not run does not count."""
     answers: deque[Event] = attrs.field(factory=deque)
     error: Event | None = None
     """The error that it has reported; it ends after that."""
     end: KvplugError | None = None
     """How it has ended."""
-    silent_s: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.popen.pid})"
@@ -103,8 +104,20 @@ class _Process:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         except ValueError:
             how = f"was killed by signal {-code}"
-        output = "".join(self.stderr).strip() if code >= 0 else ""
+        output = ""
+        if code >= 0 and self.stderr is not None:
+            begin = max(0, self.stderr.seek(0, os.SEEK_END) - _LAST_BYTES)
+            last = os.pread(self.stderr.fileno(), _LAST_BYTES, begin)
+            output = last.decode(errors="replace").strip()
         return PeerGoneError(f"{self} {how}" + (f":\n{output}" if output else ""))
+
+    def wait_for_end(self) -> None:
+        """Wait for its exit status; kill it if this takes long."""
+        try:
+            self.popen.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
 
 
 class Processes:
@@ -127,47 +140,37 @@ class Processes:
         patience_s: float,
         advice: str,
         show: Callable[[str, Event], object] = lambda name, event: None,
-        note: Callable[[str], object] = lambda text: None,
     ) -> None:
         """
         Args:
             patience_s: how long a process may report nothing while its answer is awaited.
             advice: what to do on a slow machine; the end of a sentence.
             show: receives each event, with the name of the process.
-            note: receives one sentence about a process that is silent for long.
         """
         self._patience_s = patience_s
         self._advice = advice
         self._show = show
-        self._note = note
-        self._events: queue.SimpleQueue[tuple[_Process, Event]] = queue.SimpleQueue()
         self._processes: dict[str, _Process] = {}
 
     def start(self, name: str, argv: Sequence[str]) -> None:
-        """Start one process. It waits for its first command."""
+        """Start one process; its name is added to its arguments. It waits for its first command.
+
+        Its stderr, which includes the log, is in the error if it ends; with ``KVPLUG_LOG`` it is shown.
+        """
         ours, theirs = socket.socketpair()
+        shows = bool(os.environ.get("KVPLUG_LOG", "").strip())
+        stderr = None if shows else tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         with theirs:
             popen = subprocess.Popen(
-                argv,
+                [*argv, name],
                 stdin=theirs.fileno(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
+                stdout=theirs.fileno(),
+                stderr=stderr,
                 env={**_ENVIRONMENT, **os.environ},
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )
-        # A stopped process does not read a long command.
-        ours.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._patience_s) + 1, 0)
-        )
-        process = self._processes[name] = _Process(name, popen, ours)
-        assert popen.stdout and popen.stderr
-        for target, stream in ((self._keep_stderr, popen.stderr), (self._read_events, popen.stdout)):
-            thread = threading.Thread(target=target, args=(process, stream), daemon=True)
-            process.threads.append(thread)
-            thread.start()
+        ours.settimeout(self._patience_s + 1)  # a stopped process does not read a long command
+        self._processes[name] = _Process(name, popen, ours, stderr)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -182,11 +185,11 @@ class Processes:
         """
         process = self._processes[name]
         try:
-            process.commands.sendall((json.dumps({"op": op, **arguments}) + "\n").encode())
-        except BlockingIOError as e:
-            raise self._silence([process]) from e
+            process.wire.sendall((json.dumps({"op": op, **arguments}) + "\n").encode())
         except ConnectionError:
             pass
+        except OSError as e:  # the time is up
+            raise self._silence([process]) from e
 
     def answers(self, *names: str) -> list[Event]:
         """Wait until each of these has answered; returns the answers in that order.
@@ -200,15 +203,10 @@ class Processes:
         while awaited := [process for process in processes if not process.answers]:
             if any(process.end for process in awaited):
                 raise self.fault(*names) or AssertionError("a process has ended")
-            if self._handle_event(_TICK_S):
+            if self._receive(_TICK_S):
                 continue
             for process in awaited:
                 process.silent_s += _TICK_S
-                if process.silent_s == _NOTE_AFTER_S < self._patience_s:
-                    self._note(
-                        f"{process} has reported nothing for {_NOTE_AFTER_S:.0f} s; it is given"
-                        f" {self._patience_s:.0f} s"
-                    )
             if late := [process for process in awaited if process.silent_s >= self._patience_s]:
                 raise self._silence(late)
         return [process.answers.popleft() for process in processes]
@@ -220,14 +218,14 @@ class Processes:
 
     def has_ended(self, *names: str) -> bool:
         """Whether one of these, or of all, has ended. Costs little."""
-        while self._handle_event(0):
+        while self._receive(0):
             pass
         return any(self._processes[name].end for name in names or self._processes)
 
     def wait_for_end(self, name: str) -> KvplugError:
         """Wait without a limit until this process ends by itself; returns its error."""
         while (end := self._processes[name].end) is None:
-            self._handle_event(None)
+            self._receive(None)
         return end
 
     def fault(self, *names: str) -> KvplugError | None:
@@ -247,7 +245,7 @@ class Processes:
             )
             if found:
                 return found[0]
-            if not self._handle_event(max(0.0, end - time.monotonic())):
+            if not self._receive(max(0.0, end - time.monotonic())):
                 return next((each.failed() for each in processes if each.error), None)
 
     def close(self, *, at_once: bool = False) -> None:
@@ -259,32 +257,38 @@ class Processes:
             with contextlib.suppress(TimeoutError):
                 self.send(name, "stop")
         for process in self._processes.values():
-            try:
-                process.popen.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
-            process.commands.close()
-            for thread in process.threads:
-                thread.join()
+            process.wait_for_end()
+            process.wire.close()
+            if process.stderr is not None:
+                process.stderr.close()
         self._processes.clear()
 
-    def _handle_event(self, timeout: float | None) -> bool:
-        """Handle the next event; false if none arrived in time."""
-        try:
-            process, event = self._events.get(timeout != 0, timeout)
-        except queue.Empty:
-            return False
-        process.silent_s = 0.0
-        if event["event"] == "exit":
-            process.end = process.failed()
-            return True
+    def _receive(self, timeout: float | None) -> bool:
+        """Handle what processes report, and how they end; false if nothing arrived in time."""
+        alive = {process.wire: process for process in self._processes.values() if process.end is None}
+        ready = select.select(alive, (), (), timeout)[0]
+        for wire in ready:
+            process = alive[wire]
+            process.silent_s = 0.0
+            try:
+                data = wire.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                process.wait_for_end()
+                process.end = process.failed()
+            *lines, process.rest = (process.rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"{"):  # else a library has printed it before stdout was redirected
+                    self._handle(process, json.loads(line))
+        return bool(ready)
+
+    def _handle(self, process: _Process, event: Event) -> None:
         if event["event"] == "error":
             process.error = event
         elif event.pop("is_answer", False):
             process.answers.append(event)
         self._show(process.name, event)
-        return True
 
     def _silence(self, processes: Sequence[_Process]) -> KvplugError:
         if stopped := [process for process in processes if process.is_stopped]:
@@ -293,27 +297,6 @@ class Processes:
             f"{', '.join(map(str, processes))} reported nothing for {self._patience_s:.0f} s; on a slow"
             f" machine, or for a large model, {self._advice}"
         )
-
-    def _read_events(self, process: _Process, stream: IO[str]) -> None:
-        with stream:
-            for line in stream:
-                try:
-                    self._events.put((process, json.loads(line)))
-                except ValueError:
-                    process.stderr.append(line)  # from a library, before the process redirected stdout
-        process.popen.wait()
-        process.threads[0].join()  # the rest of its stderr
-        self._events.put((process, {"event": "exit"}))
-
-    def _keep_stderr(self, process: _Process, stream: IO[str]) -> None:
-        """Keep the last lines of stderr, which include the log; with ``KVPLUG_LOG``, show all lines."""
-        shows = bool(os.environ.get("KVPLUG_LOG", "").strip())
-        with stream:
-            for line in stream:
-                process.stderr.append(line)
-                if shows:
-                    with contextlib.suppress(OSError):  # our stderr is closed: the process continues
-                        sys.stderr.write(peer_text(f"{process.name}: {line}", keep_lines=True))
 
 
 class Parent:
@@ -327,18 +310,21 @@ class Parent:
     def __init__(self) -> None:
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        self._commands = os.fdopen(os.dup(0), encoding="utf-8")
         self._events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+        # Programs that inherit stdin and stdout do not keep the socket open.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
         if given := os.environ.get("KVPLUG_LOG", "").strip().upper():  # the command line has checked it
             levels = {word.strip() for word in given.split(",")} - {"JSON", ""}  # the lines get a prefix
-            form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+            form = f"{sys.argv[-1]}: %(asctime)s %(levelname)s %(name)s: %(message)s"
             logging.basicConfig(level=(*levels, "INFO")[0], format=form)
 
     def report(self, event: str, **facts: Any) -> None:
         """Send one event. Ends this process if the parent no longer reads."""
         try:
             self._events.write(json.dumps({"event": event, **facts}) + "\n")
-        except BrokenPipeError:
+        except ConnectionError:
             os._exit(1)
 
     def commands(self, idle: Callable[[], object] = lambda: None) -> Iterator[Event]:
@@ -346,9 +332,9 @@ class Parent:
         without a command.
         """
         while True:
-            while not select.select([sys.stdin], [], [], _TICK_S)[0]:
+            while not select.select([self._commands], [], [], _TICK_S)[0]:
                 idle()
-            line = sys.stdin.readline()
+            line = self._commands.readline()
             if not line or (command := json.loads(line))["op"] == "stop":
                 return
             yield command

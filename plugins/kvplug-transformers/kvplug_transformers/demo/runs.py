@@ -83,7 +83,6 @@ class Demo:
             patience_s=settings.patience_s + max(config.connect_timeout_s, config.timeout_s),
             advice="give it longer with --patience",
             show=display.show,
-            note=display.note,
         )
 
     def __enter__(self) -> Demo:
@@ -202,7 +201,7 @@ class Demo:
             ModelMissingError: the package is not installed; the message says how to install it.
         """
         from kvplug_transformers.model.bundled import find_gguf
-        from kvplug_transformers.model.cache import folder_for, is_complete, sweep
+        from kvplug_transformers.model.cache import folder_for, make_once
 
         model = self._settings.model
         if model is not None:
@@ -211,19 +210,16 @@ class Demo:
             return model.resolve()
         source = find_gguf()
         folder = folder_for(source)
-        if not is_complete(folder):
-            self._display.note(f"unpacking {source.name} once, into {folder} (about 20 s)")
-            # In a process of its own, since it needs much memory.
+        return make_once(folder, lambda target: self._convert(source, folder, target))
+
+    def _convert(self, source: Path, folder: Path, target: Path) -> None:
+        """Convert the model in a process of its own, since this needs much memory."""
+        self._display.note(f"unpacking {source.name} once, into {folder} (about 20 s)")
+        try:
             self._processes.start(CONVERT, self._commands[CONVERT])
-            try:
-                self._processes.ask(CONVERT, "convert", source=str(source))
-            except BaseException:
-                # Killing a process while it converts leaves an incomplete model.
-                self._processes.close(at_once=True)
-                sweep(folder)
-                raise
-            self._processes.close()
-        return folder
+            self._processes.ask(CONVERT, "convert", source=str(source), target=str(target))
+        finally:
+            self._processes.close(at_once=True)
 
     def _decode_and_compare(self, ready: Event, prefilled: Event | None) -> Report:
         """Decode, then compute the same prompt without a transfer, then let the reference process generate.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kvplug_transformers.engine.options import EngineOptions
     from kvplug_transformers.engine.sequence import Sequence, Token
     from kvplug_transformers.engine.workers import Workers
-    from kvplug_transformers.model.facts import ModelFacts
-    from kvplug_transformers.model.load import LoadedModel
 
 _CHUNK = 256
 """Tokens in one step of prefill: small enough for a progress bar that moves."""
@@ -43,22 +41,12 @@ class DemoWorker:
         self._parent = parent
         self._wrap_pipe = wrap_pipe
         self._registry = Registry.from_env()
-        self._stack: ExitStack
-        self._loaded: LoadedModel
-        self._facts: ModelFacts
-        self._settings: dict[str, Any]
-        self._config: Config
-        self._engine: Engine
-        self._alone: Engine
-        """Without a connector."""
         self._num_loaded = 0
         """How many tokens of the prompt decode has loaded."""
         self._copy_s = 0.0
         """Seconds of one copy of the loaded KV in memory."""
         self._workers: Workers | None = None
         """The processes that compute, if the engine has several."""
-        self._ids: list[int]
-        """The prompt."""
 
     def serve(self, stack: ExitStack) -> None:
         """Execute commands until the parent sends "stop"."""
@@ -71,11 +59,12 @@ class DemoWorker:
         if self._workers is not None:
             self._workers.check()
 
-    def _do_convert(self, source: str) -> Event:
+    def _do_convert(self, source: str, target: str) -> Event:
         """Make the folder of the packaged model."""
-        from kvplug_transformers.model.convert import converted
+        from kvplug_transformers.model.convert import convert
 
-        return {"folder": str(converted(Path(source)))}
+        convert(Path(source), Path(target))
+        return {}
 
     def _do_start(
         self,
