@@ -214,7 +214,7 @@ def build_connector(
         if which is Side.SCHEDULER:
             connector: SchedulerConnector | WorkerConnector = made(spec, context)
             assert isinstance(connector, SchedulerConnector)
-            RequestSpans(connector, spans)
+            RequestSpans(connector, spans, stats)
         else:
             connector = made(spec, context, factory=spec.load_worker_factory(), wanted=WorkerConnector)
     except BaseException:

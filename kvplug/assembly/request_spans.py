@@ -9,14 +9,15 @@ So every connector has them, whoever wrote it. The time to a request's first tok
   background lies in it;
 - ``kvplug.prefill``: until the step that computes the prompt's last token has ended.
 
-All are parts of ``kvplug.request``, which ends with the request.
+All are parts of ``kvplug.request``, which ends with the request. The same calls show which requests wait for
+an answer now, and how long each wait took.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -32,6 +33,7 @@ from kvplug.engine.connector.values import (
     WorkerOutput,
 )
 from kvplug.metrics.spans import TRACEPARENT, Attribute, SpanContext, SpanLog
+from kvplug.metrics.stats import TransferStats
 
 
 @attrs.define(eq=False)
@@ -44,7 +46,7 @@ class _Times:
     arrived_at: float
     asked_at: float = 0.0
     put_off_at: float = 0.0
-    """When the connector first answered that the engine must ask later."""
+    """When the connector first answered that the engine must ask later, until it answers otherwise."""
     matched_at: float = 0.0
     scheduled_at: float = 0.0
     is_computed: bool = False
@@ -54,11 +56,12 @@ class _Times:
 
 
 class RequestSpans:
-    """Records the spans of one connector's requests."""
+    """Records the spans of one connector's requests, and their waits."""
 
-    def __init__(self, connector: SchedulerConnector, spans: SpanLog) -> None:
+    def __init__(self, connector: SchedulerConnector, spans: SpanLog, stats: TransferStats) -> None:
         """Make the connector's methods pass through this object."""
         self._spans = spans
+        self._stats = stats
         self._requests: dict[str, _Times] = {}
         self._before_token: set[str] = set()
         """Requests whose first token is not known to be computed."""
@@ -72,6 +75,7 @@ class RequestSpans:
             self.build_connector_meta,
             self.update_connector_output,
             self.request_finished,
+            self.get_status,
         ):
             name = observe.__name__
             setattr(connector, name, functools.partial(observe, getattr(connector, name)))
@@ -126,24 +130,24 @@ class RequestSpans:
             times.asked_at = time.perf_counter()
             self._record("kvplug.queue", request.request_id, times, times.arrived_at, times.asked_at)
         found: tuple[int | None, bool] = call(request, num_computed_tokens)
-        if times.matched_at:
-            return found
-        now = time.perf_counter()
-        if found[0] is None:
+        num_tokens, now = found[0], time.perf_counter()
+        if num_tokens is None:
             times.put_off_at = times.put_off_at or now
-            return found
-        times.matched_at = now
-        if times.put_off_at:
+        elif times.put_off_at:
             self._record("kvplug.wait", request.request_id, times, times.put_off_at, now)
-        self._record(
-            "kvplug.match",
-            request.request_id,
-            times,
-            times.asked_at,
-            now,
-            num_tokens=found[0],
-            num_computed_tokens=num_computed_tokens,
-        )
+            self._stats.record("wait", seconds=now - times.put_off_at, trace_id=times.context.trace_id)
+            times.put_off_at = 0.0
+        if num_tokens is not None and not times.matched_at:
+            times.matched_at = now
+            self._record(
+                "kvplug.match",
+                request.request_id,
+                times,
+                times.asked_at,
+                now,
+                num_tokens=num_tokens,
+                num_computed_tokens=num_computed_tokens,
+            )
         return found
 
     def update_state_after_alloc(
@@ -208,6 +212,15 @@ class RequestSpans:
         if params is not None or request.params.get("do_remote_decode") is True:
             params = {**(params or {}), TRACEPARENT: str(times.context)}
         return keeps_blocks, params
+
+    def get_status(self, call: Any) -> Mapping[str, Plain]:
+        now = time.perf_counter()
+        waiting = [
+            {"request_id": request_id, "seconds": now - times.put_off_at}
+            for request_id, times in list(self._requests.items())
+            if times.put_off_at
+        ]
+        return {"waiting": waiting, **call()}
 
     def _note_token(self, request_id: str, times: _Times, ended: float) -> None:
         """Note when the first token was computed."""

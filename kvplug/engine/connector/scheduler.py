@@ -199,8 +199,10 @@ class SchedulerConnector(abc.ABC):
 
         - ``loads``: those in flight, each a mapping with ``request_id``, ``source`` and the age in
           ``seconds``;
-        - ``waiting``: requests that are not matched yet, each with ``request_id`` and ``seconds``;
         - ``num_held``: requests that have ended and whose blocks are kept.
+
+        kvplug adds ``waiting``: the requests that were answered "ask again later", with ``request_id`` and
+        ``seconds``.
         """
         return {}
 

@@ -120,7 +120,7 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
         assert decode.matched(asking) == (0, False)
         stats = decode.scheduler.get_stats()
         assert stats["failures"]["match"] == {"expired": 1} and "match" not in stats["ops"]
-        assert stats["ops"]["wait"]["count"] == 1 and stats["ops"]["wait"]["seconds"] >= 0.3
+        assert stats["ops"]["wait"]["count"] == 1 and stats["ops"]["wait"]["seconds"] >= 0.29
         assert decode.scheduler.get_num_new_matched_tokens(asking, 0)[0] == 0, "it waits no second time"
         prefill.worker.handle_preemptions(frozenset({"stored"}))  # given up: absent from now on
         until(lambda: known(decode) == [], what="the end of the declared pages")

@@ -50,8 +50,6 @@ class _Tracked:
     num_computed: int = 0
     """Tokens that the engine had when it last asked."""
     num_promised: int = 0
-    waits_since: float = 0.0
-    """When the engine was first answered "not yet"; 0: it was not, or has had another answer since."""
     is_counted: bool = False
     """Its match, or the reason for none, is in the statistics."""
     is_over: bool = False
@@ -137,13 +135,7 @@ class P2PScheduler(SchedulerConnector):
         return self._context.stats.take()
 
     def get_status(self) -> Mapping[str, Plain]:
-        now = time.perf_counter()
-        waiting = [
-            {"request_id": each.request.request_id, "seconds": now - each.begun_at}
-            for each in list(self._tracked.values())
-            if not (each.is_over or each.is_counted)
-        ]
-        return {"waiting": waiting, "num_held": self.num_held}
+        return {"num_held": self.num_held}
 
     # -- a request that may be pulled ----------------------------------------------------------
 
@@ -166,18 +158,6 @@ class P2PScheduler(SchedulerConnector):
         tracked.num_computed, tracked.num_promised = num_computed_tokens, 0
         if tracked.is_over:
             return 0, False
-        asked_at = time.perf_counter()
-        found, in_background = self._match(tracked)
-        if found is None:
-            tracked.waits_since = tracked.waits_since or asked_at
-        elif tracked.waits_since:
-            trace_id = self._context.spans.trace_id_of(request.request_id)
-            seconds = time.perf_counter() - tracked.waits_since
-            self._context.stats.record("wait", seconds=seconds, trace_id=trace_id)
-            tracked.waits_since = 0.0
-        return found, in_background
-
-    def _match(self, tracked: _Tracked) -> tuple[int | None, bool]:
         if tracked.claim is None and (answer := self._make_claim(tracked)) is not None:
             return answer
         claim = tracked.claim

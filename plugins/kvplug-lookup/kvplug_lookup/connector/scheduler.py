@@ -209,13 +209,7 @@ class LookupScheduler(SchedulerConnector):
         return self._context.stats.take()
 
     def get_status(self) -> Mapping[str, Plain]:
-        began = time.monotonic() + self._context.options.wait_timeout_s
-        waiting = [
-            {"request_id": request_id, "seconds": began - until}
-            for request_id, tracked in list(self._tracked.items())
-            if (until := tracked.search.waits_until) > 0
-        ]
-        return {"waiting": waiting, "num_held": len(self._kept)}
+        return {"num_held": len(self._kept)}
 
     # -- of one request ------------------------------------------------------------------------
 
@@ -255,12 +249,7 @@ class LookupScheduler(SchedulerConnector):
         begun, trace_id = time.perf_counter(), self._context.spans.trace_id_of(request.request_id)
         found = self._held(tracked, num_computed_tokens, usable)
         if found is None:
-            tracked.waits_since = tracked.waits_since or begun
             return None, False
-        if tracked.waits_since:
-            seconds = time.perf_counter() - tracked.waits_since
-            self._context.stats.record("wait", seconds=seconds, trace_id=trace_id)
-            tracked.waits_since = 0.0
         end, sources = found
         end = end // self._block_size * self._block_size
         # Both ends may lie inside a page. Together, at most one page is moved in vain.

@@ -34,8 +34,6 @@ class Tracked:
     not allocated since the last match."""
     is_matched: bool = False
     """The first match is counted; an engine without free blocks asks again in each step."""
-    waits_since: float = 0.0
-    """When the engine was first answered "not yet"; 0: it was not, or has had another answer since."""
     sources: tuple[Runs, ...] = ()
     """For each worker, the sources of the promised pages."""
     num_computed: int = 0

@@ -245,13 +245,7 @@ class SimpleScheduler(SchedulerConnector):
         return self._context.stats.take()
 
     def get_status(self) -> Mapping[str, Plain]:
-        now = time.monotonic()
-        waiting = [
-            {"request_id": request_id, "seconds": now - tracked.question.asked_at}
-            for request_id, tracked in list(self._tracked.items())
-            if tracked.question is not None and tracked.question.answer is None
-        ]
-        return {"waiting": waiting, "num_held": len(self._saving)}
+        return {"num_held": len(self._saving)}
 
     def shutdown(self) -> None:
         if self._matcher is not None:

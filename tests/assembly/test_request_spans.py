@@ -1,0 +1,37 @@
+"""What is known of each request of any connector, from the calls of its engine alone."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+from kvplug.assembly.request_spans import RequestSpans
+from kvplug.engine import RequestEnd, SpanLog
+from kvplug.metrics.stats import TransferStats
+from kvplug_testing.engine import request_of
+
+
+def test_a_request_that_must_ask_again_is_shown_as_waiting_and_its_wait_is_counted() -> None:
+    answers = [(None, False), (None, False), (16, False), (16, False), (None, False), (0, False)]
+    connector = Mock()
+    connector.get_num_new_matched_tokens.side_effect = answers
+    connector.get_status.return_value = {"num_held": 1}
+    connector.request_finished.return_value = (False, None)
+    spans, stats, request = SpanLog(), TransferStats(), request_of("a", range(40))
+    RequestSpans(connector, spans, stats)
+
+    def waiting() -> list[Any]:
+        status = connector.get_status()
+        assert status["num_held"] == 1
+        return [each["request_id"] for each in status["waiting"] if each["seconds"] >= 0]
+
+    found = []
+    for answer in answers:
+        assert connector.get_num_new_matched_tokens(request, 0) == answer
+        found.append((waiting(), stats.snapshot()["ops"].get("wait", {}).get("count", 0)))
+    assert found == [(["a"], 0), (["a"], 0), ([], 1), ([], 1), (["a"], 1), ([], 2)]
+    ids = {trace_id for _, trace_id in stats.snapshot()["ops"]["wait"]["samples"]}
+    assert ids == {spans.trace_id_of("a")}
+    connector.request_finished(request, ((),), RequestEnd.FINISHED)
+    names = [span.name for span in spans.of_request("a")]
+    assert (names.count("kvplug.wait"), names.count("kvplug.match")) == (2, 1)
