@@ -186,7 +186,8 @@ def build_connector(
         if config.tracing:
             opened.callback(Tracing(spans, config.tracing, labels).close)
         if config.doctor != "off":
-            opened.callback(WatchPoint(state.plain, spans).close)
+            scheduler_of = config.engine_id if which is Side.SCHEDULER else ""
+            opened.callback(WatchPoint(state.plain, spans, scheduler_of).close)
         opened.callback(Reporter(stats, tuple(sinks), labels, owned=resolved.sinks()).close)
         peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
         opened.callback(peers.close)

@@ -3,7 +3,7 @@
 The doctor asks, the listener answers::
 
     {"doctor": "report"}                    {"report": a Report}
-    {"doctor": "state"}                     {"state": {...}}: what `kvplug top` shows
+    {"doctor": "state"}                     {"state": {...}, "scheduler": {...}}: what `kvplug top` shows
     {"doctor": "measure", "device": "cpu"}  {"measuring": true}, then a pipe is opened
                                             {"measuring": false, "why": ...}
     {"doctor": "bye"}
@@ -29,6 +29,7 @@ import attrs
 
 from kvplug.assembly.host import HostFacts, facts_of
 from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.watching import scheduler_state
 from kvplug.config.config import Config
 from kvplug.errors import KvplugError
 from kvplug.net.deadline import Deadline
@@ -177,7 +178,8 @@ def _answer_questions(
         if what == "report":
             answered = {"report": to_plain(Report.of(settings))}
         elif what == "state" and settings.config.doctor != "off":
-            answered = {"state": settings.state.plain()}
+            scheduler = scheduler_state(settings.config.engine_id)
+            answered = {"state": settings.state.plain(), "scheduler": dict(scheduler)}
         elif what == "measure":
             why = _why_not_measured(settings.config, link, asked.get("device"), is_measured)
             if not why and link is not None:

@@ -31,8 +31,9 @@ class WatchedPeer:
         self._address = address
         self._channel: Channel | None = None
 
-    def state(self) -> Mapping[str, Any]:
-        """Return what the process does now.
+    def states(self) -> list[Mapping[str, Any]]:
+        """Return what the process does now, and what the scheduler's side of its engine does, if that runs as
+        the same user on the same host.
 
         Raises:
             KvplugError: it is gone, does not answer, or does not trust this process; or its config has
@@ -64,12 +65,12 @@ class WatchedPeer:
         return channel
 
     @staticmethod
-    def _ask(channel: Channel, deadline: Deadline) -> Mapping[str, Any]:
+    def _ask(channel: Channel, deadline: Deadline) -> list[Mapping[str, Any]]:
         channel.send({"doctor": "state"}, timeout=deadline.remaining())
         answered = peer_texts(channel.recv(timeout=deadline.remaining()), _MAX_CHARACTERS)
-        state = answered.get("state") if isinstance(answered, Mapping) else None
-        if isinstance(state, Mapping):
-            return state
+        if isinstance(answered, Mapping) and isinstance(answered.get("state"), Mapping):
+            scheduler = answered.get("scheduler")
+            return [answered["state"], *([scheduler] if scheduler and isinstance(scheduler, Mapping) else ())]
         raise TransportError(
             f"{channel.peer} does not answer: its config has doctor = 'off', it serves too many doctors, or"
             " its kvplug is older"

@@ -7,13 +7,15 @@ for it: it reads what is in memory anyway. The questions, over an authenticated 
     {"watch": "state"}                  {"state": {...}}
     {"watch": "request", "id": "..."}   {"spans": [...]}: also for the id of a trace
 
-At its address an engine answers a doctor that asks for the state (:mod:`kvplug.assembly.examination`). With
-``doctor = "off"`` in its config it answers nobody.
+At its address an engine answers a doctor that asks for the state (:mod:`kvplug.assembly.examination`): the
+worker that listens there adds the state of the scheduler's side, which it finds by the name of its socket.
+With ``doctor = "off"`` in its config an engine answers nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -41,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 _PURPOSE: Final = "watch"
 _TIMEOUT_S: Final = 2.0
+_RELAY_S: Final = 1.0
+"""How long an answer to a doctor waits for the scheduler's side."""
 _MAX_WATCHERS: Final = 32
 """Programs that watch at once. A forgotten `kvplug top` keeps its place."""
 _MAX_CHARACTERS: Final = 400
@@ -71,17 +75,21 @@ def runtime_folder(*, make: bool = False) -> Path:
 class WatchPoint:
     """Answers the programs that watch one side of a connector."""
 
-    def __init__(self, state: Callable[[], Mapping[str, Any]], spans: SpanLog) -> None:
+    def __init__(
+        self, state: Callable[[], Mapping[str, Any]], spans: SpanLog, scheduler_of: str = ""
+    ) -> None:
         """Start to listen. If that is impossible, log why: an engine does not fail because of it.
 
         Args:
             state: returns the plain values of the answer; called in another thread.
+            scheduler_of: the engine's id, if this is its scheduler's side.
         """
         self._state = state
         self._spans = spans
         self._acceptor: Acceptor[None] | None = None
         try:
-            path = runtime_folder(make=True) / f"{os.getpid()}-{next(_numbers)}"
+            name = f"{os.getpid()}-{next(_numbers)}{_ending(scheduler_of)}"
+            path = runtime_folder(make=True) / name
             _remove_dead()
             self._acceptor = Acceptor(
                 [Listener.open(f"unix:{path}", Credentials(), _PURPOSE)],
@@ -115,13 +123,30 @@ class WatchPoint:
 # -- programs that watch -------------------------------------------------------------------------------
 
 
+def _ending(scheduler_of: str) -> str:
+    """Return the end of the name of the socket of an engine's scheduler side; empty for an empty id."""
+    return scheduler_of and f"-{hashlib.sha256(scheduler_of.encode()).hexdigest()[:8]}"
+
+
 def watched_sockets() -> list[Path]:
     """Return the sockets of this user's processes. Some of the processes may be gone.
 
     Raises:
         TransportError: as :func:`runtime_folder`.
     """
-    return sorted(path for path in runtime_folder().glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))
+    folder = runtime_folder()
+    return sorted(path for path in folder.glob("*-*") if re.fullmatch(r"\d+-\d+(-\w+)?", path.name))
+
+
+def scheduler_state(engine_id: str) -> Mapping[str, Any]:
+    """Return what the scheduler's side of an engine does now; empty if it does not run here as this user, or
+    does not answer at once."""
+    with contextlib.suppress(KvplugError, OSError):
+        for path in watched_sockets():
+            if path.name.endswith(_ending(engine_id)):
+                with contextlib.suppress(KvplugError), contextlib.closing(Watched.at(path, _RELAY_S)) as side:
+                    return side.state()
+    return {}
 
 
 def pid_of(path: Path) -> int:
@@ -147,6 +172,7 @@ class Watched:
 
     pid: int
     _channel: Channel
+    _timeout_s: float
 
     @classmethod
     def all(cls) -> Iterator[Watched]:
@@ -164,7 +190,7 @@ class Watched:
                 _log.warning("process %s does not answer: %s", pid_of(path), e)
 
     @classmethod
-    def at(cls, path: Path) -> Watched:
+    def at(cls, path: Path, timeout_s: float = _TIMEOUT_S) -> Watched:
         """Connect to the process that listens at this socket. If no process does, remove the socket.
 
         Raises:
@@ -172,15 +198,15 @@ class Watched:
             KvplugError: it does not answer.
         """
         try:
-            connection = Connection.dial(f"unix:{path}", Credentials(), _PURPOSE, _TIMEOUT_S)
+            connection = Connection.dial(f"unix:{path}", Credentials(), _PURPOSE, timeout_s)
         except PeerGoneError:
             with contextlib.suppress(OSError):
                 remove_stale(str(path))
             raise
-        return cls(pid_of(path), Channel(connection))
+        return cls(pid_of(path), Channel(connection), timeout_s)
 
     def _ask(self, question: Mapping[str, Any], answer: str) -> Any:
-        deadline = Deadline.after(_TIMEOUT_S)
+        deadline = Deadline.after(self._timeout_s)
         self._channel.send(question, timeout=deadline.remaining())
         answered = self._channel.recv(timeout=deadline.remaining())
         texts = peer_texts(answered, _MAX_CHARACTERS, _MAX_SPANS)

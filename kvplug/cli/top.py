@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import sys
 import time
@@ -58,8 +59,9 @@ def top(addresses: tuple[str, ...], once: bool, interval: float, as_json: bool, 
     """Show what engines and stores do now, until Ctrl-C.
 
     Shows every engine and every `kvplug store serve` that this user runs on this host, or those at each
-    ADDRESS (host:port, unix:@name): that of a worker of an engine, or of a store. The secret and TLS files of
-    the configuration prove who asks. Nothing has to be restarted, and asking costs an engine next to nothing.
+    ADDRESS (host:port, unix:@name): that of a worker of an engine, which answers for its scheduler too, or of
+    a store. The secret and TLS files of the configuration prove who asks. Nothing has to be restarted, and
+    asking costs an engine next to nothing.
 
     For each process: requests matched and their tokens found elsewhere, and the bytes that came in and went
     out, since the last refresh; loads in flight, requests that wait for an answer, and requests whose blocks
@@ -178,11 +180,15 @@ class Shown:
         return f"{max(self.new('ops', op, 'bytes') for op in ops) / 1e9 / self.elapsed_s:.3f}"
 
 
-def _number(stats: Stats, names: Sequence[str]) -> float:
-    """Return a number in a snapshot; 0 if it is not there."""
-    found: Any = stats
+def _at(stats: Any, names: Iterable[str]) -> Any:
+    """Return a value in a snapshot; ``None`` if it is not there."""
     for name in names:
-        found = found.get(name) if isinstance(found, Mapping) else None
+        stats = stats.get(name) if isinstance(stats, Mapping) else None
+    return stats
+
+
+def _number(stats: Stats, names: Iterable[str]) -> float:
+    found = _at(stats, names)
     return found if isinstance(found, int | float) else 0
 
 
@@ -195,7 +201,7 @@ class _Sources:
             resolved = ResolvedConfig(config)
             self._peers = {address: WatchedPeer(resolved, address) for address in addresses}
         self._local: dict[Path, Watched] = {}
-        self._shown: dict[Path | str, Shown] = {}
+        self._shown: dict[Path | str, list[Shown]] = {}
         self._pool = ThreadPoolExecutor(_MAX_ASKED, "kvplug-top")
 
     @property
@@ -213,23 +219,25 @@ class _Sources:
         keys: list[Path | str] = [*self._peers] or [*watched_sockets()]
         for gone in self._shown.keys() - {*keys}:
             self._drop(gone)
-        return [shown for shown in self._pool.map(self._ask, keys) if shown is not None]
+        return [*itertools.chain.from_iterable(self._pool.map(self._ask, keys))]
 
-    def _ask(self, key: Path | str) -> Shown | None:
+    def _ask(self, key: Path | str) -> list[Shown]:
         name = key if isinstance(key, str) else f"process {pid_of(key)}"
-        shown = self._shown.setdefault(key, Shown(name))
         try:
             if isinstance(key, str):
-                plain = self._peers[key].state()
+                plain = self._peers[key].states()
             else:
-                plain = self._local.setdefault(key, self._local.get(key) or Watched.at(key)).state()
-            shown.answer(from_plain(plain, SideState, f"the state of {name}"))
+                plain = [self._local.setdefault(key, self._local.get(key) or Watched.at(key)).state()]
+            sides = [from_plain(each, SideState, f"the state of {name}") for each in plain]
         except KvplugError as e:
             self._drop(key)
             if isinstance(e, PeerGoneError) and not isinstance(key, str):
-                return None  # the process has ended
-            self._shown[key] = shown = Shown(name, error=str(e))
-        return shown
+                return []  # the process has ended
+            return [Shown(name, error=str(e))]
+        shown = self._shown.setdefault(key, [Shown(name), Shown(name)])
+        for each, side in zip(shown, sides, strict=False):
+            each.answer(side)
+        return shown[: len(sides)]
 
     def _drop(self, key: Path | str) -> None:
         self._shown.pop(key, None)
@@ -265,17 +273,18 @@ class _Status:
 
 def lines_of(found: Iterable[Shown]) -> Iterator[str]:
     """Yield the lines for the processes that have answered: a block for each engine."""
-    engines: dict[tuple[str, str, str], list[Shown]] = {}
+    engines: dict[tuple[str, str, str], dict[tuple[str, str, int], Shown]] = {}
     for each in found:
-        if not each.error:
+        if not each.error:  # the workers of an engine answer for the same scheduler
             side = each.side
-            engines.setdefault((side.engine_id, side.connector, side.role), []).append(each)
+            sides = engines.setdefault((side.engine_id, side.connector, side.role), {})
+            sides.setdefault((side.side, side.rank.zfill(_ID), side.pid), each)
     if engines:
         yield _HEAD
     for (engine_id, connector, role), sides in sorted(engines.items(), key=lambda each: each[0][1] == ""):
         name = engine_id[:_ID]
         yield f"engine {name}: {connector}, {role}" if connector else f"store server {name}"
-        for each in sorted(sides, key=lambda each: (each.side.side, each.side.rank.zfill(_ID), each.name)):
+        for _, each in sorted(sides.items(), key=lambda each: each[0]):
             yield from _lines_of(each)
         yield ""
 
@@ -346,9 +355,7 @@ def _failed(stats: Stats) -> list[str]:
 
 
 def _names(stats: Stats, *path: str) -> list[str]:
-    found: Any = stats
-    for name in path:
-        found = found.get(name) if isinstance(found, Mapping) else None
+    found = _at(stats, path)
     return [name for name in found if isinstance(name, str)] if isinstance(found, Mapping) else []
 
 

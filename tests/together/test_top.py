@@ -138,6 +138,7 @@ def test_what_has_happened_since_the_last_refresh_is_shown_beside_what_is_now() 
         "failed  load timeout 20, load corrupt 1",
     ):
         assert text in shown
+    assert [*lines_of([worker, scheduler, scheduler])] == lines, "two workers answer for the same scheduler"
     scheduler.answer(SideState(**given, side="scheduler", pid=8, seconds=1.0, stats=stats(5, 0)))
     assert [*lines_of([scheduler])][2].split()[4] == "5", "it is another engine, with the same pid"
 
@@ -189,7 +190,8 @@ def test_a_stopped_engine_is_named_and_a_killed_one_is_gone(engine: Callable[[st
         os.kill(peer.pid, signal.SIGKILL)
     waits.until(lambda: once("--once").exit_code == 1, what="the end of both")
     address = f"unix:@kvplug-top-{engine('third').pid}-0"
-    assert "worker 0" in once("--once", address).output
+    shown = once("--once", address).output
+    assert "scheduler 0" in shown and "worker 0" in shown
 
 
 @pytest.fixture
