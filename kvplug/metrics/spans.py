@@ -166,16 +166,24 @@ class SpanLog:
         return self._offset_ns
 
     def record_layers(
-        self, request_id: str, begun: float, arrivals: Sequence[tuple[int, float]], parent: SpanContext
+        self,
+        request_id: str,
+        begun: float,
+        arrivals: Sequence[tuple[int, float]],
+        parent: SpanContext,
+        *,
+        is_verified: bool = False,
     ) -> None:
         """Record when a few groups of layers had arrived, as spans named transfer, one after the other.
 
         Args:
             arrivals: each time that more layers had arrived, with their number from then on.
+            is_verified: they count as arrived only once their bytes were compared with checksums.
         """
         first, step = 0, -(-len(arrivals) // _MAX_GROUPS) or 1
         for end, arrived in reversed(arrivals[::-1][::step]):  # the last one is always among them
             layers: dict[str, Attribute] = {"kvplug.first_layer": first, "kvplug.last_layer": end - 1}
+            layers["kvplug.is_verified"] = is_verified
             self.record("kvplug.transfer", request_id, begun, arrived, parent=parent, attributes=layers)
             first, begun = end, arrived
 

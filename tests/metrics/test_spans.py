@@ -51,7 +51,7 @@ def test_parts_are_in_the_trace_of_their_parent() -> None:
     part = log.record(
         "kvplug.load", "a", begun, begun + 0.25, parent=log.traceparent_of("a"), reason="timeout"
     )
-    log.record_layers("a", begun, [(layers, begun + layers / 100) for layers in range(1, 31)], part)
+    log.record_layers("a", begun, [(n, begun + n / 100) for n in range(1, 31)], part, is_verified=True)
     load, *transfers = log.of_request("a")
     assert (load.context, load.parent_id, load.reason) == (part, root.span_id, "timeout")
     assert load.context.trace_id == TRACE and not load.context.is_sampled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,11 +19,14 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARAMS = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
 
 
-@pytest.mark.parametrize("is_mapped", [True, False])
-def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends(is_mapped: bool) -> None:
+@pytest.mark.parametrize(("is_mapped", "integrity"), [(True, "auto"), (False, "auto"), (True, "off")])
+def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends(
+    is_mapped: bool, integrity: str
+) -> None:
     theirs, ours = SpanLog(), SpanLog()
-    given = {"options": {"host": {"map": is_mapped}}}
-    with pair(producer=given, ours={"spans": theirs}, theirs={"spans": ours}) as (prefill, decode):
+    given = {"integrity": integrity, "options": {"host": {"map": is_mapped}}}
+    spans: dict[str, Any] = {"ours": {"spans": theirs}, "theirs": {"spans": ours}}
+    with pair(producer=given, consumer={"integrity": integrity}, **spans) as (prefill, decode):
         saved = request_of("saved", PROMPT, params={**PARAMS, "do_remote_decode": True})
         _, params = prefill.hand_off(saved)
         assert params is not None
@@ -30,18 +34,19 @@ def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends(is_mapp
         decode.load(request_of("loaded", PROMPT, params=params))
         parts = {"kvplug.save", "kvplug.serve"}
         waits.until(lambda: parts <= {s.name for s in theirs.of_request(TRACE)}, what="save and serve")
-    spans = {span.name: span for span in (*theirs.of_request(TRACE), *ours.of_request("loaded"))}
-    assert {span.context.trace_id for span in spans.values()} == {TRACE}
-    assert spans["kvplug.save"].attributes == {"kvplug.source": "host", "kvplug.num_pages": 6}
-    assert spans["kvplug.serve"].attributes == {"kvplug.num_pages": 6}
-    assert spans["kvplug.serve"].parent_id == spans["kvplug.load"].parent_id
-    load, get = spans["kvplug.load"], spans["kvplug.get"]
+    found = {span.name: span for span in (*theirs.of_request(TRACE), *ours.of_request("loaded"))}
+    assert {span.context.trace_id for span in found.values()} == {TRACE}
+    assert found["kvplug.save"].attributes == {"kvplug.source": "host", "kvplug.num_pages": 6}
+    assert found["kvplug.serve"].attributes == {"kvplug.num_pages": 6}
+    assert found["kvplug.serve"].parent_id == found["kvplug.load"].parent_id
+    load, get = found["kvplug.load"], found["kvplug.get"]
     assert (get.parent_id, load.attributes["kvplug.num_tokens"]) == (load.context.span_id, 96)
     assert get.attributes["kvplug.num_pages"] == 6 and get.attributes["kvplug.source"]
     ends = [span.start_ns + span.duration_ns for span in (load, get)]
     assert ends[0] - ends[1] < 1000, "the load ends when its last page has come, not with the step"
     arrivals = [span for span in ours.of_request("loaded") if span.name == "kvplug.transfer"]
     assert arrivals[-1].attributes["kvplug.last_layer"] == 2
+    assert {span.attributes["kvplug.is_verified"] for span in arrivals} == {integrity == "auto"}
     assert load.start_ns <= arrivals[0].start_ns <= load.start_ns + load.duration_ns
 
 

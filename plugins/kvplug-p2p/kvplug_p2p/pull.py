@@ -60,6 +60,8 @@ class Pull:
         self.arrivals: list[tuple[int, float]] = []
         """Each time that more layers had arrived in all parts, with their number."""
         self.nbytes = 0
+        self.verify_seconds = 0.0
+        """Time spent on hashing what had arrived; 0: nothing is hashed."""
         self.num_layers = num_layers
         """Layers of all KV cache groups."""
         self._lock = threading.Lock()
@@ -370,6 +372,7 @@ class ProducerWorker:
                     on_layer = layers.arrived if is_host else None
                     pipe.recv_blocks(views, rows, on_layer=on_layer, timeout=stall_s)
                     pull.nbytes += views.rows.row_bytes * len(rows) * len(views)
+                    pull.verify_seconds += layers.verify_seconds
                     if is_host and layers.num_verified < len(views):
                         raise IntegrityError(
                             f"KV of request {plan.request_id!r:.100} was corrupted in transit"
@@ -425,13 +428,17 @@ class _Layers:
         """Called with each layer, until one is wrong."""
         self.num_verified = 0
         """Layers before the first one that is wrong or was not verified."""
+        self.verify_seconds = 0.0
 
     def arrived(self, layer: int) -> None:
         if self.num_verified < layer:
             return
         if self._checksum is not None:
+            begun = time.perf_counter()
             found = hash_rows(self._checksum, self._views, layer, self._rows, self._first)
-            if hash_of(self._checksum, found.values()) != self._hashes[layer]:
+            is_right = hash_of(self._checksum, found.values()) == self._hashes[layer]
+            self.verify_seconds += time.perf_counter() - begun
+            if not is_right:
                 return
         self.num_verified = layer + 1
         self.on_good(layer)

@@ -272,10 +272,15 @@ class P2PWorker(WorkerConnector):
             pull.request_id,
             pull.began,
             parent=plan.traceparent,
-            attributes={"kvplug.source": plan.engine_id, "kvplug.num_tokens": plan.end - plan.start},
+            attributes={
+                "kvplug.source": plan.engine_id,
+                "kvplug.num_tokens": plan.end - plan.start,
+                "kvplug.verify_seconds": pull.verify_seconds,
+            },
             reason="" if pull.error is None else str(reason_of(pull.error)),
         )
-        spans.record_layers(pull.request_id, pull.began, pull.arrivals, load)
+        is_verified = pull.verify_seconds > 0
+        spans.record_layers(pull.request_id, pull.began, pull.arrivals, load, is_verified=is_verified)
         if pull.error is None:
             seconds = time.perf_counter() - pull.began
             tokens = plan.end - plan.start

@@ -37,6 +37,8 @@ def test_the_spans_of_a_prompt_at_both_ends_are_one_trace(is_async: bool) -> Non
     assert root.parent_id == produced["kvplug.request"].context.span_id
     assert consumed["kvplug.load"].parent_id == root.context.span_id
     assert consumed["kvplug.transfer"].parent_id == consumed["kvplug.load"].context.span_id
+    assert consumed["kvplug.transfer"].attributes["kvplug.is_verified"]
+    assert consumed["kvplug.load"].attributes["kvplug.verify_seconds"] > 0
     assert root.attributes["kvplug.num_tokens.peer"] == 96
     phases = [consumed[f"kvplug.{name}"] for name in ("queue", "match", "schedule", "prefill")]
     explained = sum(span.duration_ns for span in phases)

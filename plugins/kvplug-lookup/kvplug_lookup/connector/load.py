@@ -42,6 +42,7 @@ class Part:
     count: int
     route: str = ""
     """The route of its pages, for display."""
+    is_verified: bool = False
     job: GetJob | None = None
     begun_at: float = 0.0
     """When the store was asked; :attr:`ended_at`: when it was done. By ``time.monotonic``; 0: not yet."""
@@ -148,7 +149,7 @@ class Load:
             part.begun_at = time.monotonic()
             job = store.submit_get(request, timeout=self.deadline.remaining())
             job.add_done_callback(lambda _: setattr(part, "ended_at", time.monotonic()))
-            part.route = store.route
+            part.route, part.is_verified = store.route, store.seal.checksums
         except Exception as e:  # including errors inside a store: the engine continues
             self.give_up(part, e)
             return
@@ -318,7 +319,7 @@ class Load:
             arrivals, num_layers = part.job.arrivals, part.job.num_layers_ready
             if missed is None and num_layers > (arrivals[-1][0] if arrivals else 0):
                 arrivals = [*arrivals, (num_layers, part.ended_at)]  # the last ones came with the end
-            spans.record_layers(request_id, part.begun_at, arrivals, get)
+            spans.record_layers(request_id, part.begun_at, arrivals, get, is_verified=part.is_verified)
         return load.trace_id
 
     def _token_bytes(self) -> int:
