@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given, strategies as st
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import (
     BytesBufferMemoryObj,
     GDSMemoryObject,
@@ -331,3 +333,9 @@ def test_a_wrong_configuration_is_refused_by_name(make):
     ):
         with pytest.raises(ConfigError, match=why):
             make(**params)
+
+
+def test_lmcache_passes_no_trace_context_of_a_request() -> None:
+    """If it does: pass it on to the store, and describe that in trace-requests.md."""
+    for call in (L2AdapterInterface.submit_store_task, L2AdapterInterface.submit_load_task):
+        assert [*inspect.signature(call).parameters] == ["self", "keys", "objects"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import signal
 import sys
@@ -29,6 +30,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheFile,
         HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
         PoolHitPolicy,
         PoolName,
         PoolTransfer,
@@ -410,3 +412,9 @@ def test_pauses_grow_and_one_call_at_a_time_finds_out_whether_the_store_answers(
     assert lengths == [1, 2, 4, 8, 16, 30, 30]
     pause.note(answered=True)
     assert pause.allows() and pause.allows()
+
+
+def test_sglang_passes_no_trace_context_of_a_request() -> None:
+    """If it does: pass it on to the store, and describe that in trace-requests.md."""
+    fields = {field.name for field in dataclasses.fields(HiCacheStorageExtraInfo)}
+    assert fields == {"prefix_keys", "extra_info"}
