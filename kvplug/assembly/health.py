@@ -148,9 +148,7 @@ class HealthServer:
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(await self._response(head))
                 await writer.drain()
-        except asyncio.LimitOverrunError:
-            writer.write(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
-        except (asyncio.CancelledError, asyncio.IncompleteReadError, TimeoutError, OSError):
+        except (asyncio.CancelledError, EOFError, asyncio.LimitOverrunError, TimeoutError, OSError):
             pass  # this server ends the connection, or the client has
         finally:
             self._clients.pop(task, None)

@@ -12,12 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import attrs
 
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.assembly.slow_path import SlowPathAlarm
-from kvplug.assembly.state import ProcessState
+from kvplug.assembly.state import LinkState, PipeState, ProcessState
 from kvplug.config.config import Config
 from kvplug.engine.context import PeerLink
 from kvplug.errors import (
@@ -136,7 +137,7 @@ class LinkSettings:
         )
         return agreement
 
-    def wrapped(self, pipe: Pipe, label: str, agreement: Agreement, transport: str, device: str) -> Pipe:
+    def wrapped(self, pipe: Pipe, agreement: Agreement, transport: str, device: str) -> Pipe:
         """Prepare a pipe for its user: count its transfers, and compare its rate with the expected one.
 
         Raises:
@@ -162,7 +163,7 @@ class LinkSettings:
             pipe.abort()
             raise
         pipe.recorder = PipeRecorder(self.stats, on_end, watch)
-        self.state.add_pipe(pipe, label, transport, device)
+        self.state.add(pipe, partial(PipeState.of, transport=transport, device=device))
         return pipe
 
 
@@ -190,7 +191,7 @@ class ControlLink(PeerLink):
         self._opening: PipeListener | None = None
         self._outcome: _Outcome | None = None
         self._closed = False
-        settings.state.add_link(self)
+        settings.state.add(self, LinkState.of)
 
     @property
     def closed(self) -> bool:
@@ -223,8 +224,8 @@ class ControlLink(PeerLink):
                 self.channel.check_not_declined(_LAST_WORD_S)
             raise
 
-    def _wrapped(self, pipe: Pipe, label: str, transport: str, device: str) -> Pipe:
-        return self._settings.wrapped(pipe, label, self.agreement, transport, device.partition(":")[0])
+    def _wrapped(self, pipe: Pipe, transport: str, device: str) -> Pipe:
+        return self._settings.wrapped(pipe, self.agreement, transport, device.partition(":")[0])
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         self._outcome = None
@@ -245,7 +246,7 @@ class ControlLink(PeerLink):
             if (error := self._outcome.wait()) is not None:
                 pipe.abort()
                 raise error
-            return self._wrapped(pipe, label, transport, device)
+            return self._wrapped(pipe, transport, device)
         finally:
             self._opening = None
             listener.close()
@@ -258,7 +259,7 @@ class ControlLink(PeerLink):
         try:
             endpoint = self._settings.resolved.pipe_endpoint(transport, device)
             bare = endpoint.connect(offer.contact, timeout=deadline.remaining())
-            pipe = self._wrapped(bare, label, transport, device)
+            pipe = self._wrapped(bare, transport, device)
         except Exception as e:
             shortage = NamedExhaustion.of(e)
             lacks = shortage.resource if shortage is not None else ""

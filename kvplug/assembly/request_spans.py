@@ -40,6 +40,7 @@ from kvplug.metrics.stats import TransferStats
 class _Times:
     """When the parts of a request began, by ``time.perf_counter``; 0: not yet."""
 
+    request_id: str
     context: SpanContext
     parent: SpanContext | None
     num_prompt_tokens: int
@@ -51,7 +52,6 @@ class _Times:
     scheduled_at: float = 0.0
     is_computed: bool = False
     """The steps planned so far compute the whole prompt."""
-    has_token: bool = False
     attributes: dict[str, Attribute] = attrs.field(factory=dict)
 
 
@@ -85,27 +85,20 @@ class RequestSpans:
         if times is None:
             parent = SpanContext.parse(request.params.get(TRACEPARENT))
             context = self._spans.begin(request.request_id, parent)
-            times = _Times(context, parent, request.num_prompt_tokens, time.perf_counter())
+            num_tokens, now = request.num_prompt_tokens, time.perf_counter()
+            times = _Times(request.request_id, context, parent, num_tokens, now)
             self._requests[request.request_id] = times
             self._before_token.add(request.request_id)
         return times
 
     def _record(
-        self,
-        part: str,
-        request_id: str,
-        times: _Times,
-        begun: float,
-        ended: float,
-        reason: str = "",
-        **attributes: Attribute,
+        self, part: str, times: _Times, begun: float, ended: float, reason: str = "", **more: Attribute
     ) -> None:
-        named = {f"kvplug.{name}": value for name, value in attributes.items()}
-        self._spans.record(
-            part, request_id, begun, ended, parent=times.context, attributes=named, reason=reason
-        )
+        about = {f"kvplug.{name}": value for name, value in more.items()}
+        request_id, parent = times.request_id, times.context
+        self._spans.record(part, request_id, begun, ended, parent=parent, attributes=about, reason=reason)
 
-    def _record_rest(self, request_id: str, times: _Times, ended: float, reason: str) -> None:
+    def _record_rest(self, times: _Times, ended: float, reason: str) -> None:
         """Record the part in which a request without a token ended."""
         begins = {
             "kvplug.queue": times.arrived_at,
@@ -114,7 +107,7 @@ class RequestSpans:
             "kvplug.prefill": times.scheduled_at,
         }
         part, begun = [(part, begun) for part, begun in begins.items() if begun][-1]
-        self._record(part, request_id, times, begun, ended, reason)
+        self._record(part, times, begun, ended, reason)
 
     # -- what the engine calls -----------------------------------------------------------------
 
@@ -128,26 +121,19 @@ class RequestSpans:
         times = self._of(request)
         if not times.asked_at:
             times.asked_at = time.perf_counter()
-            self._record("kvplug.queue", request.request_id, times, times.arrived_at, times.asked_at)
+            self._record("kvplug.queue", times, times.arrived_at, times.asked_at)
         found: tuple[int | None, bool] = call(request, num_computed_tokens)
         num_tokens, now = found[0], time.perf_counter()
         if num_tokens is None:
             times.put_off_at = times.put_off_at or now
         elif times.put_off_at:
-            self._record("kvplug.wait", request.request_id, times, times.put_off_at, now)
+            self._record("kvplug.wait", times, times.put_off_at, now)
             self._stats.record("wait", seconds=now - times.put_off_at, trace_id=times.context.trace_id)
             times.put_off_at = 0.0
         if num_tokens is not None and not times.matched_at:
             times.matched_at = now
-            self._record(
-                "kvplug.match",
-                request.request_id,
-                times,
-                times.asked_at,
-                now,
-                num_tokens=num_tokens,
-                num_computed_tokens=num_computed_tokens,
-            )
+            about: dict[str, Any] = {"num_tokens": num_tokens, "num_computed_tokens": num_computed_tokens}
+            self._record("kvplug.match", times, times.asked_at, now, **about)
         return found
 
     def update_state_after_alloc(
@@ -173,12 +159,10 @@ class RequestSpans:
         request_id, times = each.request_id, self._requests[each.request_id]
         # The engine may plan ahead of the last step's end, or compute a prompt again after a failed load.
         if times.is_computed and (token_ids is None or len(token_ids(request_id)) > times.num_prompt_tokens):
-            self._note_token(
-                request_id, times, self._stepped_at if self._stepped_at > times.scheduled_at else now
-            )
+            self._note_token(times, self._stepped_at if self._stepped_at > times.scheduled_at else now)
         elif not times.scheduled_at:
             times.scheduled_at = now
-            self._record("kvplug.schedule", request_id, times, times.matched_at or times.arrived_at, now)
+            self._record("kvplug.schedule", times, times.matched_at or times.arrived_at, now)
         times.is_computed = each.num_computed_tokens + each.num_scheduled_tokens >= times.num_prompt_tokens
 
     def update_connector_output(self, call: Any, output: WorkerOutput) -> None:
@@ -191,10 +175,10 @@ class RequestSpans:
         found: tuple[bool, dict[str, Any] | None] = call(request, block_ids, end)
         request_id, times, now = request.request_id, self._of(request), time.perf_counter()
         if times.is_computed and end is RequestEnd.FINISHED:
-            self._note_token(request_id, times, now)
+            self._note_token(times, now)
         reason = "" if end is RequestEnd.FINISHED else str(end)
-        if reason and not times.has_token:
-            self._record_rest(request_id, times, now, reason)
+        if reason and request_id in self._before_token:
+            self._record_rest(times, now, reason)
         self._before_token.discard(request_id)
         del self._requests[request_id]
         self._spans.record(
@@ -222,11 +206,10 @@ class RequestSpans:
         ]
         return {"waiting": waiting, **call()}
 
-    def _note_token(self, request_id: str, times: _Times, ended: float) -> None:
+    def _note_token(self, times: _Times, ended: float) -> None:
         """Note when the first token was computed."""
-        if times.has_token:
+        if times.request_id not in self._before_token:
             return
-        times.has_token = True
-        self._before_token.discard(request_id)
-        self._record("kvplug.prefill", request_id, times, times.scheduled_at, ended)
+        self._before_token.discard(times.request_id)
+        self._record("kvplug.prefill", times, times.scheduled_at, ended)
         times.attributes["kvplug.time_to_first_token"] = ended - times.arrived_at

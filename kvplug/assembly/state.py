@@ -48,12 +48,25 @@ class LinkState:
     seconds: float
     """Its age."""
 
+    @classmethod
+    def of(cls, link: ControlLink) -> LinkState | None:
+        """Return its state; ``None`` if it is closed."""
+        if link.closed:
+            return None
+        channel = link.channel
+        return cls(
+            peer=str(channel.peer),
+            address=channel.address,
+            engine_id=link.agreement.remote.engine_id,
+            purpose=link.agreement.purpose,
+            seconds=time.monotonic() - channel.since,
+        )
+
 
 @attrs.frozen(kw_only=True)
 class PipeState:
     """An open pipe. Rates are in 10^9 bytes per second."""
 
-    label: str
     transport: str
     device: str
     peer: str
@@ -65,6 +78,24 @@ class PipeState:
     claimed_gb_per_s: float | None
     """The rate that the transport claims; ``None``: it claims none, or rates are not compared."""
 
+    @classmethod
+    def of(cls, pipe: Pipe, transport: str, device: str) -> PipeState | None:
+        """Return its state; ``None`` if it is closed. Its recorder must be set."""
+        recorder = pipe.recorder
+        if pipe.closed or not isinstance(recorder, PipeRecorder):
+            return None
+        rate = None if recorder.watch is None else recorder.watch.rate
+        return cls(
+            transport=transport,
+            device=device,
+            peer=pipe.peer,
+            route=pipe.route,
+            sent_bytes=recorder.sent_bytes,
+            received_bytes=recorder.received_bytes,
+            gb_per_s=None if rate is None else rate.latest_gb_per_s,
+            claimed_gb_per_s=None if rate is None else rate.claimed_gb_per_s,
+        )
+
 
 @attrs.frozen(kw_only=True)
 class StoreState:
@@ -75,6 +106,20 @@ class StoreState:
     num_pages: int
     used_bytes: int
     budget_bytes: int | None
+
+    @classmethod
+    def of(cls, store: Store, name: str) -> StoreState | None:
+        """Return its state; ``None`` if it is lost."""
+        if store.is_lost:
+            return None
+        usage = store.usage()  # does not wait
+        return cls(
+            name=name,
+            medium=store.medium,
+            num_pages=usage.num_pages,
+            used_bytes=usage.used_bytes,
+            budget_bytes=usage.budget_bytes,
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -121,19 +166,11 @@ class ProcessState:
         """Include the status of this side of a connector."""
         self._connector = weakref.ref(connector)
 
-    def add_link(self, link: ControlLink) -> None:
-        """Include the link until it is closed."""
-        self._add(link, _of_link)
+    def add(self, thing: Any, read: Callable[[Any], Any]) -> None:
+        """Include a link, pipe or store until it is closed.
 
-    def add_pipe(self, pipe: Pipe, label: str, transport: str, device: str) -> None:
-        """Include the pipe until it is closed. Its recorder must be set."""
-        self._add(pipe, lambda pipe: _of_pipe(pipe, label, transport, device))
-
-    def add_store(self, store: Store, name: str) -> None:
-        """Include the store until it is closed."""
-        self._add(store, lambda store: _of_store(store, name))
-
-    def _add(self, thing: Any, read: Callable[[Any], Any]) -> None:
+        ``read`` returns its state, or ``None`` if it is closed. It must not refer to it.
+        """
         number, things = next(self._numbers), self._things
         things[number] = weakref.ref(thing, lambda _: things.pop(number, None)), read
 
@@ -180,47 +217,3 @@ def _status_of(connector: SchedulerConnector | WorkerConnector) -> Mapping[str, 
     status: Mapping[str, Any] = peer_texts(connector.get_status(), _MAX_CHARACTERS, _MAX_THINGS)
     encode(status)  # raises if it is not plain
     return dict(status)
-
-
-def _of_link(link: ControlLink) -> LinkState | None:
-    if link.closed:
-        return None
-    channel = link.channel
-    return LinkState(
-        peer=str(channel.peer),
-        address=channel.address,
-        engine_id=link.agreement.remote.engine_id,
-        purpose=link.agreement.purpose,
-        seconds=time.monotonic() - channel.since,
-    )
-
-
-def _of_pipe(pipe: Pipe, label: str, transport: str, device: str) -> PipeState | None:
-    recorder = pipe.recorder
-    if pipe.closed or not isinstance(recorder, PipeRecorder):
-        return None
-    rate = None if recorder.watch is None else recorder.watch.rate
-    return PipeState(
-        label=label,
-        transport=transport,
-        device=device,
-        peer=pipe.peer,
-        route=pipe.route,
-        sent_bytes=recorder.sent_bytes,
-        received_bytes=recorder.received_bytes,
-        gb_per_s=None if rate is None else rate.latest_gb_per_s,
-        claimed_gb_per_s=None if rate is None else rate.claimed_gb_per_s,
-    )
-
-
-def _of_store(store: Store, name: str) -> StoreState | None:
-    if store.is_lost:
-        return None
-    usage = store.usage()  # does not wait
-    return StoreState(
-        name=name,
-        medium=store.medium,
-        num_pages=usage.num_pages,
-        used_bytes=usage.used_bytes,
-        budget_bytes=usage.budget_bytes,
-    )

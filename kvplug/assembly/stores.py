@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 
@@ -15,7 +16,7 @@ from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, labels_of
 from kvplug.assembly.slow_path import watch_store
-from kvplug.assembly.state import ProcessState
+from kvplug.assembly.state import ProcessState, StoreState
 from kvplug.assembly.watching import WatchPoint
 from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
@@ -91,7 +92,7 @@ class StoreOpener:
                 store = ExecutedStore(store, name=spec.name, seal=seal, timeout_s=config.timeout_s)
         store.staging = Staging(store, timeout_s=config.timeout_s, memory=self._memory)
         store.recorder = StoreRecorder(stats, watch_store(store, spec.name, config, stats))
-        self._settings.state.add_store(store, spec.name)
+        self._settings.state.add(store, partial(StoreState.of, name=spec.name))
         return store
 
     def _on_served(self, traceparent: str, begun: float, num_pages: int) -> None:

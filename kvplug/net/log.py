@@ -52,23 +52,15 @@ class LogEvent(enum.Enum):
     )
     NO_TRANSPORT = "WARNING", "no pipe works here, so every peer will be refused", "error"
     CONNECTION_FAILED = (
-        "WARNING",
-        "a connection was not served; repetitions are DEBUG",
-        "address",
-        "peer",
-        "error",
+        *("WARNING", "a connection was not served; repetitions are DEBUG"),
+        *("address", "peer", "error"),
     )
     CONNECTION_REFUSED = (
         *("WARNING", "a client did not prove itself; repetitions of a reason are DEBUG"),
         *("address", "reason", "error"),
     )
     WRONG_PAGE = "WARNING", "a store returned a page that is not the one that was put", "store", "reason"
-    TRANSPORT_BROKEN = (
-        "WARNING",
-        "a transport does not load, and `auto` skips it",
-        "transport",
-        "error",
-    )
+    TRANSPORT_BROKEN = "WARNING", "a transport does not load, and `auto` skips it", "transport", "error"
     MEMORY_SHORT = "WARNING", "the budgets of the configuration do not fit into the free memory", "error"
     STORE_FAILED = "WARNING", "a store failed, and will be tried again", "store", "error"
     STORE_ERROR = "WARNING", "a call of a store failed; repetitions are DEBUG", "store", "error"

@@ -68,9 +68,6 @@ def test_a_record_is_one_object_with_the_time_its_fields_and_no_control_characte
         "store": "ü",
     }
     assert (second["where"], second["count"], second["level"]) == ("/x", 3, "WARNING")
-
-
-def test_an_exception_is_a_field() -> None:
     try:
         raise ValueError("of a peer: \x1b")
     except ValueError:

@@ -104,7 +104,6 @@ def test_what_has_happened_since_the_last_refresh_is_shown_beside_what_is_now() 
             num_links=9,
             pipes=(
                 PipeState(
-                    label="kv",
                     transport="shm",
                     device="cpu",
                     peer="pid 3 (at x)",

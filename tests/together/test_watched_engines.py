@@ -70,7 +70,7 @@ def here() -> dict[tuple[str, str], SideState]:
 
 
 def test_every_side_says_what_is_open_and_what_was_moved() -> None:
-    with engines():
+    with engines() as (_, consumer, _):
         found = here()
         assert {*found} == {*itertools.product(("prefill", "decode"), ("scheduler", "worker"))}
         for side in found.values():
@@ -89,6 +89,9 @@ def test_every_side_says_what_is_open_and_what_was_moved() -> None:
         assert (theirs.sent_bytes, theirs.received_bytes) == (nbytes, 0)
         assert theirs.claimed_gb_per_s is not None and theirs.claimed_gb_per_s > 0
         assert found["prefill", "scheduler"].status["num_held"] == 1
+        consumer.worker.shutdown()
+        waits.until(lambda: not here()["prefill", "worker"].pipes, what="the end of the pipe")
+        assert [link.purpose for link in here()["prefill", "worker"].links] == ["p2p-ask"]
     assert not here()
 
 
@@ -114,13 +117,6 @@ def test_a_wrong_status_of_a_connector_hides_nothing_else(
         monkeypatch.setattr(decode.worker, "get_status", Mock(side_effect=[status]))
         worker = here()["decode", "worker"]
         assert not worker.status and len(worker.pipes) == 1
-
-
-def test_a_pipe_that_is_closed_is_gone_from_the_answer() -> None:
-    with engines() as (_, decode, _):
-        decode.worker.shutdown()
-        waits.until(lambda: not here()["prefill", "worker"].pipes, what="the end of the pipe")
-        assert [link.purpose for link in here()["prefill", "worker"].links] == ["p2p-ask"]
 
 
 # -- at an address -------------------------------------------------------------------------------------
