@@ -23,6 +23,7 @@ from kvplug.cli import options
 from kvplug.cli.duration import Duration
 from kvplug.cli.output import paragraph, show_json
 from kvplug.config.config import Config
+from kvplug.config.units import bytes_in_words
 from kvplug.errors import KvplugError, PeerGoneError
 from kvplug.net.peer_text import printable
 from kvplug.net.wire import from_plain
@@ -362,33 +363,26 @@ def _names(stats: Stats, *path: str) -> list[str]:
 def _pipe(pipe: PipeState) -> str:
     rate = "" if pipe.gb_per_s is None else f" {pipe.gb_per_s:.3g} GB/s"
     claim = "" if pipe.claimed_gb_per_s is None else f" (claims {pipe.claimed_gb_per_s:.3g} GB/s)"
-    moved = f"{_bytes(pipe.sent_bytes)} out, {_bytes(pipe.received_bytes)} in"
+    moved = f"{bytes_in_words(pipe.sent_bytes)} out, {bytes_in_words(pipe.received_bytes)} in"
     where = ", ".join(filter(None, (pipe.peer.partition(" (")[0], pipe.route)))
     return f"{pipe.transport}{rate}{claim}, {moved}, {where}"
 
 
 def _fill(used: int, budget: int | None) -> str:
     if not budget:
-        return _bytes(used)
+        return bytes_in_words(used)
     share = min(1.0, used / budget)
     full = round(share * _BAR)
-    return f"[{'#' * full}{'.' * (_BAR - full)}] {share:.0%} of {_bytes(budget)}"
-
-
-def _bytes(number: float) -> str:
-    return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+    return f"[{'#' * full}{'.' * (_BAR - full)}] {share:.0%} of {bytes_in_words(budget)}"
 
 
 def _short(number: float) -> str:
     """Return a count in at most 6 characters."""
-    return _scaled(number, 1000, ("", "k", "M", "G", "T"))
-
-
-def _scaled(number: float, factor: int, units: Sequence[str]) -> str:
-    at = 0
-    while number >= factor and at < len(units) - 1:
-        number, at = number / factor, at + 1
-    return f"{number:.0f}{units[at]}" if number >= 100 else f"{number:.3g}{units[at]}"
+    unit = ""
+    for more in "kMGT":
+        if number >= 1000:
+            number, unit = number / 1000, more
+    return f"{number:.0f}{unit}" if number >= 100 else f"{number:.3g}{unit}"
 
 
 def _age(seconds: float) -> str:

@@ -129,8 +129,8 @@ def test_what_has_happened_since_the_last_refresh_is_shown_beside_what_is_now() 
     for text in (
         "link    pid 3 (engine pppppppppppp), kv, 1m",
         "link    ... and 8 more",
-        "pipe    shm 2.5 GB/s (claims 6 GB/s), 3 GiB out, 0 B in, pid 3, memfd",
-        "store   host (host) [########..] 75% of 400 B, 1.23k pages",
+        "pipe    shm 2.5 GB/s (claims 6 GB/s), 3 GiB out, 0 bytes in, pid 3, memfd",
+        "store   host (host) [########..] 75% of 400 bytes, 1.23k pages",
         "load    r0 from peer, 1.5 s",
         "load    ... and 2 more",
         "waits   w, 0.5 s",
