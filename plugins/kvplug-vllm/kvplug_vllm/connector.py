@@ -272,13 +272,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
         return self._scheduler.connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        if self._scheduler.connector.reset_cache():
-            return True
-        _log.warning(
-            "vLLM fails the operation that needs this reset. After a failed POST /pause the server stays"
-            " paused until POST /resume; POST /pause?clear_cache=false pauses it without a reset"
-        )
-        return False
+        return self._scheduler.reset_cache()
 
 
 def _ours(metadata: KVConnectorMetadata) -> KvplugConnectorMetadata:

@@ -29,6 +29,7 @@ from kvplug_vllm.metadata import (
     KvplugWorkerMetadata,
 )
 from kvplug_vllm.pending import PendingRequests
+from kvplug_vllm.releases.base import fails_where_reset_fails
 from kvplug_vllm.releases.events import event_of
 from kvplug_vllm.releases.tables import block_tables
 from kvplug_vllm.requests import Requests, end_of
@@ -105,6 +106,25 @@ class KvplugConnectorScheduler:
         self._stats = TransferStats()
         """The adapter's own counters."""
         self._ignored_hints: set[str] = set()
+        self._may_load = True
+        """False if vLLM has ignored that a reset failed."""
+
+    def reset_cache(self) -> bool:
+        if self.connector.reset_cache():
+            self._may_load = True
+            return True
+        self._may_load = fails_where_reset_fails()
+        if self._may_load:
+            _log.warning(
+                "vLLM fails the operation that needs this reset. After a failed POST /pause the server stays"
+                " paused until POST /resume; POST /pause?clear_cache=false pauses it without a reset"
+            )
+        else:
+            _log.warning(
+                "this release of vLLM ignores that a reset failed, also at POST /pause. Since KV may be that"
+                " of other weights, kvplug loads nothing until a reset succeeds"
+            )
+        return False
 
     # -- one request ---------------------------------------------------------------------------
 
@@ -128,7 +148,7 @@ class KvplugConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: VllmRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or not self._may_load:
             return 0, False  # it needs the outputs of all its tokens; some releases of vLLM still ask
         asked = self._requests[request]
         if self._step_loads.are_shared_by(asked, num_computed_tokens):

@@ -133,13 +133,26 @@ def test_a_request_that_ends_is_forgotten_and_its_name_may_come_again(it):
     assert asked == [tuple(prompt)]
 
 
-def test_a_reset_that_the_connector_cannot_do_names_what_works(it, errors):
+def test_a_reset_that_the_connector_cannot_do_names_what_works(it, errors, monkeypatch):
+    monkeypatch.setattr("kvplug_vllm.scheduler.fails_where_reset_fails", lambda: True)
     assert it.scheduler.reset_prefix_cache(reset_connector=True) is False
     assert "POST /pause?clear_cache=false" in errors.text
     errors.clear()
     it.decides.reset_cache = lambda: True
     assert it.scheduler.reset_prefix_cache(reset_connector=True) is True
     assert "clear_cache" not in errors.text
+
+
+def test_where_vllm_ignores_that_a_reset_failed_nothing_is_loaded_until_one_succeeds(it, monkeypatch):
+    monkeypatch.setattr("kvplug_vllm.scheduler.fails_where_reset_fails", lambda: False)
+    it.scheduler.reset_prefix_cache(reset_connector=True)
+    it.add("a", offers=96)
+    assert it.computed(it.plan()) == {"a": 0}
+    it.abort("a")
+    it.decides.reset_cache = lambda: True
+    it.scheduler.reset_prefix_cache(reset_connector=True)
+    it.add("b", [token + 5000 for token in PROMPT], offers=96)
+    assert it.computed(it.plan()) == {"b": 96}
 
 
 def test_a_connector_may_be_shut_down_before_it_has_a_cache_and_twice(it):

@@ -23,6 +23,9 @@ IN_BACKGROUND = pytest.mark.parametrize(
 )
 PLANS_AHEAD = pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
 POLICIES = pytest.mark.parametrize("policy", ["recompute", "fail"])
+SEVERAL_GROUPS = pytest.mark.skipif(
+    not FAILS_BY_REQUEST, reason="this release of vLLM makes one group for any connector"
+)
 
 
 # -- what a connector answers ------------------------------------------------------------------------
@@ -183,7 +186,10 @@ def test_what_was_loaded_or_cached_before_a_load_failed_stays_cached(made):
     assert it.computed(it.plan()) == {"c": 32, "d": 96}
 
 
-@pytest.mark.parametrize("window", [None, 64], ids=["one group", "a window"])
+@pytest.mark.parametrize(
+    "window",
+    [pytest.param(None, id="one group"), pytest.param(64, id="a window", marks=SEVERAL_GROUPS)],
+)
 @IN_BACKGROUND
 @PLANS_AHEAD
 @pytest.mark.parametrize("refuses", [False, True], ids=["fails", "is refused"])
@@ -216,9 +222,6 @@ def test_a_load_that_fails_or_that_the_connector_refuses_is_computed(
 LONG, WINDOW, OFFERED = list(range(1, 301)), 80, 288
 ABSENT = (OFFERED - WINDOW + 1) // BLOCK
 """Blocks that the layer with a window needs no more after the load."""
-SEVERAL_GROUPS = pytest.mark.skipif(
-    not FAILS_BY_REQUEST, reason="this release of vLLM makes one group for any connector"
-)
 
 
 @pytest.fixture(params=[False, True], ids=["in its step", "in the background"])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
 
 from vllm_engines import MULTIPROCESS, transfer_config
 from vllm_servers import Server, new_salt
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from kvplug_vllm.releases.base import fails_where_reset_fails
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -41,7 +46,7 @@ def test_after_a_producer_was_reset_its_consumer_loads_nothing_that_was_stored_b
             assert reset(decode) is True, "what vLLM itself cached"
         assert answer.tokens == alone[700]
         assert [decode.one(prompts[length]).num_cached for length in (100, 1500)] == [0, 0]
-        assert reset(decode) is True
+        assert reset(decode, reset_connector=True) is True
         prefill.one(prompts[700], max_tokens=1)
         answer = decode.one(prompts[700])
         assert answer.num_cached > 0
@@ -130,8 +135,16 @@ def test_a_consumers_server_clears_its_cache_unless_a_producer_has_old_kv(
             prefill.generate([prompts[300]], max_tokens=1)
             answer = server.complete(prompts[300])
             assert server.transfers("load") > 0
-            assert server.post("/pause") != 200
-            assert "POST /pause?clear_cache=false" in server.log
+            if fails_where_reset_fails():
+                assert server.post("/pause") != 200
+                assert "POST /pause?clear_cache=false" in server.log
+            else:
+                num_loads = server.transfers("load")
+                assert server.post("/pause") == 200
+                assert "loads nothing until a reset succeeds" in server.log
+                assert server.post("/resume") == 200
+                assert server.complete(prompts[300]) == answer
+                assert server.transfers("load") == num_loads
             assert server.post("/resume") == 200
             assert (server.post("/pause?clear_cache=false"), server.post("/resume")) == (200, 200)
             assert server.complete(prompts[300]) == answer

@@ -113,6 +113,14 @@ def fails_by_request(module: ModuleType | Any) -> bool:
     return hasattr(module, "SupportsHMA") and "failed_recving" in getattr(results, "__dataclass_fields__", ())
 
 
+def fails_where_reset_fails() -> bool:
+    """Whether an operation for which vLLM clears its caches, such as ``POST /pause``, fails if a connector
+    refuses to. True since 0.31; before, vLLM ignores the refusal."""
+    from vllm.v1.engine.core import EngineCore
+
+    return "raise" in inspect.getsource(EngineCore._reset_caches)
+
+
 require(_base, vllm.__version__)
 KVConnectorBase_V1 = _base.KVConnectorBase_V1
 KVConnectorHandshakeMetadata = _base.KVConnectorHandshakeMetadata
