@@ -7,9 +7,9 @@ Engines in processes of their own, in turns. "Nothing" sends new prompts of 100 
 vLLM alone, to a consumer with nothing to load, and to an engine that saves. "Shared" sends prompts whose
 first half is one of a few prefixes, to engines whose cache holds few of them: vLLM alone, vLLM's
 ExampleConnector over files in memory, and kvplug with its store in memory. vLLM's OffloadingConnector is
-not among them, since its workers refuse a CPU. "Traced" sends new prompts to two engines that save: one
-exports its spans to a collector on this machine. Needs the environment of docs/how-to/run-under-vllm.md,
-with kvplug-testing.
+not among them, since its workers refuse a CPU. "Traced" sends new prompts to three engines that save: two
+are alike, which shows the noise, and one exports its spans to a collector on this machine. Needs the
+environment of docs/how-to/run-under-vllm.md, with kvplug-testing.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def configs(folder: Path) -> dict[str, dict[str, dict[str, Any] | None]]:
         },
         "traced": {
             "kvplug, saving": transfer_config("kv_both", PORT + 30, options=options),
+            "the same": transfer_config("kv_both", PORT + 50, options=options),
             "kvplug, exporting spans": transfer_config(
                 "kv_both", PORT + 40, options=options, tracing="otlp_proto_http"
             ),
