@@ -9,6 +9,7 @@ import pytest
 
 from kvplug.assembly.request_spans import RequestSpans
 from kvplug.engine import RequestEnd, ScheduledRequest, SchedulerOutput, SpanLog, WorkerOutput
+from kvplug.metrics.stats import TransferStats
 from kvplug_testing.engine import request_of
 
 PROMPT = 100
@@ -21,7 +22,7 @@ class Engine:
         self.spans, self.connector = SpanLog(), Mock()
         self.connector.get_num_new_matched_tokens.return_value = (0 if is_found else None, False)
         self.connector.request_finished.return_value = (False, None)
-        RequestSpans(self.connector, self.spans)
+        RequestSpans(self.connector, self.spans, TransferStats())
         self.request = request_of("a", range(PROMPT))
         self.num_tokens = PROMPT
         self.before = time.perf_counter()

@@ -14,7 +14,7 @@ import torch
 from kvplug import ClosedError
 from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism, StalledError
 from kvplug.net.wire.token_ids import pack_tokens
-from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, PageCopy
+from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, PageCopy, PageSeal
 from kvplug.transport.store.store import Store
 from kvplug_lookup.connector import peers
 from kvplug_lookup.connector.groups import Groups
@@ -31,6 +31,7 @@ class Asking:
     """A store that is being asked, until the test lets the answer come."""
 
     route = "the test"
+    seal = PageSeal(checksums=True)
 
     def __init__(self) -> None:
         self.is_asked, self.goes_on = threading.Event(), threading.Event()

@@ -146,10 +146,11 @@ class Load:
                 ),
                 traceparent=plan.traceparent,
             )
+            part.is_verified = store.seal.checksums
             part.begun_at = time.monotonic()
             job = store.submit_get(request, timeout=self.deadline.remaining())
             job.add_done_callback(lambda _: setattr(part, "ended_at", time.monotonic()))
-            part.route, part.is_verified = store.route, store.seal.checksums
+            part.route = store.route
         except Exception as e:  # including errors inside a store: the engine continues
             self.give_up(part, e)
             return
