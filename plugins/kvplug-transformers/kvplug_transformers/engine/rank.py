@@ -107,7 +107,7 @@ class Rank:
         from kvplug_transformers.engine.worker import Worker
 
         rank = self._rank
-        if listen is not None and not listen.endswith(":0"):  # with port 0, any port is good
+        if listen not in (None, "unix:") and not listen.endswith(":0"):  # these two: any name, any port
             listen = Config.address_beside(listen, rank)
         common: dict[str, Any] = {"rank": rank, "size": self._size}
         model, facts, made = self._model, self._facts, EngineOptions(**options)
