@@ -1,10 +1,10 @@
-"""Collectives of the communicator "cpu" beside those of torch.distributed with gloo.
+"""Collectives of the communicators "cpu" and "shm" beside those of torch.distributed with gloo.
 
 What deadlines, the comparison of what the ranks are about to do, and the watch on each other cost. Fresh
 processes, the candidates alternating in each round, content compared outside of the timed part. Each is used
 in the way that is best for it: gloo gathers into existing memory, kvplug returns a new tensor. A sender does
 not wait for the receivers of gloo's broadcasts, so that those of a burst overlap.
-``python benchmarks/collectives.py --help``; needs kvplug, torch and kvplug-cpu.
+``python benchmarks/collectives.py --help``; needs kvplug, torch, kvplug-cpu and kvplug-shm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEMO = {"1 token": 576 * 4, "48 tokens": 48 * 576 * 4, "256 tokens": 256 * 576 *
 OPS = ("all_reduce", "all_gather", "broadcast")
 LIFE_S = 300.0
 TIMEOUT_S = 60.0
-GLOO, KVPLUG = "gloo", "cpu"
+GLOO, CANDIDATES = "gloo", ("gloo", "cpu", "shm")
 
 
 class Plain:
@@ -60,9 +60,9 @@ class Plain:
 
 
 class Kvplug:
-    """The same of the communicator "cpu"."""
+    """The same of a communicator of kvplug."""
 
-    def __init__(self, parent: peers.Parent, rank: int, world_size: int) -> None:
+    def __init__(self, parent: peers.Parent, name: str, rank: int, world_size: int) -> None:
         import kvplug
 
         listener = kvplug.StatelessGroup.listen("unix:") if rank == 0 else None
@@ -71,7 +71,7 @@ class Kvplug:
         self.group = kvplug.StatelessGroup.create(
             listener or parent.recv(), rank=rank, world_size=world_size, timeout=TIMEOUT_S
         )
-        self.made = kvplug.build_communicator(kvplug.Config(communicator="cpu"), self.group)
+        self.made = kvplug.build_communicator(kvplug.Config(communicator=name), self.group)
 
     def all_reduce(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return self.made.all_reduce(tensor, timeout=TIMEOUT_S)
@@ -92,7 +92,7 @@ def run_rank(
     parent: peers.Parent, name: str, op: str, nbytes: int, rank: int, world_size: int, meet_at: str
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
-    end = Plain(rank, world_size, meet_at) if name == GLOO else Kvplug(parent, rank, world_size)
+    end = Plain(rank, world_size, meet_at) if name == GLOO else Kvplug(parent, name, rank, world_size)
     call = getattr(end, op)
     count = nbytes // 4
     whole = torch.zeros(world_size * count)
@@ -160,7 +160,7 @@ def main() -> None:
     for op, size in itertools.product(given.op, given.size):
         print(op, size, file=sys.stderr)
         found = harness.rounds(
-            (GLOO, KVPLUG),
+            CANDIDATES,
             given.rounds,
             lambda name: one_cell(name, op, sizes[size], given.ranks),  # noqa: B023
         )

@@ -15,7 +15,9 @@ from kvplug.engine.page_cache import PageCache
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter
 from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import AUTO
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.trust.identity import PeerIdentity
 from kvplug.transport.communicator import DeviceCommunicator
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.lookup import LookupEndpoint
@@ -101,7 +103,8 @@ def build_communicator(
 ) -> DeviceCommunicator:
     """Build this rank's end of the device communicator that the config's ``communicator`` names.
 
-    All ranks of the group call this. ``device`` defaults to the config's; the other arguments are those of
+    All ranks of the group call this, with the same ``communicator``: for "auto" they find out whether they
+    are on one host. ``device`` defaults to the config's; the other arguments are those of
     :class:`~kvplug.transport.DeviceCommunicator.Context`.
 
     Raises:
@@ -112,9 +115,15 @@ def build_communicator(
         TimeoutError, PeerGoneError: a rank did not join, or is gone; the error names the rank.
         ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
-    communicator: DeviceCommunicator = ResolvedConfig.to_build(config, registry, "communicator").build(
+    resolved = ResolvedConfig.to_build(config, registry, "communicator")
+    cross_host = False
+    if config.communicator == AUTO and group.world_size > 1:
+        domain = PeerIdentity.of_this_process().domain
+        cross_host = {*group.all_gather(domain, config.timeout_s)} != {domain} or domain == "-"
+    communicator: DeviceCommunicator = resolved.build(
         Kind.COMMUNICATOR,
         device,
+        cross_host=cross_host,
         group=group,
         device_group=device_group,
         unique_name=unique_name,

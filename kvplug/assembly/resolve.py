@@ -189,11 +189,12 @@ class ResolvedConfig:
             raise PluginError(f"the {kind} {spec.name!r} cannot work here: {probe.reason}")
         return spec
 
-    def chosen(self, kind: TransportKind, device: str = "cpu") -> TransportSpec:
+    def chosen(self, kind: TransportKind, device: str = "cpu", *, cross_host: bool = False) -> TransportSpec:
         """Choose the transport of this kind that the config names.
 
         "auto" chooses the transport with the lowest latency among those that work here, authenticate their
-        peers if they must, and, except for lookup buffers, move tensors of that device.
+        peers if they must, and, except for lookup buffers, move tensors of that device, between hosts if
+        ``cross_host``.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
@@ -202,7 +203,11 @@ class ResolvedConfig:
         name = str(getattr(self.config, _KEY_OF[kind]))
         every = [spec for spec in self.registry.specs(kind) if spec.auto]
         specs: list[TransportSpec] = every if name == AUTO else [self.registry.get(kind, name)]
-        required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(self.config))
+        required = Requirements(
+            device=device.partition(":")[0],
+            cross_host=cross_host,
+            authenticated=must_authenticate(self.config),
+        )
         reasons = {spec: _against(spec, required) for spec in specs}
         able = [spec for spec in specs if not reasons[spec]]
         for spec in sorted(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name)):
@@ -214,7 +219,9 @@ class ResolvedConfig:
         head = f"no {kind.replace('_', ' ')} is available:"
         raise PluginError("\n  - ".join([head, *lines, *self.registry.failures()]))
 
-    def build(self, kind: TransportKind, device: str | None = None, **more: Any) -> Any:
+    def build(
+        self, kind: TransportKind, device: str | None = None, *, cross_host: bool = False, **more: Any
+    ) -> Any:
         """Build an endpoint of the configured transport of a kind. ``device`` defaults to the config's.
 
         Raises:
@@ -222,7 +229,7 @@ class ResolvedConfig:
         """
         if kind is not Kind.QUEUE:
             more["device"] = self.config.device if device is None else device
-        return self.make(self.chosen(kind, more.get("device", "cpu")), **more)
+        return self.make(self.chosen(kind, more.get("device", "cpu"), cross_host=cross_host), **more)
 
     def abilities(self) -> dict[str, Capabilities]:
         """Return the capabilities of the pipe transports, by name."""

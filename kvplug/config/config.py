@@ -225,7 +225,9 @@ class Config:
         validator=_name_form,
     )
     communicator: str = option(
-        "auto", help='The device communicator. "auto": the fastest that works here.', validator=_name_form
+        "auto",
+        help='The device communicator. "auto": the fastest that works between the hosts of the ranks.',
+        validator=_name_form,
     )
     stores: tuple[str, ...] = option(
         ("host",),

@@ -41,7 +41,7 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
     assert any("pynccl: cannot work here" in detail for detail in transport["why"])
     assert not any("at the peer" in detail for detail in transport["why"])
     assert steps["queue"][0]["what"].startswith("shm from kvplug-shm")
-    assert steps["communicator"][0]["what"].startswith("cpu from kvplug-cpu")
+    assert steps["communicator"][0]["what"].startswith("shm from kvplug-shm")
     assert not folder.exists()
 
 

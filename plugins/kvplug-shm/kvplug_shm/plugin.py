@@ -28,6 +28,19 @@ def kvplug_transports() -> list[TransportSpec]:
             ),
         ),
         TransportSpec(
+            kind="communicator",
+            name="shm",
+            factory="kvplug_shm.communicator:ShmCommunicator",
+            probe="kvplug_shm.probe:describe",
+            summary="Collectives of CPU tensors through the shared memory of one host, with deadlines",
+            capabilities=Capabilities(
+                devices={"cpu"},
+                cross_host=False,
+                authenticated=True,
+                cost=Capabilities.Cost(latency_us=100.0, gb_per_s=2.0),
+            ),
+        ),
+        TransportSpec(
             kind="queue",
             name="shm",
             factory="kvplug_shm.queue.endpoint:ShmQueueEndpoint",

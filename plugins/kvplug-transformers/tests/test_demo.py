@@ -121,7 +121,7 @@ def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone(
 def test_three_workers_that_share_the_real_model_generate_its_tokens():
     found = report(run("--json", "--prompt", SHORT, "--max-new-tokens", "8", "--tensor-parallel", "3"))
     assert (found["identical"], found["tokens_loaded"]) == (True, (found["prompt_tokens"] - 1) // 16 * 16)
-    assert (found["tensor_parallel"], found["queue"], found["communicator"]) == ([3, 3], "shm", "cpu")
+    assert (found["tensor_parallel"], found["queue"], found["communicator"]) == ([3, 3], "shm", "shm")
 
 
 @pytest.mark.demo
@@ -278,7 +278,7 @@ def test_two_workers_load_from_two_and_the_table_names_what_is_between_them(mode
     done = run("--model", model, "--tensor-parallel", "2", *arguments)
     assert done.returncode == 0, done.stderr
     table = [" ".join(line.split()) for line in done.stdout.partition("\n\n")[2].splitlines()]
-    for row in ("tokens loaded 64", "workers: prefill, decode 2, 2", "queue, communicator shm, cpu"):
+    for row in ("tokens loaded 64", "workers: prefill, decode 2, 2", "queue, communicator shm, shm"):
         assert row in table
 
 
@@ -294,7 +294,7 @@ def test_two_terminals_may_have_two_workers_each(model):
 def test_two_workers_whose_kv_is_corrupted_recompute_it(model):
     arguments = ("--json", "--prompt", words(400), "--max-new-tokens", "4", "--corrupt")
     found = report(run("--model", model, "--tensor-parallel", "2", *arguments))
-    assert (found["tensor_parallel"], found["queue"], found["communicator"]) == ([2, 2], "shm", "cpu")
+    assert (found["tensor_parallel"], found["queue"], found["communicator"]) == ([2, 2], "shm", "shm")
     assert (found["identical"], found["tokens_loaded"]) == (True, 0)
     assert any("could not be loaded: corrupt" in reason for reason in found["reasons"])
 

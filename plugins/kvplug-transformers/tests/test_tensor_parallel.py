@@ -189,7 +189,7 @@ def test_workers_of_one_host_need_no_secret_wherever_the_engine_listens():
 
     config = on_one_host(Config.from_dict({"host": "10.0.0.4"}))
     assert config.host.startswith("unix:")
-    assert worker_transports(config) == {"queue": "shm", "communicator": "cpu"}
+    assert worker_transports(config) == {"queue": "shm", "communicator": "shm"}
 
 
 # -- with processes ----------------------------------------------------------------------------------
