@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import http.server
 import os
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections import Counter
@@ -249,6 +251,37 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if _started:
         said = ", ".join(f"{_started[event]} {what}" for event, what in _STARTS.items())
         terminalreporter.write_line(f"processes that the tests started: {said}")
+
+
+# -- OpenTelemetry -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The requests that a collector received, decoded."""
+    decode = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    received: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            request = decode.ExportTraceServiceRequest()
+            request.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
+            received.append(request)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=decode,zone=a")
+        yield received
+        server.shutdown()
+        thread.join()
 
 
 # -- memory and coverage -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
 from kvplug.errors import ClosedError, PluginError
 from kvplug.metrics.record import StoreRecorder
+from kvplug.metrics.sinks import Reporter
 from kvplug.metrics.stats import TransferStats
+from kvplug.metrics.tracing import Tracing
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.log import LogEvent
@@ -139,8 +142,16 @@ class StoreServer(LinkServer[None]):
     """
 
     def __init__(
-        self, store: Store, settings: LinkSettings, address: str | None, *, name: str = "store"
+        self,
+        store: Store,
+        settings: LinkSettings,
+        address: str | None,
+        reporting: contextlib.ExitStack,
+        *,
+        name: str = "store",
     ) -> None:
+        """``reporting``: closed last, after the store."""
+        self._reporting = reporting
         self.store = store
         """The store that is served."""
         self.name = name
@@ -201,10 +212,11 @@ class StoreServer(LinkServer[None]):
         )
 
     def close(self) -> None:
-        super().close()
-        if self._watch_point is not None:
-            self._watch_point.close()
-        self.store.close()
+        with self._reporting:
+            super().close()
+            if self._watch_point is not None:
+                self._watch_point.close()
+            self.store.close()
 
 
 def _host_of(address: str) -> str:
@@ -228,7 +240,8 @@ def serve_store(
     """
     if address is not None:
         config = attrs.evolve(config, host=_host_of(address))  # pipes listen where the link does
-    resolved = ResolvedConfig.to_build(config, registry, "stores", "transport", "integrity")
+    keys = ("stores", "transport", "integrity", "sinks", "tracing")
+    resolved = ResolvedConfig.to_build(config, registry, *keys)
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
     stats = TransferStats()
     labels = labels_of(config, connector="", side="store", rank=0)
@@ -236,11 +249,19 @@ def serve_store(
     if spec.client is None:
         raise PluginError(f"the store {spec.name!r} cannot be served to other processes")
     settings.hello(PURPOSE)  # loads the pipes and torch now, so that the first program does not wait for them
-    store = StoreOpener(settings).open(name or config.stores[0])
+    reporting = contextlib.ExitStack()
     try:
-        return StoreServer(store, settings, address, name=spec.name)
+        if config.tracing:
+            reporting.callback(Tracing(settings.spans, config.tracing, labels).close)
+        reporting.callback(Reporter(stats, (), labels, owned=resolved.sinks()).close)
+        store = StoreOpener(settings).open(name or config.stores[0])
+        try:
+            return StoreServer(store, settings, address, reporting, name=spec.name)
+        except BaseException:
+            store.abort()
+            raise
     except BaseException:
-        store.abort()
+        reporting.close()
         raise
 
 

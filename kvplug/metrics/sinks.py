@@ -28,8 +28,9 @@ class Sink(abc.ABC):
         """Process ``snapshot``: the counts since the last call (see :mod:`kvplug.metrics.stats`), never
         empty.
 
-        ``labels`` name the source of the metrics: ``connector`` (empty for a plain pipe), ``side``
-        (``"scheduler"``, ``"worker"`` or ``"pipe"``), ``role``, ``rank`` and ``engine_id``.
+        ``labels`` name the source of the metrics: ``connector`` (empty for a plain pipe and a served store),
+        ``side`` (``"scheduler"``, ``"worker"``, ``"pipe"`` or ``"store"``), ``role``, ``rank`` and
+        ``engine_id``.
         """
 
     def close(self) -> None:  # noqa: B027 - a sink may have nothing to close

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -88,34 +86,6 @@ def test_a_long_id_is_found_and_takes_little_memory() -> None:
 
 
 # -- OpenTelemetry -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The requests that a collector received, decoded."""
-    decode = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    received: list[Any] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = decode.ExportTraceServiceRequest()
-            request.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
-            received.append(request)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=decode,zone=a")
-        yield received
-        server.shutdown()
-        thread.join()
 
 
 def test_a_collector_receives_each_span_with_its_ids_times_and_attributes(collector: list[Any]) -> None:

@@ -11,21 +11,26 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from configparser import ConfigParser
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvplug import Config, Registry
+from kvplug import Config, ConfigError, Registry
 from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.assembly.stores import serve_store
 from kvplug.cli.store import store as store_command
 from kvplug.config.units import parse_bytes
+from kvplug.errors import AddressInUseError
 from kvplug.transport.spec import Kind
 from kvplug_testing import waits
+from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.peers import Peer
 
@@ -150,6 +155,54 @@ def test_a_wrong_address_of_probes_is_refused_before_the_store_opens(
             *done, errors = program.result()
     assert done == [code, ""] and said.format(port=port) in errors, errors
     assert "listening" not in errors
+
+
+# -- what it reports -------------------------------------------------------------------------------------
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def test_what_a_store_served_to_an_engine_is_in_the_engines_trace_and_in_the_stores_metrics(
+    collector: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvplug.metrics")
+    address = f"unix:@kvplug-traced-{os.getpid()}"
+    reports = {"tracing": "otlp_proto_http", "sinks": ["log"]}
+    store = {"stores": ["host"], "options": {"host": {"size": "4 MiB"}}}
+    given = {"connector": "lookup", "role": "both", "host": f"{address}-engine", "stores": ["host"]}
+    options = {"host": {"contact": address}, "lookup": {"load_policy": "always"}}
+    with (
+        serve_store(Config.from_dict({**store, **reports}), "host", address),
+        FakeEngine(Config.from_dict({**given, "options": options})) as engine,
+    ):
+        engine.prefill(request_of("saved", range(100)))
+        engine.settle()
+        params = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+        assert engine.load(request_of("loaded", range(100), params=params))[1] == 96
+    spans = [
+        span
+        for request in collector
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    assert {(span.name, span.trace_id.hex()) for span in spans} == {("kvplug.serve", TRACE)}
+    assert any("side=store" in line and " handshake: 1 done" in line for line in caplog.messages)
+
+
+def test_a_store_that_cannot_be_served_leaves_no_thread_that_reports(
+    collector: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPLUG_SECRET", "5" * 32)
+    given = {"stores": ["host"], "tracing": "otlp_proto_http", "sinks": ["log"]}
+    config = Config.from_dict({**given, "options": {"host": {"size": "4 MiB"}}})
+    with closing(socket.create_server(("127.0.0.1", 0))) as other, pytest.raises(AddressInUseError):
+        serve_store(config, "host", f"127.0.0.1:{other.getsockname()[1]}")
+    left = {thread.name for thread in threading.enumerate()}
+    assert not left & {"kvplug-tracing", "kvplug-metrics"}
+    for wrong in ({"tracing": "zipkin"}, {"sinks": ["unknown"]}):
+        with pytest.raises(ConfigError, match=r"unknown|zipkin"):
+            serve_store(Config.from_dict({"stores": ["host"], **wrong}))
 
 
 # -- the files of docs/examples/service ------------------------------------------------------------------
