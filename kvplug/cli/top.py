@@ -22,9 +22,10 @@ from kvplug.assembly.watching import Watched, pid_of, runtime_folder, watched_so
 from kvplug.cli import options
 from kvplug.cli.duration import Duration
 from kvplug.cli.output import paragraph, show_json
+from kvplug.config.addresses import Address
 from kvplug.config.config import Config
 from kvplug.config.units import bytes_in_words
-from kvplug.errors import KvplugError, PeerGoneError
+from kvplug.errors import ConfigError, KvplugError, PeerGoneError
 from kvplug.net.peer_text import printable
 from kvplug.net.wire import from_plain
 
@@ -44,8 +45,17 @@ _HEAD: Final = (
 Stats = Mapping[str, Any]
 
 
+def _checked(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    for address in given:
+        try:
+            Address.parse_server(address)
+        except ConfigError as e:
+            raise click.BadParameter(e.faults[0]) from e
+    return given
+
+
 @click.command("top")
-@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1)
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1, callback=_checked)
 @click.option("--once", is_flag=True, help="Print the state once, with counts since each process started.")
 @click.option(
     "--interval",

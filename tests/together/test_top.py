@@ -172,6 +172,12 @@ def test_without_an_engine_it_fails_and_says_where_it_looked(folder: Path) -> No
     assert found["error"]
 
 
+@pytest.mark.parametrize("wrong", ["nonsense", "unix:", "10.0.0.5:0"])
+def test_what_is_not_an_address_is_a_usage_error(wrong: str) -> None:
+    done = once("--once", "unix:@kvplug-top-nobody", wrong)
+    assert done.exit_code == 2 and f"'{wrong}' is not an address" in " ".join(done.output.split())
+
+
 def test_a_stopped_engine_is_named_and_a_killed_one_is_gone(engine: Callable[[str], Peer]) -> None:
     first, second = engine("first"), engine("second")
     found = json.loads(once("--json").output)
