@@ -65,7 +65,9 @@ class StoreOpener:
             ResourceExhaustedError: a descriptor, thread, memory or space ran out.
         """
         spec = self._resolved.usable(Kind.STORE, name)
-        return self._opened(spec, spec.load_factory())
+        store = self._opened(spec, spec.load_factory())
+        self._settings.state.add(store, partial(StoreState.of, name=spec.name))
+        return store
 
     def client(self, name: str, link: Store.Link) -> Store:
         """Make this process's end of the store that the peer of ``link`` serves.
@@ -95,7 +97,6 @@ class StoreOpener:
                 store = ExecutedStore(store, name=spec.name, seal=seal, timeout_s=config.timeout_s)
         store.staging = Staging(store, timeout_s=config.timeout_s, memory=self._memory)
         store.recorder = StoreRecorder(stats, watch_store(store, spec.name, config, stats))
-        self._settings.state.add(store, partial(StoreState.of, name=spec.name))
         return store
 
     def _on_served(self, traceparent: str, begun: float, num_pages: int) -> None:

@@ -18,6 +18,7 @@ from kvplug.assembly.state import SideState
 from kvplug.assembly.stores import build_store, serve_store
 from kvplug.assembly.watched_peer import WatchedPeer
 from kvplug.assembly.watching import Watched
+from kvplug.engine import RequestEnd
 from kvplug.net.wire import from_plain
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of
@@ -171,3 +172,26 @@ def test_the_server_of_a_store_says_what_it_holds_and_who_uses_it() -> None:
         with contextlib.closing(at(address)) as peer:
             assert [read(state).stores for state in peer.states()] == [(store,)]
     assert not here()
+
+
+def test_a_peers_store_is_not_shown_as_that_of_the_engine_that_loads_from_it() -> None:
+    host, options = an_address(), {"lookup": {"load_policy": "always"}}
+    given = {"connector": "lookup", "timeout_s": 20, "options": options, "buffer_size": 32 << 20}
+    producer = Config.from_dict({**given, "role": "producer", "host": host, "engine_id": "prefill"})
+    peers = {"peers": [f"{host}-0"], "host": an_address()}
+    consumer = Config.from_dict({**given, **peers, "role": "consumer", "engine_id": "decode"})
+
+    def is_promised() -> bool:
+        asking = request_of(f"asking {next(_numbers)}", PROMPT)
+        found, _ = decode.matched(asking)
+        decode.finish(asking, (), RequestEnd.ABORTED)
+        return found == 96
+
+    with FakeEngine(producer, seed=1) as prefill, FakeEngine(consumer, seed=2) as decode:
+        prefill.prefill(request_of("stored", PROMPT))
+        prefill.settle()
+        waits.until(is_promised, what="a promise of the prompt")
+        assert decode.load(request_of("loaded", PROMPT))[1] == 96
+        stores = {engine_id: state.stores for (engine_id, side), state in here().items() if side == "worker"}
+    assert [store.name for store in stores["prefill"]] == ["host"]
+    assert stores["decode"] == ()
