@@ -171,6 +171,13 @@ def prometheus_sinks(
     return {index: PrometheusSink(metrics, values) for index, values in label_values.items()}
 
 
+def sink_fault() -> str:
+    """Return why a config's sink "prometheus" cannot be used, or nothing if it can."""
+    if importlib.util.find_spec("prometheus_client") is not None:
+        return ""
+    return "sinks: prometheus needs the package prometheus_client: pip install 'kvplug[prometheus]'"
+
+
 class ConfiguredPrometheusSink(Sink):
     """The sink of ``sinks = ["prometheus"]`` in a config: it uses the global registry and the labels of
     ``emit``.
@@ -183,10 +190,8 @@ class ConfiguredPrometheusSink(Sink):
     """
 
     def __init__(self, options: object) -> None:
-        if importlib.util.find_spec("prometheus_client") is None:
-            raise ConfigError(
-                "sinks: prometheus needs the package prometheus_client: pip install 'kvplug[prometheus]'"
-            )
+        if fault := sink_fault():
+            raise ConfigError(fault)
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         prometheus_sinks(tuple(labels), {0: tuple(labels.values())})[0].emit(snapshot, labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 from typing import Any
@@ -19,6 +20,7 @@ from kvplug import (
     build_connector,
     build_lookup,
     build_queue,
+    check_config,
     connect_pipe,
     listen_pipe,
 )
@@ -267,6 +269,20 @@ def test_what_is_missing_or_unknown_is_a_fault_that_names_what_there_is(
     registry.register(builtin, name="core", distribution="kvplug")
     with pytest.raises(error, match=said):
         built(registry, **given)
+
+
+@pytest.mark.parametrize("name", ["prometheus", "kvplug:prometheus"])
+def test_a_sink_without_its_package_is_a_fault_before_an_engine_loads_its_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "prometheus_client" else find_spec(name)
+    )
+    registry = registry_of(transport(), connectors=True)
+    registry.register(builtin, name="core", distribution="kvplug")
+    with pytest.raises(ConfigError, match=r"sinks: prometheus needs .* pip install 'kvplug\[prometheus\]'"):
+        check_config(config(role="producer", sinks=[name]), registry)
 
 
 @pytest.mark.parametrize("side", ["scheduler", "worker"])

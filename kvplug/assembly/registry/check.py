@@ -11,6 +11,7 @@ from kvplug.config.config import Config, Role, directory_of
 from kvplug.config.messages import Fault, did_you_mean, listed, shown
 from kvplug.config.options import check_options, option_fields
 from kvplug.errors import ConfigError, PluginError
+from kvplug.metrics.prometheus import sink_fault
 from kvplug.metrics.tracing import exporter_fault
 from kvplug.net.affinity import missing_cpus
 from kvplug.net.wire import checksum
@@ -32,6 +33,8 @@ NAMED: Mapping[str, Kind] = {"stores": Kind.STORE, "sinks": Kind.SINK}
 CHECKED = ("peers", "integrity", "role", "thread_cpus", "tracing")
 """The other config keys that can only be checked with the plugins or on this host."""
 
+_PROMETHEUS = "kvplug.metrics.prometheus:ConfiguredPrometheusSink"
+"""The factory of the sink whose package is optional."""
 _DEFAULT_CONNECTOR = option_fields(Config)["connector"].default
 
 
@@ -59,6 +62,8 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
                 continue
             if (before := seen.setdefault(id(spec), name)) != name:
                 faults.append(f"{key}: {before!r} and {name!r} are the same {kind}; name it once")
+            if spec.factory == _PROMETHEUS and (fault := sink_fault()):
+                faults.append(fault)
             if spec.name not in options:
                 faults += _spec_faults(registry, spec, options)  # faults if an option is required
     for peer in names.get("peers", ()):
