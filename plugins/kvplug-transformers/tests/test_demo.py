@@ -238,18 +238,10 @@ def test_ctrl_c_ends_the_first_terminal_and_its_socket(model, tmp_path):
     assert not path.exists()
 
 
-def test_two_terminals_with_a_connector_that_hands_out_references_are_refused(model):
-    done = run(
-        "prefill",
-        "--model",
-        model,
-        "--prompt",
-        words(70),
-        "--connector",
-        "p2p",
-        "--listen",
-        "unix:@kvplug-two",
-    )
+def test_two_terminals_with_a_connector_that_hands_out_references_are_refused_before_a_model_is_loaded(
+    tmp_path,
+):
+    done = run("prefill", "--model", str(tmp_path), "--connector", "p2p", "--listen", "unix:@kvplug-two")
     assert done.returncode == 1
     assert "use `kvplug demo --connector p2p`" in " ".join(done.stderr.split())
 

@@ -118,16 +118,14 @@ class Demo:
         """The first terminal: prefill, print the command for the second terminal, and keep the KV until
         Ctrl-C.
         """
+        if self._config.connector.rpartition(":")[2] == "p2p":  # others show it only by what prefill returns
+            raise self._needs_one_terminal
         self._load(PREFILL)
         opened = self._processes.ask(PREFILL, "open", listen=listen, connect=None)
         self._display.serving(opened["contact"], self._settings.tensor_parallel[0])
         self._processes.ask(PREFILL, "ready")
         if self._processes.ask(PREFILL, "prefill")["params"] is not None:
-            name = self._config.connector
-            raise DemoError(
-                f"connector {name!r} hands KV over by a reference, which the second terminal does not get:"
-                f" use `kvplug demo --connector {name}`"
-            )
+            raise self._needs_one_terminal
         self._display.note("the KV cache is ready; Ctrl-C ends this")
         try:
             raise self._processes.wait_for_end(PREFILL)
@@ -141,6 +139,14 @@ class Demo:
         self._processes.ask(DECODE, "open", listen=None, connect=connect)
         self._display.note("connecting to the prefill worker")
         return self._decode_and_compare(self._processes.ask(DECODE, "ready"), None)
+
+    @property
+    def _needs_one_terminal(self) -> DemoError:
+        name = self._config.connector
+        return DemoError(
+            f"connector {name!r} hands KV over by a reference, which the second terminal does not get:"
+            f" use `kvplug demo --connector {name}`"
+        )
 
     # -- their steps ---------------------------------------------------------------------------------
 
