@@ -47,7 +47,8 @@ class _Times:
     arrived_at: float
     asked_at: float = 0.0
     put_off_at: float = 0.0
-    """When the connector first answered that the engine must ask later, until it answers otherwise."""
+    """When the connector first answered that the engine must ask later, until it answers otherwise, or the
+    request has blocks."""
     matched_at: float = 0.0
     scheduled_at: float = 0.0
     is_computed: bool = False
@@ -98,6 +99,12 @@ class RequestSpans:
         request_id, parent = times.request_id, times.context
         self._spans.record(part, request_id, begun, ended, parent=parent, attributes=about, reason=reason)
 
+    def _end_wait(self, times: _Times, ended: float) -> None:
+        if times.put_off_at:
+            self._record("kvplug.wait", times, times.put_off_at, ended)
+            self._stats.record("wait", seconds=ended - times.put_off_at, trace_id=times.context.trace_id)
+            times.put_off_at = 0.0
+
     def _record_rest(self, times: _Times, ended: float, reason: str) -> None:
         """Record the part in which a request without a token ended."""
         begins = {
@@ -126,10 +133,8 @@ class RequestSpans:
         num_tokens, now = found[0], time.perf_counter()
         if num_tokens is None:
             times.put_off_at = times.put_off_at or now
-        elif times.put_off_at:
-            self._record("kvplug.wait", times, times.put_off_at, now)
-            self._stats.record("wait", seconds=now - times.put_off_at, trace_id=times.context.trace_id)
-            times.put_off_at = 0.0
+        else:
+            self._end_wait(times, now)
         if num_tokens is not None and not times.matched_at:
             times.matched_at = now
             about: dict[str, Any] = {"num_tokens": num_tokens, "num_computed_tokens": num_computed_tokens}
@@ -140,6 +145,7 @@ class RequestSpans:
         self, call: Any, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         call(request, block_ids, num_external_tokens)
+        self._end_wait(self._of(request), time.perf_counter())  # it may not have been asked again
         if num_external_tokens:
             hits = self._hit_sources(request, num_external_tokens)
             self._of(request).attributes |= {f"kvplug.num_tokens.{name}": num for name, num in hits.items()}

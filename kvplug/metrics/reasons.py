@@ -26,7 +26,8 @@ class Op(enum.StrEnum):
     ``tokens`` the tokens found. A request that loads nothing counts as failed."""
     WAIT = "wait"
     """One request whose match was not known at once, usually because another engine still computes or saves
-    its KV: from the first answer "not yet" to the first other answer, whether KV was found or not."""
+    its KV: from the first answer "not yet" to the first other answer, whether KV was found or not, or
+    until the engine runs the request without asking again."""
     LOOKUP = "lookup"
     """One page that a store was asked for and has, until the store answered for the whole prompt. A missing
     page counts as failed."""

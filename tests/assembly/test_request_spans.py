@@ -11,6 +11,18 @@ from kvplug.metrics.stats import TransferStats
 from kvplug_testing.engine import request_of
 
 
+def test_a_wait_ends_when_an_engine_runs_the_request_without_asking_again() -> None:
+    connector = Mock()
+    connector.get_num_new_matched_tokens.return_value = None, False
+    connector.get_status.return_value = {}
+    stats, request = TransferStats(), request_of("a", range(40))
+    RequestSpans(connector, SpanLog(), stats)
+    connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, ((1, 2, 3),), 0)
+    assert connector.get_status() == {"waiting": []}
+    assert stats.snapshot()["ops"]["wait"]["count"] == 1
+
+
 def test_a_request_that_must_ask_again_is_shown_as_waiting_and_its_wait_is_counted() -> None:
     answers = [(None, False), (None, False), (16, False), (16, False), (None, False), (0, False)]
     connector = Mock()
