@@ -28,6 +28,7 @@ from typing import IO, Any, NoReturn
 import attrs
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import peer_text
 
 Event = dict[str, Any]
 """``"event"`` is its kind: the command that it answers, a kind of progress, or ``"error"``."""
@@ -279,7 +280,7 @@ class Processes:
                 process.end = process.failed()
             *lines, process.rest = (process.rest + data).split(b"\n")
             for line in lines:
-                if line.startswith(b"{"):  # else a library has printed it before stdout was redirected
+                if line.startswith(b'{"event": '):  # else a library has printed it
                     self._handle(process, json.loads(line))
         return bool(ready)
 
@@ -297,6 +298,13 @@ class Processes:
             f"{', '.join(map(str, processes))} reported nothing for {self._patience_s:.0f} s; on a slow"
             f" machine, or for a large model, {self._advice}"
         )
+
+
+class _Printable(logging.Formatter):
+    """Replaces control characters: text of peers can be logged."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return peer_text(super().format(record), keep_lines=True)
 
 
 class Parent:
@@ -317,8 +325,11 @@ class Parent:
         os.dup2(2, 1)
         if given := os.environ.get("KVPLUG_LOG", "").strip().upper():  # the command line has checked it
             levels = {word.strip() for word in given.split(",")} - {"JSON", ""}  # the lines get a prefix
-            form = f"{sys.argv[-1]}: %(asctime)s %(levelname)s %(name)s: %(message)s"
-            logging.basicConfig(level=(*levels, "INFO")[0], format=form)
+            handler = logging.StreamHandler()
+            handler.setFormatter(
+                _Printable(f"{sys.argv[-1]}: %(asctime)s %(levelname)s %(name)s: %(message)s")
+            )
+            logging.basicConfig(level=(*levels, "INFO")[0], handlers=[handler])
 
     def report(self, event: str, **facts: Any) -> None:
         """Send one event. Ends this process if the parent no longer reads."""

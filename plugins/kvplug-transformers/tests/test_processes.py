@@ -73,6 +73,26 @@ def test_a_process_that_continues_to_report_has_all_the_time_that_it_needs(proce
     assert answer["seconds"] == 1.0
 
 
+LOGGING = """
+import logging
+print("{'a library prints this': 1}", flush=True)
+from kvplug_transformers.processes import Parent
+parent = Parent()
+logging.error("from a peer: \\x1b[31m")
+parent.report("start", is_answer=True)
+"""
+
+
+def test_lines_that_are_no_events_are_skipped_and_the_log_is_shown_without_control_characters(
+    processes, capfd, monkeypatch
+):
+    monkeypatch.setenv("KVPLUG_LOG", "error")
+    processes(50, prefill=[sys.executable, "-c", LOGGING]).answers(PREFILL)
+    err = capfd.readouterr().err
+    assert err.startswith("prefill: ") and "from a peer" in err
+    assert "\x1b" not in err
+
+
 def test_what_a_model_generates_and_a_worker_reports_is_printed_without_control_characters(capfd):
     evil = "\x1b[31m\x07\x9b\r\x00"
     with Display() as display:
