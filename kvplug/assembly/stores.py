@@ -147,12 +147,12 @@ class StoreServer(LinkServer[None]):
         store: Store,
         settings: LinkSettings,
         address: str | None,
-        reporting: contextlib.ExitStack,
         *,
         name: str = "store",
+        reporting: contextlib.ExitStack | None = None,
     ) -> None:
         """``reporting``: closed last, after the store."""
-        self._reporting = reporting
+        self._reporting = reporting or contextlib.ExitStack()
         self.store = store
         """The store that is served."""
         self.name = name
@@ -257,7 +257,7 @@ def serve_store(
         reporting.callback(Reporter(stats, (), labels, owned=resolved.sinks()).close)
         store = StoreOpener(settings).open(name or config.stores[0])
         try:
-            return StoreServer(store, settings, address, reporting, name=spec.name)
+            return StoreServer(store, settings, address, name=spec.name, reporting=reporting)
         except BaseException:
             store.abort()
             raise

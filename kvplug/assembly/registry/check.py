@@ -75,8 +75,8 @@ def name_faults(registry: Registry, names: Mapping[str, Any], options: Tables) -
     connector = registry.find(Kind.CONNECTOR, names.get("connector", _DEFAULT_CONNECTOR))
     if connector is not None:
         faults += _connector_faults(registry, connector, names)
-    if fault := missing_cpus(names.get("thread_cpus", "all")):
-        faults.append(fault)
+    if missing := missing_cpus(names.get("thread_cpus", "all")):
+        faults.append(missing)
     integrity = names.get("integrity", "auto")
     if integrity not in ("auto", "off", *checksum.NAMES):
         allowed = f"allowed is {listed(['auto', 'off', *checksum.NAMES])}"

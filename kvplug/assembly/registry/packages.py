@@ -12,7 +12,7 @@ PACKAGES: Final[Mapping[Kind, Mapping[str, str]]] = {
     Kind.PIPE: {name: f"kvplug-{name}" for name in ("cpu", "cuda-ipc", "nixl", "pynccl", "shm")},
     Kind.QUEUE: {"shm": "kvplug-shm"},
     Kind.LOOKUP_BUFFER: {"simple": "kvplug-lookup"},
-    Kind.COMMUNICATOR: {name: f"kvplug-{name}" for name in ("cpu", "pynccl")},
+    Kind.COMMUNICATOR: {name: f"kvplug-{name}" for name in ("cpu", "pynccl", "shm")},
     Kind.STORE: {name: f"kvplug-{name}" for name in ("fs", "host", "mooncake", "nixl", "redis")},
     Kind.DIRECTORY: {name: f"kvplug-{name}" for name in ("etcd", "redis")},
     Kind.COMMAND: {

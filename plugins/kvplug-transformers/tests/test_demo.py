@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import attrs
 import pytest
 from click.testing import CliRunner
 
@@ -22,8 +23,10 @@ from kvplug_testing.resources import children
 from kvplug_testing.waits import until
 from kvplug_transformers.demo.command import demo
 from kvplug_transformers.demo.display import Display
-from kvplug_transformers.demo.runs import DECODE, PREFILL, Demo
+from kvplug_transformers.demo.runs import CONVERT, DECODE, PREFILL, REFERENCE, Demo, DemoError
 from kvplug_transformers.demo.settings import DemoSettings, Report
+from kvplug_transformers.model.cache import folder_for
+from kvplug_transformers.processes import ProcessError
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -418,6 +421,53 @@ def test_a_worker_that_does_not_start_is_named_with_its_last_words(model, name):
             settings(Path(model), 70),
             {name: [sys.executable, "-c", "import sys; sys.exit('no such module')"]},
         )
+
+
+# -- the packaged model ------------------------------------------------------------------------------
+
+FULL_DISK = """
+import errno
+import kvplug_transformers.model.convert as conversion
+from kvplug_transformers.demo.worker import main
+
+def convert(source, target):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+conversion.convert = convert
+main()
+"""
+REFUSED = "raise SystemExit('cannot deserialize')"
+
+
+@pytest.fixture
+def packaged(monkeypatch, tmp_path):
+    """Settings with the packaged model, which is a file of zeros."""
+    source = tmp_path / "zeros.gguf"
+    source.write_bytes(bytes(100))
+    monkeypatch.setenv("KVPLUG_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvplug_transformers.model.bundled.find_gguf", lambda: source)
+    return source, attrs.evolve(settings(tmp_path, 70), model=None)
+
+
+def test_a_model_that_cannot_be_written_names_the_folder_and_what_to_set(packaged):
+    source, demo = packaged
+    folder = folder_for(source)
+    with pytest.raises(ProcessError, match=rf"{folder.parent}/.*: .*No space left.*; set KVPLUG_CACHE"):
+        run_demo(demo, {CONVERT: [sys.executable, "-c", FULL_DISK]})
+    assert [path.name for path in folder.parent.iterdir()] == [f".{folder.name}.lock"]
+
+
+@pytest.mark.parametrize("first", [PREFILL, REFERENCE])
+def test_a_damaged_model_is_named_with_what_to_do(packaged, first):
+    """Also if the reference process, whose error does not name the folder, is the first to fail."""
+    source, demo = packaged
+    folder = folder_for(source)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")
+    waits = [sys.executable, "-c", "import time; time.sleep(200)"]
+    others = {name: waits for name in (PREFILL, DECODE, REFERENCE) if name != first}
+    with pytest.raises(DemoError, match=rf"(?s){first} .*\nif {folder} is damaged, remove it"):
+        run_demo(demo, others | ({REFERENCE: [sys.executable, "-c", REFUSED]} if first == REFERENCE else {}))
 
 
 # -- refused before anything is started ----------------------------------------------------------

@@ -159,7 +159,8 @@ class Demo:
         """Start these processes, and let each load the model.
 
         Raises:
-            DemoError: the prompt does not fit the model's context; or as for :meth:`_model_folder`.
+            DemoError: the prompt does not fit the model's context, or the cached model may be damaged; or as
+                for :meth:`_model_folder`.
         """
         settings, config = self._settings, self._config
         folder = self._model_folder()
@@ -185,7 +186,12 @@ class Demo:
                 **common,
             )
         self._display.step(f"{', '.join(names)}: loading the model")
-        loaded = self._processes.answers(*names)[0]
+        try:
+            loaded = self._processes.answers(*names)[0]
+        except (PeerGoneError, ProcessError) as e:
+            if settings.model is None and (isinstance(e, PeerGoneError) or str(folder) in str(e)):
+                raise DemoError(f"{e}\nif {folder} is damaged, remove it: the next run makes it again") from e
+            raise
         self._ids, self._stop = loaded["ids"], loaded["stop"]
         count = len(self._ids)
         if count + settings.max_new_tokens > loaded["context"]:

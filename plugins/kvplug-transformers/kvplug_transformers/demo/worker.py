@@ -63,7 +63,10 @@ class DemoWorker:
         """Make the folder of the packaged model."""
         from kvplug_transformers.model.convert import convert
 
-        convert(Path(source), Path(target))
+        try:
+            convert(Path(source), Path(target))
+        except OSError as e:
+            raise OSError(f"cannot write {target}: {e}; set KVPLUG_CACHE to another folder") from e
         return {}
 
     def _do_start(
