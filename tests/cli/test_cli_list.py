@@ -66,7 +66,7 @@ def test_what_only_looks_loads_no_code_of_offers(birds: Any) -> None:
 
 
 NOT_FOR_A_LIST = {
-    *("click.shell_completion", "email.parser", "json", "msgspec", "rich", "secrets", "signal"),
+    *("click.shell_completion", "email.parser", "msgspec", "rich", "secrets", "signal"),
     *("kvplug.config.config", "kvplug.net.log", "kvplug.net.threads", "kvplug_pynccl.nccl.places"),
     *("kvplug_sample.options", "kvplug_shm.options"),
 }
