@@ -66,7 +66,9 @@ def run(engine: str, model: str, folder: Path) -> dict[str, Any]:
         port = bound.getsockname()[1]
     asked = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "port": port}
     asked |= {"stores": ["sqlite"], "options": {"sqlite": {"path": str(folder)}}}
-    helpers = [str(ROOT / "plugins" / f"kvplug-{name}" / "tests") for name in ("sglang", "lmcache", "redis")]
+    helpers = [
+        str(ROOT / "plugins" / f"kvplug-{name}" / "tests") for name in ("sglang", "lmcache", "redis", "vllm")
+    ]
     done = subprocess.run(
         [python_of(engine), str(HERE / "programs" / f"in_{engine}.py"), model, json.dumps(asked)],
         capture_output=True,
