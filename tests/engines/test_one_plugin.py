@@ -66,9 +66,8 @@ def run(engine: str, model: str, folder: Path) -> dict[str, Any]:
         port = bound.getsockname()[1]
     asked = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "port": port}
     asked |= {"stores": ["sqlite"], "options": {"sqlite": {"path": str(folder)}}}
-    helpers = [
-        str(ROOT / "plugins" / f"kvplug-{name}" / "tests") for name in ("sglang", "lmcache", "redis", "vllm")
-    ]
+    rooms = [f"plugins/kvplug-{name}/tests" for name in ("sglang", "lmcache", "redis", "vllm")]
+    helpers = [str(ROOT / room) for room in (*rooms, "tests/prerequisites")]
     done = subprocess.run(
         [python_of(engine), str(HERE / "programs" / f"in_{engine}.py"), model, json.dumps(asked)],
         capture_output=True,
