@@ -60,7 +60,7 @@ class Cost:
 
 
 def cost(known: Constants, num_peers: int, traffic: Traffic, *, pages: float) -> Cost:
-    """What an engine costs that has one worker, and so many peers, all of which load from each other.
+    """The costs of an engine with one worker, whose peers load from it and from each other.
 
     Args:
         pages: in each store.

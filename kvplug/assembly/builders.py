@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Iterable
 from typing import Any, Final
 
+import attrs
+
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
@@ -15,14 +17,15 @@ from kvplug.engine.page_cache import PageCache
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter
 from kvplug.negotiation.model import ModelInfo
-from kvplug.negotiation.select import AUTO
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.identity import PeerIdentity
+from kvplug.net.wire import from_plain, to_plain
 from kvplug.transport.communicator import DeviceCommunicator
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, WARNING_INTERVAL_S, QueueEndpoint
-from kvplug.transport.spec import Kind
+from kvplug.transport.spec import Kind, TransportSpec
 
 _OF_CONNECTORS: Final = (
     "connector",
@@ -103,12 +106,13 @@ def build_communicator(
 ) -> DeviceCommunicator:
     """Build this rank's end of the device communicator that the config's ``communicator`` names.
 
-    All ranks of the group call this, with the same ``communicator``: for "auto" they find out whether they
-    are on one host. ``device`` defaults to the config's; the other arguments are those of
+    All ranks of the group call this. "auto" is the fastest communicator that all ranks can use, between the
+    hosts that they are on. ``device`` defaults to the config's; the other arguments are those of
     :class:`~kvplug.transport.DeviceCommunicator.Context`.
 
     Raises:
-        ConfigError: the options are wrong; the error lists every fault.
+        ConfigError: the options are wrong; the error lists every fault. Or another rank's config names
+            another communicator; the error names the rank.
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named communicator cannot work here, or none is installed for "auto".
         InsecureAddressError: the config has a TCP address, but neither a secret nor TLS.
@@ -116,14 +120,10 @@ def build_communicator(
         ResourceExhaustedError: the process has no free descriptor, thread or memory.
     """
     resolved = ResolvedConfig.to_build(config, registry, "communicator")
-    cross_host = False
-    if config.communicator == AUTO and group.world_size > 1:
-        domain = PeerIdentity.of_this_process().domain
-        cross_host = {*group.all_gather(domain, config.timeout_s)} != {domain} or domain == "-"
-    communicator: DeviceCommunicator = resolved.build(
-        Kind.COMMUNICATOR,
-        device,
-        cross_host=cross_host,
+    device = config.device if device is None else device
+    communicator: DeviceCommunicator = resolved.make(
+        _agreed(resolved, group, device),
+        device=device,
         group=group,
         device_group=device_group,
         unique_name=unique_name,
@@ -132,6 +132,39 @@ def build_communicator(
         data_parallel_size=data_parallel_size,
     )
     return communicator
+
+
+@attrs.frozen(kw_only=True)
+class _Choice:
+    """What a rank can use as the device communicator."""
+
+    communicator: str
+    """As its config names it."""
+    domain: str
+    """Where it is; see :class:`PeerIdentity`."""
+    able: tuple[str, ...]
+
+
+def _agreed(resolved: ResolvedConfig, group: StatelessGroup, device: str) -> TransportSpec:
+    """Choose the same device communicator at all ranks."""
+    if group.world_size == 1:
+        return resolved.chosen(Kind.COMMUNICATOR, device)
+    name, domain = resolved.config.communicator, PeerIdentity.of_this_process().domain
+    mine = _Choice(communicator=name, domain=domain, able=resolved.able(Kind.COMMUNICATOR, device))
+    gathered = group.all_gather(to_plain(mine), resolved.config.timeout_s)
+    choices = [from_plain(each, _Choice, f"the choice of rank {rank}") for rank, each in enumerate(gathered)]
+    for rank, other in enumerate(choices):
+        if other.communicator != name:
+            raise ConfigError(
+                f"communicator: this rank's config names {name!r}, and that of rank {rank}"
+                f" {peer_text(other.communicator)!r}; all ranks of a group need the same"
+            )
+    return resolved.chosen(
+        Kind.COMMUNICATOR,
+        device,
+        cross_host=domain == "-" or any(other.domain != domain for other in choices),
+        among=set.intersection(*(set(other.able) for other in choices)),
+    )
 
 
 def worker_transports(config: Config, registry: Registry | None = None) -> dict[str, str]:

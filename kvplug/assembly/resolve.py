@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, Literal
 
 import attrs
@@ -189,12 +189,28 @@ class ResolvedConfig:
             raise PluginError(f"the {kind} {spec.name!r} cannot work here: {probe.reason}")
         return spec
 
-    def chosen(self, kind: TransportKind, device: str = "cpu", *, cross_host: bool = False) -> TransportSpec:
+    def able(self, kind: TransportKind, device: str) -> tuple[str, ...]:
+        """Return the names that "auto" may choose for this kind, if all ends are on one host."""
+        required = self._required(device)
+        return tuple(spec.name for spec in self.registry.specs(kind) if not _against(spec, required))
+
+    def _required(self, device: str, *, cross_host: bool = False) -> Requirements:
+        device, authenticated = device.partition(":")[0], must_authenticate(self.config)
+        return Requirements(device=device, cross_host=cross_host, authenticated=authenticated)
+
+    def chosen(
+        self,
+        kind: TransportKind,
+        device: str = "cpu",
+        *,
+        cross_host: bool = False,
+        among: Collection[str] | None = None,
+    ) -> TransportSpec:
         """Choose the transport of this kind that the config names.
 
         "auto" chooses the transport with the lowest latency among those that work here, authenticate their
         peers if they must, and, except for lookup buffers, move tensors of that device, between hosts if
-        ``cross_host``.
+        ``cross_host``. ``among``: the names that all other ends can use, too.
 
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
@@ -203,12 +219,12 @@ class ResolvedConfig:
         name = str(getattr(self.config, _KEY_OF[kind]))
         every = [spec for spec in self.registry.specs(kind) if spec.auto]
         specs: list[TransportSpec] = every if name == AUTO else [self.registry.get(kind, name)]
-        required = Requirements(
-            device=device.partition(":")[0],
-            cross_host=cross_host,
-            authenticated=must_authenticate(self.config),
-        )
+        required = self._required(device, cross_host=cross_host)
         reasons = {spec: _against(spec, required) for spec in specs}
+        if name == AUTO and among is not None:
+            for spec in specs:
+                if spec.name not in among:
+                    reasons[spec] = reasons[spec] or ("another rank cannot use it",)
         able = [spec for spec in specs if not reasons[spec]]
         for spec in sorted(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name)):
             if name != AUTO or not (broken := _why_broken(spec)):
@@ -219,9 +235,7 @@ class ResolvedConfig:
         head = f"no {kind.replace('_', ' ')} is available:"
         raise PluginError("\n  - ".join([head, *lines, *self.registry.failures()]))
 
-    def build(
-        self, kind: TransportKind, device: str | None = None, *, cross_host: bool = False, **more: Any
-    ) -> Any:
+    def build(self, kind: TransportKind, device: str | None = None, **more: Any) -> Any:
         """Build an endpoint of the configured transport of a kind. ``device`` defaults to the config's.
 
         Raises:
@@ -229,7 +243,7 @@ class ResolvedConfig:
         """
         if kind is not Kind.QUEUE:
             more["device"] = self.config.device if device is None else device
-        return self.make(self.chosen(kind, more.get("device", "cpu"), cross_host=cross_host), **more)
+        return self.make(self.chosen(kind, more.get("device", "cpu")), **more)
 
     def abilities(self) -> dict[str, Capabilities]:
         """Return the capabilities of the pipe transports, by name."""

@@ -54,11 +54,13 @@ from kvplug.transport.communicator.calls import (
     write_back,
 )
 from kvplug.transport.group.group import StatelessGroup
-from kvplug.transport.group.mesh import Mesh
+from kvplug.transport.group.mesh import Mesh, connect_ranks
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kvplug.transport.pipe import PipeEndpoint
 
 Pairs = Sequence[tuple["Tensor", int]]
 
@@ -700,6 +702,19 @@ class DeviceCommunicator:
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank_in_group]
+
+    def _connect(self, endpoint: PipeEndpoint) -> None:
+        """Connect the mesh by pipes of this endpoint, for a transport that has no connections of its own. If
+        that fails, destroy the communicator.
+
+        Raises:
+            As :func:`~kvplug.connect_ranks`.
+        """
+        try:
+            self._mesh = Mesh(connect_ranks(self.cpu_group, endpoint, timeout=self.context.timeout_s))
+        except BaseException:
+            self.destroy()
+            raise
 
     def _exchange(self, sends: Pairs, recvs: Pairs, deadline: Deadline) -> None:
         """Send each tensor of ``sends`` to its rank, and fill each tensor of ``recvs`` from its rank, all at

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvplug import ConfigError, connect_ranks
-from kvplug.transport import DeviceCommunicator, Mesh, PipeEndpoint
+from kvplug import ConfigError
+from kvplug.transport import DeviceCommunicator, PipeEndpoint
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 
@@ -33,8 +33,4 @@ class ShmCommunicator(DeviceCommunicator):
                 timeout_s=context.timeout_s,
             )
         )
-        try:
-            self._mesh = Mesh(connect_ranks(context.group, endpoint, timeout=context.timeout_s))
-        except BaseException:
-            self.destroy()
-            raise
+        self._connect(endpoint)
