@@ -202,7 +202,7 @@ class _ComingOffers:
 
     def end(self, survives: Callable[[ComingOffer], bool]) -> bool:
         """Expect no more offers. Keep the offers of whole messages, up to the first offer that does not
-        survive. Return whether any offers were dropped."""
+        survive. Return whether any offers were dropped, or the last message was only partly offered."""
         with self._lock:
             self._no_more = True
             whole = list(self._offers)[: len(self._offers) - self._incomplete]
@@ -211,7 +211,7 @@ class _ComingOffers:
             self._offers = deque(whole[:kept])
             self._incomplete = 0
             self._changed.notify_all()
-            return dropped > 0
+            return dropped > 0 or self._missing > 0
 
     def stop(self) -> None:
         """Refuse to hand out more offers, and wake the threads that wait for one."""
