@@ -116,8 +116,7 @@ def measure(pages: Pages, rounds: int) -> dict[str, dict[str, list[float]]]:
     get, put, lookup = dict(beside), dict(beside), {}
     for name, store in pages.stores.items():
         get[name] = lambda store=store: pages.get(store)
-        if name != "mapped":  # puts of others always go over the pipe
-            put[name] = lambda store=store: pages.put(store)
+        put[name] = lambda store=store: pages.put(store)
         if name in ("in this process", "mapped"):
             lookup[name] = lambda store=store: pages.lookup(store)
     calls = {"get": get, "put": put, "lookup": lookup}

@@ -49,8 +49,8 @@ class HostOptions:
     )
     map: bool = option(
         True,
-        help="Whether processes of the same user and host may map the memory and read it themselves. false:"
-        " they get copies over a pipe, like processes of other hosts.",
+        help="Whether processes of the same user and host may map the memory and read it themselves, and lend"
+        " 32 MiB of theirs for the pages that they put. false: pages go over a pipe, as to other hosts.",
     )
     stall_timeout_s: float = option(
         5.0,

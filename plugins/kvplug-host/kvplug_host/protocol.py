@@ -6,7 +6,9 @@ beside it:
 - *mapped*: the store answers where the pages are, the other process copies them out of the shared memory and
   sends :class:`Done`. The store's part is one lookup.
 - over the pipe, in *pieces*, each one message of blocks with a *tag* before it. Both ends compute the pieces
-  of a get from its request. A put sends whole pages, each with its header.
+  of a get from its request. A put sends whole pages, each with its header. Where the store's memory is
+  mapped, these lie in a region of memory that the other process has lent to the store, and only the tag goes
+  over the pipe.
 
 msgspec checks the types of a record and the bounds of its fields before it is used. A message that breaks the
 rules ends the link.
@@ -27,15 +29,19 @@ from kvplug.transport import PageEvent, PageFormat, Pipe, Presence, PutReason, U
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION: Final = 4
+VERSION: Final = 5
 STORE: Final = "host"
 PIPE: Final = "pages"
 """The label of the pipe."""
 MEMORY_PURPOSE: Final = "kvplug-host memory"
 """What a connection over which memory is handed out is for."""
 TICKET_BYTES: Final = 16
+"""Of what a process shows that maps the store's memory, with a descriptor of memory that it lends."""
 WELCOME: Final = b"K"
-"""What a reader gets that showed a ticket."""
+"""The answer to a valid ticket."""
+REGIONS: Final = 4
+REGION_BYTES: Final = 8 << 20
+"""The memory that a process lends has so many regions of so many bytes each."""
 ANSWER: Final = struct.Struct("<IQ")
 """With a descriptor: the number of the segment, and its bytes; 0 bytes and no descriptor: it cannot be
 had."""
@@ -267,6 +273,14 @@ class Put(OfKeys):
             raise ValueError("the identities are too long")
         if self.format.num_layers * len(self.format.parts) > MAX_CHECKSUMS or self.format.nbytes > MAX_PAGE:
             raise ValueError(f"a page of {self.format.num_layers} layers is too large")
+
+
+@attrs.frozen(kw_only=True)
+class Lend(Request):
+    """Pages of puts may be in the memory that came with the ticket. Each answer has the numbers of regions
+    that the store has read."""
+
+    answer = Results
 
 
 @attrs.frozen(kw_only=True)
@@ -516,19 +530,20 @@ def _step(number: int, step: int, end: int) -> range:
     return range(number * step, min((number + 1) * step, end))
 
 
-def tag(request: int, number: int, count: int) -> Tensor:
+def tag(request: int, number: int, count: int, region: int | None = None) -> Tensor:
     """What comes over the pipe before pages of a request.
 
     Args:
         number: of a get: the piece's number. Of a put: the first page that may be among them.
         count: how many pages come; 0: no more of that request.
+        region: of lent memory, where the pages are; ``None``: they come over the pipe.
     """
     import torch
 
-    return torch.tensor([request, number, count], dtype=torch.int64)
+    return torch.tensor([request, number, count, 0 if region is None else 1 + region], dtype=torch.int64)
 
 
-def receive_tag(pipe: Pipe) -> tuple[int, int, int]:
+def receive_tag(pipe: Pipe) -> tuple[int, int, int, int | None]:
     """Wait for the next tag.
 
     Raises:
@@ -536,9 +551,9 @@ def receive_tag(pipe: Pipe) -> tuple[int, int, int]:
     """
     import torch
 
-    numbers = torch.empty(3, dtype=torch.int64)
+    numbers = torch.empty(4, dtype=torch.int64)
     pipe.recv_tensor(numbers, timeout=None)
-    request, number, count = numbers.tolist()
-    if min(request, number, count) < 0:
-        raise WireError(f"over the pipe of a store came the tag {[request, number, count]}")
-    return request, number, count
+    request, number, count, place = numbers.tolist()
+    if min(request, number, count, place) < 0 or place > REGIONS:
+        raise WireError(f"over the pipe of a store came the tag {[request, number, count, place]}")
+    return request, number, count, place - 1 if place else None

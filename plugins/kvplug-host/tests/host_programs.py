@@ -16,7 +16,9 @@ from kvplug_testing import peers
 
 def config(**options: Any) -> Config:
     """Of a program that opens a store with these options."""
-    common = {key: options.pop(key) for key in ("transport", "timeout_s", "host") if key in options}
+    common = {
+        key: options.pop(key) for key in ("transport", "timeout_s", "host", "integrity") if key in options
+    }
     return Config.from_dict(
         {"stores": ["host"], "timeout_s": 20, "connect_timeout_s": 20, **common, "options": {"host": options}}
     )

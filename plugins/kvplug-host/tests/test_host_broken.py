@@ -32,11 +32,14 @@ from kvplug.transport import (
 )
 from kvplug.transport.store.format import Part, opaque_format
 from kvplug.transport.store.keys import foreign_key
+from kvplug_host import protocol
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
+from kvplug_host.client.put_memory import PutMemory
 from kvplug_host.client.requests import Requests
-from kvplug_host.protocol import MAX_KEYS
+from kvplug_host.protocol import MAX_KEYS, REGIONS
+from kvplug_host.serving.arrivals import Arrival
 from kvplug_host.serving.memory_door import MemoryDoor
 from kvplug_host.serving.server import Server
 from kvplug_host.store import HostStore
@@ -310,6 +313,83 @@ def test_a_page_that_comes_after_its_put_was_given_up_and_removed_is_not_kept(
         is_removed.set()
         assert is_published.wait(waits.patience_s)
         assert held.submit_lookup(request.keys).wait(waits.patience_s) == [Presence.ABSENT]
+
+
+@contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """In the block, the store does not read lent memory. Yields the number of pages in each message that
+    waits."""
+    copy, may_go, waiting = Arrival.copy, threading.Event(), list[int]()
+
+    def copied(arrival: Arrival, lent: memoryview, first: int, count: int) -> bool:
+        waiting.append(count)
+        assert may_go.wait(waits.patience_s)
+        return copy(arrival, lent, first, count)
+
+    monkeypatch.setattr(Arrival, "copy", copied)
+    try:
+        yield waiting
+    finally:
+        may_go.set()
+
+
+def test_lent_memory_is_written_again_only_when_the_store_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checksums are off, and the store does not learn that a put was given up while it reads the pages."""
+    send = Outbox.send
+
+    def sent(outbox: Outbox, message: dict[str, Any]) -> bool:
+        return message.get("op") == "cancel" or send(outbox, message)
+
+    with served(size=256 << 20, integrity="off") as (held, store):
+        monkeypatch.setattr(Outbox, "send", sent)
+        with held_up(monkeypatch) as waiting:
+            given_up = store.submit_put(PAGES.request(store, *names("given up", 20)))
+            until(lambda: waiting, what="that the store reads")
+            given_up.cancel()
+            later = [
+                store.submit_put(PAGES.request(store, *names(f"later {at}", 20))) for at in range(REGIONS)
+            ]
+            assert not later[-1].wait_settled(0.3)
+        for job in later:
+            assert job.wait(waits.patience_s) == [None] * 20
+        assert PAGES.got(held, *names("given up", 20)) == [None] * 20
+        for at in range(REGIONS):
+            assert PAGES.got(store, *names(f"later {at}", 20)) == [None] * 20
+
+
+def test_a_put_that_waits_for_lent_memory_ends_with_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplug_host.client.client._CLOSE_S", 600.0)
+    take, calls = PutMemory.take, list[int]()
+
+    def taken(memory: PutMemory, nbytes: int) -> tuple[int, memoryview] | None:
+        calls.append(nbytes)
+        return take(memory, nbytes)
+
+    with served(size=256 << 20) as (_, store), held_up(monkeypatch):
+        monkeypatch.setattr(PutMemory, "take", taken)
+        job = store.submit_put(PAGES.request(store, *names("many", 40 * REGIONS)), timeout=600)
+        until(lambda: len(calls) > REGIONS, what="that a thread waits for a region")
+        waits.Call(store.abort).result()
+        assert None not in job.wait(waits.patience_s)
+
+
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_a_store_that_is_sent_to_wrong_memory_ends_that_link_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_lent: bool
+) -> None:
+    def send_rows(pipe: PagePipe, request: int, first: int, rows: int, *_: Any) -> None:
+        pipe.pipe.send_tensor(protocol.tag(request, first, rows, 1), timeout=None)
+
+    if not is_lent:
+        monkeypatch.setattr(PagePipe, "lend", lambda *_: None)
+    with served(size=64 << 20, segment_bytes=16 << 20) as (held, store):
+        monkeypatch.setattr(PagePipe, "send_rows", send_rows)
+        pages = NamedPages(12 << 20)  # more than a region
+        assert store.submit_put(pages.request(store, "page")).wait(waits.patience_s) == [PutReason.STORE_GONE]
+        assert ("lends" if is_lent else "has not lent") in caplog.text
+        assert pages.put(held, "page") == [None]
 
 
 def test_many_small_pages_are_put_and_got_whatever_their_headers_take() -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from host_programs import config
-from kvplug import KvplugError, build_store
-from kvplug.transport import Credentials, Deadline
+from kvplug import KvplugError, PeerGoneError, build_store
+from kvplug.transport import Connection, Credentials, Deadline, Memfd, WireError
 from kvplug_host.arena.segments import Segments
 from kvplug_host.client.mapping import Mapping
-from kvplug_host.protocol import TICKET_BYTES, Hello
+from kvplug_host.client.put_memory import PutMemory
+from kvplug_host.protocol import REGION_BYTES, REGIONS, TICKET_BYTES, Hello
 from kvplug_host.serving.memory_door import MemoryDoor
 from kvplug_lab.named_pages import NamedPages
 
@@ -99,3 +100,38 @@ def test_memory_is_handed_out_once_for_a_ticket_and_not_without_one(segments: Se
             door.hand_over(ticket, 7)  # there is none: said, and no descriptor comes
             with pytest.raises(KvplugError, match="no descriptor left"):
                 mapping.receive(1)
+
+
+@pytest.mark.parametrize("wrong", ["none", "not sealed", "writable", "short"])
+def test_a_store_maps_no_lent_memory_that_could_end_it(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    nbytes = REGIONS * REGION_BYTES
+
+    def hand_over(memory: PutMemory, connection: Connection, ticket: bytes, deadline: Deadline) -> None:
+        fd = Memfd.create("test", nbytes // 2 if wrong == "short" else nbytes)
+        if wrong != "not sealed":
+            Memfd.seal(fd, read_only=wrong != "writable")
+        connection.send(ticket, deadline, () if wrong == "none" else (fd,))
+        os.close(fd)
+
+    with closing(MemoryDoor(segments, f"unix:@kvplug-door-{os.getpid()}", Credentials())) as door:
+        hello = Hello(
+            epoch="", segment_bytes=NBYTES, num_segments=2, memory=door.contact, ticket=door.ticket()
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(PutMemory, "hand_over", hand_over)
+            with pytest.raises(PeerGoneError):
+                Mapping(hello, Credentials(), Deadline.after(5))
+        Mapping(hello, Credentials(), Deadline.after(5)).close()
+
+
+def test_a_region_comes_back_once() -> None:
+    memory = PutMemory()
+    taken = memory.take(8)
+    assert taken is not None
+    memory.give_back([taken[0]])
+    for wrong in (taken[0], REGIONS):
+        with pytest.raises(WireError, match="was not in use"):
+            memory.give_back([wrong])
+    memory.end()

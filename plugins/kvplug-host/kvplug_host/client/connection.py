@@ -81,6 +81,8 @@ class Connection:
         try:
             if options.map:
                 self.mapping = offered_mapping(hello, context.credentials, deadline)
+            if self.mapping is not None and self.pages is not None:
+                self.pages.lend(self.mapping.put_memory)
             _log.info("pages of the store of %s are read: %s", self.peer, self.route)
         except BaseException:
             self.release()

@@ -21,6 +21,7 @@ from kvplug.transport import (
     close_after_fork,
 )
 from kvplug_host.arena.addresses import AddressSpace
+from kvplug_host.client.put_memory import PutMemory
 from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, WELCOME, Hello
 
 _log = logging.getLogger(__name__)
@@ -43,13 +44,15 @@ class Mapping:
         self.lock = threading.Lock()
         """Held while a segment is asked for and received."""
         self._mapped: set[int] = set()
+        self.put_memory = PutMemory()
+        """What is lent to the store. Stays usable when this is closed."""
         self._connection: Connection | None = Connection.dial(
             hello.memory, credentials, MEMORY_PURPOSE, deadline.remaining()
         )
         try:
             if not self._connection.is_same_user:
                 raise WireError("the store's memory belongs to another user")
-            self._connection.send(hello.ticket, deadline)
+            self.put_memory.hand_over(self._connection, hello.ticket, deadline)
             self._connection.receive(len(WELCOME), deadline)
             self._space = AddressSpace(hello.segment_bytes * hello.num_segments)
         except BaseException:

@@ -13,6 +13,7 @@ from kvplug.net.wire import memory_of_writable
 from kvplug.transport import BackgroundThread, Deadline, JobTask, MissReason, Pipe, Transfer, WireError
 from kvplug_host import protocol
 from kvplug_host.client.piped_get import PipedGet
+from kvplug_host.client.put_memory import PutMemory
 from kvplug_host.client.requests import Requests
 from kvplug_host.link_end import failing
 
@@ -46,6 +47,7 @@ class PagePipe:
         self._sending = threading.Lock()
         """Held while a tag and its piece are sent."""
         self._stages: deque[tuple[Any, Transfer]] = deque()
+        self._lent: PutMemory | None = None
         self._gets: dict[int, PipedGet] = {}
         """Those of which pieces may come."""
         self._thread: threading.Thread | None = None
@@ -78,7 +80,7 @@ class PagePipe:
     def _receive_all(self) -> None:
         with failing(self._failed, "receiving its pages failed"):
             while True:
-                number, piece, count = protocol.receive_tag(self.pipe)
+                number, piece, count, _ = protocol.receive_tag(self.pipe)
                 get = self._gets.get(number)
                 if get is None:
                     if self._requests.over is not None:
@@ -92,11 +94,22 @@ class PagePipe:
 
     # -- puts ----------------------------------------------------------------------------------
 
+    def lend(self, memory: PutMemory) -> None:
+        """Put pages into this memory from now on, which the store has mapped. Ends it with the pipe."""
+
+        def was_read(answer: protocol.Results) -> None:
+            memory.give_back(answer.codes)
+
+        self._lent = memory
+        self._requests.listen(protocol.Lend(id=self._requests.new_number()), was_read)
+
     def send_rows(
         self, request: int, first: int, rows: int, row_bytes: int, fill: Callable[[memoryview], None]
     ) -> None:
-        """Send rows over the pipe, from memory that is used again."""
+        """Send rows, in lent memory or over the pipe, from memory that is used again."""
         try:
+            if self._lend_rows(request, first, rows, row_bytes, fill):
+                return
             with self._sending:
                 flat = self._stage(rows * row_bytes)
             stage = flat[: rows * row_bytes].view(1, rows, row_bytes)
@@ -106,6 +119,25 @@ class PagePipe:
                 self._stages.append((stage, self.pipe.send_tensor(stage, timeout=None)))
         except KvplugError as e:
             self._failed(None if isinstance(e, PeerGoneError | ClosedError) else str(e))
+
+    def _lend_rows(
+        self, request: int, first: int, rows: int, row_bytes: int, fill: Callable[[memoryview], None]
+    ) -> bool:
+        """Fill a region of lent memory with rows, and name it to the store. Returns whether it can be
+        used."""
+        memory = self._lent
+        taken = memory.take(rows * row_bytes) if memory is not None else None
+        if memory is None or taken is None:
+            return False
+        region, view = taken
+        try:
+            fill(view)
+        except BaseException:
+            memory.give_back([region])
+            raise
+        with self._sending:
+            self.pipe.send_tensor(protocol.tag(request, first, rows, region), timeout=None)
+        return True
 
     def _stage(self, nbytes: int) -> Any:
         """Memory that is not being sent."""
@@ -125,6 +157,8 @@ class PagePipe:
         """Abort the pipe. Returns the gets of which pieces were to come."""
         gets: list[JobTask] = list(self._gets.values())
         self._gets.clear()
+        if self._lent is not None:
+            self._lent.end()
         self.pipe.abort()
         return gets
 

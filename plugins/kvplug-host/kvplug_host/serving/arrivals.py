@@ -1,9 +1,10 @@
-"""Pages on their way from a process that puts them: whole pages over the pipe, straight into slots."""
+"""Pages on their way from a process that puts them: whole pages over the pipe, straight into slots, or out of
+memory that the process lends."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from kvplug import UnsupportedError
@@ -120,6 +121,26 @@ class Arrival(Put):
             WireError: what comes was not agreed on.
             KvplugError: the pages do not come in time, or the pipe cannot be used any more.
         """
+
+        def come(rows: PageRows) -> PageRows:
+            pipe.recv_blocks(rows.views([0], rows.nbytes), rows.offsets, timeout=timeout)
+            return rows
+
+        return self._take(first, count, come)
+
+    def copy(self, lent: memoryview, first: int, count: int) -> bool:
+        """The same for pages that are in ``lent``, one after the other."""
+
+        def come(rows: PageRows) -> PageRows:
+            if count * rows.nbytes > len(lent):
+                raise WireError(f"it lends {len(lent)} bytes for {count} pages of {rows.nbytes}")
+            return PageRows.dense(lent, count, rows.nbytes)
+
+        return self._take(first, count, come)
+
+    def _take(self, first: int, count: int, come: Callable[[PageRows], PageRows]) -> bool:
+        """``come(rows)``: have the pages come, and return where they are: in these rows, which are their
+        slots, or in others."""
         store, nbytes = self._store, self.pages.series.format.nbytes
         with self.lock:
             if self.is_over:
@@ -130,10 +151,10 @@ class Arrival(Put):
                 raise WireError(f"it sends {count} pages, which were not agreed on")
             slots = {at: self._slots.pop(at) for at in numbers}
         try:
-            offsets = [slot.offset for slot in slots.values()]
-            rows = PageRows(store.segments.view, offsets, nbytes + header_bytes.pop())
-            pipe.recv_blocks(rows.views([0], rows.nbytes), offsets, timeout=timeout)
-            wrong = self._wrong(slots)
+            rows = PageRows(
+                store.segments.view, [slot.offset for slot in slots.values()], nbytes + header_bytes.pop()
+            )
+            wrong = self._wrong(numbers, rows, come(rows))
         except BaseException:
             store.give_back(slots.values())
             raise
@@ -142,21 +163,30 @@ class Arrival(Put):
         self.resolved(count)
         return True
 
-    def _wrong(self, slots: Mapping[int, Slot]) -> set[int]:
-        """The pages that are not what the put has announced."""
-        pages, seal, view = self.pages, self.seal, self._store.segments.view
-        form = pages.series.format
-        ends = {at: slot.offset + form.nbytes for at, slot in slots.items()}
-        headers = {at: bytes(view[end : end + self._header_bytes[at]]) for at, end in ends.items()}
-        reasons = seal.check_headers(
-            pages.series, [pages.identities[at] for at in slots], list(headers.values())
+    def _wrong(self, numbers: Sequence[int], rows: PageRows, come: PageRows) -> set[int]:
+        """The pages that are not what the put has announced. The others are in their rows at the end.
+
+        ``come``: where the pages are; may be the same rows.
+        """
+        pages, seal, form = self.pages, self.seal, self.pages.series.format
+        headers = [bytes(come.row(index)[form.nbytes :]) for index in range(len(come))]
+        reasons = seal.check_headers(pages.series, [pages.identities[at] for at in numbers], headers)
+        left = [index for index, reason in enumerate(reasons) if reason is None]
+        memory, source = (
+            PageRows(each.buffer, [each.offsets[index] for index in left], form.nbytes)
+            for each in (rows, come)
         )
-        left = [at for at, reason in zip(slots, reasons, strict=True) if reason is None]
-        rows = PageRows(view, [slots[at].offset for at in left], form.nbytes)
-        copy = PageCopy(PageBuffers(form, rows), seal)
-        copy.use(0, rows, [headers[at] for at in left])
-        checks = copy.verify(range(len(left)))
-        return {*slots} - {at for at, reason in zip(left, checks, strict=True) if reason is None}
+        copy = PageCopy(PageBuffers(form, memory), seal)
+        copy.use(0, source, [headers[index] for index in left])
+        every = range(len(left))
+        if come is rows:
+            checks = copy.verify(every)
+        else:
+            checks = copy.load(every) or [None] * len(left)
+            for index in left:
+                rows.row(index)[form.nbytes :] = headers[index]
+        right = {numbers[index] for index, reason in zip(left, checks, strict=True) if reason is None}
+        return {*numbers} - right
 
     def settled(self) -> None:
         with self.lock:

@@ -82,6 +82,8 @@ class Session:
         self._views = functools.lru_cache(maxsize=_MAX_VIEWS)(self._views_of)
         self._sender = JobEngine("host-pages", 1, stop=link.close)
         self._receiver: BackgroundThread | None = None
+        self._lent: tuple[int, memoryview] | None = None
+        """Memory of the peer, with the number of the request that is answered when it was read."""
         self._lock = threading.Lock()
         self._over = False
         self._end_of_peer = object()
@@ -371,6 +373,11 @@ class Session:
         self._answer(protocol.Results(id=number, codes=codes, is_last=False))
         arrival.resolved(0)
 
+    def _lend(self, request: protocol.Lend) -> None:
+        if self._door is None:
+            raise WireError("a message to a store: memory is lent to it, and it maps none")
+        self._lent = request.id, self._door.lent(self._ticket)
+
     def _end_stalled(self) -> None:
         """End the puts of which nothing comes, and look again later."""
         self._stall, now = None, time.monotonic()
@@ -395,15 +402,26 @@ class Session:
         assert pipe is not None
         with failing(self.fail, "its pages did not come"):
             while True:
-                number, first, count = protocol.receive_tag(pipe)
+                number, first, count, region = protocol.receive_tag(pipe)
                 if not count:
                     raise WireError("it sends no pages")
                 arrival = self._arrivals.get(number)
                 self._received_at = math.inf
+                if region is not None:
+                    self._receive_lent(arrival, first, count, region)
                 # Not until the put's deadline: a peer that is stopped would hold the memory that long.
-                if arrival is None or not arrival.receive(pipe, first, count, self._stall_timeout_s):
+                elif arrival is None or not arrival.receive(pipe, first, count, self._stall_timeout_s):
                     pipe.recv_tensor(timeout=self._stall_timeout_s)  # pages of a put that has ended
                 self._received_at = time.monotonic()
+
+    def _receive_lent(self, arrival: Arrival | None, first: int, count: int, region: int) -> None:
+        if self._lent is None:
+            raise WireError("its pages are in memory that it has not lent")
+        number, memory = self._lent
+        if arrival is not None:
+            begin = region * protocol.REGION_BYTES
+            arrival.copy(memory[begin : begin + protocol.REGION_BYTES], first, count)
+        self._answer(protocol.Results(id=number, codes=bytes([region]), is_last=False))
 
 
 _HANDLERS: Final[dict[type[protocol.Request], Callable[[Session, Any], None]]] = {
@@ -423,6 +441,7 @@ _HANDLERS: Final[dict[type[protocol.Request], Callable[[Session, Any], None]]] =
     protocol.Wrong: Session._wrong,
     protocol.Fetch: Session._fetch,
     protocol.Put: Session._put,
+    protocol.Lend: Session._lend,
     protocol.Cancel: Session._cancel,
 }
 """Everything that a peer may ask, and what answers it."""
