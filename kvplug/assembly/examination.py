@@ -29,7 +29,7 @@ import attrs
 
 from kvplug.assembly.host import HostFacts, facts_of
 from kvplug.assembly.links import ControlLink, LinkSettings
-from kvplug.assembly.watching import scheduler_state
+from kvplug.assembly.watched import scheduler_state
 from kvplug.config.config import Config
 from kvplug.errors import KvplugError
 from kvplug.net.deadline import Deadline
@@ -179,7 +179,10 @@ def _answer_questions(
             answered = {"report": to_plain(Report.of(settings))}
         elif what == "state" and settings.config.doctor != "off":
             scheduler = scheduler_state(settings.config.engine_id)
-            answered = {"state": settings.state.plain(), "scheduler": dict(scheduler)}
+            answered = {
+                "state": settings.state.plain(),
+                "scheduler": None if scheduler is None else to_plain(scheduler),
+            }
         elif what == "measure":
             why = _why_not_measured(settings.config, link, asked.get("device"), is_measured)
             if not why and link is not None:

@@ -50,6 +50,8 @@ from kvplug.transport.pipe import Pipe, PipeListener
 
 _log = logging.getLogger(__name__)
 
+CONTROL = "control"
+"""The purpose that the authentication of every control channel is bound to."""
 _LAST_WORD_S = 0.5
 """How long to wait for a peer that hung up to report that it lacked a resource."""
 _ACCEPT_S = 5.0

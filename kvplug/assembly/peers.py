@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from kvplug.assembly.examination import answer
-from kvplug.assembly.links import ControlLink, LinkSettings, is_examined_by
+from kvplug.assembly.links import CONTROL, ControlLink, LinkSettings, is_examined_by
 from kvplug.engine.context import Peers, PeerServer
 from kvplug.errors import ClosedError, HandshakeError, KvplugError
 from kvplug.negotiation.hello import DOCTOR
@@ -21,9 +21,6 @@ from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.acceptor import Acceptor
-
-CONTROL = "control"
-"""The purpose that the authentication of every control channel is bound to."""
 
 _log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ Each side of a connector, and each server of a store, listens at a Unix socket i
 So a command finds every engine of the user on this host, also one that serves no peer. Nothing is recorded
 for it: it reads what is in memory anyway. The questions, over an authenticated channel::
 
-    {"watch": "state"}                  {"state": {...}}
-    {"watch": "request", "id": "..."}   {"spans": [...]}: also for the id of a trace
+    {"doctor": "state"}                {"state": {...}}
+    {"doctor": "spans", "of": "..."}   {"spans": [...]}, of the request or trace with this id
+    {"doctor": "bye"}
 
-At its address an engine answers a doctor that asks for the state (:mod:`kvplug.assembly.examination`): the
-worker that listens there adds the state of the scheduler's side, which it finds by the name of its socket.
-With ``doctor = "off"`` in its config an engine answers nobody.
+At its address an engine answers a doctor that asks for the state (:mod:`kvplug.assembly.examination`). With
+``doctor = "off"`` in its config an engine answers nobody. :mod:`kvplug.assembly.watched` asks.
 """
 
 from __future__ import annotations
@@ -21,34 +21,27 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
-
 from kvplug.errors import KvplugError, PeerGoneError, TransportError
-from kvplug.metrics.spans import Span, SpanLog
-from kvplug.net.deadline import Deadline
-from kvplug.net.peer_text import peer_texts
+from kvplug.metrics.spans import SpanLog
 from kvplug.net.trust.addresses import remove_stale
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
-from kvplug.net.wire import from_plain, to_plain
+from kvplug.net.wire import to_plain
 from kvplug.transport.acceptor import Acceptor
 
 _log = logging.getLogger(__name__)
 
-_PURPOSE: Final = "watch"
+PURPOSE: Final = "watch"
 _TIMEOUT_S: Final = 2.0
-_RELAY_S: Final = 1.0
-"""How long an answer to a doctor waits for the scheduler's side."""
 _MAX_WATCHERS: Final = 32
 """Programs that watch at once. A forgotten `kvplug top` keeps its place."""
-_MAX_CHARACTERS: Final = 400
-_MAX_SPANS: Final = 500
+MAX_SPANS: Final = 500
 """The most spans in one answer."""
 _numbers = itertools.count()
 
@@ -88,11 +81,11 @@ class WatchPoint:
         self._spans = spans
         self._acceptor: Acceptor[None] | None = None
         try:
-            name = f"{os.getpid()}-{next(_numbers)}{_ending(scheduler_of)}"
+            name = f"{os.getpid()}-{next(_numbers)}{ending(scheduler_of)}"
             path = runtime_folder(make=True) / name
             _remove_dead()
             self._acceptor = Acceptor(
-                [Listener.open(f"unix:{path}", Credentials(), _PURPOSE)],
+                [Listener.open(f"unix:{path}", Credentials(), PURPOSE)],
                 self._answer,
                 what="a program that watches",
                 name="kvplug-watch",
@@ -104,14 +97,15 @@ class WatchPoint:
     def _answer(self, connection: Connection) -> None:
         with contextlib.closing(Channel(connection)) as channel, contextlib.suppress(PeerGoneError):
             while True:
-                asked = channel.recv(timeout=None)
                 answered: dict[str, Any] = {"unknown": True}
-                match asked:
-                    case {"watch": "state"}:
+                match channel.recv(timeout=None):
+                    case {"doctor": "state"}:
                         answered = {"state": dict(self._state())}
-                    case {"watch": "request", "id": str(request_id)}:
-                        spans = self._spans.of_request(request_id)[-_MAX_SPANS:]
+                    case {"doctor": "spans", "of": str(some_id)}:
+                        spans = self._spans.of_request(some_id)[-MAX_SPANS:]
                         answered = {"spans": [to_plain(span) for span in spans]}
+                    case {"doctor": "bye"}:
+                        return
                 channel.send(answered, timeout=_TIMEOUT_S)
 
     def close(self) -> None:
@@ -120,10 +114,7 @@ class WatchPoint:
             self._acceptor.close()
 
 
-# -- programs that watch -------------------------------------------------------------------------------
-
-
-def _ending(scheduler_of: str) -> str:
+def ending(scheduler_of: str) -> str:
     """Return the end of the name of the socket of an engine's scheduler side; empty for an empty id."""
     return scheduler_of and f"-{hashlib.sha256(scheduler_of.encode()).hexdigest()[:8]}"
 
@@ -138,17 +129,6 @@ def watched_sockets() -> list[Path]:
     return sorted(path for path in folder.glob("*-*") if re.fullmatch(r"\d+-\d+(-\w+)?", path.name))
 
 
-def scheduler_state(engine_id: str) -> Mapping[str, Any]:
-    """Return what the scheduler's side of an engine does now; empty if it does not run here as this user, or
-    does not answer at once."""
-    with contextlib.suppress(KvplugError, OSError):
-        for path in watched_sockets():
-            if path.name.endswith(_ending(engine_id)):
-                with contextlib.suppress(KvplugError), contextlib.closing(Watched.at(path, _RELAY_S)) as side:
-                    return side.state()
-    return {}
-
-
 def pid_of(path: Path) -> int:
     """Return the process that listens at this socket."""
     return int(path.name.partition("-")[0])
@@ -159,77 +139,3 @@ def _remove_dead() -> None:
     for path in watched_sockets():
         if not os.path.exists(f"/proc/{pid_of(path)}"):
             remove_stale(str(path))
-
-
-@attrs.frozen
-class _Spans:
-    spans: tuple[Span, ...]
-
-
-@attrs.define(eq=False)
-class Watched:
-    """A connection to a process that answers."""
-
-    pid: int
-    _channel: Channel
-    _timeout_s: float
-
-    @classmethod
-    def all(cls) -> Iterator[Watched]:
-        """Connect to every process of this user on this host.
-
-        Raises:
-            TransportError: as :func:`runtime_folder`.
-        """
-        for path in watched_sockets():
-            try:
-                yield cls.at(path)
-            except PeerGoneError:
-                continue
-            except KvplugError as e:
-                _log.warning("process %s does not answer: %s", pid_of(path), e)
-
-    @classmethod
-    def at(cls, path: Path, timeout_s: float = _TIMEOUT_S) -> Watched:
-        """Connect to the process that listens at this socket. If no process does, remove the socket.
-
-        Raises:
-            PeerGoneError: the process is gone.
-            KvplugError: it does not answer.
-        """
-        try:
-            connection = Connection.dial(f"unix:{path}", Credentials(), _PURPOSE, timeout_s)
-        except PeerGoneError:
-            with contextlib.suppress(OSError):
-                remove_stale(str(path))
-            raise
-        return cls(pid_of(path), Channel(connection), timeout_s)
-
-    def _ask(self, question: Mapping[str, Any], answer: str) -> Any:
-        deadline = Deadline.after(self._timeout_s)
-        self._channel.send(question, timeout=deadline.remaining())
-        answered = self._channel.recv(timeout=deadline.remaining())
-        texts = peer_texts(answered, _MAX_CHARACTERS, _MAX_SPANS)
-        return texts.get(answer) if isinstance(texts, dict) else None
-
-    def state(self) -> Mapping[str, Any]:
-        """Return what the process does now.
-
-        Raises:
-            KvplugError: it is gone, or does not answer.
-        """
-        found = self._ask({"watch": "state"}, "state")
-        return found if isinstance(found, Mapping) else {}
-
-    def spans_of(self, request_id: str) -> list[Span]:
-        """Return what the process has kept of a request or trace.
-
-        Raises:
-            KvplugError: it is gone, or does not answer.
-        """
-        found = self._ask({"watch": "request", "id": request_id}, "spans")
-        return list(from_plain({"spans": found or []}, _Spans, "the answer of a process").spans)
-
-    def close(self) -> None:
-        """Hang up."""
-        self._channel.close()

@@ -9,9 +9,10 @@ from typing import Any
 import attrs
 import click
 
-from kvplug.assembly.watching import Watched, runtime_folder
+from kvplug.assembly.watched import LocalProcess
+from kvplug.assembly.watching import runtime_folder, watched_sockets
 from kvplug.cli.output import show_json, show_note, show_table
-from kvplug.errors import KvplugError
+from kvplug.errors import KvplugError, PeerGoneError
 from kvplug.metrics.spans import Span
 
 _PREFIX = "kvplug."
@@ -25,10 +26,10 @@ def explain_request(request_id: str, *, as_json: bool) -> bool:
     any process knows the request."""
     found: Found = {}
     with contextlib.ExitStack() as stack:
-        watched = [stack.enter_context(contextlib.closing(each)) for each in Watched.all()]
-        _ask(watched, request_id, found)
+        watched = [stack.enter_context(contextlib.closing(LocalProcess(path))) for path in watched_sockets()]
+        watched = _ask(watched, request_id, found)
         for trace_id in {span.context.trace_id for _, span in found.values()}:
-            _ask(watched, trace_id, found)  # a peer engine has another id for the request
+            watched = _ask(watched, trace_id, found)  # a peer engine has another id for the request
     if as_json:
         show_json([{"pid": pid, **attrs.asdict(span)} for pid, span in found.values()])
     elif not found:
@@ -44,12 +45,18 @@ def explain_request(request_id: str, *, as_json: bool) -> bool:
     return bool(found)
 
 
-def _ask(watched: Iterable[Watched], some_id: str, found: Found) -> None:
+def _ask(watched: Iterable[LocalProcess], some_id: str, found: Found) -> list[LocalProcess]:
+    """Ask for spans, and return the processes that have answered."""
+    answered = []
     for each in watched:
         try:
             found |= {span.context.span_id: (each.pid, span) for span in each.spans_of(some_id)}
+            answered.append(each)
+        except PeerGoneError:
+            continue
         except KvplugError as e:
-            show_note(f"process {each.pid} did not answer: {e}")
+            show_note(f"{each.name} does not answer: {e}")
+    return answered
 
 
 def _summary(spans: Iterable[tuple[int, Span]]) -> Iterator[str]:

@@ -17,8 +17,8 @@ import click
 
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.state import PipeState, SideState
-from kvplug.assembly.watched_peer import WatchedPeer
-from kvplug.assembly.watching import Watched, pid_of, runtime_folder, watched_sockets
+from kvplug.assembly.watched import LocalProcess, PeerProcess, WatchedProcess
+from kvplug.assembly.watching import runtime_folder, watched_sockets
 from kvplug.cli import options
 from kvplug.cli.duration import Duration
 from kvplug.cli.output import paragraph, show_json
@@ -204,15 +204,15 @@ def _number(stats: Stats, names: Iterable[str]) -> float:
 
 
 class _Sources:
-    """The processes that are asked, with a connection to each."""
+    """The processes that are asked."""
 
     def __init__(self, config: Config, addresses: Sequence[str]) -> None:
-        self._peers: dict[str, WatchedPeer] = {}
+        self._are_given = bool(addresses)
+        self._sources: dict[Path | str, tuple[WatchedProcess, list[Shown]]] = {}
+        """By socket or address: the process, and what it answered last."""
         if addresses:
             resolved = ResolvedConfig(config)
-            self._peers = {address: WatchedPeer(resolved, address) for address in addresses}
-        self._local: dict[Path, Watched] = {}
-        self._shown: dict[Path | str, list[Shown]] = {}
+            self._sources = {address: (PeerProcess(resolved, address), []) for address in addresses}
         self._pool = ThreadPoolExecutor(_MAX_ASKED, "kvplug-top")
 
     @property
@@ -227,40 +227,32 @@ class _Sources:
 
     def ask(self) -> list[Shown]:
         """Ask all processes at once, and return those that are still there."""
-        keys: list[Path | str] = [*self._peers] or [*watched_sockets()]
-        for gone in self._shown.keys() - {*keys}:
-            self._drop(gone)
-        return [*itertools.chain.from_iterable(self._pool.map(self._ask, keys))]
+        if not self._are_given:
+            paths = watched_sockets()
+            for gone in self._sources.keys() - {*paths}:
+                self._sources.pop(gone)[0].close()
+            for path in paths:
+                self._sources.setdefault(path, (LocalProcess(path), []))
+        return [*itertools.chain.from_iterable(self._pool.map(self._ask, self._sources.values()))]
 
-    def _ask(self, key: Path | str) -> list[Shown]:
-        name = key if isinstance(key, str) else f"process {pid_of(key)}"
+    @staticmethod
+    def _ask(source: tuple[WatchedProcess, list[Shown]]) -> list[Shown]:
+        process, shown = source
         try:
-            if isinstance(key, str):
-                plain = self._peers[key].states()
-            else:
-                plain = [self._local.setdefault(key, self._local.get(key) or Watched.at(key)).state()]
-            sides = [from_plain(each, SideState, f"the state of {name}") for each in plain]
+            sides = process.states()
         except KvplugError as e:
-            self._drop(key)
-            if isinstance(e, PeerGoneError) and not isinstance(key, str):
-                return []  # the process has ended
-            return [Shown(name, error=str(e))]
-        shown = self._shown.setdefault(key, [Shown(name), Shown(name)])
-        for each, side in zip(shown, sides, strict=False):
+            shown.clear()
+            has_ended = isinstance(e, PeerGoneError) and isinstance(process, LocalProcess)
+            return [] if has_ended else [Shown(process.name, error=str(e))]
+        shown[len(sides) :] = [Shown(process.name) for _ in sides[len(shown) :]]
+        for each, side in zip(shown, sides, strict=True):
             each.answer(side)
-        return shown[: len(sides)]
-
-    def _drop(self, key: Path | str) -> None:
-        self._shown.pop(key, None)
-        if isinstance(key, Path) and (watched := self._local.pop(key, None)) is not None:
-            watched.close()
+        return [*shown]
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for key in [*self._local]:
-            self._drop(key)
-        for peer in self._peers.values():
-            peer.close()
+        for process, _ in self._sources.values():
+            process.close()
 
 
 # -- the lines -----------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvplug.assembly.state import ProcessState
-from kvplug.assembly.watching import Watched, WatchPoint, runtime_folder
+from kvplug.assembly.state import ProcessState, SideState
+from kvplug.assembly.watched import LocalProcess
+from kvplug.assembly.watching import WatchPoint, runtime_folder, watched_sockets
 from kvplug.cli.request import explain_request
-from kvplug.errors import PeerGoneError, TransportError
+from kvplug.errors import PeerGoneError, TimeoutError, TransportError
 from kvplug.metrics.spans import SpanLog
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.wire import encode
@@ -44,20 +45,27 @@ def watch_point(parent: Parent, folder: str) -> None:
     point.close()
 
 
-def answers() -> list[tuple[int, object, list[str]]]:
-    """The pid, the state and the spans' names of each process that answers."""
+def processes() -> list[LocalProcess]:
+    """The processes of this user, of which some may be gone."""
+    return [LocalProcess(path) for path in watched_sockets()]
+
+
+def answers() -> list[tuple[int, str, list[str]]]:
+    """The pid, the engine's id and the spans' names of each process that answers."""
     found = []
-    for each in Watched.all():
-        with contextlib.closing(each):
-            found.append((each.pid, each.state(), [f"{s.name} {s.reason}" for s in each.spans_of("cmpl-1")]))
+    for each in processes():
+        with contextlib.closing(each), contextlib.suppress(PeerGoneError, TimeoutError):
+            (state,) = each.states()
+            spans = [f"{span.name} {span.reason}" for span in each.spans_of("cmpl-1")]
+            found.append((each.pid, state.engine_id, spans))
     return found
 
 
 def test_a_process_answers_until_it_is_killed_and_leaves_nothing_behind(tmp_path: Path, folder: Path) -> None:
     with start(watch_point, str(tmp_path)) as peer:
         trace_id = peer.recv()
-        assert answers() == [(peer.pid, {"engine_id": "e1"}, ["kvplug.serve ", "kvplug.load timeout"])]
-        (each,) = Watched.all()
+        assert answers() == [(peer.pid, "e1", ["kvplug.serve ", "kvplug.load timeout"])]
+        (each,) = processes()
         with contextlib.closing(each):
             assert [span.request_id for span in each.spans_of(trace_id)] == ["", "cmpl-1-0"]
             assert each.spans_of("") != []
@@ -75,8 +83,8 @@ def test_a_dozen_programs_may_watch_and_clients_choose_long_ids(folder: Path) ->
         (path,) = folder.iterdir()
         with contextlib.ExitStack() as stack:
             for _ in range(12):
-                each = stack.enter_context(contextlib.closing(Watched.at(path)))
-                assert each.state() == {}
+                each = stack.enter_context(contextlib.closing(LocalProcess(path)))
+                assert each.states() == [SideState()]
             assert len(each.spans_of("cmpl-")) == 500
             assert [span.name for span in each.spans_of("cmpl-007")] == ["kvplug.load"]
 
@@ -141,7 +149,7 @@ def test_the_socket_of_a_process_that_hangs_up_stays(folder: Path) -> None:
     path = folder / f"{os.getpid()}-7"
     with contextlib.ExitStack() as stack:
         server = listening(stack, path)
-        watched = waits.Call(lambda: Watched.at(path))
+        watched = waits.Call(lambda: LocalProcess(path).states())
         server.accept()[0].close()
         with pytest.raises(PeerGoneError, match="hung up"):
             watched.result()

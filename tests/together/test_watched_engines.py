@@ -16,10 +16,9 @@ from kvplug import AuthenticationError, Config, TransportError
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.state import SideState
 from kvplug.assembly.stores import build_store, serve_store
-from kvplug.assembly.watched_peer import WatchedPeer
-from kvplug.assembly.watching import Watched
+from kvplug.assembly.watched import LocalProcess, PeerProcess
+from kvplug.assembly.watching import watched_sockets
 from kvplug.engine import RequestEnd
-from kvplug.net.wire import from_plain
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of
 
@@ -56,16 +55,12 @@ def engines(**config: Any) -> Iterator[tuple[FakeEngine, FakeEngine, str]]:
         yield prefill, decode, f"{host}-0"
 
 
-def read(plain: object) -> SideState:
-    return from_plain(plain, SideState, "the state")
-
-
 def here() -> dict[tuple[str, str], SideState]:
     """The state of each process of this user, by engine and side."""
     found = {}
-    for each in Watched.all():
-        with contextlib.closing(each):
-            side = read(each.state())
+    for path in watched_sockets():
+        with contextlib.closing(LocalProcess(path)) as each:
+            (side,) = each.states()
             found[side.engine_id, side.side] = side
     return found
 
@@ -123,8 +118,8 @@ def test_a_wrong_status_of_a_connector_hides_nothing_else(
 # -- at an address -------------------------------------------------------------------------------------
 
 
-def at(address: str) -> WatchedPeer:
-    return WatchedPeer(ResolvedConfig(Config()), address)
+def at(address: str) -> PeerProcess:
+    return PeerProcess(ResolvedConfig(Config()), address)
 
 
 @pytest.mark.parametrize("doctor", ["look", "measure"])
@@ -133,7 +128,7 @@ def test_an_engine_answers_at_its_address_as_often_as_it_is_asked(doctor: str) -
         failures = prefill.worker.get_stats()["failures"]
         seen = []
         for _ in range(20):  # one conversation has at most 16 questions
-            side, *schedulers = map(read, peer.states())
+            side, *schedulers = peer.states()
             assert (side.engine_id, side.side, len(side.links)) == ("prefill", "worker", 2)
             seen += [(each.engine_id, each.side, each.status["num_held"]) for each in schedulers]
         assert {*seen} == {("prefill", "scheduler", 1)}, "on a busy host it may not answer in time"
@@ -152,7 +147,7 @@ def test_without_the_secret_nobody_gets_an_answer_over_a_network(monkeypatch: py
     monkeypatch.setenv("KVPLUG_SECRET", "5" * 32)
     with serve_store(config, "host", "127.0.0.1:0") as server:
         with contextlib.closing(at(server.contact)) as peer:
-            assert [read(state).side for state in peer.states()] == ["store"]
+            assert [state.side for state in peer.states()] == ["store"]
         monkeypatch.setenv("KVPLUG_SECRET", "6" * 32)
         with contextlib.closing(at(server.contact)) as stranger, pytest.raises(AuthenticationError):
             stranger.states()
@@ -170,7 +165,7 @@ def test_the_server_of_a_store_says_what_it_holds_and_who_uses_it() -> None:
         assert (side.role, side.side) == ("", "store")
         assert (store.name, store.medium, store.budget_bytes) == ("host", "host", 4 << 20)
         with contextlib.closing(at(address)) as peer:
-            assert [read(state).stores for state in peer.states()] == [(store,)]
+            assert [state.stores for state in peer.states()] == [(store,)]
     assert not here()
 
 

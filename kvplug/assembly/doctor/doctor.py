@@ -18,8 +18,8 @@ from kvplug.assembly.doctor.host import of_device, of_limits
 from kvplug.assembly.doctor.peer import of_pages, of_peer, of_rate
 from kvplug.assembly.doctor.stores import LATE, of_directory, of_stores
 from kvplug.assembly.host import facts_of
-from kvplug.assembly.links import ControlLink, LinkSettings
-from kvplug.assembly.peers import CONTROL, ControlPeers, LinkServer
+from kvplug.assembly.links import CONTROL, ControlLink, LinkSettings
+from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.config.config import Config, Role

@@ -24,8 +24,7 @@ from kvplug.assembly.doctor.finding import (
 from kvplug.assembly.doctor.host import of_limits, of_two_hosts
 from kvplug.assembly.examination import Measured, Report, connector_options, measure
 from kvplug.assembly.host import secret_source
-from kvplug.assembly.links import ControlLink, LinkSettings
-from kvplug.assembly.peers import CONTROL
+from kvplug.assembly.links import CONTROL, ControlLink, LinkSettings
 from kvplug.assembly.resolve import ResolvedConfig, make_hello
 from kvplug.config.config import Config, Role
 from kvplug.engine.layout import PAGE_TOKENS
