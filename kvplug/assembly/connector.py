@@ -25,7 +25,7 @@ from kvplug.assembly.resolve import (
 )
 from kvplug.assembly.state import ProcessState
 from kvplug.assembly.stores import StoreOpener
-from kvplug.assembly.watching import WatchPoint
+from kvplug.assembly.watching import observe
 from kvplug.config.config import Config
 from kvplug.config.messages import did_you_mean
 from kvplug.engine.connector.scheduler import SchedulerConnector
@@ -33,10 +33,9 @@ from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.engine.connector.worker import WorkerConnector
 from kvplug.engine.context import ConnectorContext
 from kvplug.errors import ConfigError
-from kvplug.metrics.sinks import Reporter, Sink
+from kvplug.metrics.sinks import Sink
 from kvplug.metrics.spans import SpanLog
 from kvplug.metrics.stats import TransferStats
-from kvplug.metrics.tracing import Tracing
 from kvplug.negotiation.hello import EngineFacts
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
@@ -169,26 +168,21 @@ def build_connector(
     model = attrs.evolve(model, weights=weights)
     stats = TransferStats()
     labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
-    state = ProcessState(stats, labels)
+    state, spans = ProcessState(stats, labels), spans or SpanLog()
     settings = LinkSettings(
         resolved=resolved,
         stats=stats,
+        spans=spans,
         engine=_engine_facts(config, model, cache, parallelism, which, spec),
         moves_kv=which is Side.WORKER,
         device=resolved.device_of_links,
         wrap_pipe=wrap_pipe,
         state=state,
     )
-    spans = spans or SpanLog()
     stores = StoreOpener(LinkSettings(resolved=resolved, stats=stats, state=state, spans=spans))
     opened = contextlib.ExitStack()
     try:
-        if config.tracing:
-            opened.callback(Tracing(spans, config.tracing, labels).close)
-        if config.doctor != "off":
-            scheduler_of = config.engine_id if which is Side.SCHEDULER else ""
-            opened.callback(WatchPoint(state.plain, spans, scheduler_of).close)
-        opened.callback(Reporter(stats, tuple(sinks), labels, owned=resolved.sinks()).close)
+        observe(settings, opened, sinks)
         peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
         opened.callback(peers.close)
         members = members_of(resolved, parallelism=parallelism, model=model, stats=stats)

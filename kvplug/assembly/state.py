@@ -105,13 +105,15 @@ class StoreState:
     medium: str
     num_pages: int
     used_bytes: int
+    """Bytes of the pages, their headers, and the gaps between them."""
     budget_bytes: int | None
+    """``None`` if the store has no limit of its own."""
+    num_clients: int | None = None
+    """The number of programs that use it now; ``None`` if this process does not serve it."""
 
     @classmethod
-    def of(cls, store: Store, name: str) -> StoreState | None:
-        """Return its state; ``None`` if it is lost."""
-        if store.is_lost:
-            return None
+    def of(cls, store: Store, name: str, num_clients: int | None = None) -> StoreState:
+        """Return its state."""
         usage = store.usage()  # does not wait
         return cls(
             name=name,
@@ -119,6 +121,7 @@ class StoreState:
             num_pages=usage.num_pages,
             used_bytes=usage.used_bytes,
             budget_bytes=usage.budget_bytes,
+            num_clients=num_clients,
         )
 
 
@@ -155,7 +158,7 @@ class ProcessState:
     def __init__(self, stats: TransferStats, labels: Mapping[str, str] | None = None) -> None:
         """``labels``: name the process, as those of its metrics do."""
         self._stats = stats
-        self._labels = labels or {}
+        self.labels = labels or {}
         self._began = time.monotonic()
         self._numbers = itertools.count()
         self._things: dict[int, tuple[weakref.ref[Any], Callable[[Any], Any]]] = {}
@@ -188,7 +191,7 @@ class ProcessState:
         for figures in stats["ops"].values():
             figures.pop("samples", None)  # thousands, which would take the engine milliseconds to send
         side = SideState(
-            **self._labels,
+            **self.labels,
             pid=os.getpid(),
             seconds=time.monotonic() - self._began,
             links=tuple(links[-_MAX_THINGS:]),

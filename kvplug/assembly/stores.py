@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 
 import attrs
 
@@ -18,14 +17,12 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, labels_of
 from kvplug.assembly.slow_path import watch_store
 from kvplug.assembly.state import ProcessState, StoreState
-from kvplug.assembly.watching import WatchPoint
+from kvplug.assembly.watching import observe
 from kvplug.config.addresses import DEFAULT_HOST, Address
 from kvplug.config.config import Config
 from kvplug.errors import ClosedError, PluginError
 from kvplug.metrics.record import StoreRecorder
-from kvplug.metrics.sinks import Reporter
 from kvplug.metrics.stats import TransferStats
-from kvplug.metrics.tracing import Tracing
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.log import LogEvent
@@ -66,7 +63,9 @@ class StoreOpener:
         """
         spec = self._resolved.usable(Kind.STORE, name)
         store = self._opened(spec, spec.load_factory())
-        self._settings.state.add(store, partial(StoreState.of, name=spec.name))
+        self._settings.state.add(
+            store, lambda store: None if store.is_lost else StoreState.of(store, spec.name)
+        )
         return store
 
     def client(self, name: str, link: Store.Link) -> Store:
@@ -121,20 +120,6 @@ def build_store(config: Config, name: str | None = None, *, registry: Registry |
     return StoreOpener(LinkSettings(resolved=resolved)).open(name or config.stores[0])
 
 
-@attrs.frozen(kw_only=True)
-class StoreStats:
-    """A program's report about the store that it serves."""
-
-    name: str
-    num_pages: int
-    used_bytes: int
-    """Bytes of the pages, their headers, and the gaps between them."""
-    budget_bytes: int | None
-    """``None`` if the store has no limit of its own."""
-    num_clients: int
-    """The number of programs that use the store now."""
-
-
 class StoreServer(LinkServer[None]):
     """Serves one store to other programs until it is closed; made by :func:`serve_store`.
 
@@ -159,10 +144,7 @@ class StoreServer(LinkServer[None]):
         """The store's name, as configs use it."""
         self._links: set[ControlLink] = set()
         address = address or settings.config.control_address()
-        self._watch_point: WatchPoint | None = None
         super().__init__(settings, address, self._serve_link, max_served=_MAX_CLIENTS)
-        if settings.config.doctor != "off":
-            self._watch_point = WatchPoint(settings.state.plain, settings.spans)
 
     @property
     def num_clients(self) -> int:
@@ -187,16 +169,9 @@ class StoreServer(LinkServer[None]):
                 logger, text, peer, self.name, self.num_clients, peer=str(peer), store=self.name
             )
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> StoreState:
         """Return what the store holds now, and how many programs use it."""
-        usage = self.store.usage()
-        return StoreStats(
-            name=self.name,
-            num_pages=usage.num_pages,
-            used_bytes=usage.used_bytes,
-            budget_bytes=usage.budget_bytes,
-            num_clients=self.num_clients,
-        )
+        return StoreState.of(self.store, self.name, self.num_clients)
 
     def health(self) -> Health:
         """Check whether programs can use the store. May wait for the store's lock."""
@@ -215,8 +190,6 @@ class StoreServer(LinkServer[None]):
     def close(self) -> None:
         with self._reporting:
             super().close()
-            if self._watch_point is not None:
-                self._watch_point.close()
             self.store.close()
 
 
@@ -252,9 +225,7 @@ def serve_store(
     settings.hello(PURPOSE)  # loads the pipes and torch now, so that the first program does not wait for them
     reporting = contextlib.ExitStack()
     try:
-        if config.tracing:
-            reporting.callback(Tracing(settings.spans, config.tracing, labels).close)
-        reporting.callback(Reporter(stats, (), labels, owned=resolved.sinks()).close)
+        observe(settings, reporting)
         store = StoreOpener(settings).open(name or config.stores[0])
         try:
             return StoreServer(store, settings, address, name=spec.name, reporting=reporting)
@@ -266,7 +237,7 @@ def serve_store(
         raise
 
 
-def store_stats(config: Config, contact: str, *, registry: Registry | None = None) -> StoreStats:
+def store_stats(config: Config, contact: str, *, registry: Registry | None = None) -> StoreState:
     """Ask the program at ``contact`` about the store that it serves.
 
     Raises:
@@ -281,4 +252,4 @@ def store_stats(config: Config, contact: str, *, registry: Registry | None = Non
         found = link.channel.recv(timeout=config.timeout_s)
     finally:
         link.close()
-    return from_plain(found, StoreStats, f"the report of {link.channel.peer} about its store")
+    return from_plain(found, StoreState, f"the report of {link.channel.peer} about its store")

@@ -21,12 +21,15 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kvplug.assembly.links import LinkSettings
 from kvplug.errors import KvplugError, PeerGoneError, TransportError
+from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.spans import SpanLog
+from kvplug.metrics.tracing import Tracing
 from kvplug.net.trust.addresses import remove_stale
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
@@ -112,6 +115,23 @@ class WatchPoint:
         """Stop listening. Idempotent."""
         if self._acceptor is not None:
             self._acceptor.close()
+
+
+def observe(settings: LinkSettings, opened: contextlib.ExitStack, sinks: Iterable[Sink] = ()) -> None:
+    """Report what this process does until ``opened`` is closed: export its spans, answer programs that watch
+    it, and call ``sinks`` and those of the config, each as the config says.
+
+    Raises:
+        ConfigError: spans cannot be exported, or a sink is not usable.
+    """
+    config, labels = settings.config, settings.state.labels
+    if config.tracing:
+        opened.callback(Tracing(settings.spans, config.tracing, labels).close)
+    if config.doctor != "off":
+        scheduler_of = config.engine_id if labels["side"] == "scheduler" else ""
+        opened.callback(WatchPoint(settings.state.plain, settings.spans, scheduler_of).close)
+    reporter = Reporter(settings.stats, tuple(sinks), labels, owned=settings.resolved.sinks())
+    opened.callback(reporter.close)
 
 
 def ending(scheduler_of: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from kvplug.assembly.doctor.diagnosis import Diagnosis
 from kvplug.assembly.doctor.finding import Finding
-from kvplug.assembly.stores import StoreStats
+from kvplug.assembly.state import StoreState
 from kvplug.cli.main import program
 
 WIDTH = 80
@@ -111,7 +111,7 @@ def test_texts_of_plugins_and_files_are_printable_in_every_command(site: Any) ->
 
 
 def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = StoreStats(name=EVIL, num_pages=1, used_bytes=2, budget_bytes=3, num_clients=4)
+    found = StoreState(name=EVIL, medium=EVIL, num_pages=1, used_bytes=2, budget_bytes=3, num_clients=4)
     monkeypatch.setattr("kvplug.cli.store.store_stats", lambda *_: found)
     finding = Finding(topic=EVIL, verdict="problem", what=EVIL, why=(EVIL,), change=EVIL, at="peer")
     monkeypatch.setattr("kvplug.cli.doctor.diagnose", lambda *_, **__: Diagnosis(findings=[finding]))

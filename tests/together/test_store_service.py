@@ -121,6 +121,7 @@ def test_probes_are_answered_whatever_their_clients_do_and_end_with_the_store(
             _, body = probe(port)
             assert body["store"] == {
                 "name": "host",
+                "medium": "host",
                 "num_pages": 0,
                 "used_bytes": 0,
                 "num_clients": 0,
