@@ -208,7 +208,7 @@ class GetJob(Job[MissReason | None]):
     caller's memory.
     """
 
-    __slots__ = ("_advanced", "_num_layers", "_progressed_at", "_ready", "arrivals")
+    __slots__ = ("_advanced", "_num_layers", "_progressed_at", "_ready", "arrivals", "verify_seconds")
 
     def __init__(self, count: int, num_layers: int, deadline: Deadline) -> None:
         super().__init__(count, deadline)
@@ -217,6 +217,9 @@ class GetJob(Job[MissReason | None]):
         self._progressed_at = 0.0
         self.arrivals: list[tuple[int, float]] = []
         """Each time that more layers became ready, by ``time.monotonic``, with their number from then on."""
+        self.verify_seconds = 0.0
+        """For stores: time spent on comparing bytes with checksums once they were in the caller's memory; 0:
+        they were compared while they were copied, or not at all."""
         self._advanced = threading.Condition(self._lock)
         """Separate from ``_changed``, so that a layer does not wake threads that wait for the end."""
 

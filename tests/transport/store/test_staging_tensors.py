@@ -120,6 +120,7 @@ def test_layers_that_come_while_others_are_queued_are_copied_too(
     store, pages, cache = staged
     scatter, get = transfers.queue_scatter, store._get  # noqa: SLF001 - the pieces of a request are got with it
     slow = GetJob(6, 3, Deadline.after(waits.patience_s))
+    slow.verify_seconds = 0.5
 
     def begin(request: Any, timeout: Any) -> GetJob:
         assert get(request, timeout).wait(waits.patience_s) == [None] * 6
@@ -133,8 +134,10 @@ def test_layers_that_come_while_others_are_queued_are_copied_too(
 
     monkeypatch.setattr(store, "_get", begin)
     monkeypatch.setattr(transfers, "queue_scatter", end_meanwhile)
-    assert store.submit_get(pages.request(cache.blocks())).wait(waits.patience_s) == [None] * 6
+    job = store.submit_get(pages.request(cache.blocks()))
+    assert job.wait(waits.patience_s) == [None] * 6
     assert cache.missing(pages) == []
+    assert job.verify_seconds == 0.5, "the time that the store has spent on it"
 
 
 def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) -> None:

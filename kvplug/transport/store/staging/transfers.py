@@ -273,6 +273,7 @@ class Get(Transfer):
             while piece.num_landed < self._request.series.format.num_layers:
                 piece.job.wait_for_layer(piece.num_landed)
                 self._land(piece, staged)
+            self.job.verify_seconds += piece.job.verify_seconds
             self._note_results(piece)
         finally:
             self._give_back(piece)

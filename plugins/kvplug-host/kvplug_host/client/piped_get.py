@@ -6,6 +6,7 @@ pages are received into memory of this process, and copied when they were found 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -181,8 +182,11 @@ class PipedGet(Landing):
             except KvplugError as e:
                 error = e
             if piece.is_here:
+                begun = time.monotonic()
                 for run in runs_of(pages):
                     reasons |= zip(run, copy.check(run, layers) or (), strict=False)
+                if self.seal.checksums:
+                    self.job.verify_seconds += time.monotonic() - begun
             else:
                 for page in pages:
                     copy.clear(page, layers)

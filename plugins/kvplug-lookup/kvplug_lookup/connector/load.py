@@ -304,6 +304,7 @@ class Load:
             if part.job is None:
                 continue
             missed = self._missed_in(part)
+            verified = part.job.verify_seconds
             get = spans.record(
                 "kvplug.get",
                 request_id,
@@ -314,6 +315,7 @@ class Load:
                     "kvplug.source": part.source,
                     "kvplug.route": part.route,
                     "kvplug.num_pages": part.count,
+                    **({"kvplug.verify_seconds": verified} if verified else {}),
                 },
                 reason="" if missed is None else missed[1],
             )
