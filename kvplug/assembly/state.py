@@ -144,7 +144,8 @@ class SideState:
     num_pipes: int = 0
     stores: tuple[StoreState, ...] = ()
     status: Mapping[str, Any] = attrs.field(factory=dict)
-    """What the connector's ``get_status`` returned."""
+    """What the connector's ``get_status`` returned, and the length of each list in it, such as ``num_loads``
+    for ``loads``: an answer has a part of a long list only."""
     stats: Mapping[str, Any] = attrs.field(factory=dict)
     """A snapshot of the counters, without samples."""
 
@@ -217,6 +218,8 @@ def _try(read: Callable[[Any], Any], thing: Any) -> Any:
 
 
 def _status_of(connector: SchedulerConnector | WorkerConnector) -> Mapping[str, Any]:
-    status: Mapping[str, Any] = peer_texts(connector.get_status(), _MAX_CHARACTERS, _MAX_THINGS)
+    given = connector.get_status()
+    counts = {f"num_{name}": len(found) for name, found in given.items() if isinstance(found, list)}
+    status: Mapping[str, Any] = peer_texts({**counts, **given}, _MAX_CHARACTERS, _MAX_THINGS)
     encode(status)  # raises if it is not plain
     return dict(status)

@@ -270,7 +270,9 @@ class _Status:
     """The keys of a connector's status that are shown."""
 
     loads: tuple[_Request, ...] = ()
+    num_loads: int = 0
     waiting: tuple[_Request, ...] = ()
+    num_waiting: int = 0
     num_held: int = 0
 
 
@@ -298,7 +300,7 @@ def _lines_of(shown: Shown) -> Iterator[str]:
         status = from_plain(state.status, _Status, "its status")
     except KvplugError:  # of a connector with another status
         status = _Status()
-    numbers = (len(status.loads), len(status.waiting), status.num_held)
+    numbers = status.num_loads, status.num_waiting, status.num_held
     loads, waiting, held = (str(each) if each else "-" for each in numbers)
     is_scheduler = state.side == "scheduler"
     matched = _short(shown.new("ops", "match", "count")) if is_scheduler else "-"
@@ -324,7 +326,12 @@ def _lines_of(shown: Shown) -> Iterator[str]:
         "waits": [f"{each.request_id}, {each.seconds:.1f} s" for each in status.waiting],
         "failed": _failed(state.stats),
     }
-    hidden = {"link": state.num_links - len(state.links), "pipe": state.num_pipes - len(state.pipes)}
+    hidden = {
+        "link": state.num_links - len(state.links),
+        "pipe": state.num_pipes - len(state.pipes),
+        "load": status.num_loads - len(status.loads),
+        "waits": status.num_waiting - len(status.waiting),
+    }
     for kind, lines in details.items():
         for line in lines[:_MOST]:
             yield f"  {kind:<7} {line}"

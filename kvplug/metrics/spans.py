@@ -145,7 +145,7 @@ class SpanLog:
             name=name,
             context=context,
             parent_id="" if parent is None else parent.span_id,
-            request_id=request_id[:_MAX_ID],
+            request_id=_kept(request_id),
             start_ns=self._clock_offset() + round(begun * 1e9),
             duration_ns=max(0, round((ended - begun) * 1e9)),
             attributes=attributes or {},
@@ -195,7 +195,7 @@ class SpanLog:
         """
         with self._lock:
             spans = list(self._spans)
-        of_requests = (span for span in spans if span.request_id.startswith(request_id[:_MAX_ID]))
+        of_requests = (span for span in spans if span.request_id.startswith(_kept(request_id)))
         traces = {request_id, *(span.context.trace_id for span in of_requests)}
         return sorted((s for s in spans if s.context.trace_id in traces), key=lambda s: s.start_ns)
 
@@ -207,3 +207,8 @@ class SpanLog:
         with self._lock:
             new = min(self._count - position, len(self._spans))
             return [self._spans[at] for at in range(len(self._spans) - new, len(self._spans))], self._count
+
+
+def _kept(request_id: str) -> str:
+    """Return the beginning of an id that a client may have chosen, as text that can be sent."""
+    return request_id[:_MAX_ID].encode(errors="replace").decode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.errors import ConfigError
@@ -43,6 +43,7 @@ class Tracing:
         """
         self._spans = spans
         self._position = 0
+        self._has_warned = False
         self._provider, self._ids = _provider_of(exporter, labels)
         self._tracer = self._provider.get_tracer("kvplug")
         self._closed = threading.Event()
@@ -68,30 +69,35 @@ class Tracing:
             if (lost := position - self._position - len(spans)) > 0:
                 _log.warning("%d spans were recorded faster than they were exported, and are lost", lost)
             self._position = position
-            self._export(spans)
+            for span in spans:
+                try:
+                    self._export(span)
+                except Exception:  # a plugin may record anything
+                    level = logging.DEBUG if self._has_warned else logging.WARNING
+                    _log.log(level, "a span %r cannot be exported", span.name, exc_info=True)
+                    self._has_warned = True
         self._provider.shutdown()
 
-    def _export(self, spans: Iterable[Span]) -> None:
+    def _export(self, span: Span) -> None:
         from opentelemetry import trace
 
-        for span in spans:
-            parent = trace.SpanContext(
-                int(span.context.trace_id, 16),
-                int(span.parent_id or "1", 16),
-                is_remote=False,
-                trace_flags=trace.TraceFlags(span.context.is_sampled),
-            )
-            self._ids.next = span
-            one = self._tracer.start_span(
-                span.name,
-                trace.set_span_in_context(trace.NonRecordingSpan(parent)) if span.parent_id else None,
-                attributes={"kvplug.request.id": span.request_id, **span.attributes},
-                start_time=span.start_ns,
-            )
-            if span.reason:
-                one.set_attribute("error.type", span.reason)
-                one.set_status(trace.StatusCode.ERROR)
-            one.end(span.start_ns + span.duration_ns)
+        parent = trace.SpanContext(
+            int(span.context.trace_id, 16),
+            int(span.parent_id or "1", 16),
+            is_remote=False,
+            trace_flags=trace.TraceFlags(span.context.is_sampled),
+        )
+        self._ids.next = span
+        one = self._tracer.start_span(
+            span.name,
+            trace.set_span_in_context(trace.NonRecordingSpan(parent)) if span.parent_id else None,
+            attributes={"kvplug.request.id": span.request_id, **span.attributes},
+            start_time=span.start_ns,
+        )
+        if span.reason:
+            one.set_attribute("error.type", span.reason)
+            one.set_status(trace.StatusCode.ERROR)
+        one.end(span.start_ns + span.duration_ns)
 
 
 def exporter_fault(name: str) -> str:

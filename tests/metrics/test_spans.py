@@ -12,6 +12,7 @@ import pytest
 from kvplug import Config, ConfigError
 from kvplug.metrics import spans as module
 from kvplug.metrics.spans import SpanContext, SpanLog
+from kvplug.net.wire import encode, to_plain
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -85,6 +86,14 @@ def test_a_long_id_is_found_and_takes_little_memory() -> None:
         assert len(span.request_id) < 1000
 
 
+def test_an_id_that_is_not_text_is_found_and_can_be_sent() -> None:
+    log = SpanLog()
+    log.record("kvplug.load", "cmpl-\ud800-1", 0.0)
+    (span,) = log.of_request("cmpl-\ud800")
+    assert span.request_id == "cmpl-?-1"
+    assert encode(to_plain(span))
+
+
 # -- OpenTelemetry -------------------------------------------------------------------------------------
 
 
@@ -150,6 +159,25 @@ def test_an_exporter_that_hangs_delays_the_end_for_a_limited_time(
     released.set()
     left.join(20)
     assert not left.is_alive()
+
+
+def test_a_span_that_cannot_be_exported_is_logged_and_the_others_are_exported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from kvplug.metrics.tracing import Tracing
+
+    log, exporter = SpanLog(), InMemorySpanExporter()
+    tracing = Tracing(log, exporter, {})
+    for _ in range(3):
+        log.record("acme.wrong", "a", 0.0, attributes=["no mapping"])  # type: ignore[arg-type]
+    log.record("kvplug.load", "a", 0.0)
+    tracing.close()
+    assert [span.name for span in exporter.get_finished_spans()] == ["kvplug.load"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == "a span 'acme.wrong' cannot be exported"
 
 
 def test_an_exporter_that_is_not_installed_is_refused_by_name() -> None:

@@ -88,7 +88,9 @@ def test_what_has_happened_since_the_last_refresh_is_shown_beside_what_is_now() 
     scheduler.answer(SideState(**given, side="scheduler", pid=8, seconds=2.0, stats=now))
     status = {
         "loads": [{"request_id": f"r{n}", "source": "peer", "seconds": 1.5} for n in range(7)],
+        "num_loads": 1007,
         "waiting": [{"request_id": "w", "seconds": 0.5}],
+        "num_waiting": 1,
         "num_held": 4,
     }
     worker.at -= 2.0
@@ -123,7 +125,7 @@ def test_what_has_happened_since_the_last_refresh_is_shown_beside_what_is_now() 
     assert lines[2].split()[4:6] == ["7", "672"], "requests and tokens since the last refresh"
     assert lines[3].split() == ["missed", "timeout", "2"]
     row = lines[4].split()
-    assert row[:4] == ["worker", "0", "7", "2h"] and row[7:] == ["0.000", "7", "1", "4"]
+    assert row[:4] == ["worker", "0", "7", "2h"] and row[7:] == ["0.000", "1007", "1", "4"]
     assert 0 < float(row[6]) <= 5.0, "10 GB in at least 2 s"
     shown = "\n".join(lines[5:])
     for text in (
@@ -132,7 +134,7 @@ def test_what_has_happened_since_the_last_refresh_is_shown_beside_what_is_now() 
         "pipe    shm 2.5 GB/s (claims 6 GB/s), 3 GiB out, 0 bytes in, pid 3, memfd",
         "store   host (host) [########..] 75% of 400 bytes, 1.23k pages",
         "load    r0 from peer, 1.5 s",
-        "load    ... and 2 more",
+        "load    ... and 1002 more",
         "waits   w, 0.5 s",
         "failed  load timeout 20, load corrupt 1",
     ):

@@ -103,6 +103,14 @@ def test_a_load_in_flight_is_named_with_its_source() -> None:
         assert is_async and loads["b"]["source"] == "prefill" and loads["b"]["seconds"] > 0
 
 
+def test_a_thousand_loads_are_counted_and_the_first_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines() as (_, decode, _):
+        loads = [{"request_id": f"r{number}", "source": "prefill", "seconds": 1.0} for number in range(1000)]
+        monkeypatch.setattr(decode.worker, "get_status", lambda: {"loads": loads})
+        status = here()["decode", "worker"].status
+        assert status["num_loads"] == 1000 and status["loads"] == loads[:64]
+
+
 @pytest.mark.parametrize(
     "status", [{"loads": object()}, ["no mapping"], RuntimeError("wrong")], ids=["not plain", "list", "error"]
 )
