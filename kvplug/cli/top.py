@@ -71,8 +71,8 @@ def top(addresses: tuple[str, ...], once: bool, interval: float, as_json: bool, 
 
     Shows every engine and every `kvplug store serve` that this user runs on this host, or those at each
     ADDRESS (host:port, unix:@name): that of a worker of an engine, which answers for its scheduler too, or of
-    a store. The secret and TLS files of the configuration prove who asks. Nothing has to be restarted, and
-    asking costs an engine next to nothing.
+    a store. An engine that only loads has no address. The secret and TLS files of the configuration prove who
+    asks. Nothing has to be restarted, and asking costs an engine next to nothing.
 
     For each process: requests matched and their tokens found elsewhere, and the bytes that came in and went
     out, since the last refresh; loads in flight, requests that wait for an answer, and requests whose blocks

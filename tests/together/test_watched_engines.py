@@ -78,6 +78,7 @@ def test_every_side_says_what_is_open_and_what_was_moved() -> None:
             ("p2p-pull", "decode"),
         }
         assert [link.purpose for link in decode.links] == ["p2p-pull"]
+        assert not consumer.worker.contact, "an engine that only loads answers at no address"
         (ours,), (theirs,) = decode.pipes, prefill.pipes
         nbytes = decode.stats["ops"]["load"]["bytes"]
         assert (ours.transport, ours.device) == (theirs.transport, theirs.device) == ("cpu", "cpu")
