@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -105,17 +106,29 @@ class Worked(FakeEngine):
 
 
 def engine(
-    parent: Parent, engine_id: str, url: str, lease_s: float, address: str, seed: int, num_prompts: int
+    parent: Parent,
+    engine_id: str,
+    url: str,
+    lease_s: float,
+    address: str,
+    seed: int,
+    num_prompts: int,
+    pause_s: float,
 ) -> None:
-    """One engine, until it is told to leave. ``num_prompts`` 0: it works only when it is told."""
+    """One engine, until it receives "leave".
+
+    ``num_prompts``: how many it chooses from, every ``pause_s`` seconds; 0: it works on request only.
+    """
     with Worked(config_of(engine_id, url, lease_s, address), seed=seed) as worked:
         parent.send("up")
+        due = time.monotonic()
         while True:
             try:
-                what, given = parent.recv(timeout=0.05)
+                what, given = parent.recv(timeout=max(0.0, due - time.monotonic()))
             except TimeoutError:
                 if num_prompts:
                     worked.work(min(int(worked.chance.paretovariate(0.7)) - 1, num_prompts - 1))
+                due = time.monotonic() + pause_s
                 continue
             if what == "leave":
                 return
@@ -136,17 +149,24 @@ class Fleet:
     """Engines in processes of their own."""
 
     def __init__(
-        self, server: ForkServer, url: str, lease_s: float, num_prompts: int, limit_s: float, stack: Any
+        self,
+        server: ForkServer,
+        url: str,
+        stack: Any,
+        lease_s: float,
+        num_prompts: int = 0,
+        pause_s: float = 0.05,
+        limit_s: float = 200.0,
     ) -> None:
         self._start, self._url, self.lease_s = server.start, url, lease_s
-        self._num_prompts, self._limit_s, self._stack = num_prompts, limit_s, stack
+        self._load, self._limit_s, self._stack = (num_prompts, pause_s), limit_s, stack
         self.running: dict[str, Running] = {}
 
     def begin(self, engine_id: str) -> None:
         """Start one, and do not wait for it."""
         address = f"unix:@kvplug-members-{os.getpid()}-{next(_addresses)}"
         seed = len(self.running) + 1
-        arguments = (engine_id, self._url, self.lease_s, address, seed, self._num_prompts)
+        arguments = (engine_id, self._url, self.lease_s, address, seed, *self._load)
         peer = self._start(f"{__file__}:engine", *arguments, timeout_s=self._limit_s)
         self.running[engine_id] = Running(self._stack.enter_context(peer), address)
 
@@ -201,9 +221,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def fleet(url: str, fork_server: ForkServer) -> Iterator[Callable[..., Fleet]]:
     with contextlib.ExitStack() as stack:
-        yield lambda lease_s, num_prompts=0, limit_s=200.0: Fleet(
-            fork_server, url, lease_s, num_prompts, limit_s, stack
-        )
+        yield functools.partial(Fleet, fork_server, url, stack)
 
 
 @contextlib.contextmanager
@@ -303,3 +321,11 @@ def has_left_nothing(footprint: dict[str, int], num_peers: int) -> bool:
 @pytest.mark.timeout(400)
 def test_engines_come_and_go(fleet: Callable[..., Fleet]) -> None:
     run_for(fleet(3.0, num_prompts=60, limit_s=400.0), seconds=60, num_engines=12, stopped_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_fifty_engines_come_and_go_for_ten_minutes(fleet: Callable[..., Fleet]) -> None:
+    """Each request costs the followers of its engine 0.2 s of processor time altogether."""
+    made = fleet(10.0, num_prompts=200, pause_s=15.0, limit_s=1500.0)
+    run_for(made, seconds=600, num_engines=50, stopped_s=60)
