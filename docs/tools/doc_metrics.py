@@ -29,7 +29,7 @@ def refreshed(page: str) -> str:
         "counters": _table(
             ("counter", "labels", "counts"),
             ((f"`{name}`", ", ".join(f"`{label}`" for label in labels), text)
-             for name, (labels, text) in COUNTERS.items()),
+             for name, (_, labels, text) in COUNTERS.items()),
         ),
         "histograms": _table(
             ("histogram", "operation", "observes"),

@@ -7,10 +7,10 @@ import itertools
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import click
@@ -26,12 +26,18 @@ from kvplug.config.addresses import Address
 from kvplug.config.config import Config
 from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, KvplugError, PeerGoneError
+from kvplug.metrics.stats import Counts, parts_of
 from kvplug.net.peer_text import printable
 from kvplug.net.wire import from_plain
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _INTERVAL_S: Final = 2.0
 _MAX_ASKED: Final = 16
 """The most processes that are asked at once."""
+_BYTES, _TOKENS = 1, 2
+"""The places of an operation's bytes and tokens among its numbers."""
 _MOST: Final = 5
 """The most links, pipes, loads and other details of one kind that are shown for a process."""
 _BAR: Final = 10
@@ -41,8 +47,6 @@ _HEAD: Final = (
     f"{'':12}{'PID':>8}{'UP':>6}{'MATCHED':>9}{'TOKENS':>9}"
     f"{'IN GB/s':>9}{'OUT GB/s':>9}{'LOADS':>6}{'WAIT':>5}{'HELD':>5}"
 )
-
-Stats = Mapping[str, Any]
 
 
 def _checked(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -99,51 +103,48 @@ def _can_refresh() -> bool:
 
 def _show_once(sources: _Sources, *, as_json: bool) -> bool:
     """Print the state, and return whether any process answered."""
+    from rich.console import Console
+
     found = sources.ask()
     if as_json:
         show_json([each.as_json() for each in found])
-    elif not found:
-        click.echo(paragraph("", sources.nothing))
     else:
         width = max(shutil.get_terminal_size().columns, len(_HEAD))
-        for line in lines_of(found):
-            click.echo(_cut(line, width))
-        for each in found:
-            if each.error:
-                click.echo(paragraph("", each.problem))
+        Console(width=width).print(_text_of([*lines_of(found), *_problems(sources, found)]))
     return not all(each.error for each in found)
 
 
 def _show_live(sources: _Sources, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console()
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
-            found = sources.ask()
+            found, height = sources.ask(), console.size.height
             head = f"kvplug top  {time.strftime('%H:%M:%S')}  every {interval:g} s; Ctrl-C ends it"
-            silent = [each.problem for each in found if each.error]
-            if not found:
-                silent = paragraph("", sources.nothing).splitlines()
-            lines = [head, "", *lines_of(found), *silent]
-            height, width = console.size.height, console.size.width
+            lines = [head, "", *lines_of(found), *_problems(sources, found)]
             if len(lines) > height:
                 lines = [*lines[: height - 1], f"... and {len(lines) - height + 1} more lines"]
-            live.update(Text("\n".join(_cut(line, width) for line in lines), no_wrap=True), refresh=True)
+            live.update(_text_of(lines), refresh=True)
             time.sleep(interval)
 
 
-def _cut(line: str, width: int) -> str:
+def _text_of(lines: Iterable[str]) -> Text:
+    """Return lines that are cut to the width of the terminal."""
     from rich.text import Text
 
-    text = Text(printable(line).translate({ord("\n"): " ", ord("\t"): " "}))
-    text.truncate(width, overflow="ellipsis")  # counts wide characters twice, as a terminal does
-    return text.plain.rstrip()
+    return Text(printable("\n".join(lines)), no_wrap=True, overflow="ellipsis")
+
+
+def _problems(sources: _Sources, found: Sequence[Shown]) -> Iterator[str]:
+    """Yield lines on the processes that do not answer, or that there are none."""
+    texts = [f"{each.name} does not answer: {each.error}" for each in found if each.error]
+    for text in texts if found else [sources.nothing]:
+        yield from paragraph("", text).splitlines()
 
 
 # -- the processes -------------------------------------------------------------------------------------
@@ -160,47 +161,42 @@ class Shown:
     error: str = ""
     """Why it did not answer."""
     at: float = 0.0
-    before: Stats | None = None
+    counts: Counts = attrs.field(factory=dict)
+    """Its counters; see :func:`~kvplug.metrics.stats.parts_of`."""
+    before: Counts | None = None
     """Its counters one refresh earlier."""
     elapsed_s: float = 0.0
-
-    @property
-    def problem(self) -> str:
-        """A sentence on why it did not answer."""
-        return f"{self.name} does not answer: {self.error}"
 
     def answer(self, side: SideState) -> None:
         """Note what the process has answered."""
         now, last = time.monotonic(), self.side
-        self.before = last.stats if last.pid == side.pid and last.seconds <= side.seconds else None
+        self.before = self.counts if last.pid == side.pid and last.seconds <= side.seconds else None
         self.elapsed_s, self.at = now - self.at, now
         self.side, self.error = side, ""
+        try:
+            self.counts = parts_of(side.stats)[0]
+        except ValueError:  # of a process with other counters
+            self.counts = {}
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole state, or why there is none."""
         return {"name": self.name, "error": self.error, **({} if self.error else attrs.asdict(self.side))}
 
-    def new(self, *names: str) -> float:
-        """Return how much a counter has grown since the last refresh, or since the start at the first."""
-        return max(0, _number(self.side.stats, names) - _number(self.before or {}, names))
+    def new(self, *key: str, figure: int = 0) -> float:
+        """Return how much a number has grown since the last refresh, or since the start at the first."""
+        now, before = self.counts.get(key), (self.before or {}).get(key)
+        return 0 if now is None else max(0, now[figure] - (before[figure] if before else 0))
+
+    def growing(self, *part: str) -> dict[str, float]:
+        """Return by its last name how much each counter of a part has grown, if it has."""
+        found = {key[-1]: self.new(*key) for key in self.counts if key[:-1] == part}
+        return {name: new for name, new in found.items() if new}
 
     def gb_per_s(self, *ops: str) -> str:
         """Return the highest rate among these operations, which count the same bytes at different places."""
         if self.before is None or self.side.side == "scheduler":
             return "-"
-        return f"{max(self.new('ops', op, 'bytes') for op in ops) / 1e9 / self.elapsed_s:.3f}"
-
-
-def _at(stats: Any, names: Iterable[str]) -> Any:
-    """Return a value in a snapshot; ``None`` if it is not there."""
-    for name in names:
-        stats = stats.get(name) if isinstance(stats, Mapping) else None
-    return stats
-
-
-def _number(stats: Stats, names: Iterable[str]) -> float:
-    found = _at(stats, names)
-    return found if isinstance(found, int | float) else 0
+        return f"{max(self.new('ops', op, figure=_BYTES) for op in ops) / 1e9 / self.elapsed_s:.3f}"
 
 
 class _Sources:
@@ -303,8 +299,8 @@ def _lines_of(shown: Shown) -> Iterator[str]:
     numbers = status.num_loads, status.num_waiting, status.num_held
     loads, waiting, held = (str(each) if each else "-" for each in numbers)
     is_scheduler = state.side == "scheduler"
-    matched = _short(shown.new("ops", "match", "count")) if is_scheduler else "-"
-    tokens = _short(shown.new("ops", "match", "tokens")) if is_scheduler else "-"
+    matched = _short(shown.new("ops", "match")) if is_scheduler else "-"
+    tokens = _short(shown.new("ops", "match", figure=_TOKENS)) if is_scheduler else "-"
     yield (
         f"{f'{state.side} {state.rank}':<12}{state.pid:>8}{_age(state.seconds):>6}{matched:>9}{tokens:>9}"
         f"{shown.gb_per_s('load', 'recv'):>9}{shown.gb_per_s('save', 'send'):>9}"
@@ -324,7 +320,7 @@ def _lines_of(shown: Shown) -> Iterator[str]:
         ],
         "load": [f"{each.request_id} from {each.source}, {each.seconds:.1f} s" for each in status.loads],
         "waits": [f"{each.request_id}, {each.seconds:.1f} s" for each in status.waiting],
-        "failed": _failed(state.stats),
+        "failed": _failed(shown.counts),
     }
     hidden = {
         "link": state.num_links - len(state.links),
@@ -341,32 +337,20 @@ def _lines_of(shown: Shown) -> Iterator[str]:
 
 def _missed(shown: Shown) -> list[str]:
     """Return why requests were not matched, and where their pages are not, since the last refresh."""
-    stats = shown.side.stats
-    reasons = _names(stats, "failures", "match")
-    found = [f"{reason} {new:.0f}" for reason in reasons if (new := shown.new("failures", "match", reason))]
-    pages = [
-        f"{new:.0f} pages not in {name}"
-        for name in _names(stats, "not_held")
-        if (new := shown.new("not_held", name))
-    ]
+    found = [f"{reason} {new:.0f}" for reason, new in shown.growing("failures", "match").items()]
+    pages = [f"{new:.0f} pages not in {name}" for name, new in shown.growing("not_held").items()]
     return [", ".join([*found, *pages])] if found or pages else []
 
 
-def _failed(stats: Stats) -> list[str]:
+def _failed(counts: Counts) -> list[str]:
     """Return the most frequent failures since the start, apart from misses."""
-    counts = {
-        f"{op} {reason}": _number(stats, ("failures", op, reason))
-        for op in _names(stats, "failures")
-        if op not in ("match", "lookup")
-        for reason in _names(stats, "failures", op)
-    }
-    worst = sorted(counts.items(), key=lambda each: -each[1])[:_MOST]
-    return [", ".join(f"{name} {_short(count)}" for name, count in worst)] if worst else []
-
-
-def _names(stats: Stats, *path: str) -> list[str]:
-    found = _at(stats, path)
-    return [name for name in found if isinstance(name, str)] if isinstance(found, Mapping) else []
+    failures = [
+        (count, f"{key[1]} {key[2]}")
+        for key, (count, *_) in counts.items()
+        if key[0] == "failures" and key[1] not in ("match", "lookup")
+    ]
+    worst = sorted(failures, reverse=True)[:_MOST]
+    return [", ".join(f"{name} {_short(count)}" for count, name in worst)] if worst else []
 
 
 def _pipe(pipe: PipeState) -> str:

@@ -17,28 +17,36 @@ from typing import Any, Final
 
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Sink
-from kvplug.metrics.stats import StatsSnapshot
+from kvplug.metrics.stats import StatsSnapshot, parts_of
 
-COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    "kvplug_operations_total": (("op",), "Operations that succeeded."),
-    "kvplug_operation_bytes_total": (("op",), "Bytes of tensors that these operations moved."),
-    "kvplug_operation_tokens_total": (("op",), "Tokens that these operations were about."),
-    "kvplug_operation_seconds_total": (("op",), "Seconds that these operations took, summed."),
-    "kvplug_failures_total": (("op", "reason"), "Operations that failed, by reason."),
+COUNTERS: Final[Mapping[str, tuple[str, tuple[str, ...], str]]] = {
+    "kvplug_operations_total": ("ops", ("op",), "Operations that succeeded."),
+    "kvplug_operation_bytes_total": ("ops", ("op",), "Bytes of tensors that these operations moved."),
+    "kvplug_operation_tokens_total": ("ops", ("op",), "Tokens that these operations were about."),
+    "kvplug_operation_seconds_total": ("ops", ("op",), "Seconds that these operations took, summed."),
+    "kvplug_failures_total": ("failures", ("op", "reason"), "Operations that failed, by reason."),
     "kvplug_pipes_opened_total": (
+        "routes",
         ("route",),
         "Pipes that were opened, by what carries their bytes. Only transports that name a route are counted.",
     ),
     "kvplug_slow_paths_total": (
+        "slow",
         ("op", "name"),
         "Paths far slower than expected, each counted once: peers by transport (send), stores by name.",
     ),
     "kvplug_not_held_pages_total": (
+        "not_held",
         ("source",),
         "Pages of prompts that a store or a peer engine was asked for and does not hold.",
     ),
 }
-"""Maps each counter's name to kvplug's labels and the help. An engine's labels come before kvplug's."""
+"""Maps each counter's name to its part of a snapshot, kvplug's labels and the help. The counters of one part
+are in the order of the numbers there. An engine's labels come before kvplug's."""
+
+_COUNTERS_OF: Final = {
+    part: [name for name, (of, _, _) in COUNTERS.items() if of == part] for part, _, _ in COUNTERS.values()
+}
 
 HISTOGRAMS: Final[Mapping[str, tuple[str, str]]] = {
     "kvplug_load_duration_seconds": ("load", "Time until a request's KV was loaded."),
@@ -54,7 +62,7 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, str]]] = {
 BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the histograms' buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
 
-_OURS: Final = frozenset(itertools.chain(("le",), *(labels for labels, _ in COUNTERS.values())))
+_OURS: Final = frozenset(itertools.chain(("le",), *(labels for _, labels, _ in COUNTERS.values())))
 _TRACE_CHARS: Final = 32
 """Length of a trace id. Prometheus refuses an exemplar of more than 128 characters."""
 
@@ -73,32 +81,19 @@ class PrometheusSink(Sink):
         self._takes_exemplars = "exemplar" in inspect.signature(observe).parameters
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-        for op, figures in snapshot["ops"].items():
-            self._increase("kvplug_operations_total", figures["count"], op)
-            self._increase("kvplug_operation_bytes_total", figures["bytes"], op)
-            self._increase("kvplug_operation_tokens_total", figures["tokens"], op)
-            self._increase("kvplug_operation_seconds_total", figures["seconds"], op)
+        counts, samples = parts_of(snapshot)
+        for (part, *ours), numbers in counts.items():
+            for name, number in zip(_COUNTERS_OF[part], numbers, strict=False):  # one more counts the samples
+                self._metrics[name].labels(*self._values, *ours).inc(number)
         for name, (op, _) in HISTOGRAMS.items():
-            if op in snapshot["ops"]:
-                self._observe(name, snapshot["ops"][op])
-        for op, reasons in snapshot["failures"].items():
-            for reason, count in reasons.items():
-                self._increase("kvplug_failures_total", count, op, reason)
-        for route, count in snapshot.get("routes", {}).items():
-            self._increase("kvplug_pipes_opened_total", count, route)
-        for op, names in snapshot.get("slow", {}).items():
-            for name, count in names.items():
-                self._increase("kvplug_slow_paths_total", count, op, name)
-        for source, count in snapshot.get("not_held", {}).items():
-            self._increase("kvplug_not_held_pages_total", count, source)
+            if ("ops", op) in counts:
+                count, _, _, seconds, _ = counts["ops", op]
+                self._observe(name, count, seconds, samples[op])
 
-    def _increase(self, name: str, amount: float, *ours: str) -> None:
-        self._metrics[name].labels(*self._values, *ours).inc(amount)
-
-    def _observe(self, name: str, figures: Mapping[str, Any]) -> None:
+    def _observe(self, name: str, count: int, total_s: float, samples: Sequence[tuple[float, str]]) -> None:
         """Observe each sample. Operations without a sample count with their mean, so that the histogram's
         count and sum are right."""
-        histogram, samples = self._metrics[name], figures.get("samples", ())
+        histogram = self._metrics[name]
         if self._values:
             histogram = histogram.labels(*self._values)
         for seconds, trace_id in samples:
@@ -106,8 +101,8 @@ class PrometheusSink(Sink):
                 histogram.observe(seconds, exemplar={"trace_id": trace_id[:_TRACE_CHARS]})
             else:
                 histogram.observe(seconds)
-        num_left = figures["count"] - len(samples)
-        seconds_left = figures["seconds"] - sum(seconds for seconds, _ in samples)
+        num_left = count - len(samples)
+        seconds_left = total_s - sum(seconds for seconds, _ in samples)
         for _ in range(num_left):
             histogram.observe(max(0.0, seconds_left / num_left))
 
@@ -164,7 +159,9 @@ def prometheus_sinks(
                 source="Prometheus labels",
             )
         if not metrics:
-            metrics = {name: counter(name, text, (*names, *ours)) for name, (ours, text) in COUNTERS.items()}
+            metrics = {
+                name: counter(name, text, (*names, *ours)) for name, (_, ours, text) in COUNTERS.items()
+            }
             for name, (_, text) in HISTOGRAMS.items():
                 metrics[name] = histogram(name, text, names, buckets=BOUNDS_S)
             _made[counter] = names, metrics

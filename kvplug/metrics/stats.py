@@ -56,7 +56,7 @@ of "slow", allows any text."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
-_Counts = dict[tuple[str, ...], list[Any]]
+Counts = dict[tuple[str, ...], list[Any]]
 """The numbers of each series, by the part of the snapshot and the names in it."""
 _Samples = dict[str, list[tuple[float, str]]]
 
@@ -86,7 +86,7 @@ class TransferStats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ops: dict[str, list[Any]] = {str(op): [0] * (len(_FIGURES) + 1) for op in Op}
-        self._counts: _Counts = {("ops", op): numbers for op, numbers in self._ops.items()}
+        self._counts: Counts = {("ops", op): numbers for op, numbers in self._ops.items()}
         self._samples = {str(op): deque[tuple[float, str]](maxlen=MAX_SAMPLES) for op in SAMPLED}
         self._changes = 0
         """Grows with every count."""
@@ -154,7 +154,7 @@ class TransferStats:
         Raises:
             ValueError: ``other`` is not a snapshot.
         """
-        counts, samples = other._since({}) if isinstance(other, TransferStats) else _parts_of(other)
+        counts, samples = other._since({}) if isinstance(other, TransferStats) else parts_of(other)
         with self._lock:
             self._changes += 1
             for key, numbers in counts.items():
@@ -203,7 +203,7 @@ class TransferStats:
         made.merge(snapshot)
         return made
 
-    def _since(self, before: _Counts) -> tuple[_Counts, _Samples]:
+    def _since(self, before: Counts) -> tuple[Counts, _Samples]:
         """Return all counts, and the samples since the counts ``before``."""
         with self._lock:
             counts = {key: numbers.copy() for key, numbers in self._counts.items()}
@@ -221,7 +221,7 @@ class StatsReader:
 
     def __init__(self, stats: TransferStats) -> None:
         self._stats = stats
-        self._before: _Counts = {}
+        self._before: Counts = {}
         self._changes = 0
 
     def take(self) -> dict[str, Any] | None:
@@ -238,7 +238,7 @@ class StatsReader:
         return _nested(fresh, samples) if any(numbers[0] for numbers in fresh.values()) else None
 
 
-def _nested(counts: _Counts, samples: _Samples) -> dict[str, Any]:
+def _nested(counts: Counts, samples: _Samples) -> dict[str, Any]:
     """Return the snapshot of these counts and samples."""
     found: dict[str, Any] = {"ops": {}, "failures": {}}
     for (part, *names, last), numbers in counts.items():
@@ -253,8 +253,10 @@ def _nested(counts: _Counts, samples: _Samples) -> dict[str, Any]:
     return found
 
 
-def _parts_of(snapshot: StatsSnapshot) -> tuple[_Counts, _Samples]:
-    """Return the counts and the samples of a snapshot.
+def parts_of(snapshot: StatsSnapshot) -> tuple[Counts, _Samples]:
+    """Return the counts and the samples of a snapshot: by its part and the names in it, such as
+    ``("failures", "load", "timeout")``, the numbers there; those of an operation are its count, bytes,
+    tokens, seconds and number of samples.
 
     Raises:
         ValueError: it is not a snapshot.
@@ -263,7 +265,7 @@ def _parts_of(snapshot: StatsSnapshot) -> tuple[_Counts, _Samples]:
         parts: dict[str, Any] = dict(msgspec.convert(snapshot, _Snapshot))
     except msgspec.ValidationError as e:
         raise ValueError(f"not a snapshot of transfer stats: {e}") from e
-    found: _Counts = {}
+    found: Counts = {}
     samples: _Samples = {}
     for op, figures in parts.pop("ops").items():
         samples[op] = figures.get("samples", [])

@@ -139,7 +139,7 @@ def test_an_engines_own_classes_make_the_metrics_once_and_prometheus_client_is_n
     made = {metric.name: metric for metric in wrapped.made}
     assert len(made) == len(wrapped.made)
     assert {name: metric.labelnames for name, metric in made.items()} == {
-        **{name: ("engine", *ours) for name, (ours, _) in COUNTERS.items()},
+        **{name: ("engine", *ours) for name, (_, ours, _) in COUNTERS.items()},
         **dict.fromkeys(HISTOGRAMS, ("engine",)),
     }
     assert made["kvplug_operations_total"].raised[("1", "load")] == 2

@@ -70,8 +70,9 @@ def once(*arguments: str) -> Result:
 
 
 def stats(matched: int, nbytes: int, **failures: dict[str, int]) -> dict[str, Any]:
-    ops = {"match": {"count": matched, "tokens": 96 * matched}, "load": {"bytes": nbytes, "count": matched}}
-    return {"ops": ops, "failures": failures}
+    none = {"count": 0, "bytes": 0, "tokens": 0, "seconds": 0.0}
+    match = {**none, "count": matched, "tokens": 96 * matched}
+    return {"ops": {"match": match, "load": {**none, "bytes": nbytes}}, "failures": failures}
 
 
 def test_what_has_happened_since_the_last_refresh_is_shown_beside_what_is_now() -> None:
