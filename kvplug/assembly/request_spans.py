@@ -2,14 +2,14 @@
 
 So every connector has them, whoever wrote it. The time to a request's first token is divided without a gap:
 
-- ``kvplug.queue``: until the engine first asks what can be loaded;
-- ``kvplug.match``: until the connector has answered; its part ``kvplug.wait`` begins when the first answer is
+- ``queue``: until the engine first asks what can be loaded;
+- ``match``: until the connector has answered; its part ``wait`` begins when the first answer is
   "ask again later";
-- ``kvplug.schedule``: until the engine builds the first step that computes the request; a load in the
+- ``schedule``: until the engine builds the first step that computes the request; a load in the
   background lies in it;
-- ``kvplug.prefill``: until the step that computes the prompt's last token has ended.
+- ``prefill``: until the step that computes the prompt's last token has ended.
 
-All are parts of ``kvplug.request``, which ends with the request. The same calls show which requests wait for
+All are parts of ``request``, which ends with the request. The same calls show which requests wait for
 an answer now, and how long each wait took.
 """
 
@@ -95,23 +95,22 @@ class RequestSpans:
     def _record(
         self, part: str, times: _Times, begun: float, ended: float, reason: str = "", **more: Attribute
     ) -> None:
-        about = {f"kvplug.{name}": value for name, value in more.items()}
         request_id, parent = times.request_id, times.context
-        self._spans.record(part, request_id, begun, ended, parent=parent, attributes=about, reason=reason)
+        self._spans.record(part, request_id, begun, ended, parent=parent, context=None, reason=reason, **more)
 
     def _end_wait(self, times: _Times, ended: float) -> None:
         if times.put_off_at:
-            self._record("kvplug.wait", times, times.put_off_at, ended)
+            self._record("wait", times, times.put_off_at, ended)
             self._stats.record("wait", seconds=ended - times.put_off_at, trace_id=times.context.trace_id)
             times.put_off_at = 0.0
 
     def _record_rest(self, times: _Times, ended: float, reason: str) -> None:
         """Record the part in which a request without a token ended."""
         begins = {
-            "kvplug.queue": times.arrived_at,
-            "kvplug.match": times.asked_at,
-            "kvplug.schedule": times.matched_at,
-            "kvplug.prefill": times.scheduled_at,
+            "queue": times.arrived_at,
+            "match": times.asked_at,
+            "schedule": times.matched_at,
+            "prefill": times.scheduled_at,
         }
         part, begun = [(part, begun) for part, begun in begins.items() if begun][-1]
         self._record(part, times, begun, ended, reason)
@@ -128,7 +127,7 @@ class RequestSpans:
         times = self._of(request)
         if not times.asked_at:
             times.asked_at = time.perf_counter()
-            self._record("kvplug.queue", times, times.arrived_at, times.asked_at)
+            self._record("queue", times, times.arrived_at, times.asked_at)
         found: tuple[int | None, bool] = call(request, num_computed_tokens)
         num_tokens, now = found[0], time.perf_counter()
         if num_tokens is None:
@@ -138,7 +137,7 @@ class RequestSpans:
         if num_tokens is not None and not times.matched_at:
             times.matched_at = now
             about: dict[str, Any] = {"num_tokens": num_tokens, "num_computed_tokens": num_computed_tokens}
-            self._record("kvplug.match", times, times.asked_at, now, **about)
+            self._record("match", times, times.asked_at, now, **about)
         return found
 
     def update_state_after_alloc(
@@ -148,7 +147,7 @@ class RequestSpans:
         self._end_wait(self._of(request), time.perf_counter())  # it may not have been asked again
         if num_external_tokens:
             hits = self._hit_sources(request, num_external_tokens)
-            self._of(request).attributes |= {f"kvplug.num_tokens.{name}": num for name, num in hits.items()}
+            self._of(request).attributes |= {f"num_tokens.{name}": num for name, num in hits.items()}
 
     def build_connector_meta(self, call: Any, output: SchedulerOutput) -> Plain:
         if self._before_token:
@@ -168,7 +167,7 @@ class RequestSpans:
             self._note_token(times, self._stepped_at if self._stepped_at > times.scheduled_at else now)
         elif not times.scheduled_at:
             times.scheduled_at = now
-            self._record("kvplug.schedule", times, times.matched_at or times.arrived_at, now)
+            self._record("schedule", times, times.matched_at or times.arrived_at, now)
         times.is_computed = each.num_computed_tokens + each.num_scheduled_tokens >= times.num_prompt_tokens
 
     def update_connector_output(self, call: Any, output: WorkerOutput) -> None:
@@ -188,14 +187,15 @@ class RequestSpans:
         self._before_token.discard(request_id)
         del self._requests[request_id]
         self._spans.record(
-            "kvplug.request",
+            "request",
             request_id,
             times.arrived_at,
             now,
             context=times.context,
             parent=times.parent,
-            attributes={"kvplug.num_prompt_tokens": times.num_prompt_tokens, **times.attributes},
             reason=reason,
+            num_prompt_tokens=times.num_prompt_tokens,
+            **times.attributes,
         )
         self._spans.end(request_id)
         keeps_blocks, params = found
@@ -217,5 +217,5 @@ class RequestSpans:
         if times.request_id not in self._before_token:
             return
         self._before_token.discard(times.request_id)
-        self._record("kvplug.prefill", times, times.scheduled_at, ended)
-        times.attributes["kvplug.time_to_first_token"] = ended - times.arrived_at
+        self._record("prefill", times, times.scheduled_at, ended)
+        times.attributes["time_to_first_token"] = ended - times.arrived_at

@@ -99,8 +99,7 @@ class StoreOpener:
         return store
 
     def _on_served(self, traceparent: str, begun: float, num_pages: int) -> None:
-        about = {"kvplug.num_pages": num_pages}
-        self._settings.spans.record("kvplug.serve", "", begun, parent=traceparent, attributes=about)
+        self._settings.spans.record("serve", "", begun, parent=traceparent, num_pages=num_pages)
 
     def _connect(self, address: str, timeout: float | None) -> Store.Link:
         peers = ControlPeers(self._settings, connect=address)

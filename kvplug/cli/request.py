@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -14,8 +14,6 @@ from kvplug.assembly.watching import runtime_folder, watched_sockets
 from kvplug.cli.output import show_json, show_note, show_table
 from kvplug.errors import KvplugError, PeerGoneError
 from kvplug.metrics.spans import Span
-
-_PREFIX = "kvplug."
 
 Found = dict[str, tuple[int, Span]]
 """By the span's id: the process that recorded it, and the span."""
@@ -62,8 +60,8 @@ def _ask(watched: Iterable[LocalProcess], some_id: str, found: Found) -> list[Lo
 def _summary(spans: Iterable[tuple[int, Span]]) -> Iterator[str]:
     """Yield a sentence for each request that has ended, and one for each part that failed."""
     for pid, span in spans:
-        if span.name == "kvplug.request":
-            about = _named(span.attributes)
+        if span.name == "request":
+            about = span.attributes
             loaded = [(name.partition("num_tokens.")[2], num) for name, num in about.items()]
             came = "".join(f", {num} loaded from {name}" for name, num in loaded if name) or ", none loaded"
             first = about.get("time_to_first_token")
@@ -72,11 +70,7 @@ def _summary(spans: Iterable[tuple[int, Span]]) -> Iterator[str]:
             yield f"{span.request_id} (pid {pid}): {prompt}{came}{after}"
     for pid, span in spans:
         if span.reason:
-            yield f"{span.request_id} (pid {pid}): {span.name.removeprefix(_PREFIX)} failed: {span.reason}"
-
-
-def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(_PREFIX): value for name, value in attributes.items()}
+            yield f"{span.request_id} (pid {pid}): {span.name} failed: {span.reason}"
 
 
 def _rows(found: Found) -> Iterator[tuple[str, str, str, str]]:
@@ -87,13 +81,12 @@ def _rows(found: Found) -> Iterator[tuple[str, str, str, str]]:
 
     def below(parent_id: str, depth: int) -> Iterator[tuple[str, str, str, str]]:
         for pid, span in parts.get(parent_id, ()):
-            about = [f"{name}={_text(value)}" for name, value in _named(span.attributes).items()]
-            if span.request_id and (span.name == "kvplug.request" or not parent_id):
+            about = [f"{name}={_text(value)}" for name, value in span.attributes.items()]
+            if span.request_id and (span.name == "request" or not parent_id):
                 about.insert(0, span.request_id)
             if span.reason:
                 about.append(f"failed: {span.reason}")
-            name = span.name.removeprefix(_PREFIX)
-            yield f"{'· ' * depth}{name}", f"{span.duration_ns / 1e6:.1f}", str(pid), ", ".join(about)
+            yield f"{'· ' * depth}{span.name}", f"{span.duration_ns / 1e6:.1f}", str(pid), ", ".join(about)
             yield from below(span.context.span_id, depth + 1)
 
     yield from below("", 0)

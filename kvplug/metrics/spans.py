@@ -70,7 +70,7 @@ class Span:
     """One part of a request's way, which has ended."""
 
     name: str
-    """What was done, such as ``kvplug.load``."""
+    """What was done, such as ``load``. It is exported as ``kvplug.load``; so are the names of attributes."""
     context: SpanContext
     parent_id: str = ""
     """``span_id`` of the span that this one is a part of; empty for the first one of a trace."""
@@ -124,8 +124,8 @@ class SpanLog:
         *,
         parent: SpanContext | str | None = None,
         context: SpanContext | None = None,
-        attributes: Mapping[str, Attribute] | None = None,
         reason: str = "",
+        **attributes: Attribute,
     ) -> SpanContext:
         """Record a span that has ended, and return its context.
 
@@ -135,6 +135,8 @@ class SpanLog:
             parent: the span that this one is a part of, or its ``traceparent``. ``None`` or an invalid text:
                 this one begins a trace.
             context: its own context, if that was made before, because its parts were recorded earlier.
+            reason: as :attr:`Span.reason`.
+            attributes: what is known about it.
         """
         if isinstance(parent, str):
             parent = SpanContext.parse(parent)
@@ -148,7 +150,7 @@ class SpanLog:
             request_id=_kept(request_id),
             start_ns=self._clock_offset() + round(begun * 1e9),
             duration_ns=max(0, round((ended - begun) * 1e9)),
-            attributes=attributes or {},
+            attributes=attributes,
             reason=reason,
         )
         with self._lock:
@@ -182,9 +184,16 @@ class SpanLog:
         """
         first, step = 0, -(-len(arrivals) // _MAX_GROUPS) or 1
         for end, arrived in reversed(arrivals[::-1][::step]):  # the last one is always among them
-            layers: dict[str, Attribute] = {"kvplug.first_layer": first, "kvplug.last_layer": end - 1}
-            layers["kvplug.is_verified"] = is_verified
-            self.record("kvplug.transfer", request_id, begun, arrived, parent=parent, attributes=layers)
+            self.record(
+                "transfer",
+                request_id,
+                begun,
+                arrived,
+                parent=parent,
+                first_layer=first,
+                last_layer=end - 1,
+                is_verified=is_verified,
+            )
             first, begun = end, arrived
 
     def of_request(self, request_id: str) -> list[Span]:

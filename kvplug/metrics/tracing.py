@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.errors import ConfigError
-from kvplug.metrics.spans import Span, SpanLog
+from kvplug.metrics.spans import Attribute, Span, SpanLog
 from kvplug.net.threads import BackgroundThread
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 1.0
 _CLOSE_S: Final = 5.0
+_PREFIX: Final = "kvplug."
 _GROUP: Final = "opentelemetry_traces_exporter"
 """The entry points in which packages of OpenTelemetry offer exporters, such as "otlp" and "console"."""
 
@@ -89,15 +90,19 @@ class Tracing:
         )
         self._ids.next = span
         one = self._tracer.start_span(
-            span.name,
+            f"{_PREFIX}{span.name}",
             trace.set_span_in_context(trace.NonRecordingSpan(parent)) if span.parent_id else None,
-            attributes={"kvplug.request.id": span.request_id, **span.attributes},
+            attributes=_prefixed({"request.id": span.request_id, **span.attributes}),
             start_time=span.start_ns,
         )
         if span.reason:
             one.set_attribute("error.type", span.reason)
             one.set_status(trace.StatusCode.ERROR)
         one.end(span.start_ns + span.duration_ns)
+
+
+def _prefixed(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    return {f"{_PREFIX}{name}": value for name, value in attributes.items()}
 
 
 def exporter_fault(name: str) -> str:
@@ -133,8 +138,8 @@ def _provider_of(exporter: str | SpanExporter, labels: Mapping[str, str]) -> tup
 
     if isinstance(exporter, str):
         exporter = _exporter_named(exporter)
-    about = {"service.name": "kvplug", "service.instance.id": labels.get("engine_id", "")}
-    about |= {f"kvplug.{name}": value for name, value in labels.items() if name != "engine_id"}
+    about: dict[str, Any] = {"service.name": "kvplug", "service.instance.id": labels.get("engine_id", "")}
+    about |= _prefixed({name: value for name, value in labels.items() if name != "engine_id"})
     # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say takes precedence.
     resource = Resource.create(about).merge(OTELResourceDetector().detect())
     ids = Ids()

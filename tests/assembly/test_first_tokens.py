@@ -55,11 +55,9 @@ class Engine:
         """End the request. Returns when it had its first token, at the earliest and at the latest."""
         self.connector.request_finished(self.request, ((),), RequestEnd.FINISHED)
         parts = {span.name: span for span in self.spans.of_request("a")}
-        after = parts["kvplug.request"].attributes["kvplug.time_to_first_token"]
+        after = parts["request"].attributes["time_to_first_token"]
         assert isinstance(after, float)
-        phases = [
-            parts[f"kvplug.{name}"].duration_ns / 1e9 for name in ("queue", "match", "schedule", "prefill")
-        ]
+        phases = [parts[name].duration_ns / 1e9 for name in ("queue", "match", "schedule", "prefill")]
         assert sum(phases) == pytest.approx(after, rel=0.01, abs=1e-3)
         return self.before + after, self.behind + after
 
@@ -104,8 +102,8 @@ def test_the_part_in_which_a_request_is_aborted_has_that_reason(part: str) -> No
         engine.plan(0, PROMPT)
     engine.connector.request_finished(engine.request, ((),), RequestEnd.ABORTED)
     spans = {span.name: span for span in engine.spans.of_request("a")}
-    last = spans[f"kvplug.{part}"]
-    request = spans["kvplug.request"]
+    last = spans[part]
+    request = spans["request"]
     assert (last.reason, request.reason) == ("aborted", "aborted")
     assert last.start_ns + last.duration_ns == pytest.approx(request.start_ns + request.duration_ns, abs=1e6)
     assert sum(span.duration_ns for span in spans.values()) == pytest.approx(2 * request.duration_ns, abs=1e6)

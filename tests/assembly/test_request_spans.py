@@ -46,4 +46,4 @@ def test_a_request_that_must_ask_again_is_shown_as_waiting_and_its_wait_is_count
     assert ids == {spans.trace_id_of("a")}
     connector.request_finished(request, ((),), RequestEnd.FINISHED)
     names = [span.name for span in spans.of_request("a")]
-    assert (names.count("kvplug.wait"), names.count("kvplug.match")) == (2, 1)
+    assert (names.count("wait"), names.count("match")) == (2, 1)

@@ -36,9 +36,9 @@ def watch_point(parent: Parent, folder: str) -> None:
     os.environ["XDG_RUNTIME_DIR"] = folder
     spans = SpanLog()
     root = spans.begin("cmpl-1-0")
-    spans.record("kvplug.load", "cmpl-1-0", time.perf_counter() - 1, parent=root, reason="timeout")
-    spans.record("kvplug.serve", "", 0.0, parent=root, attributes={"kvplug.num_pages": 3})
-    spans.record("kvplug.load", "other", 0.0)
+    spans.record("load", "cmpl-1-0", time.perf_counter() - 1, parent=root, reason="timeout")
+    spans.record("serve", "", 0.0, parent=root, num_pages=3)
+    spans.record("load", "other", 0.0)
     point = WatchPoint(lambda: {"engine_id": "e1"}, spans)
     parent.send(root.trace_id)
     parent.recv()
@@ -64,7 +64,7 @@ def answers() -> list[tuple[int, str, list[str]]]:
 def test_a_process_answers_until_it_is_killed_and_leaves_nothing_behind(tmp_path: Path, folder: Path) -> None:
     with start(watch_point, str(tmp_path)) as peer:
         trace_id = peer.recv()
-        assert answers() == [(peer.pid, "e1", ["kvplug.serve ", "kvplug.load timeout"])]
+        assert answers() == [(peer.pid, "e1", ["serve ", "load timeout"])]
         (each,) = processes()
         with contextlib.closing(each):
             assert [span.request_id for span in each.spans_of(trace_id)] == ["", "cmpl-1-0"]
@@ -78,7 +78,7 @@ def test_a_process_answers_until_it_is_killed_and_leaves_nothing_behind(tmp_path
 def test_a_dozen_programs_may_watch_and_clients_choose_long_ids(folder: Path) -> None:
     spans = SpanLog()
     for number in range(600):
-        spans.record("kvplug.load", f"cmpl-{number:03} {'x' * 60_000}", 0.0)
+        spans.record("load", f"cmpl-{number:03} {'x' * 60_000}", 0.0)
     with contextlib.closing(WatchPoint(dict, spans)):
         (path,) = folder.iterdir()
         with contextlib.ExitStack() as stack:
@@ -86,7 +86,7 @@ def test_a_dozen_programs_may_watch_and_clients_choose_long_ids(folder: Path) ->
                 each = stack.enter_context(contextlib.closing(LocalProcess(path)))
                 assert each.states() == [SideState()]
             assert len(each.spans_of("cmpl-")) == 500
-            assert [span.name for span in each.spans_of("cmpl-007")] == ["kvplug.load"]
+            assert [span.name for span in each.spans_of("cmpl-007")] == ["load"]
 
 
 def test_each_line_about_a_request_names_its_process(

@@ -32,23 +32,23 @@ def test_a_prompt_that_is_saved_and_loaded_leaves_one_trace_at_both_ends(
         assert params is not None
         until_promised(decode, PROMPT, 96)
         decode.load(request_of("loaded", PROMPT, params=params))
-        parts = {"kvplug.save", "kvplug.serve"}
+        parts = {"save", "serve"}
         waits.until(lambda: parts <= {s.name for s in theirs.of_request(TRACE)}, what="save and serve")
     found = {span.name: span for span in (*theirs.of_request(TRACE), *ours.of_request("loaded"))}
     assert {span.context.trace_id for span in found.values()} == {TRACE}
-    assert found["kvplug.save"].attributes == {"kvplug.source": "host", "kvplug.num_pages": 6}
-    assert found["kvplug.serve"].attributes == {"kvplug.num_pages": 6}
-    assert found["kvplug.serve"].parent_id == found["kvplug.load"].parent_id
-    load, get = found["kvplug.load"], found["kvplug.get"]
-    assert (get.parent_id, load.attributes["kvplug.num_tokens"]) == (load.context.span_id, 96)
-    assert get.attributes["kvplug.num_pages"] == 6 and get.attributes["kvplug.source"]
+    assert found["save"].attributes == {"source": "host", "num_pages": 6}
+    assert found["serve"].attributes == {"num_pages": 6}
+    assert found["serve"].parent_id == found["load"].parent_id
+    load, get = found["load"], found["get"]
+    assert (get.parent_id, load.attributes["num_tokens"]) == (load.context.span_id, 96)
+    assert get.attributes["num_pages"] == 6 and get.attributes["source"]
     has_own_pass = integrity == "auto" and not is_mapped  # a pipe writes into the cache itself
-    assert (get.attributes.get("kvplug.verify_seconds", 0.0) > 0) is has_own_pass
+    assert (get.attributes["verify_seconds"] > 0) is has_own_pass
     ends = [span.start_ns + span.duration_ns for span in (load, get)]
     assert ends[0] - ends[1] < 1000, "the load ends when its last page has come, not with the step"
-    arrivals = [span for span in ours.of_request("loaded") if span.name == "kvplug.transfer"]
-    assert arrivals[-1].attributes["kvplug.last_layer"] == 2
-    assert {span.attributes["kvplug.is_verified"] for span in arrivals} == {integrity == "auto"}
+    arrivals = [span for span in ours.of_request("loaded") if span.name == "transfer"]
+    assert arrivals[-1].attributes["last_layer"] == 2
+    assert {span.attributes["is_verified"] for span in arrivals} == {integrity == "auto"}
     assert load.start_ns <= arrivals[0].start_ns <= load.start_ns + load.duration_ns
 
 
@@ -62,6 +62,6 @@ def test_a_load_that_fails_names_the_reason_and_the_source() -> None:
         with mock.patch.object(store, "submit_get", lambda pages, timeout: missed(pages, MissReason.EVICTED)):
             decode.load(request_of("loaded", PROMPT))
     failed = {span.name: span for span in ours.of_request("loaded") if span.reason}
-    assert {*failed} == {"kvplug.load", "kvplug.get"}
+    assert {*failed} == {"load", "get"}
     assert {span.reason for span in failed.values()} == {"evicted"}
-    assert failed["kvplug.get"].attributes["kvplug.source"]
+    assert failed["get"].attributes["source"]

@@ -223,12 +223,12 @@ class Lender:
             if not hold.sent_bytes:
                 self._context.stats.fail("save", hold.reason)
             self._context.spans.record(
-                "kvplug.hold",
+                "hold",
                 hold.request_id,
                 hold.began,
                 parent=hold.traceparent,
-                attributes={"kvplug.num_bytes": hold.sent_bytes},
                 reason="" if hold.sent_bytes else hold.reason,
+                num_bytes=hold.sent_bytes,
             )
             del self._holds[hold.request_id]
             self._ended.add(hold.request_id)
@@ -419,11 +419,12 @@ class Lender:
             transfer.wait(timeout=None)
             nbytes += transfer.nbytes
         self._context.spans.record(
-            "kvplug.send",
+            "send",
             hold.request_id,
             began,
             parent=hold.traceparent,
-            attributes={"kvplug.num_bytes": nbytes, "kvplug.peer": link.agreement.remote.engine_id},
+            num_bytes=nbytes,
+            peer=link.agreement.remote.engine_id,
         )
         with self._lock:
             is_first, hold.sent_bytes = not hold.sent_bytes, hold.sent_bytes + nbytes

@@ -224,12 +224,12 @@ class P2PScheduler(SchedulerConnector):
         """Record how long the producer took to grant or refuse a claim."""
         spans = self._context.spans
         spans.record(
-            "kvplug.lease",
+            "lease",
             request_id,
             claim.made_at,
             parent=spans.traceparent_of(request_id),
-            attributes={"kvplug.source": claim.reference.engine_id},
             reason=reason,
+            source=claim.reference.engine_id,
         )
 
     def _release(self, tracked: _Tracked) -> None:

@@ -268,16 +268,14 @@ class P2PWorker(WorkerConnector):
         self._ended.append(pull.plan.claim)
         plan, stats, spans = pull.plan, self._context.stats, self._context.spans
         load = spans.record(
-            "kvplug.load",
+            "load",
             pull.request_id,
             pull.began,
             parent=plan.traceparent,
-            attributes={
-                "kvplug.source": plan.engine_id,
-                "kvplug.num_tokens": plan.end - plan.start,
-                "kvplug.verify_seconds": pull.verify_seconds,
-            },
             reason="" if pull.error is None else str(reason_of(pull.error)),
+            source=plan.engine_id,
+            num_tokens=plan.end - plan.start,
+            verify_seconds=pull.verify_seconds,
         )
         is_verified = pull.verify_seconds > 0
         spans.record_layers(pull.request_id, pull.began, pull.arrivals, load, is_verified=is_verified)

@@ -289,35 +289,30 @@ class Load:
         of the trace."""
         plan, request_id, spans = self.plan, self.request_id, self._context.spans
         load = spans.record(
-            "kvplug.load",
+            "load",
             request_id,
             self._began_at,
             ended,
             parent=plan.traceparent,
-            attributes={
-                "kvplug.num_tokens": plan.end - plan.start,
-                "kvplug.in_background": plan.in_background,
-            },
             reason=reason,
+            num_tokens=plan.end - plan.start,
+            in_background=plan.in_background,
         )
         for part in self.parts:
             if part.job is None:
                 continue
             missed = self._missed_in(part)
-            verified = part.job.verify_seconds
             get = spans.record(
-                "kvplug.get",
+                "get",
                 request_id,
                 part.begun_at,
                 part.ended_at or None,
                 parent=load,
-                attributes={
-                    "kvplug.source": part.source,
-                    "kvplug.route": part.route,
-                    "kvplug.num_pages": part.count,
-                    **({"kvplug.verify_seconds": verified} if verified else {}),
-                },
                 reason="" if missed is None else missed[1],
+                source=part.source,
+                route=part.route,
+                num_pages=part.count,
+                verify_seconds=part.job.verify_seconds,
             )
             arrivals, num_layers = part.job.arrivals, part.job.num_layers_ready
             if missed is None and num_layers > (arrivals[-1][0] if arrivals else 0):

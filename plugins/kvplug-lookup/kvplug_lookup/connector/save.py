@@ -350,12 +350,13 @@ class Saver:
             seconds = time.perf_counter() - batch.started
             page_tokens = series.format.page_tokens
             span = self._context.spans.record(
-                "kvplug.save",
+                "save",
                 batch.request_id,
                 batch.started,
                 parent=batch.traceparent,
-                attributes={"kvplug.source": self.first.name, "kvplug.num_pages": len(kept)},
                 reason=next((str(reason) for reason in results if reason is not None), ""),
+                source=self.first.name,
+                num_pages=len(kept),
             )
             if any(kept):
                 self._stats.record(

@@ -167,9 +167,8 @@ class SimpleWorker(WorkerConnector):
 
     def _note(self, op: str, plan: Mapping[str, Any], began: float, reason: str = "") -> None:
         """Record the span of a load or save."""
-        self._context.spans.record(
-            f"kvplug.{op}", plan["request"], began, parent=plan["traceparent"], reason=reason
-        )
+        parent = plan["traceparent"]
+        self._context.spans.record(op, plan["request"], began, parent=parent, reason=reason)
 
     def _save(self, save: Mapping[str, Any], entries: Entries) -> None:
         began, tokens, extra = time.perf_counter(), unpack_tokens(save["tokens"]), save["extra"]

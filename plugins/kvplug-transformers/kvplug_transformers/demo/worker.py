@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CHUNK = 256
 """Tokens in one step of prefill: small enough for a progress bar that moves."""
 _ASK_AGAIN_S = 0.2
-_PARTS = tuple(f"kvplug.{part}" for part in ("queue", "match", "schedule", "prefill"))
+_PARTS = ("queue", "match", "schedule", "prefill")
 """The spans into which the time to the first token is divided."""
 _FLOOR_RUNS = 3
 _UNLIMITED_S = 1e6
@@ -249,7 +249,7 @@ class DemoWorker:
                 "gb_per_s": kv_bytes / seconds / 1e9 if seconds else None,
                 "ttft_s": first,
                 "ttft_parts_s": {
-                    span.name.removeprefix("kvplug."): span.duration_ns / 1e9
+                    span.name: span.duration_ns / 1e9
                     for span in engine.spans.of_request(sequence.request_id)
                     if span.name in _PARTS
                 },
