@@ -78,9 +78,8 @@ class HealthServer:
             ]
             for thread in self._threads:
                 thread.start()
-        LogEvent.LISTENING.log(
-            _log, "listening for health probes at %s", self._bound.address, address=str(self._bound.address)
-        )
+        address = self._bound.address
+        LogEvent.LISTENING.log(_log, f"listening for health probes at {address}", address=address)
 
     def watch(self, check: Callable[[], Health]) -> None:
         """Answer from now on what ``check`` returns. It is called in one thread, and may wait."""

@@ -125,16 +125,14 @@ class LinkSettings:
         self.stats.record("handshake", seconds=time.perf_counter() - begun)
         transports = {device: found.chosen for device, found in agreement.transports.items()}
         pipes = ", ".join(f"{device} tensors by {chosen}" for device, chosen in transports.items())
+        purpose, engine_id = agreement.purpose, agreement.remote.engine_id
+        about = f"for {purpose or 'a pipe'}: {pipes or 'no tensors'}"
         LogEvent.AGREED.log(
             _log,
-            "agreed with %s (engine %s) for %s: %s",
-            channel.peer,
-            agreement.remote.engine_id,
-            agreement.purpose or "a pipe",
-            pipes or "no tensors",
-            peer=str(channel.peer),
-            engine_id=agreement.remote.engine_id,
-            purpose=agreement.purpose,
+            f"agreed with {channel.peer} (engine {engine_id}) {about}",
+            peer=channel.peer,
+            engine_id=engine_id,
+            purpose=purpose,
             transports=transports,
         )
         return agreement

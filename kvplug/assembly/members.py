@@ -251,8 +251,8 @@ class DirectoryMembers(Members):
             reason = f"{type(e).__name__}: {e}"
             if reason != self._failure and not self._closed:
                 self._failure = reason
-                text = "the directory of engines does not answer (%s); its last answer stays in use"
-                LogEvent.DIRECTORY_FAILED.log(_log, text, reason, error=reason)
+                text = f"the directory of engines does not answer ({reason}); its last answer stays in use"
+                LogEvent.DIRECTORY_FAILED.log(_log, text, error=reason)
             if listener is not None and time.monotonic() - self._answered_at > self._lease_s:
                 self._notify(listener, is_stale=True)
             return

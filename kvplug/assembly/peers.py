@@ -57,7 +57,7 @@ class LinkServer(Acceptor[T], PeerServer):
             max_served=max_served,
         )
         ExitGuard.register(self)
-        LogEvent.LISTENING.log(_log, "listening for peers at %s", self.contact, address=self.contact)
+        LogEvent.LISTENING.log(_log, f"listening for peers at {self.contact}", address=self.contact)
 
     def _end_at_exit(self) -> None:
         self.close()
@@ -67,9 +67,8 @@ class LinkServer(Acceptor[T], PeerServer):
 
     def _make_of(self, connection: Connection) -> T | None:
         channel, address = Channel(connection), connection.address
-        LogEvent.PEER_CONNECTED.log(
-            _log, "%s connects at %s", channel.peer, address, peer=str(channel.peer), address=address
-        )
+        text = f"{channel.peer} connects at {address}"
+        LogEvent.PEER_CONNECTED.log(_log, text, peer=channel.peer, address=address)
         link: ControlLink | None = None
         deadline, result = Deadline.after(self._settings.config.timeout_s), None
         try:

@@ -140,8 +140,7 @@ def listen_pipe(
     """
     settings = _settings(config, registry, wrap_pipe)
     if (lack := settings.resolved.explain_missing_pipe()) is not None:
-        text = "every peer that connects will be refused: %s"
-        LogEvent.NO_TRANSPORT.log(logger, text, lack, error=str(lack))
+        LogEvent.NO_TRANSPORT.log(logger, f"every peer that connects will be refused: {lack}", error=lack)
     return PipeServer(settings, address)
 
 

@@ -305,7 +305,7 @@ class ResolvedConfig:
         elif shortage is not None and shortage.key not in _short:
             _short.add(shortage.key)
             text = f"{shortage.key}: {shortage.text}"
-            LogEvent.MEMORY_SHORT.log(logger, "%s", text, error=text)
+            LogEvent.MEMORY_SHORT.log(logger, text, error=text)
         if len(faults) == 1:
             for key in names.keys() & CHOSEN.keys():
                 if names[key] != AUTO:
@@ -339,11 +339,8 @@ def _note_broken(spec: TransportSpec, error: PluginError) -> None:
         _broken[key] = " ".join(str(error).split())
         LogEvent.TRANSPORT_BROKEN.log(
             logger,
-            "%s is broken, and 'auto' skips it from now on: %s; reinstall its package, or name its"
-            " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list %s` shows both)",
-            spec.called,
-            _broken[key],
-            spec.name,
+            f"{spec.called} is broken, and 'auto' skips it from now on: {_broken[key]}; reinstall its"
+            f" package, or name its plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list {spec.name}` shows both)",
             transport=spec.name,
             error=_broken[key],
         )

@@ -124,9 +124,8 @@ class SlowPathAlarm:
             return SlowPathError(text)
         LogEvent.SLOW_PIPE.log(
             _log,
-            "%s; this is logged once",
-            text,
-            peer=str(pipe.peer),
+            f"{text}; this is logged once",
+            peer=pipe.peer,
             engine_id=self.agreement.remote.engine_id,
             transport=self.transport,
             gb_per_s=found.gb_per_s,
@@ -193,9 +192,7 @@ def watch_store(store: Store, name: str, config: Config, stats: TransferStats) -
         then = f"; kvplug {refusing}, and tries again every {REFUSED_S:.0f} s" if refuses else ""
         LogEvent.SLOW_STORE.log(
             _log,
-            "%s%s; this is logged once",
-            text,
-            then,
+            f"{text}{then}; this is logged once",
             store=name,
             op=op,
             gb_per_s=found.gb_per_s,

@@ -163,10 +163,8 @@ class StoreServer(LinkServer[None]):
         finally:
             self._links.discard(link)
             peer = link.channel.peer
-            text = "%s left the store %r; it has %d users"
-            LogEvent.PEER_LEFT.log(
-                logger, text, peer, self.name, self.num_clients, peer=str(peer), store=self.name
-            )
+            text = f"{peer} left the store {self.name!r}; it has {self.num_clients} users"
+            LogEvent.PEER_LEFT.log(logger, text, peer=peer, store=self.name)
 
     def stats(self) -> StoreState:
         """Return what the store holds now, and how many programs use it."""

@@ -24,6 +24,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "error": "why, in words",
 }
 """The fields of all events, with their meanings."""
+_PLAIN: Final = (str, int, float, dict)
 
 
 class LogEvent(enum.Enum):
@@ -75,15 +76,18 @@ class LogEvent(enum.Enum):
         self,
         logger: logging.Logger,
         message: str,
-        *args: object,
+        *,
         level: int | None = None,
         exc_info: BaseException | None = None,
         **fields: object,
     ) -> None:
         """Log the message with this event's fields, and with the field ``event``: its name in lower case.
 
-        ``level``: another level than the event's.
+        Args:
+            level: another level than the event's.
+            fields: plain values; other values are logged as text.
         """
-        extra = {"event": self.name.lower(), **peer_texts(fields)}
+        plain = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in fields.items()}
+        extra = {"event": self.name.lower(), **peer_texts(plain)}
         number = logging.getLevelNamesMapping()[self.level] if level is None else level
-        logger.log(number, message, *args, extra=extra, exc_info=exc_info, stacklevel=2)
+        logger.log(number, "%s", message, extra=extra, exc_info=exc_info, stacklevel=2)

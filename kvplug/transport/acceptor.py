@@ -314,13 +314,12 @@ class Acceptor(Generic[T]):
         if is_foreign or not self._closed:
             LogEvent.CONNECTION_FAILED.log(
                 logger,
-                "%s",
                 text,
                 level=logging.DEBUG if text == self._logged else None,
                 exc_info=error if is_foreign else None,
                 address=self._contact,
-                peer="" if connection is None else str(connection.peer),
-                error=str(shortage or error),
+                peer="" if connection is None else connection.peer,
+                error=shortage or error,
             )
             self._logged = text
         if connection is not None:

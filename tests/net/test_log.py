@@ -52,7 +52,7 @@ def test_a_record_is_one_object_with_the_time_its_fields_and_no_control_characte
 ) -> None:
     log = logging.getLogger("kvplug.test")
     with caplog.at_level("INFO"):
-        LogEvent.PEER_LEFT.log(log, "%s has left", "a\x1b[31m\x07", peer="p\n\x1b[2J" + "x" * 5000, store="ü")
+        LogEvent.PEER_LEFT.log(log, "a\x1b[31m\x07 has left: 100%", peer="p\n\x1b[2J" + "x" * 5000, store="ü")
         log.warning("of another library", extra={"where": Path("/x"), "count": 3})
     first, second = map(line_of, caplog.records)
     time = datetime.datetime.fromisoformat(str(first.pop("time")))
@@ -63,7 +63,7 @@ def test_a_record_is_one_object_with_the_time_its_fields_and_no_control_characte
     assert first == {
         "level": "INFO",
         "logger": "kvplug.test",
-        "message": "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER} has left",
+        "message": "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER} has left: 100%",
         "event": "peer_left",
         "store": "ü",
     }

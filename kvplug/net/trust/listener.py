@@ -310,13 +310,11 @@ class Listener:
             stranger.end(refused)
         LogEvent.CONNECTION_REFUSED.log(
             logger,
-            "a connection to %s was refused: %s",
-            self._contact,
-            refused,
+            f"a connection to {self._contact} was refused: {refused}",
             level=None if self._refusals[reason] == 1 else logging.DEBUG,
             address=self._contact,
             reason=reason,
-            error=str(refused),
+            error=refused,
         )
 
 

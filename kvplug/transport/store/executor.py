@@ -169,8 +169,9 @@ class ExecutedStore(Store):
                 if began < self._failed_at:
                     return  # the call was under way when another one failed
                 if not self._num_failed and not ExitGuard.is_leaving():
-                    text, why = "the store %r failed and will be retried: %s", in_words(error)
-                    LogEvent.STORE_FAILED.log(_log, text, self.name, why, store=self.name, error=why)
+                    why = in_words(error)
+                    text = f"the store {self.name!r} failed and will be retried: {why}"
+                    LogEvent.STORE_FAILED.log(_log, text, store=self.name, error=why)
                 self._failed_at = time.monotonic()
                 if self._num_failed:
                     pause = min(_BACKOFF_S[0] * 2 ** (self._num_failed - 1), _BACKOFF_S[1])
@@ -178,7 +179,7 @@ class ExecutedStore(Store):
                 self._num_failed = min(self._num_failed + 1, 16)
             elif reason is None and self._num_failed:
                 self._num_failed, self._retry_at = 0, 0.0
-                LogEvent.STORE_ANSWERS.log(_log, "the store %r answers again", self.name, store=self.name)
+                LogEvent.STORE_ANSWERS.log(_log, f"the store {self.name!r} answers again", store=self.name)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -414,8 +415,8 @@ class GetTask(PageTask):
         if not is_removed:
             self._calls.is_unreadable(key, nbytes)
         what = "was removed" if is_removed else "cannot be removed, and counts as absent from now on"
-        text, name = "the store %r returned a wrong page (%s), which %s", self.store.name
-        LogEvent.WRONG_PAGE.log(_log, text, name, reason, what, store=name, reason=reason)
+        text = f"the store {self.store.name!r} returned a wrong page ({reason}), which {what}"
+        LogEvent.WRONG_PAGE.log(_log, text, store=self.store.name, reason=reason)
 
 
 class PutTask(PageTask):

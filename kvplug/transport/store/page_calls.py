@@ -325,11 +325,9 @@ class PageCalls:
             is_new = cause not in self._reported
             self._reported.add(cause)
         level = None if is_new and not ExitGuard.is_leaving() else logging.DEBUG
-        text, why = "the store %r %s. The first one: %s", in_words(error)
-        error_text = f"{what}: {why}"
-        LogEvent.STORE_ERROR.log(
-            _log, text, self._name, what, why, level=level, store=self._name, error=error_text
-        )
+        why = in_words(error)
+        text = f"the store {self._name!r} {what}. The first one: {why}"
+        LogEvent.STORE_ERROR.log(_log, text, level=level, store=self._name, error=f"{what}: {why}")
 
 
 def _is_full(error: Exception) -> bool:
