@@ -23,7 +23,7 @@ from kvplug.assembly.resolve import (
     credentials_of,
     labels_of,
 )
-from kvplug.assembly.state import ProcessState
+from kvplug.assembly.state import ProcessState, status_of
 from kvplug.assembly.stores import StoreOpener
 from kvplug.assembly.watching import observe
 from kvplug.config.config import Config
@@ -215,7 +215,7 @@ def build_connector(
     except BaseException:
         opened.close()
         raise
-    state.set_connector(connector)
+    state.add(connector, status_of)
     return connector
 
 

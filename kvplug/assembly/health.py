@@ -17,7 +17,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import attrs
 
@@ -90,12 +90,6 @@ class HealthServer:
         self._stop()
         for thread in self._threads:
             thread.join(_CLOSE_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _stop(self) -> None:
         self._asked.put(None)

@@ -164,14 +164,9 @@ class ProcessState:
         self._numbers = itertools.count()
         self._things: dict[int, tuple[weakref.ref[Any], Callable[[Any], Any]]] = {}
         """What was opened, oldest first, and what reads its state."""
-        self._connector: Callable[[], SchedulerConnector | WorkerConnector | None] = lambda: None
-
-    def set_connector(self, connector: SchedulerConnector | WorkerConnector) -> None:
-        """Include the status of this side of a connector."""
-        self._connector = weakref.ref(connector)
 
     def add(self, thing: Any, read: Callable[[Any], Any]) -> None:
-        """Include a link, pipe or store until it is closed.
+        """Include a link, pipe, store or connector until it is closed.
 
         ``read`` returns its state, or ``None`` if it is closed. It must not refer to it.
         """
@@ -186,8 +181,7 @@ class ProcessState:
         links = [each for each in things if isinstance(each, LinkState)]
         pipes = [each for each in things if isinstance(each, PipeState)]
         stores = [each for each in things if isinstance(each, StoreState)]
-        connector = self._connector()
-        status = None if connector is None else _try(_status_of, connector)
+        status = next((each for each in things if isinstance(each, dict)), {})
         stats = self._stats.snapshot()
         for figures in stats["ops"].values():
             figures.pop("samples", None)  # thousands, which would take the engine milliseconds to send
@@ -200,7 +194,7 @@ class ProcessState:
             pipes=tuple(pipes[-_MAX_THINGS:]),
             num_pipes=len(pipes),
             stores=tuple(stores[-_MAX_THINGS:]),
-            status=status or {},
+            status=status,
             stats=stats,
         )
         plain: dict[str, Any] = to_plain(side)
@@ -217,7 +211,8 @@ def _try(read: Callable[[Any], Any], thing: Any) -> Any:
         return None
 
 
-def _status_of(connector: SchedulerConnector | WorkerConnector) -> Mapping[str, Any]:
+def status_of(connector: SchedulerConnector | WorkerConnector) -> dict[str, Any]:
+    """Return the status of this side of a connector, and the length of each list in it."""
     given = connector.get_status()
     counts = {f"num_{name}": len(found) for name, found in given.items() if isinstance(found, list)}
     status: Mapping[str, Any] = peer_texts({**counts, **given}, _MAX_CHARACTERS, _MAX_THINGS)

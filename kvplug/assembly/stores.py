@@ -220,18 +220,14 @@ def serve_store(
     if spec.client is None:
         raise PluginError(f"the store {spec.name!r} cannot be served to other processes")
     settings.hello(PURPOSE)  # loads the pipes and torch now, so that the first program does not wait for them
-    reporting = contextlib.ExitStack()
-    try:
+    with contextlib.ExitStack() as opened:
+        reporting = opened.enter_context(contextlib.ExitStack())
         observe(settings, reporting)
         store = StoreOpener(settings).open(name or config.stores[0])
-        try:
-            return StoreServer(store, settings, address, name=spec.name, reporting=reporting)
-        except BaseException:
-            store.abort()
-            raise
-    except BaseException:
-        reporting.close()
-        raise
+        opened.callback(store.abort)
+        server = StoreServer(store, settings, address, name=spec.name, reporting=reporting)
+        opened.pop_all()
+    return server
 
 
 def store_stats(config: Config, contact: str, *, registry: Registry | None = None) -> StoreState:

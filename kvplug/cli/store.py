@@ -85,7 +85,7 @@ def _serving(
     config: Config, name: str | None, address: str | None, health: Address | None
 ) -> Iterator[StoreServer]:
     """Serve the store. Probes are answered from before it opens until it has closed."""
-    opened = contextlib.nullcontext() if health is None else HealthServer(health)
+    opened = contextlib.nullcontext() if health is None else contextlib.closing(HealthServer(health))
     with opened as probes, serve_store(config, name, address) as server:
         if probes is not None:
             probes.watch(server.health)

@@ -30,7 +30,7 @@ def port() -> int:
 
 @pytest.fixture
 def server(port: int) -> Iterator[HealthServer]:
-    with peers.nothing_left(), HealthServer(Address("127.0.0.1", port)) as opened:
+    with peers.nothing_left(), contextlib.closing(HealthServer(Address("127.0.0.1", port))) as opened:
         yield opened
 
 
