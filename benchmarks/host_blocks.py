@@ -11,8 +11,8 @@ memcpy of as many bytes, and a loop in C that does the same copies, page after p
 (xxhash's own function), without jobs, threads, leases or headers. "Verified" has checksums on, as they are by
 default. Figures are medians, shares medians of the shares within a round.
 
-`--saving` measures what saving costs the engine's thread instead: the connector "lookup" gathers all layers
-of the sequence into pages of the store in this process, one layer after the other, and hands the pages over.
+`--saving` measures what saving costs the engine's thread instead: the connector "lookup" copies all layers
+of the sequence into pages of the store in this process, and hands the pages over.
 The rest happens in the store's threads. `--device` measures saving from the simulated device: straight into
 memory of the store, beside staging in pinned memory, where every page must be kept with the default
 `staging_size`. "Store" is the processor time of the store's threads. `--files` adds gets and puts of the
@@ -219,7 +219,7 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
         addresses = other.data_ptr(), flat.data_ptr()
         tokens = torch.randint(0, 30_000, (num_tokens,), dtype=torch.int32).numpy().tobytes()
 
-        def save(round_: int) -> tuple[float, float, float]:
+        def save(round_: int) -> tuple[float, float]:
             plan = SavePlan(
                 request_id=str(round_),
                 first_page=0,
@@ -229,19 +229,18 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
                 num_announced=pages.count,
             )
             begin, _ = harness.seconds(lambda: saver.begin(round_, [plan]))
-            gather, _ = harness.seconds(lambda: [saver.gather_layer(layer) for layer in range(model.layers)])
             end, _ = harness.seconds(saver.end)
             while saver.bytes_unsaved:
                 time.sleep(0.001)
             assert store.usage().num_pages == pages.count, "the pages were not saved"
             store.submit_remove(None).wait(120)
-            return begin, gather, end
+            return begin, end
 
         for round_ in range(rounds + 1):
             copied, _ = harness.seconds(lambda: ctypes.memmove(*addresses, pages.nbytes))
             parts = save(round_)
             if round_:
-                for name, took in zip(("begin", "gather", "end"), parts, strict=True):
+                for name, took in zip(("begin", "end"), parts, strict=True):
                     taken.setdefault(name, []).append(took)
                 taken.setdefault("memcpy", []).append(copied)
     return taken
@@ -443,12 +442,10 @@ def saving_table(models: list[Model], given: argparse.Namespace) -> str:
     rows = []
     for model, axes in itertools.product(models, LAYOUTS):
         taken = measure_saving(model, axes, num_tokens=given.tokens, rounds=given.rounds)
-        each = map(sum, zip(taken["begin"], taken["gather"], taken["end"], strict=True))
-        figures = [
-            f"{1e3 * statistics.median(taken[name]):.2f}" for name in ("memcpy", "begin", "gather", "end")
-        ]
+        each = map(sum, zip(taken["begin"], taken["end"], strict=True))
+        figures = [f"{1e3 * statistics.median(taken[name]):.2f}" for name in ("memcpy", "begin", "end")]
         rows.append([model.name, axes, *figures, *harness.spread(each, taken["memcpy"])])
-    head = ["cache", "layout", "memcpy, ms", "begin", "gather", "end", "all, of memcpy", "quartiles"]
+    head = ["cache", "layout", "memcpy, ms", "begin", "end", "all, of memcpy", "quartiles"]
     return harness.table(head, rows)
 
 

@@ -86,19 +86,13 @@ class _Batch:
     """Memory to gather them into; ``None``: the store reads them from the cache."""
     started: float
     job: Job[PutReason | None] | None = None
-    gathered: set[int] = attrs.field(factory=set)
-    """Layers already in ``memory``."""
-    _copy: PageCopy | None = None
 
-    def gather(self, layer: int) -> None:
-        """Copy this layer into ``memory``, unless there is none or the layer was copied before."""
-        if self.memory is None or layer in self.gathered:
-            return
-        if self._copy is None:
-            self._copy = PageCopy(self.source)
-            self._copy.use(0, self.memory.rows())
-        self._copy.save(range(len(self.chains)), range(layer, layer + 1))
-        self.gathered.add(layer)
+    def gather(self) -> None:
+        """Copy the pages into ``memory``, if there is memory for them."""
+        if self.memory is not None:
+            copy = PageCopy(self.source)
+            copy.use(0, self.memory.rows())
+            copy.save(range(len(self.chains)))
 
     @property
     def pages(self) -> list[Page]:
@@ -229,16 +223,6 @@ class Saver:
             count //= 2
         return None, 0
 
-    @property
-    def gathers_layers(self) -> bool:
-        """Whether this step has pages that are gathered layer by layer."""
-        return any(batch.memory is not None for batch in self._batches)
-
-    def gather_layer(self, layer: int) -> None:
-        """Copy this layer of the step's pages out of the paged cache."""
-        for batch in self._batches:
-            batch.gather(layer)
-
     def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
         """Give up pages in these blocks. Return their requests."""
         spoilt = [batch for batch in self._batches if not suspect.isdisjoint(batch.block_ids)]
@@ -274,9 +258,8 @@ class Saver:
 
     def end(self) -> None:
         """End the step: put its pages, which are whole now."""
-        for layer in range(len(self._views)):  # an engine that replays a captured step makes no calls
-            for batch in self._batches:
-                batch.gather(layer)
+        for batch in self._batches:
+            batch.gather()
         batches, self._batches = self._batches, []
         tier = self.first
         with tier.store.together():

@@ -57,8 +57,6 @@ class LookupWorker(WorkerConnector):
         self._caches: tuple[Tensor, ...] = ()
         self._views: Sequence[Sequence[Tensor]] = ()
         self._plan = StepPlan()
-        self._works_by_layer = False
-        """The step loads KV before its layers, or gathers KV after them."""
         self._loads: dict[str, Load] = {}
         """Loads of this step, and in the background."""
         self._unsettled: list[Load] = []
@@ -226,7 +224,7 @@ class LookupWorker(WorkerConnector):
         while self._unsettled:  # from here on the engine recomputes their blocks
             self._wait_settled(self._unsettled[0])
             del self._unsettled[0]
-        waits = any(not load.in_background for load in plan.loads)  # then its time does not measure prefill
+        waits = self.has_connector_metadata()  # then its time does not measure prefill
         self._step_began = self._timed_mark() if plan.num_tokens and self._caches and not waits else None
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.last_report}
         self._suspect |= dict.fromkeys(plan.doubted, plan.step)
@@ -244,10 +242,9 @@ class LookupWorker(WorkerConnector):
         self._ended.update(plan.ended)
         if self.saver is not None:
             self.saver.begin(plan.step, plan.saves)
-        self._works_by_layer = waits or (self.saver is not None and self.saver.gathers_layers)
 
     def has_connector_metadata(self) -> bool:
-        return self._works_by_layer
+        return any(not load.in_background for load in self._plan.loads)
 
     def _leave(self, name: str) -> None:
         """Drop a peer engine that has left. Its loads fail."""
@@ -261,7 +258,6 @@ class LookupWorker(WorkerConnector):
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         self._plan = StepPlan()
-        self._works_by_layer = False
 
     def start_load_kv(self) -> None:
         if not self._plan.loads:
@@ -306,8 +302,7 @@ class LookupWorker(WorkerConnector):
         return [load for load in self._loads.values() if not load.plan.in_background]
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
-        if self.saver is not None:
-            self.saver.gather_layer(self._index_of[layer_name])
+        return None  # pages are saved when the step is complete
 
     def wait_for_save(self) -> None:
         if self._step_began is not None:
