@@ -10,7 +10,8 @@ So every connector has them, whoever wrote it. The time to a request's first tok
 - ``prefill``: until the step that computes the prompt's last token has ended.
 
 All are parts of ``request``, which ends with the request. The same calls show which requests wait for
-an answer now, and how long each wait took.
+an answer now, and how long each wait took. They also show whether the engine loads more tokens than the
+connector has promised, which no connector has to check.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kvplug.engine.connector.values import (
     SchedulerOutput,
     WorkerOutput,
 )
+from kvplug.errors import KvplugError
 from kvplug.metrics.spans import TRACEPARENT, Attribute, SpanContext, SpanLog
 from kvplug.metrics.stats import TransferStats
 
@@ -51,6 +53,8 @@ class _Times:
     request has blocks."""
     matched_at: float = 0.0
     scheduled_at: float = 0.0
+    num_promised: int = 0
+    """Tokens that the connector promised in its last answer, until the request has blocks."""
     is_computed: bool = False
     """The steps planned so far compute the whole prompt."""
     attributes: dict[str, Attribute] = attrs.field(factory=dict)
@@ -130,6 +134,7 @@ class RequestSpans:
             self._record("queue", times, times.arrived_at, times.asked_at)
         found: tuple[int | None, bool] = call(request, num_computed_tokens)
         num_tokens, now = found[0], time.perf_counter()
+        times.num_promised = num_tokens or 0
         if num_tokens is None:
             times.put_off_at = times.put_off_at or now
         else:
@@ -143,11 +148,19 @@ class RequestSpans:
     def update_state_after_alloc(
         self, call: Any, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
+        """Raises KvplugError: fewer tokens were promised."""
+        times = self._of(request)
+        promised, times.num_promised = times.num_promised, 0
+        if num_external_tokens > promised:
+            raise KvplugError(
+                f"update_state_after_alloc got {num_external_tokens} external tokens of request"
+                f" {request.request_id!r:.100}, but get_num_new_matched_tokens last promised {promised}"
+            )
         call(request, block_ids, num_external_tokens)
-        self._end_wait(self._of(request), time.perf_counter())  # it may not have been asked again
+        self._end_wait(times, time.perf_counter())  # it may not have been asked again
         if num_external_tokens:
             hits = self._hit_sources(request, num_external_tokens)
-            self._of(request).attributes |= {f"num_tokens.{name}": num for name, num in hits.items()}
+            times.attributes |= {f"num_tokens.{name}": num for name, num in hits.items()}
 
     def build_connector_meta(self, call: Any, output: SchedulerOutput) -> Plain:
         if self._before_token:

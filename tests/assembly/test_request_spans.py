@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
+from kvplug import KvplugError
 from kvplug.assembly.request_spans import RequestSpans
 from kvplug.engine import RequestEnd, SpanLog
 from kvplug.metrics.stats import TransferStats
@@ -21,6 +24,23 @@ def test_a_wait_ends_when_an_engine_runs_the_request_without_asking_again() -> N
     connector.update_state_after_alloc(request, ((1, 2, 3),), 0)
     assert connector.get_status() == {"waiting": []}
     assert stats.snapshot()["ops"]["wait"]["count"] == 1
+
+
+def test_an_engine_that_loads_more_tokens_than_were_promised_is_refused() -> None:
+    connector = Mock()
+    connector.get_hit_sources.return_value = {}
+    connector.get_num_new_matched_tokens.return_value = 32, False
+    request = request_of("a", range(40))
+    RequestSpans(connector, SpanLog(), TransferStats())
+    allocate = connector.update_state_after_alloc
+    connector.get_num_new_matched_tokens(request, 0)
+    with pytest.raises(KvplugError, match=r"got 33 external tokens of request 'a', but .* promised 32"):
+        allocate(request, ((1, 2, 3),), 33)
+    connector.get_num_new_matched_tokens(request, 0)
+    allocate(request, ((1, 2, 3),), 16)
+    allocate(request, ((1, 2, 3),), 0)  # again, after a load in the background
+    with pytest.raises(KvplugError, match="promised 0"):
+        allocate(request, ((1, 2, 3),), 16)
 
 
 def test_a_request_that_must_ask_again_is_shown_as_waiting_and_its_wait_is_counted() -> None:

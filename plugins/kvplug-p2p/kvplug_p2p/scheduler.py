@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import Config, ConfigError, KvplugError, ResourceExhaustedError
+from kvplug import Config, ConfigError, ResourceExhaustedError
 from kvplug.engine import (
     NO_BLOCK,
     BlockIds,
@@ -49,7 +49,6 @@ class _Tracked:
     claim: Claim | None = None
     num_computed: int = 0
     """Tokens that the engine had when it last asked."""
-    num_promised: int = 0
     is_counted: bool = False
     """Its match, or the reason for none, is in the statistics."""
     is_over: bool = False
@@ -155,7 +154,7 @@ class P2PScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tracked = self._track(request)
-        tracked.num_computed, tracked.num_promised = num_computed_tokens, 0
+        tracked.num_computed = num_computed_tokens
         if tracked.is_over:
             return 0, False
         if tracked.claim is None and (answer := self._make_claim(tracked)) is not None:
@@ -175,7 +174,6 @@ class P2PScheduler(SchedulerConnector):
             trace_id = self._context.spans.trace_id_of(tracked.request.request_id)
             self._context.stats.record("match", seconds=seconds, tokens=new, trace_id=trace_id)
             self._note_lease(tracked.request.request_id, claim)
-        tracked.num_promised = new
         return new, bool(new) and self._in_background
 
     def _make_claim(self, tracked: _Tracked) -> tuple[int | None, bool] | None:
@@ -262,12 +260,6 @@ class P2PScheduler(SchedulerConnector):
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         tracked = self._track(request)
-        promised, tracked.num_promised = tracked.num_promised, 0
-        if num_external_tokens > promised:
-            raise KvplugError(
-                f"update_state_after_alloc got {num_external_tokens} external tokens of request"
-                f" {request.request_id!r:.100}, but get_num_new_matched_tokens last promised {promised}"
-            )
         if not num_external_tokens:
             if tracked.claim is not None and not tracked.is_loading:
                 tracked.is_over = True

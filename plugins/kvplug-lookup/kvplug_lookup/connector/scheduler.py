@@ -270,7 +270,7 @@ class LookupScheduler(SchedulerConnector):
             self._context.stats.fail("match", reason)
         if reason is not None:
             return 0, False
-        tracked.num_promised, tracked.sources = new, sources
+        tracked.sources = sources
         return new, self._in_background
 
     def _held(self, tracked: Tracked, start: int, usable: int) -> tuple[int, tuple[Runs, ...]] | None:

@@ -7,7 +7,6 @@ from typing import Final
 
 import attrs
 
-from kvplug import KvplugError
 from kvplug.engine import Request
 from kvplug_lookup.connector.keys import PromptChains
 from kvplug_lookup.connector.matching import Runs, Search
@@ -27,8 +26,6 @@ class Tracked:
     """Another engine will load its pages."""
     num_computed_at_match: int = 0
     """Tokens that the engine had in its own cache when it last asked."""
-    num_promised: int = 0
-    """Tokens promised in the last match, until the blocks are allocated."""
     num_sure: int | None = None
     """Leading tokens that no other connector can be loading before its first step; ``None``: its blocks were
     not allocated since the last match."""
@@ -61,20 +58,10 @@ class Tracked:
 
     def ask(self, num_computed_tokens: int) -> None:
         """Note the engine's question: what can be loaded beyond these tokens in its own cache?"""
-        self.num_computed_at_match, self.num_promised, self.num_sure = num_computed_tokens, 0, None
+        self.num_computed_at_match, self.num_sure = num_computed_tokens, None
 
     def allocate(self, num_external_tokens: int) -> None:
-        """Note that the request has blocks, and loads this many of the promised tokens into them.
-
-        Raises:
-            KvplugError: fewer tokens were promised.
-        """
-        promised, self.num_promised = self.num_promised, 0
-        if num_external_tokens > promised:
-            raise KvplugError(
-                f"update_state_after_alloc got {num_external_tokens} external tokens of request"
-                f" {self.request.request_id!r:.100}, but get_num_new_matched_tokens last promised {promised}"
-            )
+        """Note that the request has blocks, and loads this many of the promised tokens into them."""
         if self.num_sure is None:
             self.num_sure = self.num_computed_at_match + num_external_tokens
         else:  # it waited for a load that has been reported

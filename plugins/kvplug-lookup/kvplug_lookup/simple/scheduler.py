@@ -46,8 +46,6 @@ class Tracked:
     """The question to the peer engine about it."""
     start: int = 0
     """Tokens computed at the last match."""
-    promised: int = 0
-    """Tokens after ``start`` that the request may load."""
     num_computed: int = 0
     """Tokens that the steps planned so far compute or have computed."""
     has_failed: bool = False
@@ -108,7 +106,7 @@ class SimpleScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tracked = self._of(request.request_id, "get_num_new_matched_tokens")
-        tracked.start, tracked.promised = num_computed_tokens, 0
+        tracked.start = num_computed_tokens
         if self._matcher is None or tracked.has_failed or num_computed_tokens % self._layout.granule:
             return 0, False
         held = self._held(self._matcher, tracked, request)
@@ -116,8 +114,7 @@ class SimpleScheduler(SchedulerConnector):
             return None, False
         usable = min(held, len(request.token_ids) - 1)  # at least one token must be computed
         whole = usable // self._layout.block_size * self._layout.block_size
-        tracked.promised = max(0, whole - num_computed_tokens)
-        return tracked.promised, False
+        return max(0, whole - num_computed_tokens), False
 
     def _held(self, matcher: PeerMatcher, tracked: Tracked, request: Request) -> int | None:
         """How many tokens every worker can load; ``None``: not known yet."""
@@ -138,11 +135,6 @@ class SimpleScheduler(SchedulerConnector):
         tracked = self._of(request.request_id, "update_state_after_alloc")
         if num_external_tokens == 0:
             return
-        if num_external_tokens > tracked.promised:
-            raise KvplugError(
-                f"update_state_after_alloc got {num_external_tokens} external tokens of request"
-                f" {request.request_id!r:.100}, but {tracked.promised} were promised"
-            )
         end = tracked.start + num_external_tokens
         self._loads.append(
             {
@@ -154,7 +146,6 @@ class SimpleScheduler(SchedulerConnector):
                 "blocks": block_ids[0][: -(-end // self._layout.block_size)],
             }
         )
-        tracked.promised = 0
 
     def request_finished(
         self, request: Request, block_ids: BlockIds, end: RequestEnd
