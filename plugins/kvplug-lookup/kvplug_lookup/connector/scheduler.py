@@ -167,10 +167,6 @@ class LookupScheduler(SchedulerConnector):
         """The replicas of the stores of this engine's workers and the peers' workers."""
         return [replica for source in self._sources for replica in source.replicas]
 
-    def sources_of(self, request_id: str) -> tuple[Runs, ...]:
-        """For each worker, the sources of the pages that were promised to a request."""
-        return self._tracked[request_id].sources
-
     # -- at start and at the end ---------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
