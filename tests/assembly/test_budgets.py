@@ -72,16 +72,16 @@ FINAL: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "key", "said"), FINAL)
+@pytest.mark.parametrize(("given", "key", "message"), FINAL)
 def test_what_can_never_fit_is_refused_at_start(
-    registry: Registry, given: dict[str, Any], key: str, said: str
+    registry: Registry, given: dict[str, Any], key: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(config(**given), registry)
     (fault,) = caught.value.faults
-    assert fault.startswith(f"{key}: ") and said in fault
+    assert fault.startswith(f"{key}: ") and message in fault
     problems = [each for each in explain(config(**given), registry) if each.topic == key]
-    assert [(each.verdict, said in each.what) for each in problems] == [("problem", True)]
+    assert [(each.verdict, message in each.what) for each in problems] == [("problem", True)]
 
 
 def test_what_does_not_fit_now_is_warned_of_once_and_a_problem(

@@ -167,14 +167,14 @@ def test_auto_passes_over_a_transport_that_does_not_load_at_one_end(
     for _ in range(2):
         joined(here, there, config(), config())
     assert len(CONTEXTS) == 4
-    (said,) = [message for message in caplog.messages if "skips it" in message]
+    (warning,) = [message for message in caplog.messages if "skips it" in message]
     for part in (
         "the pipe 'fast' from kvplug-broken is broken",
         "No module named",
         "reinstall",
         "kvplug list",
     ):
-        assert part in said
+        assert part in warning
 
 
 def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_from_then_on(
@@ -184,15 +184,15 @@ def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_f
         return registry_of(transport(), transport("fast", gb_per_s=100.0, **more), distribution="kvplug-mine")
 
     broken, whole = fast(factory="test_build_parts:broken_endpoint"), fast()
-    said = "the pipe 'fast' from kvplug-mine cannot be made: ZeroDivisionError: the device has no lanes"
+    fault = "the pipe 'fast' from kvplug-mine cannot be made: ZeroDivisionError: the device has no lanes"
     soon = config(timeout_s=0.3, transport="fast")
     with listen_pipe(soon, "unix:", registry=broken) as server:
-        with pytest.raises(HandshakeError, match=f"it cannot listen on 'fast': {said}"):
+        with pytest.raises(HandshakeError, match=f"it cannot listen on 'fast': {fault}"):
             connect_pipe(config(), server.contact, registry=whole)
-        until(lambda: said in caplog.text, what="the warning at the end that listens")
+        until(lambda: fault in caplog.text, what="the warning at the end that listens")
     with (
         listen_pipe(soon, "unix:", registry=whole) as server,
-        pytest.raises(PluginError, match=said),
+        pytest.raises(PluginError, match=fault),
     ):
         connect_pipe(config(), server.contact, registry=broken)
     joined(whole, broken, config(), config())
@@ -211,18 +211,18 @@ def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_f
         ),
     ],
 )
-def test_one_end_alone_knows_what_no_peer_could_mend_and_warns_when_it_listens(
+def test_a_config_that_no_peer_can_match_is_warned_of_when_it_listens(
     given: Any, why: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = registry_of(transport(), transport("blocked", probe="test_build_parts:not_viable"))
-    said = ConnectorInfo(config(**given), here).missing_pipe
+    missing = ConnectorInfo(config(**given), here).missing_pipe
     with listen_pipe(config(**given), "unix:", registry=here):
         pass
     if why is None:
-        assert said is None and not caplog.text
+        assert missing is None and not caplog.text
     else:
-        assert said is not None and why in said
-        assert f"every peer that connects will be refused: {said}" in caplog.text
+        assert missing is not None and why in missing
+        assert f"every peer that connects will be refused: {missing}" in caplog.text
 
 
 def test_where_nothing_of_a_kind_is_installed_the_packages_that_bring_it_are_named() -> None:
@@ -232,7 +232,7 @@ def test_where_nothing_of_a_kind_is_installed_the_packages_that_bring_it_are_nam
         build_queue(Config(), registry=Registry())
 
 
-def test_a_name_with_two_owners_works_once_the_config_says_whose() -> None:
+def test_a_name_with_two_owners_works_once_the_config_names_the_owner() -> None:
     registry = registry_of(transport(), distribution="kvplug-one")
     add(registry, "others", transport(), distribution="kvplug-two")
     here, there = joined(registry, registry_of(transport()), config(transport="kvplug-two:queues"), config())
@@ -253,7 +253,7 @@ def built(registry: Registry, side: str = "worker", **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({"role": None}, ConfigError, r"role.*producer.*consumer.*both"),
         ({"connector": "lokup"}, UnknownConnectorError, "no connector named 'lokup'; did you mean 'lookup'"),
@@ -263,11 +263,11 @@ def built(registry: Registry, side: str = "worker", **more: Any) -> Any:
     ],
 )
 def test_what_is_missing_or_unknown_is_a_fault_that_names_what_there_is(
-    given: dict[str, Any], error: type[Exception], said: str
+    given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     registry = registry_of(transport(), connectors=True)
     registry.register(builtin, name="core", distribution="kvplug")
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         built(registry, **given)
 
 
@@ -305,13 +305,13 @@ def test_a_connector_of_the_wrong_class_is_refused_and_its_listener_closed(side:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"dtype": "float17"}, r"dtype: 'float17' is not a dtype of a KV cache; did you mean 'float16'\?"),
         ({"num_kv_heads": 8}, "num_kv_heads: the model has 8, and the cache's layout has 2; 8 were expected"),
         ({"head_size": 16}, "head_size: the model has 16, and the cache's layout has 8"),
     ],
 )
-def test_a_model_that_is_not_the_caches_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_model_that_is_not_the_caches_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         built(registry_of(connectors=True), model=attrs.evolve(MODEL, **given))

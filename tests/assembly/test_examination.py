@@ -23,26 +23,26 @@ from kvplug.errors import Reason, WireError
 def test_texts_of_a_peer_are_made_fit_for_a_terminal_and_are_bounded() -> None:
     evil = "a\x1b[31m\nb" * 1000
     host = {"host": evil, "interfaces": {evil: [evil]}}
-    said = {
+    answer = {
         "doctor": evil,
         "host": host,
         "missing": [evil] * 1000,
         "connector": evil,
         "options": {"a": evil},
     }
-    report = Report.from_peer(said)
+    report = Report.from_peer(answer)
     assert json.dumps(attrs.asdict(report), ensure_ascii=False).isprintable()
     assert report.host is not None and len(report.host.host) <= 400
     assert len(report.missing) == 256
 
 
 @pytest.mark.parametrize(
-    "said",
+    "answer",
     [None, 5.0, [], {}, {"doctor": []}, {"doctor": "look", "host": 7}, {"missing": [{}], "doctor": ""}],
 )
-def test_what_is_no_report_of_a_peer_is_refused(said: Any) -> None:
+def test_an_invalid_report_of_a_peer_is_refused(answer: Any) -> None:
     with pytest.raises(WireError, match="the report"):
-        Report.from_peer(said)
+        Report.from_peer(answer)
 
 
 def test_hosts_apart_in_time_and_version_are_named() -> None:
@@ -98,7 +98,7 @@ def test_a_refusal_becomes_what_why_and_the_line_to_change() -> None:
     assert (other.topic, other.what) == ("handshake", "refused with pid 5: the peer gave no reason")
 
 
-def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_told() -> None:
+def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_reported() -> None:
     secrets = ("api_token", "Password", "db_pwd", "credentials", "AUTH", "access_keys")
     given = {
         **dict.fromkeys(secrets, "t0p"),
@@ -109,15 +109,15 @@ def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_told()
     }
     plain = {"async_load": True, "max_unsaved": "16 MiB", "load_policy": "always", "stall_timeout_s": 0.5}
 
-    def told(options: dict[str, Any]) -> dict[str, str]:
+    def reported(options: dict[str, Any]) -> dict[str, str]:
         known = {"connector": "lookup", "role": "both", "options": {"lookup": options}}
         return connector_options(Config.from_dict(known))
 
-    assert told(given) == {**dict.fromkeys(given, "(given)"), "page_tokens": "16"}
-    assert told(plain) == {key: str(value) for key, value in plain.items()}
+    assert reported(given) == {**dict.fromkeys(given, "(given)"), "page_tokens": "16"}
+    assert reported(plain) == {key: str(value) for key, value in plain.items()}
 
 
-def test_of_a_plugin_that_did_not_load_its_name_is_told_and_not_its_error(
+def test_of_a_plugin_that_did_not_load_its_name_is_reported_and_not_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reason = "OSError: secrets/t0p: redis://me:t0p@host"

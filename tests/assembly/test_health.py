@@ -62,7 +62,7 @@ def is_hung_up(client: socket.socket) -> bool:
         return True
 
 
-def test_ready_and_live_differ_and_say_why(server: HealthServer, port: int) -> None:
+def test_ready_and_live_differ_and_give_their_reasons(server: HealthServer, port: int) -> None:
     assert reasons(port) == (503, ["it is starting"])
     assert reasons(port, "/live") == (200, [])
     server.watch(lambda: Health(facts={"pages": 3}))
@@ -85,7 +85,7 @@ def test_other_requests_have_their_codes(server: HealthServer, port: int) -> Non
         assert client.recv(12) == b"HTTP/1.1 404"
 
 
-def test_silent_and_slow_clients_delay_nobody_and_take_no_threads(server: HealthServer, port: int) -> None:
+def test_silent_and_slow_clients_delay_no_other_and_take_no_threads(server: HealthServer, port: int) -> None:
     """More of them than may be connected at once: the oldest ones are hung up."""
     server.watch(Health)
     before = threading.active_count()

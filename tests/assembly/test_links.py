@@ -52,7 +52,7 @@ def no_threads_left() -> Iterator[None]:
     waits.until(lambda: not left(), 3, "the end of all threads")
 
 
-def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
+def test_closing_ends_the_handshake_of_a_silent_peer() -> None:
     peers = ControlPeers(settings(), listen="unix:")
     listener = listening(peers)
     silent = Channel(Connection.dial(listener.contact, Credentials(), CONTROL))
@@ -64,8 +64,8 @@ def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
     silent.close()
 
 
-@pytest.mark.parametrize("is_silent", [False, True], ids=["nobody listens", "a silent one listens"])
-def test_closing_wakes_who_connects(is_silent: bool) -> None:
+@pytest.mark.parametrize("is_silent", [False, True], ids=["no listener", "a silent listener"])
+def test_closing_wakes_a_call_that_connects(is_silent: bool) -> None:
     """While it dials somebody that never comes, and in the handshake with somebody silent."""
     with accepting("unix:", Credentials(), CONTROL) as listener:
         contact = listener.contact if is_silent else "unix:@kvplug-test-links-no-listener"
@@ -79,7 +79,9 @@ def test_closing_wakes_who_connects(is_silent: bool) -> None:
             accepted.close()
 
 
-def test_closed_peers_neither_dial_nor_listen_and_a_missing_listener_is_told_at_once_without_retry() -> None:
+def test_closed_peers_neither_dial_nor_listen_and_without_retry_a_missing_listener_is_an_error_at_once() -> (
+    None
+):
     peers = ControlPeers(settings(), listen="unix:", connect="unix:@kvplug-test-links-no-listener")
     begun = time.monotonic()
     with pytest.raises(PeerGoneError, match="no-listener"):

@@ -51,18 +51,18 @@ class InMemory(Directory):
         return dict(self.kept)
 
 
-class Heard:
-    """What a listener was told."""
+class Follower:
+    """Records the calls of a listener."""
 
     def __init__(self) -> None:
         self.engines: tuple[Engine, ...] = ()
-        self.told: list[bool] = []
+        self.were_stale: list[bool] = []
 
     def __call__(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
         self.engines = engines
-        self.told.append(is_stale)
+        self.were_stale.append(is_stale)
 
-    def knows(self, *engine_ids: str) -> bool:
+    def has(self, *engine_ids: str) -> bool:
         return [engine.engine_id for engine in self.engines] == [*engine_ids]
 
 
@@ -103,72 +103,72 @@ def failures(stats: TransferStats) -> dict[str, int]:
 
 
 def test_an_engine_is_there_when_all_of_its_workers_are(members: Any, directory: InMemory) -> None:
-    heard = Heard()
-    members("reader").follow(heard)
+    follower = Follower()
+    members("reader").follow(follower)
     first, second = members("two", 0, 2), members("two", 1, 2)
     first.announce("unix:@two-0")
     waits.until(lambda: "two/0" in directory.kept)
     time.sleep(LEASE_S)
-    assert heard.knows()
+    assert follower.has()
     second.announce("unix:@two-1")
-    waits.until(lambda: heard.knows("two"))
-    contacts = {rank: contact.partition("#")[0] for rank, contact in heard.engines[0].contacts.items()}
+    waits.until(lambda: follower.has("two"))
+    contacts = {rank: contact.partition("#")[0] for rank, contact in follower.engines[0].contacts.items()}
     assert contacts == {0: "unix:@two-0", 1: "unix:@two-1"}
     others = {
         fingerprint_of(attrs.evolve(MODEL, **{name: value}))
         for name, value in (("head_size", 4), ("weights", "x"))
     }
-    assert heard.engines[0].model == fingerprint_of(MODEL) and fingerprint_of(MODEL) not in others
+    assert follower.engines[0].model == fingerprint_of(MODEL) and fingerprint_of(MODEL) not in others
     second.close()
-    waits.until(lambda: heard.knows())
+    waits.until(lambda: follower.has())
 
 
 def test_an_announcement_without_the_secret_does_not_count(
     members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard, stats = Heard(), TransferStats()
-    members("reader", secret="0123456789abcdef", stats=stats).follow(heard)
+    follower, stats = Follower(), TransferStats()
+    members("reader", secret="0123456789abcdef", stats=stats).follow(follower)
     members("friend", secret="0123456789abcdef").announce("unix:@friend")
     with caplog.at_level(logging.WARNING):
         members("stranger").announce("unix:@stranger")
         members("enemy", secret="fedcba9876543210").announce("unix:@enemy")
         waits.until(lambda: {"stranger/0", "enemy/0", "friend/0"} <= directory.kept.keys())
         time.sleep(LEASE_S)
-    assert heard.knows("friend")
-    assert caplog.text.count("has no proof made with this deployment's secret") == 2, "each is told once"
+    assert follower.has("friend")
+    assert caplog.text.count("has no proof made with this deployment's secret") == 2, "each is logged once"
     directory.kept["renamed/0"] = directory.kept["friend/0"]  # a proof is of one name only
     time.sleep(LEASE_S)
-    assert heard.knows("friend")
+    assert follower.has("friend")
     assert failures(stats)["forged"] >= 2
 
 
-def test_what_is_no_announcement_is_passed_over(members: Any, directory: InMemory) -> None:
+def test_an_invalid_announcement_is_ignored(members: Any, directory: InMemory) -> None:
     entries = [b"", b"- ", b"- {}", b"- []", b"- nothing", b"\xff\xfe", b"- " + b"1" * 20_000]
     entries.append(b"- " + b"[" * 10_000)
     directory.kept |= {f"broken-{number}/0": entry for number, entry in enumerate(entries)}
-    heard = Heard()
-    members("reader").follow(heard)
+    follower = Follower()
+    members("reader").follow(follower)
     members("friend").announce("unix:@friend")
-    waits.until(lambda: heard.knows("friend"))
+    waits.until(lambda: follower.has("friend"))
 
 
-def test_a_directory_that_fails_changes_nothing_and_is_told_once(
+def test_a_directory_that_fails_changes_nothing_and_is_logged_once(
     members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard, stats = Heard(), TransferStats()
+    follower, stats = Follower(), TransferStats()
     reader = members("reader", stats=stats)
-    reader.follow(heard)
+    reader.follow(follower)
     members("friend").announce("unix:@friend")
-    waits.until(lambda: heard.knows("friend"))
+    waits.until(lambda: follower.has("friend"))
     with caplog.at_level(logging.INFO):
         directory.error = ConnectionRefusedError("no server")
-        waits.until(lambda: heard.told[-1], 10, "a directory that is stale")
-        assert heard.knows("friend")
+        waits.until(lambda: follower.were_stale[-1], 10, "a directory that is stale")
+        assert follower.has("friend")
         assert caplog.text.count("no server") == 2, "once for each of the two"
         directory.error = None
-        waits.until(lambda: "answers again" in caplog.text and not heard.told[-1])
-    directory.kept.pop("friend/0")  # its process comes back, and is heard
-    waits.until(lambda: heard.knows("friend") and not heard.told[-1])
+        waits.until(lambda: "answers again" in caplog.text and not follower.were_stale[-1])
+    directory.kept.pop("friend/0")  # its process announces it again
+    waits.until(lambda: follower.has("friend") and not follower.were_stale[-1])
     assert failures(stats)["peer_gone"] > 0
 
 
@@ -187,10 +187,12 @@ def test_a_listener_that_failed_is_called_again(members: Any, directory: InMemor
     assert calls[0] == calls[1] != ()
 
 
-def test_waiting_for_a_directory_that_never_answers_says_why(members: Any, directory: InMemory) -> None:
+def test_a_wait_for_a_directory_that_never_answers_fails_with_the_reason(
+    members: Any, directory: InMemory
+) -> None:
     directory.error = ConnectionRefusedError("no server")
     reader = members("reader")
-    reader.follow(Heard())
+    reader.follow(Follower())
     with pytest.raises(TimeoutError, match="no server"):
         reader.wait_until_known(Deadline.after(0.3))
 
@@ -198,15 +200,15 @@ def test_waiting_for_a_directory_that_never_answers_says_why(members: Any, direc
 def test_an_engine_at_our_own_address_is_named_and_not_followed(
     members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard, stats = Heard(), TransferStats()
+    follower, stats = Follower(), TransferStats()
     ours = members("ours", stats=stats)
-    ours.follow(heard)
+    ours.follow(follower)
     ours.announce("127.0.0.1:29555")
-    members("twin").announce("127.0.0.1:29555")  # on another host, say
+    members("twin").announce("127.0.0.1:29555")  # of another host, for example
     members("good").announce("198.18.0.2:29555")
-    waits.until(lambda: heard.knows("good") and "twin" in caplog.text)
+    waits.until(lambda: follower.has("good") and "twin" in caplog.text)
     time.sleep(LEASE_S)
-    assert heard.knows("good")
+    assert follower.has("good")
     assert caplog.text.count("the announcement 'twin/0' is ignored: its address is this engine's own") == 1
     assert failures(stats).keys() == {"refused"}
 

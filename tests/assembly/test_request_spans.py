@@ -14,7 +14,7 @@ from kvplug.metrics.stats import TransferStats
 from kvplug_testing.engine import request_of
 
 
-def test_a_wait_ends_when_an_engine_runs_the_request_without_asking_again() -> None:
+def test_a_wait_ends_when_an_engine_runs_the_request_without_another_query() -> None:
     connector = Mock()
     connector.get_num_new_matched_tokens.return_value = None, False
     connector.get_status.return_value = {}
@@ -43,7 +43,7 @@ def test_an_engine_that_loads_more_tokens_than_were_promised_is_refused() -> Non
         allocate(request, ((1, 2, 3),), 16)
 
 
-def test_a_request_that_must_ask_again_is_shown_as_waiting_and_its_wait_is_counted() -> None:
+def test_a_request_whose_answer_is_not_yet_is_shown_as_waiting_and_its_wait_is_counted() -> None:
     answers = [(None, False), (None, False), (16, False), (16, False), (None, False), (0, False)]
     connector = Mock()
     connector.get_num_new_matched_tokens.side_effect = answers

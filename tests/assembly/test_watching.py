@@ -137,7 +137,7 @@ def test_the_state_of_a_busy_engine_is_small() -> None:
 
 
 def listening(stack: contextlib.ExitStack, path: Path) -> socket.socket:
-    """A server at ``path`` that accepts nobody."""
+    """A server at ``path`` that accepts no connection."""
     path.parent.mkdir(mode=0o700)
     server = stack.enter_context(socket.socket(socket.AF_UNIX))
     server.bind(str(path))

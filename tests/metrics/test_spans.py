@@ -37,7 +37,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         (7, None),
     ],
 )
-def test_a_traceparent_is_read_as_w3c_says(text: object, found: SpanContext | None) -> None:
+def test_a_traceparent_is_read_as_w3c_specifies(text: object, found: SpanContext | None) -> None:
     assert SpanContext.parse(text) == found
     if found is not None:
         assert SpanContext.parse(str(found)) == found
@@ -62,7 +62,7 @@ def test_parts_are_in_the_trace_of_their_parent() -> None:
     assert log.record("load", "b", begun, parent="wrong").trace_id != TRACE
 
 
-def test_a_log_is_bounded_and_says_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_bounded_and_counts_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_SPANS", 3)
     log = SpanLog()
     for number in range(5):
@@ -104,7 +104,7 @@ def test_a_collector_receives_each_span_with_its_ids_times_and_attributes(collec
     begun = time.perf_counter()
     log.record("load", "a", begun, begun + 0.25, parent=root, reason="timeout", n=3)
     log.record("request", "a", begun, begun + 1, context=root)
-    log.record("load", "b", begun, parent=f"00-{TRACE}-{SPAN}-00")  # whoever began it does not sample it
+    log.record("load", "b", begun, parent=f"00-{TRACE}-{SPAN}-00")  # its first process does not sample it
     tracing.close()
     (resource,) = [one for request in collector for one in request.resource_spans]
     about = {each.key: each.value.string_value for each in resource.resource.attributes}

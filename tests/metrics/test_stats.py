@@ -134,7 +134,7 @@ def test_single_durations_of_requests_are_kept_for_each_reader_up_to_a_limit() -
         {"ops": {"send": {**FIGURES, "seconds": float("nan")}}, "failures": {}},
     ],
 )  # fmt: skip
-def test_what_is_no_snapshot_is_refused_and_changes_nothing(wrong: Any) -> None:
+def test_an_invalid_snapshot_is_refused_and_changes_nothing(wrong: Any) -> None:
     stats = counted([(Op.SEND, 5, 0.0, 0)])
     before = stats.snapshot()
     with pytest.raises(ValueError, match="not a snapshot of transfer stats"):

@@ -28,7 +28,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Store:
-    """Gives and takes 64 MiB at a time, in pages of 1 MiB unless a call says another size."""
+    """Gives and takes 64 MiB at a time, in pages of 1 MiB unless a call gives another size."""
 
     def __init__(self, medium: str = "other", *, refuses: bool = False) -> None:
         self.alarms: list[tuple[StoreOp, SlowRate]] = []
@@ -47,18 +47,18 @@ class Store:
 
 
 @pytest.mark.parametrize("op", ["get", "put"])
-def test_a_store_at_a_hundredth_of_what_it_did_is_told_once_for_each_direction(op: StoreOp) -> None:
+def test_a_store_at_a_hundredth_of_its_earlier_rate_is_reported_once_for_each_direction(op: StoreOp) -> None:
     store = Store()
     store.move(op, 1.0, 200)
     assert not store.alarms
     store.move(op, 0.01, 40)
-    ((told, found),) = store.alarms
-    assert told == op and found.gb_per_s == pytest.approx(0.01)
+    ((direction, found),) = store.alarms
+    assert direction == op and found.gb_per_s == pytest.approx(0.01)
     assert "512 MiB in 53.7 s), less than a twentieth of the 1 GB/s that it carried before" in str(found)
     other: StoreOp = "put" if op == "get" else "get"
     store.move(other, 1.0, 40)
     store.move(other, 0.01, 40)
-    assert [told for told, _ in store.alarms] == [op, other]
+    assert [direction for direction, _ in store.alarms] == [op, other]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_store_at_a_hundredth_of_what_it_did_is_told_once_for_each_direction(o
         ("disk", "put", 5.0, 0.06),
     ],
 )
-def test_a_good_store_is_not_told(medium: str, op: StoreOp, before: float, after: float) -> None:
+def test_a_good_store_is_not_reported(medium: str, op: StoreOp, before: float, after: float) -> None:
     store = Store(medium)
     store.move(op, before, 500)
     store.move(op, after, 100)
@@ -116,19 +116,19 @@ def slow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def throttled() -> Iterator[tuple[Throttled, ExecutedStore, list[StoreOp]]]:
-    inner, told = Throttled(), []
+    inner, reported = Throttled(), []
     store = ExecutedStore(inner, name="theirs", seal=PageSeal())
-    watch = StoreWatch("other", lambda op, finding: told.append(op), refuses=True)
+    watch = StoreWatch("other", lambda op, finding: reported.append(op), refuses=True)
     store.recorder = StoreRecorder(TransferStats(), watch)
     with store:
-        yield inner, store, told
+        yield inner, store, reported
 
 
 @pytest.mark.usefixtures("slow_soon")
 def test_a_slow_store_that_is_refused_is_a_miss_for_a_while(
     throttled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner, store, told = throttled
+    inner, store, reported = throttled
     names = ("a", "b")
     inner.seconds_per_page = {"get": 0.01, "put": 0.01}
     assert PAGES.put(store, *names) == [None, None]
@@ -138,20 +138,20 @@ def test_a_slow_store_that_is_refused_is_a_miss_for_a_while(
     for _ in range(20):
         if (found := PAGES.got(store, *names)) != [None, None]:
             break
-    assert found == [MissReason.SLOW] * 2 and told == ["get"]
+    assert found == [MissReason.SLOW] * 2 and reported == ["get"]
     calls, keys = inner.calls, PAGES.request(store, *names).keys
     assert store.submit_lookup(keys).wait(5) == [Presence.ABSENT] * 2
-    assert inner.calls == calls, "it was asked"
+    assert inner.calls == calls, "the store was called"
     assert PAGES.put(store, "c", "d") == [None, None], "the other direction is refused too"
     inner.seconds_per_page["get"] = 0.01
     monkeypatch.setattr(rates.time, "monotonic", lambda now=time.monotonic: now() + rates.REFUSED_S)
     assert PAGES.got(store, *names) == [None, None]
-    assert store.submit_lookup(keys).wait(5) == [Presence.HELD] * 2 and told == ["get"]
+    assert store.submit_lookup(keys).wait(5) == [Presence.HELD] * 2 and reported == ["get"]
 
 
 @pytest.mark.usefixtures("slow_soon")
-def test_a_refused_put_gives_back_its_memory_and_its_keys_and_a_closed_store_says_so(throttled: Any) -> None:
-    inner, store, told = throttled
+def test_a_refused_put_gives_back_its_memory_and_its_keys_and_a_closed_store_raises(throttled: Any) -> None:
+    inner, store, reported = throttled
     given_up: list[Any] = []
     store.withdraw = given_up.append
     store.free = given_up.append
@@ -163,7 +163,7 @@ def test_a_refused_put_gives_back_its_memory_and_its_keys_and_a_closed_store_say
         if (found := store.submit_put(request).wait(5)) != [None, None]:
             break
         calls = inner.calls
-    assert found == [PutReason.SLOW] * 2 and told == ["put"] and inner.calls == calls
+    assert found == [PutReason.SLOW] * 2 and reported == ["put"] and inner.calls == calls
     assert given_up == [request.keys, request.memory]
     store.close()
     with pytest.raises(ClosedError):

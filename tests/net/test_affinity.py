@@ -19,9 +19,9 @@ from kvplug.net.affinity import format_cpus
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="a thread is bound to one of several CPUs")
 ALL, ONE, OTHER = CPUS, CPUS[:1], CPUS[1:2]
-Told = Callable[..., Any]
+Reported = Callable[..., Any]
 
-TELL = f"""
+PREAMBLE = f"""
 import json, os, sys, threading
 ONE, OTHER = {ONE}, {OTHER}
 
@@ -42,15 +42,15 @@ def configured(**keys):
     ResolvedConfig.to_build(Config.from_dict(keys), Registry())
     return in_thread()
 
-def tell(**what):
+def report(**what):
     print(json.dumps(what))
 """
 
 
 @pytest.fixture
-def told(output_of: Callable[..., str]) -> Told:
-    """Runs a program after ``TELL``, and returns what it tells."""
-    return lambda program, **given: json.loads(output_of(TELL + program, **given))
+def reported(output_of: Callable[..., str]) -> Reported:
+    """Runs a program after ``PREAMBLE``, and returns what it reports."""
+    return lambda program, **given: json.loads(output_of(PREAMBLE + program, **given))
 
 
 PROGRAMS = {
@@ -58,13 +58,13 @@ PROGRAMS = {
 import kvplug.transport
 kvplug.transport.BackgroundThread  # imports it
 os.sched_setaffinity(0, ONE)
-tell(thread=in_thread(), main=cpus())
+report(thread=in_thread(), main=cpus())
 """,
     "it was bound before, and has a thread of before": """
 ended = threading.Event()
 threading.Thread(target=ended.wait, daemon=True).start()  # as one that an engine has
 os.sched_setaffinity(0, ONE)
-tell(thread=in_thread(), main=cpus())
+report(thread=in_thread(), main=cpus())
 ended.set()
 """,
 }
@@ -72,9 +72,9 @@ ended.set()
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_thread_has_the_cpus_that_the_program_had_before_its_main_thread_was_bound(
-    program: str, told: Told
+    program: str, reported: Reported
 ) -> None:
-    assert told(program) == {"thread": ALL, "main": ONE}
+    assert reported(program) == {"thread": ALL, "main": ONE}
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
@@ -93,36 +93,36 @@ if __name__ == "__main__":
     worker.start()
     thread, main = ours.recv()
     worker.join()
-    tell(thread=thread, main=main)
+    report(thread=thread, main=main)
 """
     path = tmp_path / "program.py"  # multiprocessing imports it again in its children
-    path.write_text(TELL + program)
+    path.write_text(PREAMBLE + program)
     found = subprocess.run([sys.executable, str(path)], capture_output=True, check=True, timeout=60)
     assert json.loads(found.stdout) == {"thread": ALL, "main": ONE}
 
 
-def test_a_config_may_say_which_cpus(told: Told) -> None:
-    found = told(
+def test_a_config_may_name_the_cpus(reported: Reported) -> None:
+    found = reported(
         f"""
 import kvplug.net.affinity
 os.sched_setaffinity(0, ONE)
-said = {{wanted: configured(thread_cpus=wanted) for wanted in ("{OTHER[0]}", "all", "inherit")}}
-tell(**said)
+cpus_of = {{wanted: configured(thread_cpus=wanted) for wanted in ("{OTHER[0]}", "all", "inherit")}}
+report(**cpus_of)
 """
     )
     assert found == {str(OTHER[0]): OTHER, "all": OTHER, "inherit": ONE}, "the default changes nothing"
 
 
 @pytest.mark.parametrize("make", ["build_store", "serve_store"])
-def test_a_store_without_an_engine_runs_on_the_cpus_of_its_config(make: str, told: Told) -> None:
-    found = told(
+def test_a_store_without_an_engine_runs_on_the_cpus_of_its_config(make: str, reported: Reported) -> None:
+    found = reported(
         f"""
 import contextlib
 from kvplug import Config, ConfigError, Registry
 from kvplug.assembly import stores
 with contextlib.suppress(ConfigError):  # this registry offers no store
     stores.{make}(Config.from_dict({{"thread_cpus": "{OTHER[0]}", "stores": ["none"]}}), registry=Registry())
-tell(thread=in_thread())
+report(thread=in_thread())
 """
     )
     assert found == {"thread": OTHER}

@@ -1,4 +1,4 @@
-"""OpenMP binds threads where its variables say so, and kvplug's threads keep their own CPUs nevertheless."""
+"""OpenMP variables that bind threads do not change the CPUs of kvplug's threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps(found))
 
 
 @pytest.fixture
-def told(output_of: Callable[..., str]) -> Callable[..., Any]:
+def measured(output_of: Callable[..., str]) -> Callable[..., Any]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     kept |= {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     return lambda **variables: json.loads(output_of(PROGRAM, env={**kept, **variables}))
@@ -51,9 +51,9 @@ def told(output_of: Callable[..., str]) -> Callable[..., Any]:
     ids=lambda variables: next(iter(variables), ""),
 )
 def test_a_thread_that_copies_keeps_its_cpus_where_openmp_binds_threads(
-    variables: dict[str, str], told: Any
+    variables: dict[str, str], measured: Any
 ) -> None:
-    found = told(**variables)
+    found = measured(**variables)
     assert found["main"] == {"cpus": CPUS[:1], "threads": 2}, "OpenMP has bound the program's main thread"
     assert found["ours"] == {"cpus": CPUS[:2], "threads": 1}
     assert found["main after"] == found["main"], "the program's own threads are as they were"

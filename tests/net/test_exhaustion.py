@@ -49,8 +49,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_ran_out_is_named_with_its_limit_and_the_cause_is_chained(case: str) -> None:
-    error, what, said = CASES[case]
-    expected = pytest.raises(ResourceExhaustedError, match=f"^connecting a pipe: .*{said}")
+    error, what, message = CASES[case]
+    expected = pytest.raises(ResourceExhaustedError, match=f"^connecting a pipe: .*{message}")
     with expected as caught, NamedExhaustion("connecting a pipe"):
         raise error
     assert caught.value.resource == what
@@ -80,5 +80,5 @@ def test_an_error_of_kvplug_with_such_a_cause_keeps_its_words_and_names_it() -> 
     try:
         raise ConfigError("secret_file x") from of_system(errno.EMFILE)
     except ConfigError as e:
-        found = NamedExhaustion.of(e, "not said")
+        found = NamedExhaustion.of(e, "a call")
     assert str(found).startswith("bad configuration: secret_file x; there is no free descriptor")

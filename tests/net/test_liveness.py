@@ -33,7 +33,7 @@ def watcher_threads() -> list[str]:
 
 
 class Gone:
-    """Remembers what the watcher said."""
+    """Records the reasons that the watcher gives."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -127,11 +127,11 @@ def test_two_ends_that_beat_keep_each_other_alive(
 
 
 def watches(parent: peers.Parent, fd: int) -> list[str]:
-    said: list[str] = []
-    Watch(sock=socket.socket(fileno=fd), interval_s=0.05, timeout_s=0.6, on_gone=said.append)
+    reasons: list[str] = []
+    Watch(sock=socket.socket(fileno=fd), interval_s=0.05, timeout_s=0.6, on_gone=reasons.append)
     parent.send("ready")
     parent.recv()
-    return said
+    return reasons
 
 
 def test_our_own_stop_is_not_taken_for_the_peers_silence(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -192,7 +192,7 @@ def test_one_thread_serves_many_watches_and_ends_with_the_last(gone: Gone) -> No
 
 
 @needs_pidfd
-def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
+def test_the_death_of_a_process_is_not_taken_for_that_of_another_with_its_pid(
     sleeper: subprocess.Popen[bytes], polls: Polls
 ) -> None:
     dies = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)

@@ -33,5 +33,5 @@ def test_lines_become_one_and_a_cut_is_visible() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 7, b"bytes", ["a"], {"a": 1}])
-def test_what_is_no_text_is_named_by_its_type(value: Any) -> None:
+def test_a_value_that_is_not_text_is_named_by_its_type(value: Any) -> None:
     assert peer_text(value) == f"(a {type(value).__name__} instead of a text)"

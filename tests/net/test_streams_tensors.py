@@ -45,7 +45,7 @@ def test_a_stream_has_one_owner_at_a_time(made: list[Stream]) -> None:
     assert len(made) == 40
 
 
-def test_one_that_still_works_is_lent_to_nobody(made: list[Stream]) -> None:
+def test_a_stream_that_has_work_is_not_lent(made: list[Stream]) -> None:
     busy, idle = streams.StreamPool.acquire(GPU), streams.StreamPool.acquire(GPU)
     busy.done = False
     for each in (busy, idle):

@@ -82,14 +82,16 @@ def ran(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(("after", "said"), [("", ("left", "goes", "on")), ("ExitGuard.hold()", ("left",))])
+@pytest.mark.parametrize(
+    ("after", "printed"), [("", ("left", "goes", "on")), ("ExitGuard.hold()", ("left",))]
+)
 def test_a_call_that_failed_does_not_go_back_into_a_program_that_leaves(
-    after: str, said: tuple[str, ...]
+    after: str, printed: tuple[str, ...]
 ) -> None:
     call = CALLED.replace('out("left")\n', f'out("left")\n        {after}\n        out("goes on")\n')
     # What is registered before kvplug is imported runs last, here for long enough.
     early = "import atexit, time\natexit.register(time.sleep, 0.5)\n"
-    assert left(call + "sys.exit(7)", before=early) == (7, *said)
+    assert left(call + "sys.exit(7)", before=early) == (7, *printed)
 
 
 def test_a_signals_handler_may_leave_the_program() -> None:

@@ -44,7 +44,7 @@ def simulated(scale: Any, engines: int, *, seconds: float = 500, seed: int = 1, 
     return simulation.run(warm_s=0, seconds=seconds)
 
 
-def test_without_sharing_an_engine_computes_what_the_law_of_random_visits_says(scale: Any) -> None:
+def test_without_sharing_an_engine_computes_what_the_law_of_random_visits_predicts(scale: Any) -> None:
     """A turn d turns back is not at a random one of n engines with (1 - 1/n) to the power of d; turns are
     geometric, and go on with a. Of all units that prompts have, q (1 - a) / (1 - q a) are computed, with q =
     1 - 1/n."""

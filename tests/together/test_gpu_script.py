@@ -56,5 +56,5 @@ def test_all_that_is_measured_comes_of_the_fakes_too_and_is_called_no_measuremen
     shares = [row["of_copy"] for row in found["rows"] if row["gb_per_s"] and "copy" not in row["what"]]
     assert shares and all(shares)
     assert found["facts"]["fake"] is True
-    for said in (done.stdout, (tmp_path / "gpu.md").read_text()):
-        assert "THESE ARE NO MEASUREMENTS" in said
+    for report in (done.stdout, (tmp_path / "gpu.md").read_text()):
+        assert "THESE ARE NO MEASUREMENTS" in report

@@ -28,7 +28,8 @@ from kvplug_testing.peers import Parent, Peer
 PAGE = 16
 PROMPT_TOKENS = 6 * PAGE + 1
 LATE_S = 4.0
-"""How late an engine may be seen, besides: etcd counts leases in whole seconds, and machines are busy."""
+"""How much later than its lease an engine may still be listed: etcd counts leases in whole seconds, and test
+hosts are busy."""
 
 
 _addresses = itertools.count()
@@ -56,8 +57,8 @@ def config_of(engine_id: str, url: str, lease_s: float, address: str) -> Config:
     )
 
 
-class Worked(FakeEngine):
-    """An engine that answers the test, and otherwise loads and saves prompts by chance."""
+class Worker(FakeEngine):
+    """An engine that runs commands of the test, and between them loads and saves random prompts."""
 
     def __init__(self, config: Config, *, seed: int) -> None:
         super().__init__(config, seed=seed, num_blocks=64)
@@ -85,7 +86,7 @@ class Worked(FakeEngine):
 
     def sources(self) -> list[str]:
         """The engines that it follows and is connected to."""
-        self.step([])  # it hears who has come and left
+        self.step([])  # it learns which engines have come and left
         links = [replica.link for replica in self.scheduler.replicas if replica.link is not None]
         return sorted({link.agreement.remote.engine_id for link in links} - {self.engine_id})
 
@@ -97,12 +98,12 @@ class Worked(FakeEngine):
         threads = collections.Counter(thread.name for thread in threading.enumerate())
         return {"rss": me.memory_info().rss, "fds": me.num_fds(), **threads}
 
-    def said(self, what: str, given: Any) -> Any:
-        if what == "work":
-            return self.work(given)
-        if what == "counts":
+    def run(self, command: str, argument: Any) -> Any:
+        if command == "work":
+            return self.work(argument)
+        if command == "counts":
             return [self.num_wrong, self.num_loaded, self.num_from_peers, self.num_failed]
-        return getattr(self, what)()
+        return getattr(self, command)()
 
 
 def engine(
@@ -119,20 +120,20 @@ def engine(
 
     ``num_prompts``: how many it chooses from, every ``pause_s`` seconds; 0: it works on request only.
     """
-    with Worked(config_of(engine_id, url, lease_s, address), seed=seed) as worked:
+    with Worker(config_of(engine_id, url, lease_s, address), seed=seed) as worker:
         parent.send("up")
         due = time.monotonic()
         while True:
             try:
-                what, given = parent.recv(timeout=max(0.0, due - time.monotonic()))
+                command, argument = parent.recv(timeout=max(0.0, due - time.monotonic()))
             except TimeoutError:
                 if num_prompts:
-                    worked.work(min(int(worked.chance.paretovariate(0.7)) - 1, num_prompts - 1))
+                    worker.work(min(int(worker.chance.paretovariate(0.7)) - 1, num_prompts - 1))
                 due = time.monotonic() + pause_s
                 continue
-            if what == "leave":
+            if command == "leave":
                 return
-            parent.send(worked.said(what, given))
+            parent.send(worker.run(command, argument))
 
 
 @attrs.define
@@ -140,8 +141,9 @@ class Running:
     peer: Peer
     address: str
 
-    def ask(self, what: str, given: Any = None) -> Any:
-        self.peer.send([what, given])
+    def run(self, command: str, argument: Any = None) -> Any:
+        """The result of a command."""
+        self.peer.send([command, argument])
         return self.peer.recv(60)
 
 
@@ -179,23 +181,23 @@ class Fleet:
     def signal(self, engine_id: str, number: int) -> None:
         os.kill(self.running[engine_id].peer.pid, number)
 
-    def forget(self, engine_id: str) -> Running:
+    def remove(self, engine_id: str) -> Running:
         return self.running.pop(engine_id)
 
-    def knows(self, engine_id: str, *others: str) -> bool:
-        return self.running[engine_id].ask("sources") == sorted(others)
+    def is_connected(self, engine_id: str, *others: str) -> bool:
+        return self.running[engine_id].run("sources") == sorted(others)
 
-    def wait_until_all_know(self, *engine_ids: str, within: float) -> None:
+    def wait_until_all_connected(self, *engine_ids: str, within: float) -> None:
         """Until each of these is connected to all of the others of them, and to no other engine."""
 
-        def is_known() -> bool:
-            return all(self.knows(each, *(set(engine_ids) - {each})) for each in engine_ids)
+        def are_connected() -> bool:
+            return all(self.is_connected(each, *(set(engine_ids) - {each})) for each in engine_ids)
 
-        waits.until(is_known, within, f"{len(engine_ids)} engines that know each other")
+        waits.until(are_connected, within, f"connections between {len(engine_ids)} engines")
 
     def check(self, *engine_ids: str) -> list[int]:
         """Nothing wrong was loaded. Returns the sums of what they have counted."""
-        counts = [self.running[each].ask("counts") for each in engine_ids]
+        counts = [self.running[each].run("counts") for each in engine_ids]
         sums = [sum(each) for each in zip(*counts, strict=True)]
         assert not sums[0], f"wrong KV was loaded: {counts}"
         return sums
@@ -243,22 +245,22 @@ def test_engines_find_each_other_and_a_dead_one_is_not_dialled_after_its_lease(
 ) -> None:
     made = fleet(2.0)
     made.start("a", "b", "c")
-    made.wait_until_all_know("a", "b", "c", within=20)
-    assert made.running["a"].ask("work", 1) == 0
-    waits.until(lambda: made.running["b"].ask("work", 1) > 0, 10, "a page of another engine")
-    assert made.check("a", "b", "c")[2] > 0, "it came from no peer"
+    made.wait_until_all_connected("a", "b", "c", within=20)
+    assert made.running["a"].run("work", 1) == 0
+    waits.until(lambda: made.running["b"].run("work", 1) > 0, 10, "a page of another engine")
+    assert made.check("a", "b", "c")[2] > 0, "no page came from a peer"
     made.signal("a", signal.SIGKILL)
-    dead = made.forget("a")
-    made.wait_until_all_know("b", "c", within=made.lease_s + LATE_S)
+    dead = made.remove("a")
+    made.wait_until_all_connected("b", "c", within=made.lease_s + LATE_S)
     time.sleep(made.lease_s + LATE_S)
     with nothing_dials(dead.address, 2 * made.lease_s):
         made.start("a")  # the same id, at another address
-    made.wait_until_all_know("a", "b", "c", within=20)
-    assert made.running["c"].ask("work", 2) == 0
-    waits.until(lambda: made.running["a"].ask("work", 2) > 0, 10, "a page for the new process")
+    made.wait_until_all_connected("a", "b", "c", within=20)
+    assert made.running["c"].run("work", 2) == 0
+    waits.until(lambda: made.running["a"].run("work", 2) > 0, 10, "a page for the new process")
     made.running["b"].peer.send(["leave", None])
-    made.forget("b")
-    made.wait_until_all_know("a", "c", within=made.lease_s)
+    made.remove("b")
+    made.wait_until_all_connected("a", "c", within=made.lease_s)
     made.check("a", "c")
 
 
@@ -266,29 +268,29 @@ def run_for(fleet: Fleet, seconds: float, num_engines: int, stopped_s: float) ->
     """Let that many engines work, while some are killed, stopped, and started again."""
     names = [f"engine-{number}" for number in range(num_engines)]
     fleet.start(*names)
-    fleet.wait_until_all_know(*names, within=60 + num_engines)
+    fleet.wait_until_all_connected(*names, within=60 + num_engines)
     began = time.monotonic()
     stopped, killed, leaving, steady = names[0], names[1:3], names[3], names[4:]
     fleet.signal(stopped, signal.SIGSTOP)
     for each in killed:
         fleet.signal(each, signal.SIGKILL)
-        fleet.forget(each)
+        fleet.remove(each)
     fleet.running[leaving].peer.send(["leave", None])
-    fleet.forget(leaving)
-    fleet.wait_until_all_know(*steady, within=fleet.lease_s + LATE_S + num_engines)
-    before = {each: fleet.running[each].ask("footprint") for each in steady}
+    fleet.remove(leaving)
+    fleet.wait_until_all_connected(*steady, within=fleet.lease_s + LATE_S + num_engines)
+    before = {each: fleet.running[each].run("footprint") for each in steady}
     for turn in itertools.count():
         if time.monotonic() - began > seconds - stopped_s / 4 and turn > 2:
             break
         fleet.start(*killed)
-        fleet.wait_until_all_know(*steady, *killed, within=60 + num_engines)
+        fleet.wait_until_all_connected(*steady, *killed, within=60 + num_engines)
         for each in killed:
             fleet.signal(each, signal.SIGKILL)
-            fleet.forget(each)
-        fleet.wait_until_all_know(*steady, within=fleet.lease_s + LATE_S + num_engines)
+            fleet.remove(each)
+        fleet.wait_until_all_connected(*steady, within=fleet.lease_s + LATE_S + num_engines)
     time.sleep(max(0.0, stopped_s - (time.monotonic() - began)))
     fleet.signal(stopped, signal.SIGCONT)
-    fleet.wait_until_all_know(*steady, stopped, within=60 + num_engines)
+    fleet.wait_until_all_connected(*steady, stopped, within=60 + num_engines)
     _, loaded, from_peers, _ = fleet.check(*steady, stopped)
     assert loaded > num_engines and from_peers > num_engines, "they have hardly used each other's pages"
     for each in steady:
@@ -297,9 +299,9 @@ def run_for(fleet: Fleet, seconds: float, num_engines: int, stopped_s: float) ->
 
 
 def check_footprint(running: Running, num_peers: int) -> int:
-    """An engine has soon no more than it needs for its peers. Returns its memory in bytes."""
+    """Wait until an engine has no more threads and descriptors than it needs. Returns its memory in bytes."""
     limit = time.monotonic() + 60
-    while not has_left_nothing(footprint := running.ask("footprint"), num_peers):
+    while not has_left_nothing(footprint := running.run("footprint"), num_peers):
         assert time.monotonic() < limit, footprint
         time.sleep(0.5)
     return int(footprint["rss"])

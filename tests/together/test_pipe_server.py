@@ -66,7 +66,7 @@ def counted(caplog: pytest.LogCaptureFixture, name: str = "cpu", **more: Any) ->
 
 
 def received(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """How many messages were received, and how many receives failed with a lost peer, says the sink."""
+    """How many messages were received, and how many receives failed with a lost peer, by the sink."""
     lines = "\n".join(message for message in caplog.messages if " recv: " in message)
     found = [re.findall(pattern, lines) for pattern in (r"recv: (\d+) done", r"failed: peer_gone (\d+)")]
     return [sum(map(int, each)) for each in found]
@@ -184,7 +184,7 @@ def links(*, accepts: Any = None, joins: Any = None) -> Iterator[tuple[Any, Any]
         yield theirs, ours
 
 
-def test_an_end_that_cannot_join_a_pipe_says_so_and_the_other_one_does_not_wait() -> None:
+def test_an_end_that_cannot_join_a_pipe_reports_it_and_the_other_one_does_not_wait() -> None:
     """As with a pipe whose address the other end cannot reach: here its listener is gone by then."""
 
     class Unreachable:
@@ -201,7 +201,7 @@ def test_an_end_that_cannot_join_a_pipe_says_so_and_the_other_one_does_not_wait(
 
 
 def test_an_end_that_cannot_accept_a_pipe_leaves_the_channel_to_its_caller() -> None:
-    """What the other end says of the pipe comes late, and is not taken for what it sends next."""
+    """The other end reports its failure late, and the report is not taken for what it sends next."""
     has_failed = threading.Event()
 
     class Slow:
@@ -232,7 +232,7 @@ def test_an_end_that_cannot_accept_a_pipe_leaves_the_channel_to_its_caller() -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"connector": "lookpu"}, "connector: a plain pipe has no connector, but 'lookpu' was given"),
         ({"integrity": "xxh3_46"}, "integrity: a plain pipe sends tensors without a hash"),
@@ -240,15 +240,17 @@ def test_an_end_that_cannot_accept_a_pipe_leaves_the_channel_to_its_caller() -> 
         ({"sinks": ("log", "kvplug:log")}, "'log' and 'kvplug:log' are the same sink; name it once"),
     ],
 )
-def test_what_a_plain_pipe_does_not_do_is_refused(given: dict[str, Any], said: str) -> None:
+def test_what_a_plain_pipe_does_not_do_is_refused(given: dict[str, Any], message: str) -> None:
     config = attrs.evolve(CONFIG, **given)
     for make in (listen_pipe, connect_pipe):
-        with pytest.raises(KvplugError, match=re.escape(said)):
+        with pytest.raises(KvplugError, match=re.escape(message)):
             make(config, "unix:")
 
 
 @pytest.mark.parametrize("name", ["cpu", "shm"])
-def test_a_peer_that_closes_is_no_failure_and_one_that_is_killed_is(name: str, fork_server, caplog) -> None:
+def test_a_peer_that_is_killed_counts_as_a_failure_and_one_that_closes_does_not(
+    name: str, fork_server, caplog
+) -> None:
     with listen_pipe(counted(caplog, name), "unix:") as server:
         for number in range(8):
             theirs, ours = joined(server, attrs.evolve(CONFIG, transport=name))

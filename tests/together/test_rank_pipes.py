@@ -44,7 +44,7 @@ def test_every_rank_has_a_pipe_to_every_other(transport: str, fork_server: ForkS
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({"transport": "auto"}, ConfigError, "'auto' was given"),
         ({"transport": "cpu", "device": "cuda"}, PluginError, "no pipe is available"),
@@ -56,7 +56,7 @@ def test_every_rank_has_a_pipe_to_every_other(transport: str, fork_server: ForkS
     ],
 )
 def test_what_ranks_cannot_agree_on_is_refused(
-    given: dict[str, object], error: type[Exception], said: str
+    given: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         build_pipe_endpoint(Config(**given))

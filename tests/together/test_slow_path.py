@@ -90,7 +90,7 @@ def send(pipe: Pipe, count: int) -> None:
         pipe.send_tensor(MESSAGE).wait(20)
 
 
-def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(
+def test_a_throttled_pipe_is_logged_and_counted_once_for_each_peer(
     warned: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = config()
@@ -116,13 +116,13 @@ def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(
     assert len(warned()) == 1, "the same peer, by another pipe"
     with taken(config(slow_path="off")) as pipe:
         send(pipe, 25)
-    assert len(warned()) == 1, "switched off, nothing is said"
+    assert len(warned()) == 1, "switched off, nothing is logged"
 
 
 def test_refusing_ends_the_pipe_with_what_was_measured(warned: Any) -> None:
     with taken(config(slow_path="refuse")) as pipe:
-        said = r"carries 0\.0\d+ GB/s .*claims\. Likely: .*'shm'.*slow_path = \"off\""
-        with pytest.raises(SlowPathError, match=said):
+        message = r"carries 0\.0\d+ GB/s .*claims\. Likely: .*'shm'.*slow_path = \"off\""
+        with pytest.raises(SlowPathError, match=message):
             send(pipe, 40)
         with pytest.raises(SlowPathError):
             pipe.recv_tensor(timeout=0)
@@ -137,10 +137,10 @@ def take_all(parent: peers.Parent, contact: str, transport: str) -> None:
 
 @pytest.mark.timing
 @pytest.mark.parametrize("transport", ["cpu", "shm"])
-def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_told(
+def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_logged(
     transport: str, fork_server: ForkServer, warned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # with the patience that users get
+    monkeypatch.undo()  # with the limits that users get
     with (
         listen_pipe(config(transport), "unix:") as server,
         fork_server.start(f"{__file__}:take_all", server.contact, transport) as child,
@@ -186,17 +186,17 @@ def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "lo" / "speed").write_text("1000\n")
     monkeypatch.setattr(slow_path, "_NET", tmp_path)
     apart = attrs.evolve(alarm.agreement, cross_host=True)
-    said = causes(agreement=apart)
-    assert "the interface lo runs at 0.125 GB/s" in said and "/dev/shm" not in said
+    text = causes(agreement=apart)
+    assert "the interface lo runs at 0.125 GB/s" in text and "/dev/shm" not in text
     (tmp_path / "lo" / "speed").write_text("-1\n")
     assert "measure it with iperf3" in causes(agreement=apart)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(slow_path, "_CPU_MAX", tmp_path / "cpu.max")
     monkeypatch.setattr(slow_path, "host_load", lambda: 9.0)
     secured = attrs.evolve(alarm.config, thread_cpus="0", tls_cert="a", tls_key="b", tls_ca="c")
-    said = causes(config=secured)
+    text = causes(config=secured)
     for part in ("0.5 processors", "share processor 0", "9 runnable threads", "encrypted (tls_cert)"):
-        assert part in said
+        assert part in text
     monkeypatch.setattr(slow_path.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(slow_path.os, "sched_getaffinity", lambda pid: {3}, raising=False)
     assert "this process may use only one processor" in causes()

@@ -31,10 +31,10 @@ class Place:
 
     name: str
     page: str
-    says: dict[str, Any]
-    """Options on the page that name its hosts."""
-    here: dict[str, Any]
-    """What stands for them here."""
+    shown: dict[str, Any]
+    """The options of the page that name its hosts."""
+    used: dict[str, Any]
+    """What replaces them in this test."""
     count: Callable[[], int]
     """How many pages it has."""
 
@@ -127,8 +127,8 @@ def test_two_engines_share_pages_with_the_configuration_of_the_page(
     given = tomllib.loads(text)
     assert given.pop("secret_file") == "/etc/kvplug/secret"
     options = given["options"]
-    assert store.says.items() <= options[store.name].items()
-    options[store.name] |= store.here
+    assert store.shown.items() <= options[store.name].items()
+    options[store.name] |= store.used
     options |= {"host": {"size": 8 << 20, "segment_bytes": 1 << 20}, "lookup": {"load_policy": "always"}}
 
     def engine(name: str, seed: int) -> FakeEngine:

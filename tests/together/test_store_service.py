@@ -133,13 +133,13 @@ def test_probes_are_answered_whatever_their_clients_do_and_end_with_the_store(
             (tmp_path / "moved").rename(tmp_path / "kv.sock")
             assert is_ready(port)
             os.kill(program.pid, signal.SIGTERM)
-            code, _, said = program.result()
-    assert code == 0 and "listening for health probes" in said, said
+            code, _, log = program.result()
+    assert code == 0 and "listening for health probes" in log, log
     assert probe(port) == (0, {})
 
 
 @pytest.mark.parametrize(
-    ("health", "code", "said"),
+    ("health", "code", "message"),
     [
         ("127.0.0.1:{port}", 1, "127.0.0.1:{port} is in use"),
         ("192.0.2.1:80", 1, "cannot listen at 192.0.2.1:80: this host has no such address"),
@@ -148,13 +148,13 @@ def test_probes_are_answered_whatever_their_clients_do_and_end_with_the_store(
     ],
 )
 def test_a_wrong_address_of_probes_is_refused_before_the_store_opens(
-    run: Callable[..., Peer], tmp_path: Path, health: str, code: int, said: str
+    run: Callable[..., Peer], tmp_path: Path, health: str, code: int, message: str
 ) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         with run(*serve(tmp_path, 0, "--health", health.format(port=port))) as program:
             *done, errors = program.result()
-    assert done == [code, ""] and said.format(port=port) in errors, errors
+    assert done == [code, ""] and message.format(port=port) in errors, errors
     assert "listening" not in errors
 
 
@@ -250,8 +250,8 @@ def test_the_command_of_the_unit_reports_that_it_is_ready_and_ends_in_time(tmp_p
             assert is_ready(port) and (tmp_path / "kv.sock").is_socket()
             program.terminate()
             assert systemd.recv(100) == b"STOPPING=1"
-            _, said = program.communicate(timeout=float(service["TimeoutStopSec"]))
-    assert program.returncode == 0, said
+            _, log = program.communicate(timeout=float(service["TimeoutStopSec"]))
+    assert program.returncode == 0, log
 
 
 def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def by_trustme(folder: Path) -> dict[str, Any]:
     return {key: str(folder / name) for key, name in zip(KEYS, names, strict=True)}
 
 
-def as_the_page_says(folder: Path) -> dict[str, Any]:
+def by_the_page(folder: Path) -> dict[str, Any]:
     """Run its commands for an authority and a host, here at 127.0.0.1, and read and check its file."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl")
@@ -58,7 +58,7 @@ def as_the_page_says(folder: Path) -> dict[str, Any]:
     return tomllib.loads(written.read_text())
 
 
-@pytest.fixture(scope="module", params=[by_trustme, as_the_page_says], ids=["trustme", "the page"])
+@pytest.fixture(scope="module", params=[by_trustme, by_the_page], ids=["trustme", "the page"])
 def tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The keys of a config, by name."""
     made: dict[str, Any] = request.param(tmp_path_factory.mktemp("tls"))

@@ -164,7 +164,7 @@ def test_texts_of_others_are_escaped_and_a_wrong_answer_is_not_shown() -> None:
 # -- engines -------------------------------------------------------------------------------------------
 
 
-def test_without_an_engine_it_fails_and_says_where_it_looked(folder: Path) -> None:
+def test_without_an_engine_it_fails_and_names_where_it_looked(folder: Path) -> None:
     done = once("--once")
     assert done.exit_code == 1 and str(folder) in done.output
     done = once("unix:@kvplug-top-nobody")

@@ -65,7 +65,7 @@ def here() -> dict[tuple[str, str], SideState]:
     return found
 
 
-def test_every_side_says_what_is_open_and_what_was_moved() -> None:
+def test_every_side_reports_what_is_open_and_what_was_moved() -> None:
     with engines() as (_, consumer, _):
         found = here()
         assert {*found} == {*itertools.product(("prefill", "decode"), ("scheduler", "worker"))}
@@ -132,7 +132,7 @@ def at(address: str) -> PeerProcess:
 
 
 @pytest.mark.parametrize("doctor", ["look", "measure"])
-def test_an_engine_answers_at_its_address_as_often_as_it_is_asked(doctor: str) -> None:
+def test_an_engine_answers_every_query_at_its_address(doctor: str) -> None:
     with engines(doctor=doctor) as (prefill, _, address), contextlib.closing(at(address)) as peer:
         failures = prefill.worker.get_stats()["failures"]
         seen = []
@@ -144,14 +144,14 @@ def test_an_engine_answers_at_its_address_as_often_as_it_is_asked(doctor: str) -
         assert not failures and not side.stats["failures"]
 
 
-def test_an_engine_without_a_doctor_answers_nobody() -> None:
+def test_an_engine_without_a_doctor_answers_no_query() -> None:
     with engines(doctor="off") as (_, _, address), contextlib.closing(at(address)) as peer:
         assert not here()
         with pytest.raises(TransportError, match="doctor = 'off'"):
             peer.states()
 
 
-def test_without_the_secret_nobody_gets_an_answer_over_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_secret_a_query_over_a_network_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.from_dict({"stores": ["host"], "options": {"host": {"size": "4 MiB"}}})
     monkeypatch.setenv("KVPLUG_SECRET", "5" * 32)
     with serve_store(config, "host", "127.0.0.1:0") as server:
@@ -162,7 +162,7 @@ def test_without_the_secret_nobody_gets_an_answer_over_a_network(monkeypatch: py
             stranger.states()
 
 
-def test_the_server_of_a_store_says_what_it_holds_and_who_uses_it() -> None:
+def test_the_server_of_a_store_reports_what_it_holds_and_its_clients() -> None:
     address = an_address()
     config = Config.from_dict({"stores": ["host"], "options": {"host": {"size": "4 MiB"}}})
     used = Config.from_dict({"stores": ["host"], "options": {"host": {"contact": address}}})

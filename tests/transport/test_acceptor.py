@@ -48,7 +48,7 @@ def num_joining() -> int:
 
 
 class Plain(Acceptor[Any]):
-    """A byte says what becomes of a connection: a pipe, nothing, or a failure; without one it waits."""
+    """The first byte of a connection decides what it becomes: a pipe, nothing, or a failure."""
 
     def __init__(self, listener: Listener) -> None:
         self.served: list[Connection] = []
@@ -84,7 +84,7 @@ class Plain(Acceptor[Any]):
                 self.parts.append(connection)
                 return None
             case _:
-                raise PeerGoneError("it said nothing of use")
+                raise PeerGoneError("it sent nothing of use")
 
 
 @pytest.fixture
@@ -93,14 +93,14 @@ def opened() -> Iterator[Listener]:
         yield listener
 
 
-def came(listener: Listener, said: bytes = b"") -> Connection:
+def came(listener: Listener, sent: bytes = b"") -> Connection:
     connection = Connection.dial(listener.contact, Credentials(), PURPOSE, PATIENCE_S)
-    if said:
-        connection.sock.sendall(said)
+    if sent:
+        connection.sock.sendall(sent)
     return connection
 
 
-def test_who_stops_half_way_delays_nobody_and_is_hung_up_at_the_end(opened: Listener) -> None:
+def test_a_peer_that_stops_half_way_delays_no_other_and_is_disconnected_at_the_end(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened) as silent, came(opened, b"p") as other:
         pipe: Any = acceptor.accept()
         assert pipe.connection.peer.pid == os.getpid()
@@ -118,7 +118,7 @@ def test_one_that_fails_is_closed_with_a_warning_and_the_next_comes_in(
         with came(opened, b"x") as bad, came(opened, b"p"):
             assert is_hung_up(bad)
             acceptor.accept().abort()
-        until(lambda: "failed: it said nothing of use" in caplog.text)
+        until(lambda: "failed: it sent nothing of use" in caplog.text)
         assert not any(record.exc_info for record in caplog.records)  # the peer's fault, not ours
 
 
@@ -148,7 +148,7 @@ def test_a_shortage_of_an_earlier_connection_does_not_end_a_later_call(opened: L
                 accepting.result().abort()
 
 
-def test_the_obstacle_for_the_next_peer_is_known_until_a_connection_is_served_or_time_has_passed(
+def test_the_obstacle_for_the_next_peer_is_kept_until_a_connection_is_served_or_time_has_passed(
     opened: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Readiness must return by itself: where it is false, no peer may connect that clears the shortage."""
@@ -167,7 +167,7 @@ def test_the_obstacle_for_the_next_peer_is_known_until_a_connection_is_served_or
     assert acceptor.obstacle() == "it is closed"
 
 
-def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> None:
+def test_a_connection_that_is_part_of_another_pipe_is_not_accepted(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened, b"n") as part:
         until(lambda: acceptor.parts)
         with pytest.raises(TimeoutError, match=r"no peer connected to unix:@.* for the pipe 'plain'"):
@@ -179,7 +179,7 @@ def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> 
 
 
 @pytest.mark.parametrize("made", ["before the end", "after it"])
-def test_a_pipe_that_nobody_has_accepted_is_aborted(opened: Listener, made: str) -> None:
+def test_a_pipe_that_was_not_accepted_is_aborted(opened: Listener, made: str) -> None:
     with Plain(opened) as acceptor:
         if made == "after it":
             acceptor.go_on.clear()

@@ -67,7 +67,7 @@ def test_rows_are_gathered_and_scattered_with_their_bits(kind: str, dtype: str) 
 
 
 @pytest.mark.parametrize(
-    ("views", "block_ids", "said"),
+    ("views", "block_ids", "message"),
     [
         ([], [0], "at least one view"),
         ([torch.zeros(())], [0], "the same shape"),
@@ -83,8 +83,8 @@ def test_rows_are_gathered_and_scattered_with_their_bits(kind: str, dtype: str) 
         (BlockViews([[torch.zeros(4, 3)], [torch.zeros(4, 2)]]), [0], r"\[4, 2\] \(layer 1, part 0\)"),
     ],
 )
-def test_blocks_that_cannot_be_are_refused(views: Any, block_ids: Any, said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+def test_blocks_that_cannot_be_are_refused(views: Any, block_ids: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
         Blocks(views, block_ids)
 
 
@@ -133,7 +133,7 @@ def test_blocks_of_views_that_overlap_are_gathered_and_scattered(nbytes: int) ->
 
 
 @pytest.mark.parametrize(
-    ("axes", "said"),
+    ("axes", "runs"),
     [
         # parts, bytes of a run, and the axes outside: of 3 heads of 8 numbers of 2 bytes, 4 tokens a block
         ("BKTHD", (1, 2 * 4 * 3 * 16, (), ())),
@@ -142,12 +142,12 @@ def test_blocks_of_views_that_overlap_are_gathered_and_scattered(nbytes: int) ->
         ("BTHKD", (1, 16, (2, 12), (16, 32))),
     ],
 )
-def test_where_blocks_lie_has_as_few_runs_as_the_layout_allows(axes: str, said: Any) -> None:
+def test_where_blocks_lie_has_as_few_runs_as_the_layout_allows(axes: str, runs: Any) -> None:
     layout = KVLayout(axes, {"B": 9, "T": 4, "H": 3, "D": 8})
     caches = [filled(layout.shape, torch.float16, seed) for seed in range(3)]
     memory = Blocks(layout.page_views(caches), [1]).memory
     assert memory is not None
-    assert (memory.num_parts, memory.run_bytes, memory.counts, memory.strides) == said
+    assert (memory.num_parts, memory.run_bytes, memory.counts, memory.strides) == runs
     assert list(memory.bases) == [cache.data_ptr() for cache in caches]
 
 
@@ -166,26 +166,26 @@ def test_parts_that_are_not_equally_far_apart_are_places_of_their_own() -> None:
 def test_layers_are_reported_in_order_once_and_an_error_of_the_callback_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = []
+    reported = []
 
     def on_layer(layer: int) -> None:
-        told.append(layer)
+        reported.append(layer)
         if layer == 1:
             raise ValueError("no use for it")
 
     blocks = Blocks([torch.zeros(4, 3)] * 4, [1, 2], on_layer=on_layer)
     assert (blocks.awaited_bytes, blocks.nbytes) == (24, 96)
     blocks.arrived(23)
-    assert told == []
+    assert reported == []
     blocks.arrived(71)
-    assert (told, blocks.awaited_bytes) == ([0, 1], 72)
+    assert (reported, blocks.awaited_bytes) == ([0, 1], 72)
     for _ in range(2):
         blocks.arrived(96)
-    assert (told, blocks.awaited_bytes) == ([0, 1, 2, 3], 96)
+    assert (reported, blocks.awaited_bytes) == ([0, 1, 2, 3], 96)
     assert "no use for it" in caplog.text
-    told.clear()
-    Blocks([torch.zeros(4, 3)] * 2, [], on_layer=told.append).arrived(0)
-    assert told == [0, 1]
+    reported.clear()
+    Blocks([torch.zeros(4, 3)] * 2, [], on_layer=reported.append).arrived(0)
+    assert reported == [0, 1]
 
 
 def test_blocks_that_follow_one_another_are_one_piece_of_each_view() -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a collective: pure, and without torch."""
+"""What ranks exchange before a collective: pure, and without torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Shape:
     dtype: str = "torch.float32"
 
 
-def said(*shape: int, **given: Any) -> str:
+def described(*shape: int, **given: Any) -> str:
     return describe(Shape(shape), **{"rank": 0, "world_size": 2, **given})  # type: ignore[arg-type]
 
 
 def test_where_sizes_vary_by_rank_the_descriptions_are_the_same() -> None:
     sizes = [2, 5]
-    near = said(2, 3, dim=0, sizes=sizes, vary=True)
-    assert near == said(5, 3, dim=-2, sizes=sizes, vary=True, rank=1)
-    assert near != said(5, 4, dim=0, sizes=sizes, vary=True, rank=1)
+    near = described(2, 3, dim=0, sizes=sizes, vary=True)
+    assert near == described(5, 3, dim=-2, sizes=sizes, vary=True, rank=1)
+    assert near != described(5, 4, dim=0, sizes=sizes, vary=True, rank=1)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_where_sizes_vary_by_rank_the_descriptions_are_the_same() -> None:
         ({"dim": 0, "sizes": [3, 2], "vary": True}, "has 2 elements at rank 0, but should have 3"),
     ],
 )
-def test_what_does_not_fit_says_what_was_given_and_what_was_wanted(given: Any, words: str) -> None:
+def test_the_error_for_what_does_not_fit_has_the_given_and_the_expected_value(given: Any, words: str) -> None:
     with pytest.raises(TensorMismatchError, match=words):
-        said(2, 3, **given)
+        described(2, 3, **given)
 
 
 def test_ranks_that_differ_are_all_quoted_by_their_numbers() -> None:
-    check_same("all_reduce", [Call("all_reduce", said(2))] * 3)
-    calls = [Call("all_reduce", said(2)), Call("all_gather", said(2, dim=0))]
+    check_same("all_reduce", [Call("all_reduce", described(2))] * 3)
+    calls = [Call("all_reduce", described(2)), Call("all_gather", described(2, dim=0))]
     with pytest.raises(TensorMismatchError) as caught:
         check_same("all_reduce", calls)
     assert "rank 0: all_reduce with dtype float32, shape [2]" in str(caught.value)
@@ -62,18 +62,18 @@ def test_a_refusal_counts_even_where_all_refuse_in_the_same_words() -> None:
 
 
 def test_who_is_in_a_collective_neither_sends_nor_receives() -> None:
-    ours, theirs = paired([said(2)], []), paired([], [said(2)])
+    ours, theirs = paired([described(2)], []), paired([], [described(2)])
     check_paired(0, {1: ours}, {1: theirs}, {1: theirs})
     with pytest.raises(TensorMismatchError, match="rank 1: all_reduce with dtype"):
-        check_paired(0, {1: ours}, {1: theirs}, {1: Call("all_reduce", said(2))})
+        check_paired(0, {1: ours}, {1: theirs}, {1: Call("all_reduce", described(2))})
 
 
 @pytest.mark.parametrize("sent", [None, 7, "a word", ["a"], b"", b"\xc1", b"\x80", b"\x81\xa4call\x07"])
-def test_what_is_no_call_of_another_rank_is_refused(sent: Any) -> None:
+def test_an_invalid_call_of_another_rank_is_refused(sent: Any) -> None:
     with pytest.raises(WireError):
         Call.decoded(1, sent)
 
 
 def test_a_call_crosses_unchanged() -> None:
-    for call in (Call("all_reduce", said(2), tokens=3), paired(["a"], []), Call("x")):
+    for call in (Call("all_reduce", described(2), tokens=3), paired(["a"], []), Call("x")):
         assert Call.decoded(1, call.encoded()) == call

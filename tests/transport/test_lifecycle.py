@@ -1,4 +1,4 @@
-"""How things with a peer end, and what they say of it."""
+"""How objects with a peer end, and the errors of their calls afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_closing_goes_before_every_other_reason() -> None:
 
 
 class Held(str):
-    """A reason at which whoever looks, with the lock, is held up."""
+    """A reason that delays the thread that reads it while that holds the lock."""
 
     go_on = threading.Event()
 

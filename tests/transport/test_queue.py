@@ -50,7 +50,7 @@ def test_a_handle_goes_through_whatever_carries_plain_values(carry: Any) -> None
         {**HANDLE.as_plain(), "data": []},
     ],
 )
-def test_what_is_no_handle_is_refused(plain: Any) -> None:
+def test_an_invalid_handle_is_refused(plain: Any) -> None:
     with pytest.raises(WireError, match="queue handle"):
         QueueEndpoint.Handle.from_plain(plain)
 
@@ -62,7 +62,7 @@ def test_a_handle_keeps_its_data_out_of_logs_and_cannot_be_changed() -> None:
         HANDLE.data["name"] = "y"  # type: ignore[index]
 
 
-def test_a_handle_knows_whose_it_is() -> None:
+def test_a_handle_is_checked_for_its_transport_and_its_readers() -> None:
     HANDLE.check("shm", 3)
     with pytest.raises(WireError, match="'shm' was given to the queue 'zmq'"):
         HANDLE.check("zmq", 3)
@@ -119,7 +119,7 @@ def in_a_group(kind: type[QueueEndpoint], writer_rank: int = 2) -> list[Any]:
         ),
     ],
 )
-def test_where_one_rank_cannot_all_are_told_which_and_why_and_nothing_is_left(
+def test_where_one_rank_fails_all_ranks_get_its_number_and_the_reason_and_nothing_is_left(
     kind: type[QueueEndpoint], words: str, where: int, cause: type[Exception]
 ) -> None:
     with peers.nothing_left(5.0):

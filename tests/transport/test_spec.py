@@ -1,4 +1,4 @@
-"""Specs: what is misspelt in one is told with what it is, whose it is, and what was likely meant."""
+"""Specs: an error names the misspelt value, its spec, its plugin, and the nearest known value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = "allowed is pipe, queue, lookup_buffer or communicator"
     ("given", "hint"),
     [("pip", "; did you mean 'pipe'?"), ("lookup-buffer", "; did you mean 'lookup_buffer'?"), (7, "")],
 )
-def test_a_kind_that_there_is_not_is_told_with_the_list_and_the_nearest(given: Any, hint: str) -> None:
+def test_the_error_for_an_unknown_kind_has_the_list_and_the_nearest(given: Any, hint: str) -> None:
     with pytest.raises(PluginError) as caught:
         TransportSpec(kind=given, name="mine", factory="a:b")
     assert str(caught.value) == f"kind: {given!r} was given; {KINDS}{hint}"
@@ -74,7 +74,7 @@ def load(spec: Any, loader: str) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_misspelt_target_is_told_with_what_it_is_and_the_nearest(spec: Any, loader: str, what: str) -> None:
+def test_the_error_for_a_misspelt_target_names_it_and_the_nearest(spec: Any, loader: str, what: str) -> None:
     text = load(spec, loader)
     assert text.startswith(f"{what}: {CANNOT}")
     assert text.endswith(MEANT)
@@ -87,7 +87,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("why", WRONG)
-def test_a_target_of_the_wrong_sort_is_told_with_what_it_is(why: str) -> None:
+def test_the_error_for_a_target_of_the_wrong_sort_names_its_sort(why: str) -> None:
     spec, loader, what = WRONG[why]
     target = getattr(spec, what)
     assert load(spec, loader) == f"the {what} of the pipe 'mine': {target} {why}"

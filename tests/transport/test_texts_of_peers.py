@@ -22,7 +22,7 @@ LONGEST = 3000
 
 
 def check(text: str, *, lines: int = 1) -> None:
-    """Assert that it can be printed and has a bounded length, and that it still says what the peer said."""
+    """Assert that it can be printed, that its length is bounded, and that it contains what the peer sent."""
     assert "no room" in text
     assert len(text) < LONGEST
     assert len(text.splitlines()) <= lines
@@ -44,7 +44,7 @@ def test_of_an_identity(field: str) -> None:
 
 
 class Scripted:
-    """A control channel whose other end has said all this already."""
+    """A control channel whose other end has sent all this already."""
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
@@ -104,27 +104,27 @@ def test_of_rank_0(status: str) -> None:
     check(str(caught.value))
 
 
-@pytest.mark.parametrize("said", [("failed", ODD), ("failed", 7), ("contact",), "contact", 5, {"a": 1}])
-def test_of_a_rank_that_cannot_listen(said: Any) -> None:
+@pytest.mark.parametrize("sent", [("failed", ODD), ("failed", 7), ("contact",), "contact", 5, {"a": 1}])
+def test_of_a_rank_that_cannot_listen(sent: Any) -> None:
     class Group:
         rank, world_size = 1, 2
 
         def recv(self, src: int, timeout: Any = None) -> Any:
-            return said
+            return sent
 
     with pytest.raises((TransportError, WireError)) as caught:
         connect_ranks(Group(), None)  # type: ignore[arg-type]
-    if said == ("failed", ODD):
+    if sent == ("failed", ODD):
         check(str(caught.value))
 
 
-@pytest.mark.parametrize("said", [ODD, None, 7, ["x"]])
-def test_of_a_rank_that_cannot_make_its_end_of_a_queue(said: Any) -> None:
+@pytest.mark.parametrize("sent", [ODD, None, 7, ["x"]])
+def test_of_a_rank_that_cannot_make_its_end_of_a_queue(sent: Any) -> None:
     class Rendezvous:
         rank, world_size = 0, 2
 
         def all_gather(self, value: Any, timeout: Any = None) -> list[Any]:
-            return [value, said]
+            return [value, sent]
 
     from kvplug.net.deadline import Deadline
 

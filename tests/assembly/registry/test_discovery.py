@@ -110,28 +110,28 @@ def test_an_entry_point_that_leads_nowhere_or_to_a_hook_is_broken(
     assert reason in site.plugin("bad")["reason"]
 
 
-def test_a_name_that_nothing_offers_says_how_a_plugin_is_found(site: Any) -> None:
-    said = site.ask(
+def test_the_error_for_a_name_that_nothing_offers_explains_how_a_plugin_is_found(site: Any) -> None:
+    message = site.ask(
         "from kvplug.transport.spec import Kind\n"
         "try:\n"
         "    registry.get(Kind.PIPE, 'some-other')\n"
         "except PluginError as e:\n"
         "    answer = str(e)"
     )
-    assert "a plugin is found by its entry point in the group 'kvplug'" in said
+    assert "a plugin is found by its entry point in the group 'kvplug'" in message
 
 
-def test_a_name_of_another_kind_is_said_to_be_that(site: Any) -> None:
+def test_the_error_for_a_name_of_another_kind_names_that_kind(site: Any) -> None:
     site.add("good", pipe("other"))
-    said = site.ask(
+    message = site.ask(
         "from kvplug.transport.spec import Kind\n"
         "try:\n"
         "    registry.get(Kind.CONNECTOR, 'other')\n"
         "except PluginError as e:\n"
         "    answer = str(e)"
     )
-    assert "'other' is the name of a transport" in said
-    assert "pyproject.toml" not in said
+    assert "'other' is the name of a transport" in message
+    assert "pyproject.toml" not in message
 
 
 def test_a_disabled_plugin_is_not_even_imported(site: Any) -> None:
@@ -157,13 +157,13 @@ def failed(site: Any, **environment: str) -> list[str]:
 def test_strict_mode_raises_with_every_plugin_that_does_not_load(site: Any) -> None:
     site.add("bad", BROKEN["import"][0])
     site.add("worse", BROKEN["exit on import"][0])
-    said = "\n".join(failed(site, KVPLUG_STRICT_PLUGINS="1"))
-    assert said.startswith("PluginLoadError: ")
-    assert "bad (kvplug-bad 1.0): ModuleNotFoundError" in said
-    assert "worse (kvplug-worse 1.0): SystemExit: configure me first" in said
+    message = "\n".join(failed(site, KVPLUG_STRICT_PLUGINS="1"))
+    assert message.startswith("PluginLoadError: ")
+    assert "bad (kvplug-bad 1.0): ModuleNotFoundError" in message
+    assert "worse (kvplug-worse 1.0): SystemExit: configure me first" in message
     assert not failed(site, KVPLUG_STRICT_PLUGINS="1", KVPLUG_DISABLE_PLUGINS="bad,worse")
-    (said,) = failed(site, KVPLUG_STRICT_PLUGINS="perhaps")
-    assert said.startswith("ConfigError: ") and "allowed is 1 or 0" in said
+    (message,) = failed(site, KVPLUG_STRICT_PLUGINS="perhaps")
+    assert message.startswith("ConfigError: ") and "allowed is 1 or 0" in message
 
 
 def test_a_distribution_found_twice_is_one_plugin_and_the_first_on_the_path_is_it(site: Any) -> None:
@@ -175,7 +175,7 @@ def test_a_distribution_found_twice_is_one_plugin_and_the_first_on_the_path_is_i
     assert (found["status"], found["version"]) == ("ok", "2.0")
 
 
-def test_somebodys_broken_metadata_hides_nobodys_plugin(site: Any) -> None:
+def test_broken_metadata_of_one_distribution_hides_no_other_plugin(site: Any) -> None:
     (site.add_metadata("damaged", "1.0") / "entry_points.txt").write_bytes(b"[kvplug]\n\xff\xfe = \xff")
     site.add("good", pipe("x"))
     assert site.plugin("good")["status"] == "ok"

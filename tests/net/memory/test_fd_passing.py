@@ -37,7 +37,7 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
 
 @pytest.fixture
 def files() -> Iterator[list[int]]:
-    """Descriptors of pipes, whose other ends tell when all copies are closed."""
+    """Descriptors of pipes, whose other ends show when all copies are closed."""
     with contextlib.ExitStack() as stack:
         made = []
         for _ in range(4):
@@ -119,7 +119,7 @@ def test_a_peer_that_hangs_up_half_way_leaves_nothing(pair: Any, files: list[int
         assert descriptors() == before
 
 
-def test_a_peer_that_says_too_little_or_reads_nothing_costs_no_more_than_the_deadline(
+def test_a_peer_that_sends_too_little_or_reads_nothing_costs_no_more_than_the_deadline(
     pair: Any, files: list[int]
 ) -> None:
     ours, theirs = pair
@@ -134,7 +134,7 @@ def test_a_peer_that_says_too_little_or_reads_nothing_costs_no_more_than_the_dea
 
 def taking(parent: peers.Parent, contact: str) -> Any:
     """Take two descriptors three times, where there is room for none, for one, and for both of them."""
-    said = []
+    outcomes = []
     for spare in range(3):
         with Connection.dial(contact, Credentials(), PURPOSE, 10) as connection:
             before = descriptors()
@@ -144,16 +144,16 @@ def taking(parent: peers.Parent, contact: str) -> Any:
             resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
             try:
                 _, fds = connection.receive_fds(4, 2, soon())
-                said.append(f"{len(fds)} came")
+                outcomes.append(f"{len(fds)} came")
                 close_all(fds)
             except ResourceExhaustedError as e:
-                said.append(str(e))
+                outcomes.append(str(e))
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert descriptors() == before, said
-    return said
+            assert descriptors() == before, outcomes
+    return outcomes
 
 
-def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int]) -> None:
+def test_a_receiver_without_free_descriptors_raises_and_keeps_none(files: list[int]) -> None:
     with (
         accepting("unix:", Credentials(), PURPOSE) as listener,
         peers.start(taking, listener.contact) as child,

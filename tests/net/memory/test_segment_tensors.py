@@ -47,7 +47,7 @@ def test_what_one_mapping_stores_the_other_loads(made: tuple[Segment, int]) -> N
     assert other.view[100:103] == b"abc"
 
 
-def test_nobody_can_change_the_size_or_the_seals(made: tuple[Segment, int]) -> None:
+def test_the_size_and_the_seals_cannot_be_changed(made: tuple[Segment, int]) -> None:
     _, fd = made
     for size in (0, SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):

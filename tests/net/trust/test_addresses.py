@@ -32,7 +32,7 @@ def test_an_address_is_read_and_written(text: str, address: Address) -> None:
      "-a:80", "[1.2.3.4]:80", "[::g]:80", "999.1.1.1:80", "tcp://host:80",
      "unix:/", "unix:/a/", "unix:/a b", "unix:/a\0", "unix:/a?token=x", "unix:/" + "a" * 107],
 )  # fmt: skip
-def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="not an address"):
         Address.parse(text)
 
@@ -60,7 +60,7 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
     ["127.0.0.1:0", "unix:", "nonsense", "tcp://127.0.0.1:5", "127.0.0.1:5?token=abc", "127.0.0.1:5/a",
      "host:80" + " " * 600, "\x1b[2J:80"],
 )  # fmt: skip
-def test_what_is_no_contact_is_a_wire_error_of_printable_text(text: str) -> None:
+def test_an_invalid_contact_is_a_wire_error_of_printable_text(text: str) -> None:
     with pytest.raises(WireError) as caught:
         Address.parse_contact(text)
     assert str(caught.value).isprintable()

@@ -51,7 +51,7 @@ def client(purpose: str = "group", mode: Mode = Mode.SECRET, key: bytes = KEY, b
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_two_ends_that_know_the_same_key_prove_it_to_each_other(mode: Mode) -> None:
+def test_two_ends_that_have_the_same_key_prove_it_to_each_other(mode: Mode) -> None:
     c, s = client(mode=mode), server(mode=mode)
     verdict = s.feed(c.feed(s.feed(c.outgoing)))
     assert c.feed(verdict[:REPLY_SIZE]) == b""
@@ -61,7 +61,7 @@ def test_two_ends_that_know_the_same_key_prove_it_to_each_other(mode: Mode) -> N
     assert c.need == s.need == 0
 
 
-def test_a_listener_that_accepts_anybody_without_knowing_the_key_is_found_out() -> None:
+def test_a_listener_that_accepts_every_peer_without_having_the_key_is_detected() -> None:
     c, rogue = client(), server(key=OTHER_KEY)
     answer = rogue.feed(c.outgoing)
     c.feed(answer)
@@ -70,7 +70,7 @@ def test_a_listener_that_accepts_anybody_without_knowing_the_key_is_found_out() 
         c.feed(made_up)
 
 
-def test_a_proof_that_was_overheard_is_worth_nothing_a_second_time() -> None:
+def test_a_recorded_proof_is_not_accepted_a_second_time() -> None:
     c, s = client(), server()
     opening = c.outgoing
     proof = c.feed(s.feed(opening))
@@ -81,7 +81,7 @@ def test_a_proof_that_was_overheard_is_worth_nothing_a_second_time() -> None:
         again.feed(proof)
 
 
-def test_a_proof_reflected_to_the_one_who_made_it_is_refused() -> None:
+def test_a_proof_reflected_to_its_maker_is_refused() -> None:
     """The attacker knows no key. It dials a listener and listens for a client of the same deployment, and
     hands each one's messages back to itself."""
     c = client()
@@ -141,9 +141,9 @@ UNFIT = [
 ]
 
 
-@pytest.mark.parametrize(("theirs", "ours", "refusal", "told"), UNFIT)
-def test_a_client_that_does_not_fit_is_refused_and_told_what_to_check(
-    theirs: dict[str, Any], ours: Mode, refusal: Refusal, told: str
+@pytest.mark.parametrize(("theirs", "ours", "refusal", "message"), UNFIT)
+def test_a_client_that_does_not_fit_is_refused_with_what_to_check(
+    theirs: dict[str, Any], ours: Mode, refusal: Refusal, message: str
 ) -> None:
     """All but a wrong secret before it proves anything."""
     c, s = client(**theirs), server(mode=ours)
@@ -151,7 +151,7 @@ def test_a_client_that_does_not_fit_is_refused_and_told_what_to_check(
         s.feed(c.feed(s.feed(c.outgoing)))
     assert refused.value.refusal is refusal
     assert (s.need == OPENING_SIZE) is ("key" not in theirs)
-    with pytest.raises(AuthenticationError, match=told):
+    with pytest.raises(AuthenticationError, match=message):
         c.feed(refused.value.reply)
 
 

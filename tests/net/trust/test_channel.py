@@ -136,7 +136,7 @@ def test_garbage_breaks_the_channel_in_both_directions(
         tracemalloc.stop()
 
 
-def test_the_peers_end_is_told_after_what_had_wholly_arrived(raw: tuple[Channel, socket.socket]) -> None:
+def test_the_peers_end_is_reported_after_what_had_wholly_arrived(raw: tuple[Channel, socket.socket]) -> None:
     channel, peer = raw
     peer.sendall(frame("whole") + frame("cut off")[:-3])
     peer.close()
@@ -184,7 +184,7 @@ def lives(parent: peers.Parent, contact: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
-def test_a_killed_peer_wakes_who_waits_for_it(address: str) -> None:
+def test_a_killed_peer_wakes_the_calls_that_wait_for_it(address: str) -> None:
     with accepting(address, SECRET, "test") as listener:
         child = peers.start(lives, listener.contact)
         channel = Channel(listener.accept(20), timeout_s=10)

@@ -76,7 +76,7 @@ def meet(listener: Acceptor[Connection], credentials: Credentials = OPEN, contac
 
 
 @pytest.mark.parametrize(("address", "credentials"), MEETINGS)
-def test_two_ends_meet_and_know_each_other(address: str, credentials: Credentials) -> None:
+def test_two_ends_connect_and_identify_each_other(address: str, credentials: Credentials) -> None:
     with (
         accepting(address, credentials, "test", label="server") as listener,
         Connection.dial(listener.contact, credentials, "test", 5, label="client") as ours,
@@ -106,14 +106,14 @@ REFUSED = {
     ),
     "another purpose": ("unix:", OPEN, OPEN, "else", "another purpose than 'else'", "purpose"),
 }
-"""Address, what the listener has, what the dialler has and comes for, what it is told, what is counted."""
+"""Address, credentials of both ends, purpose of the dialler, the message of its error, what is counted."""
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_a_dialler_that_does_not_fit_is_refused_with_the_reason(case: tuple[Any, ...]) -> None:
-    address, has, brings, purpose, told, counted = case
+    address, has, brings, purpose, message, counted = case
     with accepting(address, has, "test") as listener:
-        with pytest.raises(AuthenticationError, match=told):
+        with pytest.raises(AuthenticationError, match=message):
             Connection.dial(listener.contact, brings, purpose, 5)
         until(lambda: sum(listener.refusals.values()) == 1)
         assert listener.refusals == {counted: 1}
@@ -140,7 +140,7 @@ def test_without_a_secret_or_tls_nothing_is_bound_or_dialled_over_tcp(
 
 
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
-def test_an_address_in_use_is_named_and_so_is_who_uses_it(address: str) -> None:
+def test_an_address_in_use_is_named_and_so_is_the_process_that_uses_it(address: str) -> None:
     with accepting(address, SECRET, "test") as listener:
         with pytest.raises(AddressInUseError) as caught:
             accepting(listener.contact, SECRET, "test")
@@ -156,7 +156,7 @@ def test_a_port_can_be_listened_on_again_at_once() -> None:
         meet(listener, SECRET).close()
 
 
-def test_a_socket_that_connected_to_itself_is_nobody() -> None:
+def test_a_socket_that_connected_to_itself_is_not_a_peer() -> None:
     """Dialling a port of the ephemeral range again and again ends up being connected to oneself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -205,7 +205,9 @@ def test_dial_until_names_what_the_listener_lacked_until_the_deadline(
 
 
 @pytest.mark.parametrize(("address", "credentials"), MEETINGS[:3])
-def test_silent_and_garbage_strangers_delay_nobody(address: str, credentials: Credentials) -> None:
+def test_strangers_that_are_silent_or_send_garbage_delay_no_other(
+    address: str, credentials: Credentials
+) -> None:
     with accepting(address, credentials, "test") as listener, ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(stranger(listener))
@@ -227,7 +229,7 @@ def test_more_strangers_than_there_are_places_push_each_other_out_not_us(
         meet(listener).close()
         until(lambda: listener.refusals.get("busy", 0) >= 42)
         socks[0].settimeout(5)
-        assert len(socks[0].recv(100)) == 40, "who is pushed out is told"
+        assert len(socks[0].recv(100)) == 40, "the one that makes room gets a refusal"
         assert socks[0].recv(100) == b""
 
 
@@ -274,7 +276,7 @@ def test_a_dial_to_something_else_does_not_hang() -> None:
 # -- life ------------------------------------------------------------------------------------------
 
 
-def test_connections_nobody_accepted_are_closed_with_the_listener() -> None:
+def test_connections_that_were_not_accepted_are_closed_with_the_listener() -> None:
     listener = accepting("unix:", OPEN, "test")
     with Connection.dial(listener.contact, OPEN, "test", 5) as ours:
         listener.close()
@@ -360,7 +362,7 @@ def sockets() -> set[int]:
 
 
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
-def test_nobody_gets_into_a_closed_listener_that_another_process_still_holds_open(address: str) -> None:
+def test_a_closed_listener_that_another_process_still_holds_open_accepts_no_connection(address: str) -> None:
     before = sockets()
     listener = accepting(address, SECRET, "test")
     copies = [os.dup(fd) for fd in sockets() - before]  # as in a child that was forked and has not run yet
@@ -504,7 +506,7 @@ def test_what_strangers_send_takes_no_more_memory_than_their_places() -> None:
         assert sum(listener.refusals.values()) >= 300 - 64
 
 
-def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_peers_user_from_the_kernel_there_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     with accepting("unix:", OPEN, "test") as listener:
         monkeypatch.setattr("kvplug.net.trust.listener.unix_peer_uid", lambda sock: None)
         with pytest.raises(AuthenticationError, match="another user"):

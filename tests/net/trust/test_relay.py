@@ -69,14 +69,14 @@ def fill(sock: socket.socket) -> None:
 
 
 def test_everything_arrives_both_ways_and_each_end_ends_on_its_own(ends: Ends) -> None:
-    def talk(sock: socket.socket, said: bytes) -> bytes:
-        sending = Call(lambda: (sock.sendall(said), sock.shutdown(socket.SHUT_WR)))
+    def exchange(sock: socket.socket, sent: bytes) -> bytes:
+        sending = Call(lambda: (sock.sendall(sent), sock.shutdown(socket.SHUT_WR)))
         got = received(sock)
         sending.result(30)
         return got
 
-    user = Call(lambda: talk(ends.user, LARGE))
-    assert talk(ends.peer, LARGE[::-1]) == LARGE
+    user = Call(lambda: exchange(ends.user, LARGE))
+    assert exchange(ends.peer, LARGE[::-1]) == LARGE
     assert user.result(30) == LARGE[::-1]
     ends.join()
 

@@ -76,7 +76,7 @@ def test_the_file_of_a_dead_server_is_taken_over_and_that_of_a_live_one_is_not(p
         meet(listener, listener.contact)
 
 
-def test_what_is_no_socket_is_not_removed(path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_not_removed(path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(AddressInUseError):
         accepting(address_of(path), OPEN, "test")

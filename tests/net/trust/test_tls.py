@@ -108,7 +108,7 @@ def test_a_relay_that_ends_tls_with_a_certificate_of_its_own_cannot_pass_on_the_
     assert b"KVPT" in wire.seen  # it read the challenge
 
 
-def test_a_certificate_need_not_name_the_host_if_the_config_says_so(
+def test_a_certificate_need_not_name_the_host_if_the_config_allows_it(
     files: TlsFiles, ca: Any, tmp_path: Path
 ) -> None:
     elsewhere = Credentials(SECRET, write(tmp_path, ca, "gpu7.example.org"))
@@ -140,7 +140,7 @@ def test_another_tls_client_is_refused(what: str, both: Credentials, files: TlsF
 
 
 def refusal_of(listening: Credentials, dialling: Credentials) -> tuple[str, dict[str, int]]:
-    """What the dialler is told, and what the listener counts."""
+    """The error of the dialler, and what the listener counts."""
     with accepting("127.0.0.1:0", listening, "test") as listener:
         with pytest.raises(AuthenticationError) as failed:
             Connection.dial(listener.contact, dialling, "test", 10)
@@ -148,7 +148,7 @@ def refusal_of(listening: Credentials, dialling: Credentials) -> tuple[str, dict
         return str(failed.value), listener.refusals
 
 
-def test_each_mistake_is_refused_and_the_page_shows_what_is_said_about_it(
+def test_each_mistake_is_refused_with_a_message_that_the_page_shows(
     both: Credentials, files: TlsFiles, ca: Any, tmp_path: Path
 ) -> None:
     page = Path(__file__).parents[3] / "docs" / "how-to" / "encrypt-with-tls.md"
@@ -156,13 +156,13 @@ def test_each_mistake_is_refused_and_the_page_shows_what_is_said_about_it(
     keys = {"host": "127.0.0.1", "tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
     another = Credentials(SECRET, write(tmp_path / "another", trustme.CA(), trusts=ca))
     elsewhere = write(tmp_path / "elsewhere", ca, "gpu7.example.org")
-    said = []
+    messages = []
     for mistake in ({"host": "unix:@name"}, {"tls_key": elsewhere.key}, {"tls_key": None, "tls_ca": None}):
         with pytest.raises(ConfigError) as refused:
             credentials_of(Config.from_dict({**keys, **mistake}))
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
     plain, misnamed = Credentials(SECRET), Credentials(SECRET, elsewhere)
-    for listening, dialling, told, counted in (
+    for listening, dialling, expected, counted in (
         (another, both, "check tls_ca here and tls_cert there", {"credentials", "silent"}),
         (misnamed, both, "IP address mismatch.*which must name that host", {"credentials", "silent"}),
         (both, another, "refused our certificate", {"credentials", "silent"}),
@@ -170,12 +170,12 @@ def test_each_mistake_is_refused_and_the_page_shows_what_is_said_about_it(
         (plain, both, "set tls_cert, tls_key and tls_ca", {"credentials"}),
     ):
         text, refusals = refusal_of(listening, dialling)
-        assert re.search(told, text) and sum(refusals.values()) == 1 and set(refusals) <= counted, text
-        said.append(text)
-    assert len(rows) == len(said)
+        assert re.search(expected, text) and sum(refusals.values()) == 1 and set(refusals) <= counted, text
+        messages.append(text)
+    assert len(rows) == len(messages)
     for row in rows:
         pattern = ".*".join(map(re.escape, row.split("…")))
-        assert [each for each in said if re.search(pattern, each)], (pattern, said)
+        assert [each for each in messages if re.search(pattern, each)], (pattern, messages)
 
 
 def test_unix_sockets_use_no_tls(both: Credentials) -> None:

@@ -30,7 +30,7 @@ def prefix_of(dtype: str, shape: tuple[int, ...], flags: int = 0) -> bytes:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4), (1,) * 64])
 @pytest.mark.parametrize("flags", [0, 1, 255])
-def test_a_prefix_says_what_it_was_made_of(shape: tuple[int, ...], flags: int) -> None:
+def test_a_prefix_states_what_it_was_made_of(shape: tuple[int, ...], flags: int) -> None:
     prefix = prefix_of("bfloat16", shape, flags)
     assert prefix_size(b"") == prefix_size(prefix[:15]) == HEADER_SIZE
     assert prefix_size(prefix[:HEADER_SIZE]) == SHORTEST_TENSOR_PREFIX
@@ -50,7 +50,7 @@ def test_none_and_goodbye_are_headers() -> None:
         assert read_prefix(data[:7] + b"\x07" + data[8:]).flags == 7
 
 
-def test_what_is_no_message_of_a_pipe_is_refused() -> None:
+def test_an_invalid_message_of_a_pipe_is_refused() -> None:
     for data in (
         b"\0" * 18,
         encode_header(FrameKind.VALUE, 3) + b"abc",

@@ -52,7 +52,7 @@ def test_a_message_crosses_the_wire_with_its_fields_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "fault"),
     [
         ({"name": 7}, r"message\.name: Expected `str`, got `int`"),
         ({"key": "AAAA"}, r"message\.key: Expected `bytes`, got `str`"),
@@ -64,12 +64,12 @@ def test_a_message_crosses_the_wire_with_its_fields_and_nothing_else() -> None:
         ({"data": []}, r"message\.data: Expected `object`"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_message_and_field(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(WireError, match=said):
+def test_what_does_not_fit_is_refused_by_message_and_field(change: dict[str, Any], fault: str) -> None:
+    with pytest.raises(WireError, match=fault):
         from_plain({**to_plain(FULL), **change}, Message, "message")
 
 
 @pytest.mark.parametrize("plain", [None, 5, "m", [], b""])
-def test_what_is_no_mapping_is_no_message_and_the_error_is_of_the_class_that_is_asked_for(plain: Any) -> None:
+def test_a_value_that_is_not_a_mapping_is_refused_with_the_error_class_of_the_caller(plain: Any) -> None:
     with pytest.raises(LayoutError, match="message: Expected `object`"):
         from_plain(plain, Message, "message", LayoutError)

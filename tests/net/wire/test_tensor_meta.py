@@ -46,6 +46,6 @@ def test_a_size_beyond_63_bits_is_refused_at_both_ends(shape: tuple[int, ...]) -
         (b"\x0c\x41", "65 dimensions"),
     ],
 )
-def test_a_refusal_says_what_is_wrong(data: bytes, named: str) -> None:
+def test_a_refusal_states_what_is_wrong(data: bytes, named: str) -> None:
     with pytest.raises(WireError, match=named):
         decode_meta(data)

@@ -133,7 +133,7 @@ def test_an_array_of_a_dtype_that_numpy_lacks_is_a_wire_error() -> None:
     ("missing", "make"),
     [("torch", lambda: torch.int8), ("torch", lambda: torch.ones(1)), ("numpy", lambda: np.ones(1))],
 )
-def test_without_the_library_decoding_says_so(
+def test_without_the_library_the_error_of_decoding_names_it(
     missing: str, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parted = encode(make()), encode_out_of_band(make(), min_bytes=0)

@@ -130,7 +130,7 @@ def test_a_fast_rank_may_leave_before_the_others_have_fetched_what_it_gave() -> 
     assert in_threads(2, work) == ["news", ("letter", "news")]
 
 
-def test_a_timeout_names_who_is_missing_and_the_call_can_be_made_again() -> None:
+def test_a_timeout_names_the_missing_ranks_and_the_call_can_be_made_again() -> None:
     late = threading.Event()
 
     def work(group: StatelessGroup) -> Any:
@@ -197,7 +197,7 @@ def test_addresses_and_secrets_are_checked_as_everywhere() -> None:
         zero.result().close()
 
 
-def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_at_the_store_delay_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     # Strangers are put up with for longer than the ranks wait: who is delayed by one fails.
     patience_s, wait_s = 600, 60
     monkeypatch.setattr(store, "_ANSWER_TIMEOUT_S", patience_s)
@@ -212,7 +212,7 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
         with ThreadPoolExecutor(1) as pool:
             ends: Any = {"world_size": 2, "credentials": SECRET, "timeout": wait_s}
             zero = pool.submit(StatelessGroup.create, listener, rank=0, **ends)
-            # Proven, but not of this group: says nothing, or nonsense.
+            # Proven, but not of this group: sends nothing, or garbage.
             mute, odd, liar = (
                 Channel(Connection.dial(listener.contact, SECRET, PURPOSE, wait_s)) for _ in range(3)
             )
@@ -233,7 +233,7 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
             channel.close()
 
 
-def test_closing_wakes_who_waits_and_later_calls_are_refused(pair: Pair) -> None:
+def test_closing_wakes_waiting_calls_and_later_calls_are_refused(pair: Pair) -> None:
     zero, one, _ = pair
     waits = [Call(lambda g=g: g.get("never", 30)) for g in (one, zero)]  # type: ignore[misc]
     assert all(wait.is_blocked(0.1) for wait in waits)
@@ -254,7 +254,7 @@ def test_closing_wakes_who_waits_and_later_calls_are_refused(pair: Pair) -> None
 
 
 def member(parent: peers.Parent, contact: str, rank: int, world_size: int, verb: str) -> str:
-    """A rank of a group, which makes one call when it is told to; and what that raises."""
+    """A rank of a group that makes one call. Returns the error that this raises."""
     group = StatelessGroup.create(contact, rank=rank, world_size=world_size, timeout=30, timeout_s=20)
     parent.send("met")
     try:

@@ -34,7 +34,7 @@ def test_a_group_of_the_same_ranks_lives_on_by_itself(groups: list[StatelessGrou
         group.abort()
 
 
-def test_where_rank_0_cannot_listen_all_are_told_why(groups: list[StatelessGroup]) -> None:
+def test_where_rank_0_cannot_listen_all_ranks_get_the_reason(groups: list[StatelessGroup]) -> None:
     def attempt(group: StatelessGroup) -> str:
         with pytest.raises(Exception, match="is not an address") as caught:
             StatelessGroup.from_process_group(group, "nowhere", timeout=30.0)
@@ -49,6 +49,6 @@ def test_something_else_than_a_contact_is_refused(groups: list[StatelessGroup]) 
         StatelessGroup.from_process_group(groups[1], timeout=30.0)
 
 
-def test_what_is_no_group_is_refused() -> None:
+def test_an_invalid_group_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"a kvplug\.StatelessGroup or a torch"):
         StatelessGroup.from_process_group("a word")  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def in_threads(world_size: int, work: Any) -> list[Any]:
         return list(pool.map(run, make(world_size)))
 
 
-def test_a_rank_that_cannot_listen_tells_its_peer_why() -> None:
+def test_the_peer_of_a_rank_that_cannot_listen_gets_the_reason() -> None:
     def work(group: StatelessGroup) -> str:
         try:
             connect_ranks(group, DeafEndpoint(CONTEXT), timeout=10)

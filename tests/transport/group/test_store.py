@@ -64,7 +64,7 @@ def test_a_round_that_was_complete_is_given_to_all_though_one_has_gone_since(sto
     assert store.num_entries == 0
 
 
-def test_only_the_process_that_joined_may_ask_as_that_rank(store: Store) -> None:
+def test_only_the_process_that_joined_may_send_requests_as_that_rank(store: Store) -> None:
     assert store.is_member(1, PeerIdentity(pid=101, label="another label"))
     assert not store.is_member(1, identity(2))
     assert not store.is_member(7, identity(1))

@@ -198,7 +198,7 @@ def test_pages_that_a_pipe_receives_straight_into_their_blocks_are_checked_there
         assert bytes(again.row(page)[begin : begin + len(wanted)]) == wanted
 
 
-def test_pages_that_a_pipe_cannot_receive_straight_into_their_blocks_say_so() -> None:
+def test_pages_that_a_pipe_cannot_receive_straight_into_their_blocks_have_no_block_bytes() -> None:
     form, views = form_of(4, torch.float16), caches(4, "KBTHD", torch.float16)
     assert PageBlocks(form, views, [3, 1], 0, 2).block_bytes * 2 == form.layer_nbytes
     assert PageBlocks(form, views, [3, 1, 2], 2, 2).block_bytes == 0, "pages do not begin with a block"
@@ -366,7 +366,7 @@ def test_read_only_memory_is_read_and_not_written() -> None:
         checks(rows, headers, pages, range(1))
 
 
-def test_without_the_compiled_part_no_store_is_viable_and_the_reason_says_what_to_install(
+def test_without_the_compiled_part_no_store_is_viable_and_the_reason_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setattr(compiled, "_FILE", tmp_path / "_pages.so")

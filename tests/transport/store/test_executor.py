@@ -156,7 +156,7 @@ def test_a_job_that_was_given_up_settles_with_the_last_of_its_copies(store: Exec
     assert job.wait_settled(5)
 
 
-def test_threads_that_begin_a_job_at_the_same_time_copy_where_each_of_them_has_said(
+def test_threads_that_begin_a_job_at_the_same_time_copy_to_their_own_memory(
     store: ExecutedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one copies to the address 0."""
@@ -224,7 +224,7 @@ def test_a_batch_that_fails_in_the_middle_costs_no_page(store: ExecutedStore, in
     assert bytes(pages.memory.rows().row(7)) == b"x" * 64
 
 
-def test_a_cancelled_job_asks_for_no_further_page(store: ExecutedStore, inner: InDict) -> None:
+def test_a_cancelled_job_requests_no_further_page(store: ExecutedStore, inner: InDict) -> None:
     with inner.held_up():
         job = store.submit_get(request(*"abcdef"))
         until(lambda: len(inner.calls) == 2)
@@ -244,7 +244,7 @@ def test_a_store_that_was_closed_keeps_no_memory_of_its_callers(store: ExecutedS
     assert memory() is None
 
 
-def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStore) -> None:
+def test_memory_that_cannot_be_used_does_not_count_as_a_fault_of_the_store(store: ExecutedStore) -> None:
     pages = request("a", fill="x")
 
     class Refusing(HeldMemory):
@@ -359,7 +359,7 @@ def test_a_connection_that_was_lost_and_is_there_again_costs_no_page(
     def gate(call: str, key: bytes) -> None:
         if call not in failures and call != "has":
             failures.append(call)
-            raise OSError(errno.EPIPE + 1000, "what the library says of a lost connection")
+            raise OSError(errno.EPIPE + 1000, "a message of the library about a lost connection")
 
     inner.gate = gate
     assert store.submit_put(request("a", fill="x")).wait(5) == [None]
@@ -415,7 +415,7 @@ def test_a_write_that_cannot_be_undone_fails_the_removal(store: ExecutedStore, i
     assert removal.wait(5) == [False]
 
 
-def test_a_store_that_may_not_be_written_says_so_and_is_not_taken_for_gone(
+def test_a_store_that_may_not_be_written_reports_it_and_is_not_taken_for_gone(
     store: ExecutedStore, inner: InDict
 ) -> None:
     inner.gate = failing(PermissionError("read-only"), calls=["write"])
@@ -424,7 +424,7 @@ def test_a_store_that_may_not_be_written_says_so_and_is_not_taken_for_gone(
 
 
 @pytest.mark.parametrize("error", [UnsupportedError("never"), PermissionError("read-only")])
-def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
+def test_a_store_that_cannot_remove_reports_it_and_is_not_taken_for_gone(
     store: ExecutedStore, inner: InDict, error: Exception
 ) -> None:
     inner.gate = failing(error, calls=["remove"])

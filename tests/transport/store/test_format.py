@@ -31,7 +31,7 @@ def test_a_format_survives_its_plain_form_and_fields_of_a_newer_version_are_pass
         {"version": 2},
     ],
 )
-def test_formats_that_differ_have_other_digests_and_say_what_differs(change) -> None:
+def test_formats_that_differ_have_other_digests_and_a_description_of_what_differs(change) -> None:
     other = attrs.evolve(FORM, **change)
     assert other.digest != FORM.digest
     (difference,) = FORM.differences(other)

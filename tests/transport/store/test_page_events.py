@@ -87,7 +87,7 @@ def test_a_reason_of_a_newer_version_is_another_reason() -> None:
 class Following(RuleBasedStateMachine):
     """A store that restarts, a line that loses, repeats and is cut off, and a follower at its end.
 
-    Whenever the follower says that it is ready, its index is what the store held as of the last event that it
+    Whenever the follower is ready, its index is what the store held as of the last event that it
     has accepted.
     """
 
