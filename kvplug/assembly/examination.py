@@ -58,7 +58,7 @@ _HARMLESS: Final = re.compile(r"[\w .%+-]{0,40}")
 """Matches option values that may be sent: numbers, sizes and words, but not paths, addresses or URLs."""
 
 _LABEL: Final = "doctor"
-_SIZES: Final = (1 << 20, *(4 << 20,) * 16)
+_SIZES: Final = (1 << 20, *(4 << 20,) * 15)
 """The sizes of the messages in bytes. The first one is a warm-up: it touches pages and creates buffers."""
 _NEXT: Final = {"send": "the next message"}
 _MEASURE_S: Final = 1.0
