@@ -48,12 +48,24 @@ class Memfd:
         try:
             if nbytes:
                 os.ftruncate(fd, nbytes)
-                if is_accounted_strictly():
-                    os.posix_fallocate(fd, 0, nbytes)
+                Memfd.allocate(fd, 0, nbytes)
         except BaseException:
             os.close(fd)
             raise
         return fd
+
+    @staticmethod
+    def allocate(fd: int, begin: int, nbytes: int) -> None:
+        """Allocate this part of the memory now if the kernel might refuse its pages on access (SIGBUS).
+
+        :meth:`create` does this for all of its memory. Only memory that was created empty and extended with
+        ``ftruncate`` needs it.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        if is_accounted_strictly():
+            os.posix_fallocate(fd, begin, nbytes)
 
     @staticmethod
     def seal(fd: int, *, read_only: bool) -> None:

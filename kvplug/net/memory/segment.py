@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Callable
 from typing import Final, Self
 
 from kvplug.errors import TransportError
@@ -71,6 +72,29 @@ class Segment:
             memfd.Memfd.check(fd, nbytes, writable=True)
             return cls(_Mapping.of(fd, nbytes))
 
+    @classmethod
+    def map(cls, fd: int, nbytes: int, *, writable: bool) -> Segment:
+        """Map memory that the caller has created, or has checked with :meth:`Memfd.check`. The caller still
+        owns the descriptor. The kernel may use huge pages.
+
+        If not ``writable``, a write ends this process, although the view seems writable.
+
+        Raises:
+            ResourceExhaustedError: the address space is too small.
+            TransportError: it cannot be mapped for another reason.
+        """
+        with NamedExhaustion(f"shared memory of {nbytes} bytes cannot be mapped", TransportError, _REFUSALS):
+            made = cls(_Mapping.of(fd, nbytes, _READ_WRITE if writable else mmap.PROT_READ))
+        with contextlib.suppress(OSError):  # only a hint
+            made.memory.madvise(mmap.MADV_HUGEPAGE)
+        return made
+
+    def call_before_unmapping(self, call: Callable[[], object]) -> None:
+        """Call a function before the memory is unmapped, in any thread; not in forked children. It must not
+        raise."""
+        assert isinstance(self.memory, _Mapping)
+        self.memory.before_unmapping += (call,)
+
     def give_back(self, at: int, nbytes: int) -> None:
         """Return the whole pages of this part to the system. They then read as zeros, and use memory again
         once written.
@@ -95,18 +119,25 @@ class _Mapping(mmap.mmap):
     show other memory.
     """
 
+    before_unmapping: tuple[Callable[[], object], ...] = ()
+
     @classmethod
-    def of(cls, fd: int, nbytes: int) -> Self:
+    def of(cls, fd: int, nbytes: int, protection: int = _READ_WRITE) -> Self:
         """Map the memory of ``fd``. Raises OSError."""
         made = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        memfd.Memfd.map(fd, made._address(), nbytes, _READ_WRITE)
+        memfd.Memfd.map(fd, made._address(), nbytes, protection)
         close_after_fork(made)
         return made
+
+    def __del__(self) -> None:
+        for call in self.before_unmapping:
+            call()
 
     def _address(self) -> int:
         with memoryview(self) as view:
             return address_of(view)
 
     def _after_fork_in_child(self) -> None:
+        self.before_unmapping = ()
         if not self.closed:  # otherwise another mapping may have the addresses
             memfd.map_zeroes(self._address(), len(self), _READ_WRITE)

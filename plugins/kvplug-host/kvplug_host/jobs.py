@@ -239,12 +239,8 @@ class SlotGet(Landing):
             if slot is None:
                 self.miss(index, MissReason.ABSENT)
 
-    def prepare(self) -> None:
-        """Have the slots readable, in the first step. May end the job and raise JobTask.OverError."""
-
     def do(self, step: int) -> None:
         if self._copy is None:
-            self.prepare()
             self._check_headers()
             self._copy = self._new_copy()
             if any(each is JobTask.UNKNOWN for each in self.results):

@@ -29,7 +29,7 @@ from kvplug.transport import PageEvent, PageFormat, Pipe, Presence, PutReason, U
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION: Final = 5
+VERSION: Final = 6
 STORE: Final = "host"
 PIPE: Final = "pages"
 """The label of the pipe."""
@@ -38,13 +38,10 @@ MEMORY_PURPOSE: Final = "kvplug-host memory"
 TICKET_BYTES: Final = 16
 """Of what a process shows that maps the store's memory, with a descriptor of memory that it lends."""
 WELCOME: Final = b"K"
-"""The answer to a valid ticket."""
+"""The answer to a valid ticket, with a descriptor of the store's memory."""
 REGIONS: Final = 4
 REGION_BYTES: Final = 8 << 20
 """The memory that a process lends has so many regions of so many bytes each."""
-ANSWER: Final = struct.Struct("<IQ")
-"""With a descriptor: the number of the segment, and its bytes; 0 bytes and no descriptor: it cannot be
-had."""
 KEY_BYTES: Final = 32
 MAX_KEYS: Final = 1 << 16
 """In one request."""
@@ -141,18 +138,13 @@ class Hello(Answer):
     """The first message, from the store."""
 
     epoch: str
-    segment_bytes: Annotated[int, Meta(gt=0, le=2**46, multiple_of=4096)]
-    num_segments: Annotated[int, Meta(gt=0, le=2**46)]
+    memory_bytes: Annotated[int, Meta(gt=0, le=2**46, multiple_of=4096)]
+    """Of all of its memory."""
     memory: str
     """Where the memory is handed out; empty: nowhere."""
     ticket: bytes
     store: str = STORE
     version: int = VERSION
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        if self.segment_bytes * self.num_segments > 2**46:
-            raise ValueError(f"a store of {self.num_segments} segments of {self.segment_bytes} bytes")
 
 
 # -- requests ----------------------------------------------------------------------------------
@@ -210,13 +202,6 @@ class Done(Request):
 
     read: bool
     """Whether it has got its pages."""
-
-
-@attrs.frozen(kw_only=True)
-class Segment(Request):
-    """Hand out a segment of the memory."""
-
-    number: Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
 @attrs.frozen(kw_only=True)
@@ -471,10 +456,10 @@ def place_to_bytes(place: Place) -> bytes:
     return _PLACE.pack(*place)
 
 
-def places_in(joined: bytes, count: int, segment_bytes: int, num_segments: int) -> list[Place | None]:
+def places_in(joined: bytes, count: int, memory_bytes: int) -> list[Place | None]:
     """Where the pages are; ``None`` for those that are absent.
 
-    Nothing reaches out of its segment.
+    Nothing reaches out of the memory.
 
     Raises:
         WireError: something does, or there are not as many places as pages.
@@ -488,8 +473,7 @@ def places_in(joined: bytes, count: int, segment_bytes: int, num_segments: int) 
             found.append(None)
             continue
         fits = payload_bytes + header_bytes + 8 <= slot_bytes
-        inside = offset // segment_bytes == (offset + slot_bytes - 1) // segment_bytes < num_segments
-        if not (fits and inside and offset % 8 == slot_bytes % 8 == 0):
+        if not (fits and offset + slot_bytes <= memory_bytes and offset % 8 == slot_bytes % 8 == 0):
             raise WireError(f"a message of a store: a page lies at {Place(*values)}")
         found.append(Place._make(values))
     return found

@@ -33,14 +33,12 @@ from kvplug.transport import (
 from kvplug.transport.store.format import Part, opaque_format
 from kvplug.transport.store.keys import foreign_key
 from kvplug_host import protocol
-from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.put_memory import PutMemory
 from kvplug_host.client.requests import Requests
 from kvplug_host.protocol import MAX_KEYS, REGIONS
 from kvplug_host.serving.arrivals import Arrival
-from kvplug_host.serving.memory_door import MemoryDoor
 from kvplug_host.serving.server import Server
 from kvplug_host.store import HostStore
 from kvplug_lab.named_pages import NamedPages
@@ -57,7 +55,6 @@ STEPS = (
     (Requests, "answered"),
     (PagePipe, "send_rows"),
     (PipedGet, "arrived"),
-    (Mapping, "receive"),
 )
 """What the other end does for a request: each call is a step, and so is what follows it."""
 MISSES = {MissReason.STORE_GONE, MissReason.TIMEOUT, MissReason.ABSENT}
@@ -441,46 +438,6 @@ def test_a_listener_gets_the_pages_of_one_declaration_in_one_event() -> None:
 
         until(lambda: sum(declared()) == 2 * len(keys))
         assert declared() == [1000, 1000]
-
-
-def test_a_get_with_little_time_does_not_end_the_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store takes its time to hand over a segment."""
-    hand_over, may_go = MemoryDoor.hand_over, threading.Event()
-
-    def late(*args: Any) -> None:
-        assert may_go.wait(waits.patience_s)
-        hand_over(*args)
-
-    with served() as (served_store, store):
-        pages = names("in another segment", 20)
-        assert PAGES.put(served_store, *pages) == [None] * 20
-        monkeypatch.setattr(MemoryDoor, "hand_over", late)
-        assert PAGES.got(store, *pages, timeout=0.2) == [MissReason.TIMEOUT] * 20
-        may_go.set()
-        assert PAGES.got(store, *pages) == [None] * 20
-        assert store.route == "its memory is mapped"
-
-
-def test_ending_does_not_wait_for_a_segment_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvplug_host.client.client._CLOSE_S", 600.0)
-    monkeypatch.setattr("kvplug_host.client.mapping._HAND_OVER_S", 600.0)
-    is_asked, may_go = threading.Event(), threading.Event()
-
-    def never(*args: Any) -> None:
-        is_asked.set()
-        assert may_go.wait(600)
-
-    with served() as (served_store, store):
-        pages = names("in another segment", 20)
-        assert PAGES.put(served_store, *pages) == [None] * 20
-        monkeypatch.setattr(MemoryDoor, "hand_over", never)
-        job = store.submit_get(PAGES.request(store, *pages), timeout=None)
-        assert is_asked.wait(waits.patience_s)
-        try:
-            waits.Call(store.abort).result()
-        finally:
-            may_go.set()
-        assert job.wait(waits.patience_s) == [MissReason.CLOSED] * 20
 
 
 def test_a_store_that_hangs_up_again_and_again_is_not_tried_without_a_pause(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,8 +17,7 @@ from kvplug import KvplugError, PeerGoneError, build_store
 from kvplug.transport import Connection, Credentials, Deadline, Memfd, WireError
 from kvplug_host.arena.segments import Segments
 from kvplug_host.client.mapping import Mapping
-from kvplug_host.client.put_memory import PutMemory
-from kvplug_host.protocol import REGION_BYTES, REGIONS, TICKET_BYTES, Hello
+from kvplug_host.protocol import REGION_BYTES, REGIONS, TICKET_BYTES, WELCOME, Hello
 from kvplug_host.serving.memory_door import MemoryDoor
 from kvplug_lab.named_pages import NamedPages
 
@@ -27,11 +26,7 @@ NBYTES = 64 << 10
 
 @pytest.fixture
 def segments() -> Iterator[Segments]:
-    made = Segments(2, NBYTES)
-    made.grow()
-    if not made.can_be_mapped:
-        pytest.skip("this kernel cannot seal memory so that others only read it")
-    with closing(made):
+    with closing(Segments(2, NBYTES // 2)) as made:
         yield made
 
 
@@ -45,7 +40,7 @@ def test_a_store_whose_pages_were_removed_uses_no_memory() -> None:
 
 
 def test_who_gets_the_descriptor_cannot_write_or_shrink_or_unseal(segments: Segments) -> None:
-    fd = segments.descriptor(0)
+    fd = segments.descriptor()
     try:
         with pytest.raises(PermissionError):
             mmap.mmap(fd, NBYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -65,7 +60,7 @@ def test_who_gets_the_descriptor_cannot_write_or_shrink_or_unseal(segments: Segm
 
 
 def test_a_reader_sees_what_the_owner_writes_and_cannot_make_its_mapping_writable(segments: Segments) -> None:
-    fd = segments.descriptor(0)
+    fd = segments.descriptor()
     try:
         read = mmap.mmap(fd, NBYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
@@ -85,21 +80,40 @@ def test_memory_is_handed_out_once_for_a_ticket_and_not_without_one(segments: Se
     with closing(MemoryDoor(segments, f"unix:@kvplug-door-{os.getpid()}", credentials)) as door:
 
         def mapped(ticket: bytes) -> Mapping:
-            hello = Hello(epoch="", segment_bytes=NBYTES, num_segments=2, memory=door.contact, ticket=ticket)
+            hello = Hello(epoch="", memory_bytes=NBYTES, memory=door.contact, ticket=ticket)
             return Mapping(hello, credentials, Deadline.after(5))
 
         ticket = door.ticket()
-        with closing(mapped(ticket)) as mapping:
-            door.hand_over(ticket, 0)
-            mapping.receive(0)
-            segments.view[9] = 33
-            assert mapping.view[9] == 33
-            for wrong in (ticket, bytes(TICKET_BYTES)):
-                with pytest.raises(KvplugError):
-                    mapped(wrong)
-            door.hand_over(ticket, 7)  # there is none: said, and no descriptor comes
-            with pytest.raises(KvplugError, match="no descriptor left"):
-                mapping.receive(1)
+        mapping = mapped(ticket)
+        for at in (9, NBYTES - 1):
+            segments.view[at] = 33
+            assert mapping.view[at] == 33
+        for wrong in (ticket, bytes(TICKET_BYTES)):
+            with pytest.raises(KvplugError):
+                mapped(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["none", "not sealed", "short"])
+def test_a_process_maps_no_memory_of_a_store_that_could_end_it(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    send = Connection.send
+
+    def hand_over(connection: Connection, data: bytes, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+        if data != WELCOME:
+            send(connection, data, deadline, fds)
+            return
+        fd = Memfd.create("test", NBYTES // 2 if wrong == "short" else NBYTES)
+        if wrong != "not sealed":
+            Memfd.seal(fd, read_only=True)
+        send(connection, data, deadline, () if wrong == "none" else (fd,))
+        os.close(fd)
+
+    monkeypatch.setattr(Connection, "send", hand_over)
+    with closing(MemoryDoor(segments, f"unix:@kvplug-door-{os.getpid()}", Credentials())) as door:
+        hello = Hello(epoch="", memory_bytes=NBYTES, memory=door.contact, ticket=door.ticket())
+        with pytest.raises(WireError):
+            Mapping(hello, Credentials(), Deadline.after(5))
 
 
 @pytest.mark.parametrize("wrong", ["none", "not sealed", "writable", "short"])
@@ -108,26 +122,31 @@ def test_a_store_maps_no_lent_memory_that_could_end_it(
 ) -> None:
     nbytes = REGIONS * REGION_BYTES
 
-    def hand_over(memory: PutMemory, connection: Connection, ticket: bytes, deadline: Deadline) -> None:
+    send = Connection.send
+
+    def lend(connection: Connection, data: bytes, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+        if data == WELCOME:
+            send(connection, data, deadline, fds)
+            return
         fd = Memfd.create("test", nbytes // 2 if wrong == "short" else nbytes)
         if wrong != "not sealed":
             Memfd.seal(fd, read_only=wrong != "writable")
-        connection.send(ticket, deadline, () if wrong == "none" else (fd,))
+        send(connection, data, deadline, () if wrong == "none" else (fd,))
         os.close(fd)
 
     with closing(MemoryDoor(segments, f"unix:@kvplug-door-{os.getpid()}", Credentials())) as door:
-        hello = Hello(
-            epoch="", segment_bytes=NBYTES, num_segments=2, memory=door.contact, ticket=door.ticket()
-        )
+        hello = Hello(epoch="", memory_bytes=NBYTES, memory=door.contact, ticket=door.ticket())
         with monkeypatch.context() as patch:
-            patch.setattr(PutMemory, "hand_over", hand_over)
+            patch.setattr(Connection, "send", lend)
             with pytest.raises(PeerGoneError):
                 Mapping(hello, Credentials(), Deadline.after(5))
-        Mapping(hello, Credentials(), Deadline.after(5)).close()
+        Mapping(hello, Credentials(), Deadline.after(5))
 
 
-def test_a_region_comes_back_once() -> None:
-    memory = PutMemory()
+def test_a_region_comes_back_once(segments: Segments) -> None:
+    with closing(MemoryDoor(segments, f"unix:@kvplug-door-{os.getpid()}", Credentials())) as door:
+        hello = Hello(epoch="", memory_bytes=NBYTES, memory=door.contact, ticket=door.ticket())
+        memory = Mapping(hello, Credentials(), Deadline.after(5)).put_memory
     taken = memory.take(8)
     assert taken is not None
     memory.give_back([taken[0]])

@@ -213,9 +213,9 @@ def test_pages_are_given_back_whole_and_only_where_they_can_be_had_again(
 def written_by_one() -> tuple[Segment, int]:
     """A mapping that can be written, and a descriptor that was sealed after it was made."""
     fd = memfd.Memfd.create("kvplug-test", SIZE)
-    memory = mmap.mmap(fd, SIZE)
+    segment = Segment.map(fd, SIZE, writable=True)
     memfd.Memfd.seal(fd, read_only=True)
-    return Segment(memory), fd
+    return segment, fd
 
 
 def attempt_to_write(parent: peers.Parent, fd: int) -> list[str]:

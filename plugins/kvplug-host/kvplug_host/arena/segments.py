@@ -1,8 +1,10 @@
-"""The memory of a store: segments of shared memory that this process writes, and others only read.
+"""The memory of a store: shared memory that this process writes and others only read.
 
-The segments lie one after the other in one address space, so that a place is one number. Each slot ends with
-a word, its *generation*: another number for each page that was ever in the slot, and 0 while the slot is free
-or being filled. A reader in another process compares it after its last copy."""
+It is one memfd, which takes one descriptor and is mapped whole. The kernel provides memory when it is first
+written. Segments are equal parts, which are taken into use one by one.
+
+Each slot ends with a word, its *generation*: another number for each page that was ever in the slot, and 0
+while the slot is free or being filled. A reader in another process compares it after its last copy."""
 
 from __future__ import annotations
 
@@ -12,10 +14,8 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Final
 
-from kvplug import CapacityError, KvplugError
-from kvplug.net.wire.copying import address_of
-from kvplug.transport import Memfd, NamedExhaustion, close_after_fork, pin_memory
-from kvplug_host.arena.addresses import AddressSpace
+from kvplug import CapacityError
+from kvplug.transport import Memfd, NamedExhaustion, Segment, close_after_fork, pin_memory
 
 if TYPE_CHECKING:
     import torch
@@ -28,64 +28,55 @@ _new_lock = threading.Lock
 
 
 class Segments:
-    """Up to ``count`` segments of ``nbytes`` each; :meth:`grow` makes the next one.
+    """``count`` segments of ``nbytes`` each, one after the other.
 
     Raises:
-        CapacityError: there are not enough addresses.
+        ResourceExhaustedError, CapacityError: the system has no such memory.
     """
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.count = count
         self.nbytes = nbytes
-        self._space: AddressSpace | None = AddressSpace(count * nbytes)
-        self.view = self._space.view
+        self.total_bytes = count * nbytes
+        self._fd = -1
+        try:
+            with NamedExhaustion(
+                f"shared memory of {self.total_bytes} bytes", CapacityError, (OSError, OverflowError)
+            ):
+                self._fd = Memfd.create(_NAME)
+                os.ftruncate(self._fd, self.total_bytes)
+                memory = Segment.map(self._fd, self.total_bytes, writable=True)
+        except BaseException:
+            if self._fd >= 0:
+                os.close(self._fd)
+            raise
+        with contextlib.suppress(OSError):  # Linux before 5.1: other processes then refuse to map it
+            Memfd.seal(self._fd, read_only=True)
+        self._memory: Segment | None = memory
+        self.view = memory.view
         self._words = self.view.cast("Q")
-        self._descriptors: list[int] = []
-        self.can_be_mapped = True
-        """Whether the kernel can seal memory so that others only read it (Linux 5.1 and later)."""
         # Numbers that cannot be guessed: what a page holds is never taken for a generation.
         self._next = secrets.randbits(62)
         close_after_fork(self)
 
-    @property
-    def num_grown(self) -> int:
-        """How many segments there are."""
-        return len(self._descriptors)
-
-    def grow(self) -> None:
-        """Make the next segment.
+    def allocate(self, number: int) -> None:
+        """Take a segment into use.
 
         Raises:
             ResourceExhaustedError, CapacityError: the system has not the memory.
         """
-        if self._space is None:
+        if self._memory is None:
             raise CapacityError("the memory of the store is closed")
-        fd = -1
-        try:
-            fd = Memfd.create(_NAME, self.nbytes)
-            self._space.place(fd, len(self._descriptors) * self.nbytes, self.nbytes, writable=True)
-            try:
-                Memfd.seal(fd, read_only=True)
-            except OSError:
-                self.can_be_mapped = False
-            self._descriptors.append(fd)
-        except BaseException as e:
-            if fd >= 0:
-                os.close(fd)
-            what = f"shared memory of {self.nbytes} bytes for pages"
-            NamedExhaustion.check(e, what)
-            if isinstance(e, OSError | OverflowError) and not isinstance(e, KvplugError):
-                raise CapacityError(f"no {what}: {e}") from e
-            raise
+        with NamedExhaustion(f"shared memory of {self.nbytes} bytes for pages", CapacityError):
+            Memfd.allocate(self._fd, number * self.nbytes, self.nbytes)
 
-    def descriptor(self, number: int) -> int:
-        """A copy of a segment's descriptor, which the caller closes.
+    def descriptor(self) -> int:
+        """A copy of the memory's descriptor, which the caller closes.
 
         Raises:
-            IndexError: there is no such segment.
-            OSError: this process has no descriptor left.
+            OSError: this process has no descriptor left, or the memory is closed.
         """
-        return os.dup(self._descriptors[number])
+        return os.dup(self._fd)
 
     def pin(self, number: int, device: torch.device) -> None:
         """Pin a segment for the device, until the memory is unmapped. Takes long.
@@ -93,10 +84,10 @@ class Segments:
         Raises:
             RuntimeError: it cannot be pinned.
         """
-        space = self._space
-        if space is not None:
-            unpin = pin_memory(address_of(space.view) + number * self.nbytes, self.nbytes, device)
-            space.before_unmapping.append(unpin)
+        memory = self._memory
+        if memory is not None:
+            unpin = pin_memory(memory.address + number * self.nbytes, self.nbytes, device)
+            memory.call_before_unmapping(unpin)
 
     # -- generations ---------------------------------------------------------------------------
 
@@ -107,14 +98,15 @@ class Segments:
 
     def set_generation(self, at: int, generation: int) -> None:
         """The slot whose word is at ``at`` holds a page, whole."""
-        if self._descriptors:
-            self._words[at // WORD] = generation
+        if words := self._words:
+            words[at // WORD] = generation
 
     def clear_generation(self, at: int) -> None:
         """The slot holds no page from now on: readers see that before anything that is written after it."""
-        if not self._descriptors:
+        words = self._words
+        if not words:
             return  # closed
-        self._words[at // WORD] = 0
+        words[at // WORD] = 0
         # A full fence: copies of large pages store past the caches, out of the order of other stores.
         # Acquiring a lock is one locked instruction; a new one, which no other thread can hold.
         _new_lock().acquire()
@@ -122,11 +114,11 @@ class Segments:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the descriptors. The memory lives on with its views, and with readers that map it."""
-        descriptors, self._descriptors = self._descriptors, []
+        """Close the descriptor. The memory lives on with its views, and with readers that map it."""
+        fd, self._fd = self._fd, -1
         self.view = self._words = memoryview(b"")
-        self._space = None
-        for fd in descriptors:
+        self._memory = None
+        if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
 

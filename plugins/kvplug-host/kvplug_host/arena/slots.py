@@ -99,13 +99,15 @@ class Slot:
 class SlotTable:
     """The slots of an arena of ``num_segments`` segments.
 
-    ``grow`` makes the next segment, and raises ``CapacityError`` where there is no memory for it."""
+    ``allocate`` takes the segment of that number into use, and raises ``CapacityError`` if there is no memory
+    for it."""
 
-    def __init__(self, num_segments: int, segment_bytes: int, grow: Callable[[], None]) -> None:
+    def __init__(self, num_segments: int, segment_bytes: int, allocate: Callable[[int], None]) -> None:
         self._num_segments = num_segments
         self._segment_bytes = segment_bytes
-        self._grow = grow
-        self._num_grown = 0
+        self._allocate = allocate
+        self._num_used = 0
+        """Segments that were taken into use, the first ones."""
         self._whole: list[int] = []
         """Segments that are free, the last used one last."""
         self._parts: dict[int, list[int]] = {}
@@ -211,11 +213,11 @@ class SlotTable:
     def _take_segment(self) -> int | None:
         if self._whole:
             return self._whole.pop()
-        if self._num_grown == self._num_segments:
+        if self._num_used == self._num_segments:
             return None
-        self._grow()
-        self._num_grown += 1
-        return self._num_grown - 1
+        self._allocate(self._num_used)
+        self._num_used += 1
+        return self._num_used - 1
 
     def hold_back(self, chunk: Chunk) -> None:
         """Hand out no slots of the chunk, so that it becomes free with its last page."""

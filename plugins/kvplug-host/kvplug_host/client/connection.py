@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvplug import HandshakeError, KvplugError, TransportError
+from kvplug import HandshakeError, TransportError
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
@@ -56,7 +56,6 @@ class Connection:
         self.peer = link.channel.peer
         self._link = link
         self._lost = lost
-        self._lock = threading.Lock()
         self._outbox = Outbox(link.channel, "kvplug-host-send")
         self.requests = Requests(self._outbox, note_usage)
         self._thread = BackgroundThread(self._receive_all, name="kvplug-host-client", stop=stop)
@@ -70,7 +69,7 @@ class Connection:
         self.epoch = hello.epoch
         if hello.usage is not None:
             note_usage(hello.usage)
-        self.reserved = Reserved(protocol.most_reserved(hello.segment_bytes * hello.num_segments))
+        self.reserved = Reserved(protocol.most_reserved(hello.memory_bytes))
         try:
             pipe = link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
         except (HandshakeError, TransportError) as e:  # both ends know
@@ -99,18 +98,6 @@ class Connection:
         """Receive answers from now on. Raises ResourceExhaustedError: there is no thread for it."""
         with NamedExhaustion("a store in another process"):
             self._thread.start()
-
-    def unmap(self, error: KvplugError) -> None:
-        """The memory cannot be had: pages come over the pipe from now on."""
-        if self._close_mapping() and self.requests.over is None:
-            _log.warning("the memory of the store is not mapped any more: %s", error)
-
-    def _close_mapping(self) -> bool:
-        with self._lock:
-            mapping, self.mapping = self.mapping, None
-        if mapping is not None:
-            mapping.close()
-        return mapping is not None
 
     def note_wrong(self, key: bytes, reason: MissReason, generation: int = 0) -> None:
         """A page was found to be wrong. Have the store remove it."""
@@ -150,8 +137,10 @@ class Connection:
         self._link.close()
 
     def release(self) -> list[JobTask]:
-        """End the pipe, and hand the memory back. Returns the gets of which pieces were to come."""
-        self._close_mapping()
+        """End the pipe, and drop the memory. Returns the gets of which pieces were to come."""
+        mapping, self.mapping = self.mapping, None
+        if mapping is not None:
+            mapping.put_memory.end()
         return self.pages.end() if self.pages is not None else []
 
     def join(self, deadline: Deadline) -> None:

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable
 from typing import Final
 
-from kvplug import CapacityError, KvplugError, ResourceExhaustedError
 from kvplug.transport import GetJob, JobTask, MissReason, PageCopy, PageRequest, PageSeal
 from kvplug_host import protocol
 from kvplug_host.arena.segments import WORD
@@ -37,7 +36,6 @@ class MappedGet(SlotGet):
         self._connection = connection
         self._requests = connection.requests
         self._number = self._requests.new_number()
-        self._segments: set[int] = set()
         self._is_read = False
         """No slot is read any more."""
 
@@ -78,32 +76,13 @@ class MappedGet(SlotGet):
 
     def _answered(self, answer: protocol.Places) -> None:
         mapping = self._mapping
-        places = protocol.places_in(
-            answer.places, self.job.count, mapping.segment_bytes, mapping.num_segments
-        )
-        self._segments = {place.offset // mapping.segment_bytes for place in places if place}
+        places = protocol.places_in(answer.places, self.job.count, len(mapping.view))
         words = array(
             "Q", [(place.offset + place.slot_bytes) // WORD - 1 if place else 0 for place in places]
         )
         generations = array("Q", [place.generation if place else 0 for place in places])
         self.found(mapping.view, places, PageCopy.Generations(mapping.words, words, generations))
-        if self._segments:
+        if any(places):
             self._again(self)
         else:
             self.end(None)
-
-    def prepare(self) -> None:
-        """Have the segments mapped."""
-        mapping = self._mapping
-        for segment in sorted(self._segments):
-            if mapping.lacks(segment):
-                with mapping.lock:
-                    if mapping.lacks(segment):
-                        self._requests.tell(protocol.Segment(number=segment))
-                        try:
-                            mapping.receive(segment)
-                        except KvplugError as e:
-                            self._connection.unmap(e)
-                            lacks = isinstance(e, CapacityError | ResourceExhaustedError)
-                            self.end(MissReason.NO_MEMORY if lacks else MissReason.STORE_GONE)
-                            raise JobTask.OverError from e

@@ -95,7 +95,7 @@ class PagePipe:
     # -- puts ----------------------------------------------------------------------------------
 
     def lend(self, memory: PutMemory) -> None:
-        """Put pages into this memory from now on, which the store has mapped. Ends it with the pipe."""
+        """Put pages into this memory from now on, which the store has mapped."""
 
         def was_read(answer: protocol.Results) -> None:
             memory.give_back(answer.codes)
@@ -157,8 +157,6 @@ class PagePipe:
         """Abort the pipe. Returns the gets of which pieces were to come."""
         gets: list[JobTask] = list(self._gets.values())
         self._gets.clear()
-        if self._lent is not None:
-            self._lent.end()
         self.pipe.abort()
         return gets
 

@@ -6,35 +6,43 @@ import os
 import threading
 from collections.abc import Iterable
 
-from kvplug.transport import Connection, Deadline, WireError, close_after_fork
-from kvplug_host.arena.segments import Segments
+from kvplug import CapacityError
+from kvplug.transport import (
+    Connection,
+    Deadline,
+    Memfd,
+    NamedExhaustion,
+    Segment,
+    WireError,
+    close_after_fork,
+)
 from kvplug_host.protocol import REGION_BYTES, REGIONS
 
 
 class PutMemory:
-    """Regions of shared memory. One that was filled is free again when the store has read it. Thread-safe.
+    """Regions of shared memory. One that was filled is free again when the store has read it. Thread-safe."""
 
-    Raises:
-        KvplugError: the system has not the memory.
-    """
+    def __init__(self, connection: Connection, ticket: bytes, deadline: Deadline) -> None:
+        """Send the ticket to the store, with the descriptor of this memory.
 
-    def __init__(self) -> None:
-        self._memory = Segments(1, REGIONS * REGION_BYTES)
-        self._memory.grow()
+        Raises:
+            KvplugError: the system has not the memory, or the store does not take it.
+        """
+        nbytes = REGIONS * REGION_BYTES
+        with NamedExhaustion("shared memory for the pages of puts", CapacityError):
+            fd = Memfd.create("kvplug-host", nbytes)
+        try:
+            self._view = Segment.map(fd, nbytes, writable=True).view
+            Memfd.seal(fd, read_only=True)
+            connection.send(ticket, deadline, (fd,))
+        finally:
+            os.close(fd)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._free = list(range(REGIONS))
         """The last one was used last: it may still be in a cache."""
         self._is_over = False
         close_after_fork(self)
-
-    def hand_over(self, connection: Connection, ticket: bytes, deadline: Deadline) -> None:
-        """Send the ticket with the descriptor of this memory. Raises as :meth:`Connection.send`."""
-        fd = self._memory.descriptor(0)
-        try:
-            connection.send(ticket, deadline, (fd,))
-        finally:
-            os.close(fd)
 
     def take(self, nbytes: int) -> tuple[int, memoryview] | None:
         """Wait for a free region, and return its number and its first ``nbytes``. ``None``: a region has
@@ -47,7 +55,7 @@ class PutMemory:
                 return None
             region = self._free.pop()
             begin = region * REGION_BYTES
-            return region, self._memory.view[begin : begin + nbytes]
+            return region, self._view[begin : begin + nbytes]
 
     def give_back(self, regions: Iterable[int]) -> None:
         """The store does not read these regions any more. Raises WireError: they were not taken."""
@@ -59,11 +67,10 @@ class PutMemory:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Wake the threads that wait for a region. The memory lives on while it is being filled."""
+        """Wake the threads that wait for a region. Idempotent."""
         with self._lock:
             self._is_over = True
             self._changed.notify_all()
-        self._memory.close()
 
     def _after_fork_in_child(self) -> None:
         self._is_over = True

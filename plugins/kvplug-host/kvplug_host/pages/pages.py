@@ -69,7 +69,7 @@ class Pages:
         """
         self.segments = Segments(num_segments, segment_bytes)
         self.jobs = jobs
-        self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
+        self._slots = SlotTable(num_segments, segment_bytes, self.segments.allocate)
         self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
         self.lock = YieldingLock()
         """Protects the index and the slots."""

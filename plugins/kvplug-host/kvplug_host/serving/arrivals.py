@@ -86,7 +86,7 @@ class Arrival(Put):
         """
         store, nbytes = self._store, self.pages.series.format.nbytes
         store.jobs.begin(self)
-        most = protocol.most_reserved(store.segments.nbytes * store.segments.count)
+        most = protocol.most_reserved(store.segments.total_bytes)
         slots, results = store.reserve(
             self,
             {at: nbytes + header_bytes for at, header_bytes in self._header_bytes.items()},

@@ -1,7 +1,7 @@
 """Hands the memory of a store out to processes of the same user on the same host, and maps what they lend.
 
 A process connects to a Unix socket, which carries descriptors. It shows the ticket that it got over its link,
-with a descriptor of memory for the pages that it puts.
+with a descriptor of memory for the pages that it puts, and gets a descriptor of the store's memory.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import secrets
 import threading
 from typing import Final
 
-import attrs
-
 from kvplug.transport import (
     Acceptor,
     Connection,
@@ -20,27 +18,18 @@ from kvplug.transport import (
     Deadline,
     Listener,
     Memfd,
+    Segment,
     WireError,
     close_after_fork,
 )
-from kvplug_host.arena.addresses import AddressSpace
 from kvplug_host.arena.segments import Segments
-from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, REGION_BYTES, REGIONS, TICKET_BYTES, WELCOME
+from kvplug_host.protocol import MEMORY_PURPOSE, REGION_BYTES, REGIONS, TICKET_BYTES, WELCOME
 
 _HAND_OVER_S: Final = 5.0
 
 
-@attrs.frozen
-class _Admitted:
-    """A process that has shown a valid ticket."""
-
-    connection: Connection
-    lent: memoryview
-    """Memory of the other process, to be read only."""
-
-
 class MemoryDoor:
-    """Listens for readers. Each ticket admits one connection."""
+    """Listens for readers. Each ticket is valid once."""
 
     def __init__(self, segments: Segments, address: str, credentials: Credentials) -> None:
         """
@@ -50,8 +39,8 @@ class MemoryDoor:
         """
         self._segments = segments
         self._lock = threading.Lock()
-        self._admitted: dict[bytes, _Admitted | None] = {}
-        """By ticket; ``None``: it was not shown yet."""
+        self._lent: dict[bytes, memoryview | None] = {}
+        """The memory that each process lends, by its ticket; ``None``: the ticket was not shown yet."""
         close_after_fork(self)
         listener = Listener.open(address, credentials, MEMORY_PURPOSE)
         self.contact = listener.contact
@@ -66,7 +55,7 @@ class MemoryDoor:
         """A new ticket, valid until :meth:`forget`."""
         made = secrets.token_bytes(TICKET_BYTES)
         with self._lock:
-            self._admitted[made] = None
+            self._lent[made] = None
         return made
 
     def _admit(self, connection: Connection) -> None:
@@ -75,70 +64,43 @@ class MemoryDoor:
         ticket, fds = connection.receive_fds(TICKET_BYTES, 1, Deadline.after(_HAND_OVER_S))
         try:
             with self._lock:
-                if self._admitted.get(ticket, connection) is not None:
+                if self._lent.get(ticket, b"") is not None:
                     raise WireError("its ticket is not valid")
-                self._admitted[ticket] = _Admitted(connection, _mapped(fds))
+                self._lent[ticket] = _mapped(fds)
+            fds.append(self._segments.descriptor())
+            connection.send(WELCOME, Deadline.after(_HAND_OVER_S), fds[1:])
         finally:
             for fd in fds:
                 os.close(fd)
-        connection.send(WELCOME, Deadline.after(_HAND_OVER_S))
+        connection.close()
 
     def lent(self, ticket: bytes) -> memoryview:
         """The memory that the process with this ticket lends. Raises WireError: it did not come."""
-        return self._with(ticket).lent
-
-    def _with(self, ticket: bytes) -> _Admitted:
         with self._lock:
-            admitted = self._admitted.get(ticket)
-        if admitted is None:
-            raise WireError("the link uses shared memory, and no connection was made for it")
-        return admitted
-
-    def hand_over(self, ticket: bytes, number: int) -> None:
-        """Send a segment's descriptor to the reader with this ticket, or say that it cannot be had.
-
-        Raises:
-            WireError: no reader came with this ticket.
-            KvplugError: the reader is gone, or does not take it.
-        """
-        connection = self._with(ticket).connection
-        deadline = Deadline.after(_HAND_OVER_S)
-        try:
-            fd = self._segments.descriptor(number)
-        except (OSError, IndexError):
-            connection.send(ANSWER.pack(number, 0), deadline)
-            return
-        try:
-            connection.send(ANSWER.pack(number, self._segments.nbytes), deadline, (fd,))
-        finally:
-            os.close(fd)
+            lent = self._lent.get(ticket)
+        if lent is None:
+            raise WireError("it lends memory, and made no connection for it")
+        return lent
 
     def forget(self, ticket: bytes) -> None:
-        """The reader is gone."""
+        """The process with this ticket is gone."""
         with self._lock:
-            admitted = self._admitted.pop(ticket, None)
-        if admitted is not None:
-            admitted.connection.close()
+            self._lent.pop(ticket, None)
 
     def close(self) -> None:
-        """Stop listening, and close every connection."""
+        """Stop listening."""
         self._acceptor.close()
         with self._lock:
-            connections = [each.connection for each in self._admitted.values() if each is not None]
-            self._admitted.clear()
-        for connection in connections:
-            connection.close()
+            self._lent.clear()
 
     def _after_fork_in_child(self) -> None:
-        """The listener, the acceptor and the connections close themselves."""
+        """The listener and the acceptor close themselves."""
 
 
 def _mapped(fds: list[int]) -> memoryview:
-    """The memory that a process lends. Raises WireError: it is not such memory."""
+    """The memory that a process lends, to be read only. Raises WireError: it is not such memory."""
     if len(fds) != 1:
         raise WireError("it lends no memory for the pages that it puts")
     nbytes = REGIONS * REGION_BYTES
     Memfd.check(fds[0], nbytes, writable=False)
-    space = AddressSpace(nbytes)
-    space.place(fds[0], 0, nbytes, writable=False)
-    return space.view
+    return Segment.map(fds[0], nbytes, writable=False).view

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug import ClosedError, HandshakeError, PeerGoneError, TimeoutError, TransportError
 from kvplug.engine import BlockViews
 from kvplug.net.wire import to_plain
 from kvplug.transport import (
@@ -117,8 +117,7 @@ class Session:
         segments, channel = self._pages.segments, self._link.channel
         hello = protocol.Hello(
             epoch=self._pages.index.epoch,
-            segment_bytes=segments.nbytes,
-            num_segments=segments.count,
+            memory_bytes=segments.total_bytes,
             memory=self._door.contact if self._door is not None else "",
             ticket=self._ticket,
             usage=self._pages.usage(),
@@ -262,16 +261,6 @@ class Session:
         self._pages.forget_holders([(self, request.id)])
         if request.read:
             self._pages.read([entry.key for entry in entries], self._end_of_peer)
-
-    def _segment(self, request: protocol.Segment) -> None:
-        if self._door is None:
-            raise WireError("a message to a store: the memory is not handed out")
-        try:
-            self._door.hand_over(self._ticket, request.number)
-        except WireError:
-            raise
-        except KvplugError as e:
-            self.fail(f"it did not take shared memory: {e}")
 
     def _wrong(self, request: protocol.Wrong) -> None:
         """The peer has found wrong bytes. It might as well have removed the page."""
@@ -437,7 +426,6 @@ _HANDLERS: Final[dict[type[protocol.Request], Callable[[Session, Any], None]]] =
     protocol.Unsubscribe: Session._unsubscribe,
     protocol.Read: Session._read,
     protocol.Done: Session._done,
-    protocol.Segment: Session._segment,
     protocol.Wrong: Session._wrong,
     protocol.Fetch: Session._fetch,
     protocol.Put: Session._put,
