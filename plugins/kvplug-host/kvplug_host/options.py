@@ -37,7 +37,7 @@ class HostOptions:
         64 * 1024 * 1024,
         unit="bytes",
         at_least=4096,
-        help="Size of one piece of shared memory. Pages of one size share a segment or an eighth of it, so a"
+        help="Size of one segment of the memory. Pages of one size share a segment or an eighth of it, so a"
         " page should fit some thirty times into a segment. At most size.",
     )
     threads: int = option(
@@ -51,14 +51,6 @@ class HostOptions:
         True,
         help="Whether processes of the same user and host may map the memory and read it themselves, and lend"
         " 32 MiB of theirs for the pages that they put. false: pages go over a pipe, as to other hosts.",
-    )
-    stall_timeout_s: float = option(
-        5.0,
-        unit="seconds",
-        above=0,
-        help="Memory that another process has asked for to put pages, and sends nothing for so long, is free"
-        " again, and so is that of a message of pages (4 MiB, or one page) that takes longer. Such memory is"
-        " at most a quarter of the budget for each process.",
     )
     socket: str = option(
         "",

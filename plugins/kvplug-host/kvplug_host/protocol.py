@@ -47,6 +47,8 @@ MAX_KEYS: Final = 1 << 16
 """In one request."""
 MAX_LISTED: Final = 1 << 17
 """In one part of a list of all keys."""
+MAX_PUTS: Final = 8
+"""Puts that one process may have under way."""
 MAX_IDENTITIES: Final = 8 << 20
 """Bytes of all identities in one request."""
 HEADERS: Final = 4 << 20
@@ -75,11 +77,6 @@ Traceparent = Annotated[str, Meta(max_length=128)]
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Request")
-
-
-def most_reserved(budget_bytes: int) -> int:
-    """Bytes of pages that one process may have asked to put and not sent, or those of one page."""
-    return budget_bytes // 4
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -240,8 +237,8 @@ class Cancel(Request):
 
 @attrs.frozen(kw_only=True)
 class Put(OfKeys):
-    """Slots for pages that come over the pipe. The first answer has :data:`SEND` for those that are wanted,
-    the last one the results of all."""
+    """Pages that come over the pipe, or in lent memory. The first answer has :data:`SEND` for those that are
+    wanted, the last one the results of all."""
 
     answer = Results
     identities: Annotated[list[bytes], Meta(max_length=MAX_KEYS)]

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kvplug.transport import (
     PageEvent,
     PageFormat,
     PageRequest,
+    PageRows,
     Presence,
     PutReason,
     Series,
@@ -36,8 +37,9 @@ from kvplug_host import protocol
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.put_memory import PutMemory
+from kvplug_host.client.put_turns import PutTurns
 from kvplug_host.client.requests import Requests
-from kvplug_host.protocol import MAX_KEYS, REGIONS
+from kvplug_host.protocol import MAX_KEYS, MAX_PUTS, REGIONS
 from kvplug_host.serving.arrivals import Arrival
 from kvplug_host.serving.server import Server
 from kvplug_host.store import HostStore
@@ -215,49 +217,68 @@ def test_two_pages_of_2_mib_are_one_message(monkeypatch: pytest.MonkeyPatch) -> 
     assert sent == [2, 2, 2]
 
 
-def test_what_is_announced_and_not_sent_takes_a_quarter_of_the_store_and_not_for_long(
+@pytest.mark.parametrize("stops", ["before a message", "in a message"])
+def test_pages_that_are_announced_and_not_sent_take_no_memory(
+    monkeypatch: pytest.MonkeyPatch, stops: str
+) -> None:
+    asked: set[int] = set()
+
+    def send_rows(pipe: PagePipe, request: int, first: int, rows: int, *_: Any) -> None:
+        if stops == "in a message" and not asked:
+            pipe.pipe.send_tensor(protocol.tag(request, first, rows), timeout=None)
+        asked.add(request)
+
+    with served(map=False) as (held, store):
+        full = PAGES.request(held, *names("full", 75))
+        assert held.submit_put(full).wait(waits.patience_s) == [None] * 75
+        before = held.usage()
+        assert before.used_bytes > 0.9 * (16 << 20)
+        with monkeypatch.context() as patch:
+            patch.setattr(PagePipe, "send_rows", send_rows)
+            for number in range(20):
+                request = PAGES.request(store, *names(f"not sent {number}", 20))
+                store.submit_put(request, timeout=2 * waits.patience_s)
+            until(lambda: len(asked) == MAX_PUTS, what="that as many puts are under way as there may be")
+        assert held.usage() == before
+        assert works(held, "room")
+
+
+def test_a_process_with_more_puts_under_way_than_agreed_loses_its_link_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with served(map=False, stall_timeout_s=1.0) as (served_store, store):
-        full = PAGES.request(served_store, *names("full", 75))
-        assert served_store.submit_put(full).wait(waits.patience_s) == [None] * 75
-        held_before = served_store.usage()
-        assert held_before.used_bytes > 0.9 * (16 << 20)
-        monkeypatch.setattr(PagePipe, "send_rows", lambda *args: None)
-        jobs = []
-        for number in range(20):  # with ends that ask for all at once, and one after the other
-            monkeypatch.setattr("kvplug_host.client.reserved.Reserved.take", lambda *args: True)
-            request = PAGES.request(store, *names(f"not sent {number}", 20))
-            jobs.append(store.submit_put(request, timeout=30))
-        until(lambda: served_store.usage().num_pages < held_before.num_pages, what="that pages are evicted")
-        until(lambda: all(job.done for job in jobs), what="that the memory is given back")
-        lost = held_before.num_pages - served_store.usage().num_pages
-        assert lost * PAGES.nbytes <= (16 << 20) // 4 + PAGES.nbytes, f"{lost} pages were evicted in vain"
-        room = PAGES.request(served_store, *names("room", lost))
-        assert served_store.submit_put(room).wait(waits.patience_s) == [None] * lost
-        assert served_store.usage().num_pages == held_before.num_pages, "memory was not given back"
+    with served(map=False) as (held, store):
+        monkeypatch.setattr(PagePipe, "send_rows", lambda *_: None)
+        monkeypatch.setattr(PutTurns, "take", lambda *_: True)
+        requests = [PAGES.request(store, *names(f"not sent {number}", 20)) for number in range(20)]
+        jobs = [store.submit_put(request, timeout=2 * waits.patience_s) for request in requests]
+        assert jobs[0].wait(waits.patience_s) == [PutReason.STORE_GONE] * 20
+        assert works(held, "room")
 
 
-def test_a_writer_that_is_stopped_in_the_middle_of_a_message_holds_no_memory_for_long(
-    fork_server: ForkServer,
+def test_a_message_of_more_pages_than_agreed_ends_that_link_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options: dict[str, Any] = {"map": False, "stall_timeout_s": 1.0, "threads": 1}
-    address = f"unix:@kvplug-broken-{os.getpid()}-{next(_numbers)}"
-    with served(address, **options) as (served_store, _):
-        full = PAGES.request(served_store, *names("full", 75))
-        assert served_store.submit_put(full).wait(waits.patience_s) == [None] * 75
-        before = served_store.usage().num_pages
-        with fork_server.start(f"{PROGRAMS}:put_and_stop", address, options, PAGES.nbytes, 20) as writer:
-            until(lambda: served_store.usage().num_pages < before - 5, what="that pages are evicted")
+    with served(map=False) as (held, store):
+        monkeypatch.setattr("kvplug_host.client.remote_put.PUT_STEP_BYTES", 1 << 30)
+        request = PAGES.request(store, *names("many", 40))
+        assert store.submit_put(request).wait(waits.patience_s) == [PutReason.STORE_GONE] * 40
+        assert "not agreed on" in caplog.text
+        assert works(held, "room")
 
-            def is_free() -> bool:
-                """Pages that are put replace others unless memory is free."""
-                room = PAGES.request(served_store, *names(f"room {next(_numbers)}", 20))
-                served_store.submit_put(room).wait(waits.patience_s)
-                return served_store.usage().num_pages >= before
 
-            until(is_free, what="that the memory is given back")
-            writer.cont()
+def test_pages_that_the_store_has_by_the_time_they_come_count_as_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send = PagePipe.send_rows
+
+    def late(*args: Any) -> None:
+        assert PAGES.put(held, *names("page")) == [None] * 3
+        send(*args)
+
+    with served(map=False) as (held, store):
+        monkeypatch.setattr(PagePipe, "send_rows", late)
+        assert PAGES.put(store, *names("page")) == [None] * 3
+        assert PAGES.got(store, *names("page")) == [None] * 3
 
 
 def test_a_put_of_more_than_a_quarter_of_the_store_is_kept_whole() -> None:
@@ -269,7 +290,7 @@ def test_a_put_of_more_than_a_quarter_of_the_store_is_kept_whole() -> None:
 
 def test_a_put_goes_on_when_one_that_the_store_did_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store reads nothing for a while, so that the request of one put is refused. Another one waits for
-    the memory that it has reserved."""
+    its turn."""
     send = Outbox.send
     jobs: list[Any] = []
 
@@ -279,6 +300,7 @@ def test_a_put_goes_on_when_one_that_the_store_did_not_read_ends(monkeypatch: py
         jobs.append(store.submit_put(next_pages, timeout=JOB_S))
         return False
 
+    monkeypatch.setattr(protocol, "MAX_PUTS", 1)
     with served(map=False) as (_, store):
         pages, next_pages = (PAGES.request(store, *names(name, 20)) for name in ("refused", "next"))
         monkeypatch.setattr(Outbox, "send", sent)
@@ -316,14 +338,14 @@ def test_a_page_that_comes_after_its_put_was_given_up_and_removed_is_not_kept(
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """In the block, the store does not read lent memory. Yields the number of pages in each message that
     waits."""
-    copy, may_go, waiting = Arrival.copy, threading.Event(), list[int]()
+    keep, may_go, waiting = Arrival.keep, threading.Event(), list[int]()
 
-    def copied(arrival: Arrival, lent: memoryview, first: int, count: int) -> bool:
-        waiting.append(count)
+    def kept(arrival: Arrival, numbers: Sequence[int], rows: PageRows) -> None:
+        waiting.append(len(numbers))
         assert may_go.wait(waits.patience_s)
-        return copy(arrival, lent, first, count)
+        keep(arrival, numbers, rows)
 
-    monkeypatch.setattr(Arrival, "copy", copied)
+    monkeypatch.setattr(Arrival, "keep", kept)
     try:
         yield waiting
     finally:
@@ -385,7 +407,7 @@ def test_a_store_that_is_sent_to_wrong_memory_ends_that_link_only(
         monkeypatch.setattr(PagePipe, "send_rows", send_rows)
         pages = NamedPages(12 << 20)  # more than a region
         assert store.submit_put(pages.request(store, "page")).wait(waits.patience_s) == [PutReason.STORE_GONE]
-        assert ("lends" if is_lent else "has not lent") in caplog.text
+        assert ("do not lie in" if is_lent else "has not lent") in caplog.text
         assert pages.put(held, "page") == [None]
 
 

@@ -217,7 +217,7 @@ class HostClient(Store):
                 pages,
                 self.seal,
                 requests=connection.requests,
-                reserved=connection.reserved,
+                turns=connection.put_turns,
                 send=connection.pages.send_rows,
                 again=self._work,
             )

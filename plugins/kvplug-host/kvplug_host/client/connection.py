@@ -21,8 +21,8 @@ from kvplug.transport import (
 from kvplug_host import protocol
 from kvplug_host.client.mapping import Mapping, offered_mapping
 from kvplug_host.client.page_pipe import PagePipe
+from kvplug_host.client.put_turns import PutTurns
 from kvplug_host.client.requests import Requests
-from kvplug_host.client.reserved import Reserved
 from kvplug_host.link_end import failing
 from kvplug_host.options import HostOptions
 
@@ -69,7 +69,7 @@ class Connection:
         self.epoch = hello.epoch
         if hello.usage is not None:
             note_usage(hello.usage)
-        self.reserved = Reserved(protocol.most_reserved(hello.memory_bytes))
+        self.put_turns = PutTurns(protocol.MAX_PUTS)
         try:
             pipe = link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
         except (HandshakeError, TransportError) as e:  # both ends know

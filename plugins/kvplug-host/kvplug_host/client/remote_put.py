@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvplug.transport import Job, MissReason, PageRequest, PageSeal, PutReason
 from kvplug_host import protocol
+from kvplug_host.client.put_turns import PutTurns
 from kvplug_host.client.requests import Requests
-from kvplug_host.client.reserved import Reserved
 from kvplug_host.jobs import PUT_STEP_BYTES, Put, ranges_of
 
 _AHEAD: Final = 3
-"""Ranges of pages for which the store holds slots at the same time."""
+"""Requests of one put that are under way at the same time."""
 _ASK_BYTES: Final = 4 * PUT_STEP_BYTES
 """Of the pages of a range, which are sent in several steps."""
 
@@ -45,7 +45,7 @@ class RemotePut(Put):
         seal: PageSeal,
         *,
         requests: Requests,
-        reserved: Reserved,
+        turns: PutTurns,
         send: Send,
         again: Callable[[RemotePut], object],
     ) -> None:
@@ -56,19 +56,16 @@ class RemotePut(Put):
             again: has the steps of this task run.
         """
         super().__init__(job, pages, seal)
-        self._requests, self._send, self._again = requests, send, again
+        self._requests, self._turns, self._send, self._again = requests, turns, send, again
         form = pages.series.format
-        self._row_bytes = form.nbytes + max(
+        row_bytes = form.nbytes + max(
             (seal.header_length(form, identity) for identity in pages.identities), default=0
         )
-        step_bytes = min(_ASK_BYTES, reserved.most_bytes)
-        least_bytes = -(-step_bytes // protocol.MAX_KEYS)
-        self._ranges = deque(ranges_of(job.count, max(self._row_bytes, least_bytes), step_bytes))
-        self._reserved = reserved
-        self._taken: dict[int, int] = {}
-        """Bytes that each request has reserved."""
+        least_bytes = -(-_ASK_BYTES // protocol.MAX_KEYS)
+        self._ranges = deque(ranges_of(job.count, max(row_bytes, least_bytes), _ASK_BYTES))
         self._asked: dict[int, Sequence[int]] = {}
-        """The numbers of the pages of each request under way."""
+        """The numbers of the pages of each request under way. Each of them has a turn, which is given back by
+        what removes it from here."""
         self._pieces: list[_Piece] = []
         """What is sent, in as many steps."""
 
@@ -80,14 +77,12 @@ class RemotePut(Put):
             with self.lock:
                 if self.is_over:
                     return
-                if len(self._asked) >= _AHEAD or not self._ranges:
-                    finished = not self._asked and not self._ranges
+                if not self._ranges:
+                    finished = not self._asked
                     break
-                nbytes = len(self._ranges[0]) * self._row_bytes
-                if not self._reserved.take(nbytes, self.ask):
+                if len(self._asked) >= _AHEAD or not self._turns.take(self.ask):
                     return
                 request, wanted = self._requests.new_number(), []
-                self._taken[request] = nbytes
                 for at in self._ranges.popleft():
                     if self.is_forgotten(self.pages.keys[at]):
                         self.results[at] = PutReason.CANCELLED
@@ -98,16 +93,11 @@ class RemotePut(Put):
                     self._asked[request] = wanted
                     sent = self._ask(request, wanted)
             if not wanted:
-                self._give_back([request])
+                self._turns.give_back(1)
             elif not sent:
                 self.end(self._requests.over or MissReason.STORE_GONE)
         if finished:
             self.end(None)
-
-    def _give_back(self, requests: Iterable[int]) -> None:
-        nbytes = sum(self._taken.pop(request, 0) for request in requests)
-        if nbytes:
-            self._reserved.give_back(nbytes)
 
     def _ask(self, request: int, wanted: Sequence[int]) -> bool:
         """Returns whether it was sent."""
@@ -163,11 +153,12 @@ class RemotePut(Put):
         """The store has the pages of a request, or says why not."""
         with self.lock:
             numbers = self._asked.pop(request, None)
-            if numbers is None or self.is_over:
+            if numbers is None:
                 return
-            for at, result in zip(numbers, protocol.results_in(protocol.PUT_RESULTS, codes), strict=True):
-                self.results[at] = result
-        self._give_back([request])
+            if not self.is_over:
+                for at, result in zip(numbers, protocol.results_in(protocol.PUT_RESULTS, codes), strict=True):
+                    self.results[at] = result
+        self._turns.give_back(1)
         self.ask()
 
     # -- a step: gather and send ---------------------------------------------------------------
@@ -187,10 +178,11 @@ class RemotePut(Put):
     # -- the end -------------------------------------------------------------------------------
 
     def end(self, reason: MissReason | None) -> bool:
-        with self.lock:
-            asked = [] if self.is_over else list(self._asked)
         is_first = super().end(reason)
+        with self.lock:  # no request is added any more
+            asked, self._asked = self._asked, {}
         for request in asked:
             self._requests.tell(protocol.Cancel(id=request))
-        self._give_back(list(self._taken))
+        if asked:
+            self._turns.give_back(len(asked))
         return is_first

@@ -238,11 +238,26 @@ class Pages:
 
     # -- writing -------------------------------------------------------------------------------
 
+    def known_results(self, put: Put, sizes: Sequence[int]) -> list[tuple[int, PutReason | None]]:
+        """The results of the pages of a put, by number, whose bytes are not needed, given the bytes of each
+        with its header: the store has the page, or it is too large."""
+        results: list[tuple[int, PutReason | None]] = []
+        for index, part in self._slices([*enumerate(put.pages.keys)], PUT_SLICE):
+            held = []
+            for at, key in part:
+                if key in index.pages:
+                    held.append(key)
+                    results.append((at, None))
+                elif self._slots.size_for(sizes[at]) is None:
+                    results.append((at, PutReason.TOO_LARGE))
+            index.use(held[::-1])
+        return results
+
     def reserve(
-        self, put: Put, sizes: Mapping[int, int], most_bytes: float = math.inf
+        self, put: Put, sizes: Mapping[int, int]
     ) -> tuple[dict[int, Slot], list[tuple[int, PutReason | None]]]:
         """Slots for pages of a put, by number, given the bytes of each with its header; and the results of
-        those that need none. Pages that would exceed ``most_bytes`` together have no room.
+        those that need none.
 
         Raises:
             JobTask.OverError: the put has ended.
@@ -262,8 +277,6 @@ class Pages:
                         result = PutReason.CANCELLED
                     elif key in index.pages:
                         held.append(key)
-                    elif nbytes > most_bytes:
-                        result = PutReason.NO_ROOM
                     else:
                         own = memory.take(at, nbytes) if isinstance(memory, SlotBuffers) else None
                         found = own or (
@@ -275,7 +288,6 @@ class Pages:
                             refused = nbytes
                         if isinstance(found, Slot):
                             slots[at] = found
-                            most_bytes -= nbytes
                         else:
                             result = found
                     if at not in slots:

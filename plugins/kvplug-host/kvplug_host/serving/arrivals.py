@@ -1,9 +1,7 @@
-"""Pages on their way from a process that puts them: whole pages over the pipe, straight into slots, or out of
-memory that the process lends."""
+"""Pages on their way from a process that puts them: over the pipe, or in memory that the process lends."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -11,24 +9,23 @@ from kvplug import UnsupportedError
 from kvplug.transport import (
     Deadline,
     Job,
+    JobTask,
     PageBuffers,
     PageCopy,
     PageMemory,
     PageRequest,
     PageRows,
     PageSeal,
-    Pipe,
     PutReason,
     WireError,
 )
 from kvplug_host import protocol
-from kvplug_host.arena.slots import Slot
-from kvplug_host.jobs import Put
+from kvplug_host.jobs import PUT_STEP_BYTES, Put
 from kvplug_host.pages.pages import Pages
 
 
 class PipedPages(PageMemory):
-    """The memory of a put whose pages come over the pipe, straight into slots: nothing copies it."""
+    """Stands for the memory of a put whose pages are in another process."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -37,11 +34,11 @@ class PipedPages(PageMemory):
         return self._count
 
     def places(self) -> NoReturn:
-        raise UnsupportedError("these pages come over a pipe")
+        raise UnsupportedError("these pages are in another process")
 
 
 class Arrival(Put):
-    """One put of a peer: slots for the pages that are to be sent."""
+    """One put of a peer. Slots are taken for pages that have come, so a peer that sends none holds none."""
 
     def __init__(
         self,
@@ -59,49 +56,26 @@ class Arrival(Put):
         super().__init__(Job(len(pages.keys), deadline), pages, seal)
         self.job.add_done_callback(lambda ended: done(ended.results() or []))
         self._store = store
-        self._header_bytes = {
-            at: seal.header_length(pages.series.format, identity)
-            for at, identity in enumerate(pages.identities)
-        }
-        self._slots: dict[int, Slot] = {}
-        """Of the pages that are still to come."""
+        form = pages.series.format
+        self._row_bytes = [form.nbytes + seal.header_length(form, each) for each in pages.identities]
+        """Of each page and its header."""
+        self._to_come: dict[int, None] = {}
+        """The numbers of the pages that are to be sent, and have not come."""
         self._left = 0
         """Pages that have no result yet."""
-        self._page_bytes = pages.series.format.nbytes + max(self._header_bytes.values())
-        self.begun_at = time.monotonic()
 
-    @property
-    def bytes_to_come(self) -> int:
-        """Of the pages that are to be sent, and have not come."""
-        return 0 if self.is_over else self._left * self._page_bytes
-
-    def begin(self, reserved_bytes: int) -> bytes:
-        """For each page: send it, or its result.
-
-        Args:
-            reserved_bytes: what the peer has still to send of other puts.
-
-        Raises:
-            JobOverError: the store is closed.
-        """
-        store, nbytes = self._store, self.pages.series.format.nbytes
-        store.jobs.begin(self)
-        most = protocol.most_reserved(store.segments.total_bytes)
-        slots, results = store.reserve(
-            self,
-            {at: nbytes + header_bytes for at, header_bytes in self._header_bytes.items()},
-            most - reserved_bytes if reserved_bytes else max(most, self._page_bytes),
-        )
+    def begin(self) -> bytes | None:
+        """For each page: send it, or its result. ``None``: the put has ended, since the store is closed."""
+        if not self._store.jobs.begin(self):
+            return None
+        results = self._store.known_results(self, self._row_bytes)
         self.note_all(results)
         codes = bytearray([protocol.SEND] * len(self.pages.keys))
         for at, result in results:
             codes[at] = protocol.PUT_RESULTS.index(result)
         with self.lock:
-            is_over = self.is_over
-            if not is_over:
-                self._slots, self._left = slots, len(slots)
-        if is_over:
-            store.give_back(slots.values())
+            self._to_come = dict.fromkeys(at for at, code in enumerate(codes) if code == protocol.SEND)
+            self._left = len(self._to_come)
         return bytes(codes)
 
     def resolved(self, count: int) -> None:
@@ -112,83 +86,53 @@ class Arrival(Put):
         if is_finished:
             self.end(None)
 
-    def receive(self, pipe: Pipe, first: int, count: int, timeout: float) -> bool:
-        """Receive the next ``count`` pages from page ``first`` on that are to be sent, and publish them.
-
-        Returns whether they were received: if the put has ended, they are still to come.
+    def next_pages(self, first: int, count: int) -> tuple[list[int], int] | None:
+        """The numbers of the next ``count`` pages from page ``first`` on that are to be sent, which come now,
+        and the bytes of each with its header; ``None``: the put has ended.
 
         Raises:
-            WireError: what comes was not agreed on.
-            KvplugError: the pages do not come in time, or the pipe cannot be used any more.
+            WireError: these pages were not agreed on.
         """
-
-        def come(rows: PageRows) -> PageRows:
-            pipe.recv_blocks(rows.views([0], rows.nbytes), rows.offsets, timeout=timeout)
-            return rows
-
-        return self._take(first, count, come)
-
-    def copy(self, lent: memoryview, first: int, count: int) -> bool:
-        """The same for pages that are in ``lent``, one after the other."""
-
-        def come(rows: PageRows) -> PageRows:
-            if count * rows.nbytes > len(lent):
-                raise WireError(f"it lends {len(lent)} bytes for {count} pages of {rows.nbytes}")
-            return PageRows.dense(lent, count, rows.nbytes)
-
-        return self._take(first, count, come)
-
-    def _take(self, first: int, count: int, come: Callable[[PageRows], PageRows]) -> bool:
-        """``come(rows)``: have the pages come, and return where they are: in these rows, which are their
-        slots, or in others."""
-        store, nbytes = self._store, self.pages.series.format.nbytes
+        most = max(1, PUT_STEP_BYTES // max(1, self.pages.series.format.nbytes))
         with self.lock:
             if self.is_over:
-                return False
-            numbers = [at for at in self._slots if at >= first][:count]
-            header_bytes = {self._header_bytes[at] for at in numbers}
-            if len(numbers) != count or len(header_bytes) != 1:
+                return None
+            numbers = [at for at in self._to_come if at >= first][:count]
+            lengths = {self._row_bytes[at] for at in numbers}
+            if len(numbers) != count or len(lengths) != 1 or count > most:
                 raise WireError(f"it sends {count} pages, which were not agreed on")
-            slots = {at: self._slots.pop(at) for at in numbers}
+            for at in numbers:
+                del self._to_come[at]
+        return numbers, lengths.pop()
+
+    def keep(self, numbers: Sequence[int], rows: PageRows) -> None:
+        """Copy these pages, which have come, into slots, if they are right, and publish them. ``rows``: each
+        with its header. Their bytes may change meanwhile: the peer may have lent them."""
+        pages, seal, form, store = self.pages, self.seal, self.pages.series.format, self._store
+        headers = {at: bytes(rows.row(row)[form.nbytes :]) for row, at in enumerate(numbers)}
+        identities = [pages.identities[at] for at in numbers]
+        reasons = seal.check_headers(pages.series, identities, [*headers.values()])
+        right = [at for at, reason in zip(numbers, reasons, strict=True) if reason is None]
         try:
-            rows = PageRows(
-                store.segments.view, [slot.offset for slot in slots.values()], nbytes + header_bytes.pop()
-            )
-            wrong = self._wrong(numbers, rows, come(rows))
+            slots, results = store.reserve(self, dict.fromkeys(right, rows.nbytes))
+        except JobTask.OverError:
+            return
+        try:
+            view, begins = store.segments.view, dict(zip(numbers, rows.offsets, strict=True))
+            into = PageRows(view, [slot.offset for slot in slots.values()], form.nbytes)
+            source = PageRows(rows.buffer, [begins[at] for at in slots], form.nbytes)
+            copy = PageCopy(PageBuffers(form, into), seal)
+            copy.use(0, source, [headers[at] for at in slots])
+            faults = copy.load(range(len(slots))) or [None] * len(slots)
+            for at, slot in slots.items():
+                end = slot.offset + form.nbytes
+                view[end : end + len(headers[at])] = headers[at]
         except BaseException:
             store.give_back(slots.values())
             raise
-        store.give_back([slots.pop(at) for at in wrong])
-        store.publish(self, slots, self._header_bytes, [(at, PutReason.OTHER) for at in wrong])
-        self.resolved(count)
-        return True
-
-    def _wrong(self, numbers: Sequence[int], rows: PageRows, come: PageRows) -> set[int]:
-        """The pages that are not what the put has announced. The others are in their rows at the end.
-
-        ``come``: where the pages are; may be the same rows.
-        """
-        pages, seal, form = self.pages, self.seal, self.pages.series.format
-        headers = [bytes(come.row(index)[form.nbytes :]) for index in range(len(come))]
-        reasons = seal.check_headers(pages.series, [pages.identities[at] for at in numbers], headers)
-        left = [index for index, reason in enumerate(reasons) if reason is None]
-        memory, source = (
-            PageRows(each.buffer, [each.offsets[index] for index in left], form.nbytes)
-            for each in (rows, come)
-        )
-        copy = PageCopy(PageBuffers(form, memory), seal)
-        copy.use(0, source, [headers[index] for index in left])
-        every = range(len(left))
-        if come is rows:
-            checks = copy.verify(every)
-        else:
-            checks = copy.load(every) or [None] * len(left)
-            for index in left:
-                rows.row(index)[form.nbytes :] = headers[index]
-        right = {numbers[index] for index, reason in zip(left, checks, strict=True) if reason is None}
-        return {*numbers} - right
-
-    def settled(self) -> None:
-        with self.lock:
-            slots, self._slots = self._slots, {}
-        self._store.give_back(slots.values())
+        wrong = {*numbers}.difference(right)
+        wrong.update(at for at, fault in zip(slots, faults, strict=True) if fault is not None)
+        store.give_back([slots.pop(at) for at in wrong if at in slots])
+        header_bytes = {at: len(header) for at, header in headers.items()}
+        store.publish(self, slots, header_bytes, [*results, *((at, PutReason.OTHER) for at in wrong)])
+        self.resolved(len(numbers))

@@ -32,7 +32,7 @@ class Server:
         Raises:
             KvplugError: the memory cannot be handed out at the configured path.
         """
-        Session(self._pages, link, self._opened(), self._context, self._options.stall_timeout_s).run()
+        Session(self._pages, link, self._opened(), self._context).run()
 
     def _opened(self) -> MemoryDoor | None:
         """The door; ``None``: the memory is not handed out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from kvplug.transport import (
     BackgroundThread,
     Deadline,
     JobEngine,
-    JobTask,
     MissReason,
     Outbox,
     PageEvent,
@@ -51,6 +49,8 @@ _MAX_DROPPED: Final = 1 << 30
 _MAX_VIEWS: Final = 256
 """Views of the memory that are kept for the next fetch."""
 _MAX_SUBSCRIPTIONS: Final = 1024
+_MAX_ARRIVALS: Final = 2 * protocol.MAX_PUTS
+"""Twice as many as the peer may have under way: one that it has given up may end a moment later."""
 
 
 class Session:
@@ -62,16 +62,10 @@ class Session:
         link: Store.Link,
         door: MemoryDoor | None,
         context: Store.Context,
-        stall_timeout_s: float,
     ) -> None:
-        """
-        Args:
-            context: its ``timeout_s`` is how long the peer may take for the first messages.
-            stall_timeout_s: how long slots for pages of the peer are kept while it sends none.
-        """
+        """``context``: its ``timeout_s`` is how long the peer may take for the first messages."""
         self._pages = pages
         self._timeout_s, self._on_served = context.timeout_s, context.on_served
-        self._stall_timeout_s = stall_timeout_s
         self._link = link
         self._door = door
         self._peer = str(link.channel.peer)
@@ -82,8 +76,10 @@ class Session:
         self._views = functools.lru_cache(maxsize=_MAX_VIEWS)(self._views_of)
         self._sender = JobEngine("host-pages", 1, stop=link.close)
         self._receiver: BackgroundThread | None = None
-        self._lent: tuple[int, memoryview] | None = None
-        """Memory of the peer, with the number of the request that is answered when it was read."""
+        self._lent: memoryview | None = None
+        """Memory of the peer."""
+        self._lend_id = 0
+        """The number of the request that is answered when it was read."""
         self._lock = threading.Lock()
         self._over = False
         self._end_of_peer = object()
@@ -92,10 +88,8 @@ class Session:
         """Leased pages of each read, what ends it at the end of its lease, and what to call at its end."""
         self._fetches: dict[int, Fetch] = {}
         self._arrivals: dict[int, Arrival] = {}
-        self._received_at = 0.0
-        """When the latest page came; ``math.inf`` while one comes."""
-        self._stall: JobEngine.Alarm | None = None
-        """Set while pages are to come."""
+        self._received = memoryview(b"")
+        """Memory for the pages of one message."""
         self._subscriptions: dict[int, Callable[[], None]] = {}
 
     def run(self) -> None:
@@ -150,8 +144,6 @@ class Session:
         self._views.cache_clear()
         for arrival in list(self._arrivals.values()):
             arrival.end(MissReason.CANCELLED)
-        if self._stall is not None:
-            self._stall.cancel()
         if self._door is not None:
             self._door.forget(self._ticket)
         reads = {request: self._reads.pop(request, None) for request in list(self._reads)}
@@ -333,7 +325,7 @@ class Session:
 
     def _put(self, request: protocol.Put) -> None:
         number, keys = request.id, request.each
-        if self._pipe is None or number in self._arrivals:
+        if self._pipe is None or number in self._arrivals or len(self._arrivals) >= _MAX_ARRIVALS:
             raise WireError("a message to a store: a put that is not possible")
         seal = PageSeal(checksums=request.checksums)
         pages = PageRequest(
@@ -350,31 +342,16 @@ class Session:
             self._answer(protocol.Results(id=number, codes=codes, usage=self._usage()))
 
         self._listen_to_pipe()
-        arrival = Arrival(self._pages, seal, pages, deadline, done)
-        reserved_bytes = sum(each.bytes_to_come for each in list(self._arrivals.values()))
-        self._arrivals[number] = arrival
-        try:
-            codes = arrival.begin(reserved_bytes)
-        except JobTask.OverError:
-            return  # its results have been sent
-        if self._stall is None:
-            self._end_stalled()
-        self._answer(protocol.Results(id=number, codes=codes, is_last=False))
-        arrival.resolved(0)
+        arrival = self._arrivals[number] = Arrival(self._pages, seal, pages, deadline, done)
+        codes = arrival.begin()
+        if codes is not None:
+            self._answer(protocol.Results(id=number, codes=codes, is_last=False))
+            arrival.resolved(0)
 
     def _lend(self, request: protocol.Lend) -> None:
         if self._door is None:
             raise WireError("a message to a store: memory is lent to it, and it maps none")
-        self._lent = request.id, self._door.lent(self._ticket)
-
-    def _end_stalled(self) -> None:
-        """End the puts of which nothing comes, and look again later."""
-        self._stall, now = None, time.monotonic()
-        for arrival in list(self._arrivals.values()):
-            if now - max(arrival.begun_at, self._received_at) >= self._stall_timeout_s:
-                arrival.end(MissReason.TIMEOUT)
-        if self._arrivals and not self._over:
-            self._stall = self._at(now + self._stall_timeout_s / 4, self._end_stalled)
+        self._lend_id, self._lent = request.id, self._door.lent(self._ticket)
 
     def _listen_to_pipe(self) -> None:
         if self._receiver is None:
@@ -395,22 +372,33 @@ class Session:
                 if not count:
                     raise WireError("it sends no pages")
                 arrival = self._arrivals.get(number)
-                self._received_at = math.inf
+                pages = arrival.next_pages(first, count) if arrival is not None else None
                 if region is not None:
-                    self._receive_lent(arrival, first, count, region)
-                # Not until the put's deadline: a peer that is stopped would hold the memory that long.
-                elif arrival is None or not arrival.receive(pipe, first, count, self._stall_timeout_s):
-                    pipe.recv_tensor(timeout=self._stall_timeout_s)  # pages of a put that has ended
-                self._received_at = time.monotonic()
+                    memory = self._lent_memory(region)
+                elif pages is not None:
+                    memory = self._receive(pipe, count, pages[1])
+                else:
+                    pipe.recv_tensor(timeout=None)  # pages of a put that has ended
+                if arrival is not None and pages is not None:
+                    arrival.keep(pages[0], PageRows.dense(memory, count, pages[1]))
+                if region is not None:
+                    self._answer(protocol.Results(id=self._lend_id, codes=bytes([region]), is_last=False))
 
-    def _receive_lent(self, arrival: Arrival | None, first: int, count: int, region: int) -> None:
+    def _lent_memory(self, region: int) -> memoryview:
         if self._lent is None:
             raise WireError("its pages are in memory that it has not lent")
-        number, memory = self._lent
-        if arrival is not None:
-            begin = region * protocol.REGION_BYTES
-            arrival.copy(memory[begin : begin + protocol.REGION_BYTES], first, count)
-        self._answer(protocol.Results(id=number, codes=bytes([region]), is_last=False))
+        begin = region * protocol.REGION_BYTES
+        return self._lent[begin : begin + protocol.REGION_BYTES]
+
+    def _receive(self, pipe: Pipe, count: int, row_bytes: int) -> memoryview:
+        """Receive a message of pages into memory that the next message uses again."""
+        import torch
+
+        if len(self._received) < count * row_bytes:
+            self._received = memoryview(bytearray(count * row_bytes))
+        rows = torch.frombuffer(self._received, dtype=torch.uint8)[: count * row_bytes]
+        pipe.recv_tensor(rows.view(1, count, row_bytes), timeout=None)
+        return self._received
 
 
 _HANDLERS: Final[dict[type[protocol.Request], Callable[[Session, Any], None]]] = {
