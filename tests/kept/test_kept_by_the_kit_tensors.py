@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -84,15 +87,18 @@ def site(tmp_path: Path, fork_server: ForkServer) -> Site:
     ],
 )
 def test_they_keep_the_laws(kept: Any, laws: tuple[str, ...]) -> None:
-    done = kept.run(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")),
-        *("--rootdir", str(ROOT), "--kvplug-level", "quick", "--kvplug-report", "card.json"),
+    arguments = [
+        *("-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
+        *("--kvplug-level", "quick", "--kvplug-report", "card.json"),
+        *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # the kit is imported already
         *(("--hypothesis-profile", "dev") if laws else ()),
         *(f"--kvplug-law={law}" for law in laws),
         str(KEPT / "suites.py"),
-        timeout_s=290,
-    )
-    assert done.returncode == 0, done.stdout
+    ]
+    path = os.pathsep.join([*map(str, kept.path), os.environ.get("PYTHONPATH", "")])  # of its children
+    run = f"{__file__}:run_pytest"
+    code, printed = kept.forked(run, arguments, {"PYTHONPATH": path}, timeout_s=290)
+    assert code == 0, printed
     card = from_json((kept.folder / "card.json").read_text())
     passed = Counter(result.subject for result in card.results if result.outcome == "passed")
     assert not {subject for subject in SUBJECTS if passed[subject] < 3}, passed
@@ -101,6 +107,15 @@ def test_they_keep_the_laws(kept: Any, laws: tuple[str, ...]) -> None:
 @pytest.mark.timeout(120)
 def test_a_pipe_moves_tensors_both_ways_and_a_connector_serves_an_engine(kept: Any) -> None:
     kept.forked(f"{__file__}:run_program", PROGRAM, {})
+
+
+def run_pytest(parent: Parent, arguments: list[str], *place: Any) -> tuple[int, str]:
+    """In a child: returns the exit code of pytest and what it prints."""
+    enter(*place)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = pytest.main(arguments)
+    return int(code), printed.getvalue()
 
 
 def run_program(parent: Parent, program: str, *place: Any) -> None:

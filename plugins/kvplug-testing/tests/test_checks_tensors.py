@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import io
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.peers import Parent
 
 PROGRAM = """
 import sys
@@ -56,38 +62,60 @@ if __name__ == "__main__":
 """
 
 
-def _said(folder: Path, *arguments: str) -> str:
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder, check=False)
-    print(done.stdout, done.stderr)
-    return done.stdout
+@pytest.fixture
+def said(tmp_path: Path, fork_server: ForkServer) -> Callable[..., str]:
+    """What the program prints, given arguments."""
+
+    def run(*arguments: str) -> str:
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM)
+        given = (str(program), list(arguments))
+        with fork_server.start(f"{__file__}:run_program", *given, timeout_s=100.0) as child:
+            printed: str = child.result(100.0)
+        print(printed)
+        return printed
+
+    return run
 
 
-def _judged(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("judged:")]
+def run_program(parent: Parent, program: str, arguments: list[str]) -> str:
+    """In a child."""
+    sys.argv = [program, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(program, run_name="__main__")
+    return printed.getvalue()
 
 
-def test_a_program_judges_what_it_makes_and_gets_the_laws_that_are_broken(tmp_path: Path) -> None:
-    said = _said(tmp_path, "quick", "STORE-10")
-    good, nested = _judged(said)
+def _judged(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("judged:")]
+
+
+def test_a_program_judges_what_it_makes_and_gets_the_laws_that_are_broken(
+    said: Callable[..., str],
+) -> None:
+    printed = said("quick", "STORE-10")
+    good, nested = _judged(printed)
     assert "passed" in good and "passed" in nested
-    broken = said.partition("broken: ")[2]
+    broken = printed.partition("broken: ")[2]
     assert " tests fail:\n" in broken and ", STORE-10: test_" in broken and "law STORE-10 (" in broken
-    assert "pairs:" in said and "passed" in said.partition("pairs:")[2]
+    assert "pairs:" in printed and "passed" in printed.partition("pairs:")[2]
 
 
 @pytest.mark.full
-def test_other_processes_make_what_is_judged_if_they_can_import_its_maker(tmp_path: Path) -> None:
-    good, nested, *_ = _judged(_said(tmp_path, "long", "ALL-8"))
+def test_other_processes_make_what_is_judged_if_they_can_import_its_maker(
+    said: Callable[..., str],
+) -> None:
+    good, nested, *_ = _judged(said("long", "ALL-8"))
     assert "passed" in good and "other processes" not in good
     assert "other processes cannot import <lambda>: put it at the top of a file" in nested
 
 
 @pytest.mark.full
-def test_the_law_of_a_dead_peer_is_not_judged_where_no_call_depends_on_one(tmp_path: Path) -> None:
-    judged = _judged(_said(tmp_path, "quick", "ALL-2"))
+def test_the_law_of_a_dead_peer_is_not_judged_where_no_call_depends_on_one(
+    said: Callable[..., str],
+) -> None:
+    judged = _judged(said("quick", "ALL-2"))
     assert len(judged) == 3
-    for said in judged:
-        assert "has to fail when another end ends" in said and "passed" not in said
+    for line in judged:
+        assert "has to fail when another end ends" in line and "passed" not in line
