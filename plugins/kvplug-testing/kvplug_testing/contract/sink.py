@@ -66,6 +66,9 @@ class SinkContract(Contract):
     sink: ClassVar[str] = ""
     """Name of an installed sink."""
 
+    def warm_up(self) -> None:
+        """Sinks have no tensors, so torch, which takes a second to import, makes nothing here."""
+
     def made(self) -> Sink:
         """A new sink. Override it for one that is not installed."""
         made = self.installed("made").load_factory()(self.made_options())
