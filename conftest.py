@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import http.server
+import importlib
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 import kvplug
 from kvplug import Registry
+from kvplug.errors import PluginLoadError
 from kvplug_lab.installed_site import Site
 from kvplug_testing import peers
 from kvplug_testing.contract.base import session_server
@@ -76,13 +78,14 @@ def _is_beyond_quick(item: pytest.Item) -> bool:
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool]:
-    return item.get_closest_marker("kvplug_law") is None, not item.nodeid.startswith("plugins/")
+    is_short = not item.nodeid.startswith(("plugins/", "tests/together/"))
+    return item.get_closest_marker("kvplug_law") is None, is_short
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``timing`` run one after another: they are one group for pytest-xdist. Its processes begin
-    with the longest groups: the kit's suites, then the plugins' other tests. Failures of tests in
-    ``tests/unstable.toml`` do not fail the run."""
+    with the longest groups: the kit's suites, then tests of several parts together, and of plugins. Failures
+    of tests in ``tests/unstable.toml`` do not fail the run."""
     unstable = {test["name"]: test["reason"] for test in unstable_tests()}
     for item in items:
         if (reason := unstable.get(item.nodeid.partition("[")[0])) is not None:
@@ -145,25 +148,34 @@ def _plugins_are_loaded_once() -> Iterator[None]:
 # -- processes that tests start ----------------------------------------------------------------------
 
 
-_PRELOADED = (
-    *("torch", "hypothesis", "kvplug.cli.doctor", "kvplug.cli.list", "kvplug.cli.main"),
-    *("kvplug_testing.engine", "kvplug_testing.waits", "kvplug_cpu.endpoint", "kvplug_host.factory"),
-    *("kvplug_lookup.connector.scheduler", "kvplug_lookup.connector.worker", "kvplug_shm.pipe.endpoint"),
-    *("kvplug_p2p.scheduler", "kvplug_p2p.worker"),
-)
-"""Modules that children of tests import, which takes them more than half a second."""
-
-
 @pytest.fixture(scope="session")
 def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
     """Forks children that need torch, in milliseconds; a fresh process takes seconds to import all.
 
     Use ``peers.start`` for a child with its own descriptors, flags or variables, or that must not be forked.
     """
-    modules = (module for module in _PRELOADED if find_spec(module.partition(".")[0]))
-    server = ForkServer.of(*modules, forked_from=session_server(request.session))
+    server = ForkServer(f"{__file__}:import_plugins", forked_from=session_server(request.session))
     yield server
     server.close()
+
+
+_MODULES = (
+    *("torch", "hypothesis", "kvplug.cli.doctor", "kvplug.cli.list", "kvplug.cli.main"),
+    *("kvplug_testing.engine", "kvplug_testing.waits"),
+)
+
+
+def import_plugins() -> None:
+    """In a fork server: import what children need, and the plugins with what they offer. Otherwise each child
+    imports these, which takes up to 0.1 s of processor time.
+    """
+    for module in _MODULES:
+        if find_spec(module.partition(".")[0]):
+            importlib.import_module(module)
+    for _, spec in Registry.from_env():
+        for load in ("load_options", "load_factory", "load_worker_factory"):
+            with suppress(PluginLoadError):
+                getattr(spec, load, bool)()
 
 
 @pytest.fixture(scope="session")
