@@ -16,7 +16,7 @@ from kvplug.errors import KvplugError, PeerGoneError
 from kvplug.metrics.spans import Span
 
 Found = dict[str, tuple[int, Span]]
-"""By the span's id: the process that recorded it, and the span."""
+"""By the span's id, the earliest first: the process that recorded it, and the span."""
 
 
 def explain_request(request_id: str, *, as_json: bool) -> bool:
@@ -28,6 +28,7 @@ def explain_request(request_id: str, *, as_json: bool) -> bool:
         watched = _ask(watched, request_id, found)
         for trace_id in {span.context.trace_id for _, span in found.values()}:
             watched = _ask(watched, trace_id, found)  # a peer engine has another id for the request
+    found = dict(sorted(found.items(), key=lambda each: each[1][1].start_ns))
     if as_json:
         show_json([{"pid": pid, **attrs.asdict(span)} for pid, span in found.values()])
     elif not found:
@@ -76,7 +77,7 @@ def _summary(spans: Iterable[tuple[int, Span]]) -> Iterator[str]:
 def _rows(found: Found) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row for each span, below the span that it is a part of."""
     parts: dict[str, list[tuple[int, Span]]] = {}
-    for pid, span in sorted(found.values(), key=lambda each: each[1].start_ns):
+    for pid, span in found.values():
         parts.setdefault(span.parent_id if span.parent_id in found else "", []).append((pid, span))
 
     def below(parent_id: str, depth: int) -> Iterator[tuple[str, str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvplug.assembly.state import SideState
 from kvplug.assembly.stores import build_store, serve_store
 from kvplug.assembly.watched import LocalProcess, PeerProcess
 from kvplug.assembly.watching import watched_sockets
+from kvplug.cli.request import explain_request
 from kvplug.engine import RequestEnd
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of
@@ -90,6 +92,15 @@ def test_every_side_reports_what_is_open_and_what_was_moved() -> None:
         waits.until(lambda: not here()["prefill", "worker"].pipes, what="the end of the pipe")
         assert [link.purpose for link in here()["prefill", "worker"].links] == ["p2p-ask"]
     assert not here()
+
+
+def test_the_spans_of_both_ends_are_printed_in_the_order_of_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with engines():
+        assert explain_request("stored", as_json=True)
+        spans = json.loads(capsys.readouterr().out)
+    assert {"request", "lease", "load"} <= {span["name"] for span in spans}
+    starts = [span["start_ns"] for span in spans]
+    assert starts == sorted(starts)
 
 
 def test_a_load_in_flight_is_named_with_its_source() -> None:
