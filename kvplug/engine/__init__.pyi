@@ -29,11 +29,17 @@ from kvplug.engine.context import (
     PeerLink as PeerLink,
     Peers as Peers,
 )
+from kvplug.engine.joined_engines import (
+    JoinedEngines as JoinedEngines,
+)
 from kvplug.engine.layout import (
     KVLayout as KVLayout,
 )
 from kvplug.engine.page_cache import (
     FlatPage as FlatPage,
+)
+from kvplug.engine.persistent_link import (
+    PersistentLink as PersistentLink,
 )
 from kvplug.errors import (
     EntryGoneError as EntryGoneError,

@@ -240,24 +240,6 @@ def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_whil
         it.replica.wait_until_ready(Deadline.after(0.1))
 
 
-def test_gaps_without_end_do_not_end_the_replica(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_RETRY_S", 0.0)
-    monkeypatch.setattr(replicas, "_LOST_S", 0.0)
-    it = follow()
-    it.stored(CHAINS[0])  # lost on the way
-    gap = it.stored(CHAINS[1])
-    it.first.append(gap.to_plain())
-    it.say(gap)
-    until(lambda: len(it.links) > 1100, what="more connections than a float has exponents")
-    it.first.pop()
-
-    def is_held() -> bool:
-        it.snapshot(CHAINS[0])
-        return it.replica.presences(CHAINS, 0) == [HELD]
-
-    until(is_held)
-
-
 def test_an_index_without_end_is_given_up(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_MAX_PAGES", 2)
     it = follow()

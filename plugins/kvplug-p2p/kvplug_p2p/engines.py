@@ -13,8 +13,8 @@ from typing import Final
 import attrs
 
 from kvplug import ClosedError, HandshakeError, KvplugError, ResourceExhaustedError, TimeoutError
-from kvplug.engine import ConnectorContext, Engine, PeerLink, Role, reason_of
-from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, WireError, close_after_fork
+from kvplug.engine import ConnectorContext, Engine, JoinedEngines, PeerLink, PersistentLink, Role, reason_of
+from kvplug.transport import Deadline, NamedExhaustion, WireError, close_after_fork
 from kvplug_p2p.lender import ASK
 from kvplug_p2p.reference import Reference
 
@@ -23,12 +23,9 @@ _log = logging.getLogger(__name__)
 PeerAddress = str | Mapping[int, str] | None
 """As ``Peers.connect`` takes it."""
 
-_CONNECT_S: Final = 10.0
-_RETRY_S: Final = 0.1
-_LONGEST_RETRY_S: Final = 2.0
-_REFUSED_S: Final = 30.0
+_FIRST_LEASE_S: Final = 10.0
+"""What a lease is taken for until the producer has sent its length."""
 _SEND_S: Final = 0.2
-_JOIN_S: Final = 3.0
 _RENEWALS_PER_LEASE: Final = 3
 _MOST_NAMED: Final = 64
 """Limit on producers that requests named and a pattern of ``allowed`` permits."""
@@ -61,32 +58,19 @@ class Claim:
         return self.engine is not None and not self.unanswered and not self.refused
 
 
-class _WorkerLink:
-    """The link to one worker of a producer: a thread that connects, receives answers, and renews claims."""
+class _WorkerLink(PersistentLink):
+    """The link to one worker of a producer. Its thread receives answers, and renews claims."""
 
-    def __init__(self, engine: ProducerEngine, rank: int) -> None:
+    def __init__(self, engine: ProducerEngine, context: ConnectorContext, rank: int) -> None:
+        name = f"{engine.name}, worker {rank}"
+        super().__init__(context, rank, ASK, name=name, peer=engine.peer, thread="kvplug-p2p-ask")
         self._engine = engine
-        self._rank = rank
         self.link: PeerLink | None = None
         self.error: Exception | None = None
         """Why the latest attempt to connect failed."""
         self.num_resets = 0
         """The worker's count of resets; odd if it may still hand off KV from before a reset."""
-        self._closed = threading.Event()
-        self._lease_s = _CONNECT_S
-        self._thread = BackgroundThread(self._run, name="kvplug-p2p-ask", stop=self.end)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        self._closed.set()
-        if (link := self.link) is not None:
-            link.close()
-
-    def join(self) -> None:
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+        self._lease_s = _FIRST_LEASE_S
 
     def send(self, message: Mapping[str, object]) -> bool:
         """Return whether the message was sent."""
@@ -101,39 +85,11 @@ class _WorkerLink:
             return False
         return True
 
-    def _run(self) -> None:
-        engine, pause, logged = self._engine, _RETRY_S, ""
-        while not self._closed.is_set():
-            try:
-                link = engine.connect(self._rank)
-            except ClosedError:
-                return
-            except Exception as e:
-                if str(e) != logged:
-                    logged = str(e)
-                    _log.log(
-                        logging.WARNING if isinstance(e, HandshakeError) else logging.INFO,
-                        "%s: cannot reach worker %d: %s",
-                        engine.name,
-                        self._rank,
-                        e,
-                    )
-                engine.changed(self, None, NamedExhaustion.of(e, f"connecting to {engine.name}") or e)
-                self._closed.wait(_REFUSED_S if isinstance(e, HandshakeError) else pause)
-                pause = min(2 * pause, _LONGEST_RETRY_S)
-                continue
-            pause, logged = _RETRY_S, ""
-            try:
-                engine.changed(self, link, None)
-                self._follow(link)
-            except (KvplugError, RuntimeError) as e:
-                if not self._closed.is_set():
-                    _log.info("%s: lost the link to worker %d: %s", engine.name, self._rank, e)
-                engine.changed(self, None, e)
-            finally:
-                link.close()
+    def _lose(self, error: Exception | None) -> None:
+        self._engine.changed(self, None, error)
 
     def _follow(self, link: PeerLink) -> None:
+        self._engine.changed(self, link, None)
         renewal = Deadline.after(self._lease_s / _RENEWALS_PER_LEASE)
         while not self._closed.is_set():
             answer = None
@@ -169,7 +125,7 @@ class ProducerEngine:
         """Its address, as plain values."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._workers = [_WorkerLink(self, 0)]
+        self._workers = [_WorkerLink(self, context, 0)]
         self._claims: dict[str, Claim] = {}
         self._closed = False
         self._engine_hangs = Deadline.after(context.config.timeout_s)
@@ -180,10 +136,6 @@ class ProducerEngine:
 
     def _after_fork_in_child(self) -> None:
         self._closed, self._workers, self._claims = True, [], {}
-
-    def connect(self, rank: int) -> PeerLink:
-        """Raises what ``Peers.connect`` raises."""
-        return self._context.peers.connect(rank, ASK, timeout=_CONNECT_S, retry=False, peer=self.peer)
 
     # -- called by the links' threads ----------------------------------------------------------
 
@@ -200,15 +152,13 @@ class ProducerEngine:
                     other.end()
                 del self._workers[size:]
                 for rank in range(len(self._workers), size):
-                    other = _WorkerLink(self, rank)
+                    other = _WorkerLink(self, self._context, rank)
                     self._workers.append(other)
                     other.start()
             if link is None and worker in self._workers:
                 for claim in self._claims.values():
                     claim.refused = claim.refused or ("peer_gone" if error is None else reason_of(error))
             self._changed.notify_all()
-        if self._closed and link is not None:
-            link.close()
 
     def answered(self, rank: int, key: str, refused: str) -> None:
         with self._lock:
@@ -332,7 +282,7 @@ class ProducerEngine:
     def close(self) -> None:
         self.end()
         for worker in self._workers:
-            worker.join()
+            worker.close()
 
 
 def fixed_addresses(context: ConnectorContext) -> list[str | None]:
@@ -364,44 +314,24 @@ class ProducerEngines:
         self._lock = threading.Lock()
         self._closed = False
         self._fixed: dict[str, ProducerEngine] = {}
-        self._listed: dict[str, tuple[Engine, ProducerEngine]] = {}
+        self._listed = JoinedEngines(context, self._join)
         self._named: dict[str, ProducerEngine] = {}
         try:
             for address in fixed_addresses(context):
                 name = f"the producer at {address or context.config.control_address(0)}"
                 self._fixed[name] = ProducerEngine(context, name, address)
-            if context.members is not None:
-                context.members.follow(self._list)
+            self._listed.follow()
         except BaseException:
             self.close()
             raise
 
-    def _list(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
-        """Follow a change of the directory's engines."""
-        members = self._context.members
-        assert members is not None
-        wanted = {
-            engine.engine_id: engine
-            for engine in engines
-            if engine.role != Role.CONSUMER and engine.model == members.model
-        }
-        with self._lock:
-            if self._closed:
-                return
-            for engine_id, (engine, producer) in list(self._listed.items()):
-                if wanted.get(engine_id) != engine and not (is_stale and producer.is_up):
-                    del self._listed[engine_id]
-                    producer.end()
-            for engine_id, engine in wanted.items() if not is_stale else ():
-                if engine_id not in self._listed:
-                    producer = ProducerEngine(self._context, f"producer {engine_id}", engine.contacts)
-                    self._listed[engine_id] = engine, producer
+    def _join(self, engine: Engine) -> ProducerEngine:
+        return ProducerEngine(self._context, f"producer {engine.engine_id}", engine.contacts)
 
     def all(self) -> list[ProducerEngine]:
         """Every known producer."""
         with self._lock:
-            listed = [producer for _, producer in self._listed.values()]
-            return [*self._fixed.values(), *listed, *self._named.values()]
+            return [*self._fixed.values(), *self._listed.all(), *self._named.values()]
 
     def find(self, reference: Reference) -> ProducerEngine | None:
         """Find the producer of the reference; ``None`` if it is unknown, or not connected yet.
@@ -436,16 +366,14 @@ class ProducerEngines:
 
     def wait_until_up(self, deadline: Deadline) -> None:
         """Raises what :meth:`ProducerEngine.wait_until_up` and ``Members.wait_until_known`` raise."""
-        if self._context.members is not None:
-            self._context.members.wait_until_known(deadline)
+        self._listed.wait_until_known(deadline)
         for producer in self.all():
             producer.wait_until_up(deadline)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        if self._context.members is not None:
-            self._context.members.close()
+        self._listed.close()
         every = self.all()
         for producer in every:
             producer.end()

@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,15 +29,12 @@ from kvplug import (
     ClosedError,
     HandshakeError,
     KvplugError,
-    PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
 )
-from kvplug.engine import ConnectorContext, PeerLink
+from kvplug.engine import ConnectorContext, PeerLink, PersistentLink
 from kvplug.transport import (
-    BackgroundThread,
     Deadline,
-    NamedExhaustion,
     PageEvent,
     Presence,
     Series,
@@ -50,18 +46,11 @@ from kvplug_lookup.connector.page_index import PageIndex
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_S = 10.0
-"""Timeout of one attempt: a producer under load may shake hands slowly."""
-_RETRY_S = 1.0
-_LOST_S = 0.05
-"""The shortest pause after a lost connection."""
-_REFUSED_S = 60.0
-"""The longest pause after refused handshakes; each pause is twice the one before."""
+_HELLO_S = 10.0
 MAX_PROMISED = 1 << 12
 """Limit on pages in one message."""
 _PING_S = 0.2
 """Timeout to send a ping: a few bytes, and at most one is unanswered."""
-_JOIN_S = 3.0
 _MOMENT_S = 0.005
 """How long calls about a new request wait for the store's answer, in total. On one host it takes a fraction
 of a millisecond, but longer if the engine's thread keeps asking: it would take the interpreter's lock from
@@ -81,28 +70,31 @@ class Fence:
     blocks_until: Deadline
 
 
-@attrs.define(eq=False, repr=False, slots=False)
-class Replica:
+class Replica(PersistentLink):
     """Follows one worker's store in its own thread. Its answers are thread-safe."""
 
-    _context: ConnectorContext
-    _rank: int
-    """The rank of the followed worker."""
-    _name: str
-    """Its name, for messages."""
-    _peer: str | Mapping[int, str] | None = None
-    """Its engine, as ``Peers.connect`` takes it."""
-    _listener: Callable[[int, PageEvent, Series], None] | None = None
-    """Receives each applied event with the rank, in the replica's thread. Must not block."""
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        rank: int,
+        name: str,
+        peer: str | Mapping[int, str] | None = None,
+        listener: Callable[[int, PageEvent, Series], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            rank: the rank of the followed worker.
+            name: its name, for messages.
+            peer: its engine, as ``Peers.connect`` takes it.
+            listener: receives each applied event with the rank, in the replica's thread. Must not block.
+        """
+        super().__init__(context, rank, "events", name=name, peer=peer, thread="kvplug-lookup-replica")
+        self._listener = listener
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._index = PageIndex()
         self.link: PeerLink | None = None
         """The event channel's link while it is connected."""
-        self._dialled: PeerLink | None = None
-        """The latest link, which may not have sent its first message yet."""
         self._is_current = False
         self._has_gap = False
         """Events are missing, and the replica reconnects to get a snapshot."""
@@ -119,13 +111,10 @@ class Replica:
         """No request waits for the store until this ping is answered: others have waited in vain."""
         self._refused_link: PeerLink | None = None
         """The link to a store whose pages do not fit."""
-        self._refusal: Exception | None = None
-        self._shortage: ResourceExhaustedError | None = None
-        """Why the latest attempt to connect failed, if a resource ran out."""
+        self._error: Exception | None = None
+        """Why there is no link."""
         self._was_connected = False
-        self._closed = threading.Event()
-        self._thread = BackgroundThread(self._run, name="kvplug-lookup-replica", stop=self.end)
-        self._thread.start()
+        self.start()
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:
@@ -159,7 +148,11 @@ class Replica:
             if self._silent > self._ponged:
                 return True
             # Wait for a store that is coming up, but not for one that was lost or refused us.
-            return self.link is None and (self._was_connected or self._refusal is not None)
+            return self.link is None and (self._was_connected or self._is_refused)
+
+    @property
+    def _is_refused(self) -> bool:
+        return isinstance(self._error, HandshakeError | PermissionError)
 
     def doubt(self, *, is_silent: bool = False) -> None:
         """Promise nothing until the store has answered a ping sent after this call: it was cleared, and the
@@ -182,7 +175,7 @@ class Replica:
                 _log.error(
                     "no longer loading from %s: our worker and it refused each other (our worker's log has"
                     " the reason); change one of them and restart it",
-                    self._name,
+                    self.name,
                 )
             self._refused_link = self.link
 
@@ -236,96 +229,37 @@ class Replica:
     def wait_until_ready(self, deadline: Deadline) -> None:
         with self._lock:
             while not self._is_current:
-                if self._refusal is not None:
-                    raise self._refusal
+                if self._error is not None and self._is_refused:
+                    raise self._error
                 if self._closed.is_set():
                     raise ClosedError("this connector was shut down")
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
-                    if self._shortage is not None:
-                        raise self._shortage
+                    if isinstance(self._error, ResourceExhaustedError):
+                        raise self._error
                     raise TimeoutError(self._what_is_missing())
 
     def _what_is_missing(self) -> str:
-        where = f"{self._name} at {self._context.peers.address_of(self._rank, self._peer)}"
+        where = f"{self.name} at {self._context.peers.address_of(self._rank, self._peer)}"
         if self.link is None:
             return f"could not connect to {where} in time; start it, or correct its address"
         return f"{where} is connected, but did not send all of its store's index in time"
 
-    def close(self) -> None:
-        self.end()
-        self._thread.join(timeout=_JOIN_S)
-
     def end(self) -> None:
-        """Stop following, and promise nothing. Does not wait for the thread."""
-        self._closed.set()
+        super().end()
         with self._lock:
-            link = self._dialled
             self._changed.notify_all()
-        if link is not None:
-            link.close()
 
     # -- the thread ----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        logged, gaps, refusals = "", 0, 0
-        retry = self._peer is None or isinstance(self._peer, str)
-        while not self._closed.is_set():
-            try:
-                link = self._context.peers.connect(
-                    self._rank, "events", timeout=_CONNECT_S, retry=retry, peer=self._peer
-                )
-            except TimeoutError:
-                with self._lock:
-                    self._has_gap = False  # the store with the missing events is gone
-                continue
-            except ClosedError:
-                return
-            except Exception as e:  # what connect raises, and exhausted descriptors, for example
-                if str(e) != logged:
-                    logged = str(e)
-                    _log.warning("cannot follow %s: %s", self._name, e)
-                with self._lock:
-                    self._has_gap = False
-                    self._shortage = NamedExhaustion.of(e, f"connecting to {self._name}")
-                    if isinstance(e, HandshakeError | PermissionError):
-                        self._refusal = e
-                    self._changed.notify_all()
-                refusals = refusals + 1 if isinstance(e, HandshakeError) else 0
-                self._closed.wait(min(_REFUSED_S, _RETRY_S * 2 ** min(refusals, 6)))
-                continue
-            with self._lock:
-                self._dialled = link
-            if self._closed.is_set():  # perhaps before end() could close this link
-                link.close()
-            logged, refusals, began = "", 0, time.monotonic()
-            try:
-                self._follow(link)
-            except (ClosedError, PeerGoneError) as e:
-                if not self._closed.is_set():
-                    _log.warning("lost the index of %s: %s", self._name, e)
-                self._lose(link)
-            except Exception as e:
-                _log.warning("lost the index of %s: %s: %s", self._name, type(e).__name__, e)
-                with self._lock:
-                    self._shortage = NamedExhaustion.of(e, f"following {self._name}")
-                self._lose(link)
-                self._closed.wait(_RETRY_S)
-            else:
-                self._lose(link)
-                gaps = gaps + 1 if time.monotonic() - began < _CATCH_UP_S else 0
-                self._closed.wait(min(_RETRY_S, 0.01 * 2 ** min(gaps, 7)))
 
     def _follow(self, link: PeerLink) -> None:
         follower = PageEvent.Follower()
         series = self._series_of(link)
         with self._lock:
-            self.link, self._refusal, self._shortage, self._was_connected = link, None, None, True
+            self.link, self._error, self._was_connected = link, None, True
             self._asked = 0
             if not self._has_gap:  # with a gap, it has been behind since then
                 self._is_late = Deadline.after(_CATCH_UP_S)
-        _log.info("following the pages of %s", self._name)
-        if self._closed.is_set():
-            return
+        _log.info("following the pages of %s", self.name)
         self._ping()
         while not self._closed.is_set():
             message: Any = link.channel.recv(timeout=None)
@@ -336,7 +270,7 @@ class Replica:
             event = PageEvent.from_plain(message)
             with self._lock:
                 if not follower.accept(event):
-                    _log.warning("events of %s have a gap: reconnecting for a snapshot", self._name)
+                    _log.warning("events of %s have a gap: reconnecting for a snapshot", self.name)
                     if not self._has_gap and self._is_current:
                         self._is_late = Deadline.after(_CATCH_UP_S)
                     self._has_gap = True
@@ -367,13 +301,9 @@ class Replica:
         Raises:
             HandshakeError: its pages do not fit this engine.
         """
-        hello = StoreHello.from_plain(link.channel.recv(timeout=_CONNECT_S))
+        hello = StoreHello.from_plain(link.channel.recv(timeout=_HELLO_S))
         if differences := hello.differences(self._context.model):
-            refusal = HandshakeError(*differences, peer=self._name)
-            with self._lock:
-                self._refusal = refusal
-                self._changed.notify_all()
-            raise refusal
+            raise HandshakeError(*differences, peer=self.name)
         return hello.series()
 
     def _ping(self, timeout: float = _PING_S) -> None:
@@ -391,11 +321,9 @@ class Replica:
                 if self.link is link:
                     self._asked = 0
 
-    def _lose(self, link: PeerLink) -> None:
-        link.close()
+    def _lose(self, error: Exception | None) -> None:
         with self._lock:
-            self.link = None
-            self._is_current = False
-            self._asked = 0
+            if self.link is None:
+                self._has_gap = False  # the store with the missing events is gone
+            self.link, self._error, self._is_current, self._asked = None, error, False, 0
             self._changed.notify_all()
-        self._closed.wait(_LOST_S)

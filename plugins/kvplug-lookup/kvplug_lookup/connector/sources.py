@@ -53,7 +53,7 @@ class Source:
         return presences
 
     @property
-    def is_connected(self) -> bool:
+    def is_up(self) -> bool:
         """Whether every worker's events are followed now."""
         return all(replica.link is not None for replica in self.replicas)
 
